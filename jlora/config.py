@@ -1,0 +1,219 @@
+"""The configuration: frozen dataclasses, one per section of a TOML file.
+
+    config = load("configs/demo.toml", {"cache.block_tokens": 16})
+
+Unknown keys are errors that name the nearest valid key. Values given on the command line are
+strings and are read by the field's type.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import tomllib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jlora.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Where the base model is and how it is laid out. `max_model_len` 0 = the model's own."""
+
+    path: str = ""
+    name: str = ""
+    dtype: str = "auto"
+    tp: int = 1
+    max_model_len: int = 0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class AdaptersConfig:
+    """Adapters to load at start: `paths` by name, and every subdirectory of `dir`."""
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    dir: str = ""
+    max_rank: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The unified pool. 0 means: chosen from the device's memory and the model's shapes.
+
+    Attributes:
+        block_tokens: tokens per block (0: by platform).
+        hbm_blocks: blocks on the device (0: from hbm_fraction).
+        hbm_fraction: share of the device memory left after the weights (on CPU: see `pool_bytes`).
+        prefix_reuse: keep finished requests' KV for later prompts.
+    """
+
+    block_tokens: int = 0
+    hbm_blocks: int = 0
+    hbm_fraction: float = 0.85
+    prefix_reuse: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """The step. `max_step_tokens` bounds the prompt tokens computed in one step."""
+
+    max_seqs: int = 64
+    max_step_tokens: int = 512
+    max_queue: int = 4096
+    overlap: bool = True
+    layers: str = "auto"
+    warmup: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class ServeConfig:
+    """Where to listen. `drain_s`: how long SIGTERM lets running requests go on."""
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    drain_s: float = 30.0
+    compile_cache: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """All sections; see each section's class."""
+
+    model: ModelConfig = ModelConfig()
+    adapters: AdaptersConfig = AdaptersConfig()
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig()
+    serve: ServeConfig = ServeConfig()
+
+
+def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
+    """Reads a TOML file, applies `section.key` overrides, checks every value.
+
+    Raises:
+        ConfigError: the file is unreadable, a key is unknown, or a value is out of range.
+    """
+    tree: dict[str, dict[str, Any]] = {}
+    if path is not None:
+        try:
+            tree = tomllib.loads(Path(path).read_text())
+        except OSError as e:
+            raise ConfigError(f"config file {path}: {e.strerror}") from e
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise ConfigError(f"config file {path}: {e}") from e
+    for dotted, value in (overrides or {}).items():
+        section, _, key = dotted.partition(".")
+        _check_key(section, key, dotted)
+        tree.setdefault(section, {})
+        head, _, rest = key.partition(".")
+        if rest:  # one entry of a table: adapters.paths.NAME
+            tree[section][head] = {**tree[section].get(head, {}), rest: value}
+        else:
+            tree[section][key] = value
+    return validate(_build(tree))
+
+
+def replace(config: Config, overrides: Mapping[str, Any]) -> Config:
+    """A copy of `config` with `section.key` values replaced, checked again."""
+    for dotted, value in overrides.items():
+        section, _, key = dotted.partition(".")
+        _check_key(section, key, dotted)
+        old = getattr(config, section)
+        new = dataclasses.replace(old, **{key: _coerce(type(old), key, value, dotted)})
+        config = dataclasses.replace(config, **{section: new})
+    return validate(config)
+
+
+def keys() -> list[str]:
+    """Every `section.key`, in order."""
+    return [f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(_section(s.name))]
+
+
+def validate(config: Config) -> Config:
+    """Returns `config` if every value is in range, else raises ConfigError naming the key."""
+    c, e, m = config.cache, config.engine, config.model
+    rules: list[tuple[str, Any, bool, str]] = [
+        ("model.tp", m.tp, m.tp >= 1, "at least 1"),
+        ("model.dtype", m.dtype, m.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
+        ("model.max_model_len", m.max_model_len, m.max_model_len == 0 or m.max_model_len >= 2, "0 or at least 2"),
+        ("model.seed", m.seed, 0 <= m.seed < 2**63, "in [0, 2^63)"),
+        ("adapters.max_rank", config.adapters.max_rank, config.adapters.max_rank >= 1, "at least 1"),
+        ("cache.block_tokens", c.block_tokens, 0 <= c.block_tokens <= 1024, "in [0, 1024]"),
+        ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks == 0 or c.hbm_blocks >= 2, "0 or at least 2"),
+        ("cache.hbm_fraction", c.hbm_fraction, 0 < c.hbm_fraction <= 1, "in (0, 1]"),
+        ("engine.max_seqs", e.max_seqs, 1 <= e.max_seqs <= 1024, "in [1, 1024]"),
+        ("engine.max_step_tokens", e.max_step_tokens, e.max_step_tokens >= 1, "at least 1"),
+        ("engine.max_queue", e.max_queue, e.max_queue >= 1, "at least 1"),
+        ("engine.layers", e.layers, e.layers in ("auto", "scan", "unroll"), "auto, scan or unroll"),
+        ("serve.port", config.serve.port, 0 <= config.serve.port <= 65535, "in [0, 65535]"),
+        ("serve.drain_s", config.serve.drain_s, config.serve.drain_s >= 0, "at least 0"),
+    ]
+    for key, value, ok, limit in rules:
+        if not ok:
+            raise ConfigError(f"{key} = {value!r}: must be {limit}")
+    return config
+
+
+def _section(name: str) -> type:
+    return {"model": ModelConfig, "adapters": AdaptersConfig, "cache": CacheConfig, "engine": EngineConfig, "serve": ServeConfig}[name]
+
+
+def _check_key(section: str, key: str, dotted: str) -> None:
+    sections = [s.name for s in dataclasses.fields(Config)]
+    if section in sections:
+        known = {f.name: f for f in dataclasses.fields(_section(section))}
+        head, _, rest = key.partition(".")
+        if head in known and (not rest or head == "paths"):
+            return
+    near = difflib.get_close_matches(dotted, keys(), n=1, cutoff=0.0)
+    raise ConfigError(f"unknown key {dotted!r}: the nearest valid key is {near[0]!r}")
+
+
+def _build(tree: Mapping[str, Any]) -> Config:
+    sections = {}
+    for section, values in tree.items():
+        if not isinstance(values, Mapping):
+            _check_key(section, "", section)
+        for key in values:
+            _check_key(section, key, f"{section}.{key}")
+        cls = _section(section)
+        sections[section] = cls(**{k: _coerce(cls, k, v, f"{section}.{k}") for k, v in values.items()})
+    return Config(**sections)
+
+
+def _coerce(cls: type, key: str, value: Any, dotted: str) -> Any:
+    """Reads `value` (a TOML value or a command-line string) as the field's type."""
+    want = typing.get_type_hints(cls)[key]
+    base = typing.get_origin(want) or want
+    if base in (types.UnionType, typing.Union):
+        base = next(a for a in typing.get_args(want) if a is not type(None))
+    try:
+        if base is bool:
+            return _as_bool(value)
+        if base is int and not isinstance(value, bool):
+            if isinstance(value, float) and value != int(value):
+                raise ValueError(value)
+            return int(value)
+        if base is float and not isinstance(value, bool):
+            return float(value)
+        if base is str and isinstance(value, str):
+            return value
+        if isinstance(value, Mapping):
+            return dict(value)
+    except (ValueError, TypeError):
+        pass  # falls through to the one message below
+    raise ConfigError(f"{dotted} = {value!r}: must be {getattr(base, '__name__', 'a table').replace('Mapping', 'a table')}")
+
+
+def _as_bool(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    table = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
+    if str(value).lower() in table:
+        return table[str(value).lower()]
+    raise ValueError(value)

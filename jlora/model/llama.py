@@ -1,0 +1,267 @@
+"""The Llama, declared once.
+
+`Llama` (Flax NNX) states every weight: shape, initial value, logical axes. Everything else
+is derived from it: abstract shapes for loading, the sharding table, and the plain pytree that
+serving runs on. `forward` is the only forward pass in the repository. It is told from outside
+how tokens attend (`attend`) and how adapters join a projection (`adapt`), so that serving on
+the paged pool, training the demo model and the tests' dense reference share every line of it.
+
+Letters: T tokens, D width, N query heads, K KV heads, H head width, F MLP width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from jlora.model.spec import ModelSpec
+
+Params = Any  # plain pytree: {"embed", "layers": [...] or stacked {...}, "norm", "head"?}
+
+# Logical axis of a weight's dimension -> mesh axis that splits it (None: replicated).
+# "split" marks a model-width dimension that tensor parallelism cuts (embedding, head).
+MESH_AXES = {"vocab": None, "width": None, "split": "tp", "heads": "tp", "mlp": "tp"}
+
+
+class Layer(nnx.Module):
+    """One transformer block's weights; matrices are [input, output]."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
+        make = _Init(spec, rngs)
+        axes = {"q": "heads", "k": "heads", "v": "heads", "gate": "mlp", "up": "mlp"}
+        self.attn_norm = make.ones(("width",), (spec.width,))
+        self.mlp_norm = make.ones(("width",), (spec.width,))
+        for name, shape in spec.projection_shapes.items():
+            logical = ("width", axes[name]) if name in axes else ("heads" if name == "o" else "mlp", "width")
+            setattr(self, name, make.normal(logical, shape))
+
+
+class Llama(nnx.Module):
+    """All weights of a Llama; `__call__` is the dense forward of one batch of sequences."""
+
+    def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
+        make = _Init(spec, rngs)
+        self.spec = spec
+        self.embed = make.normal(("vocab", "split"), (spec.vocab, spec.width), scale=1.0)
+        self.layers = nnx.List([Layer(spec, rngs) for _ in range(spec.layers)])
+        self.norm = make.ones(("width",), (spec.width,))
+        if not spec.tied:
+            self.head = make.normal(("split", "vocab"), (spec.width, spec.vocab))
+
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """[S, C] token ids -> [S, C, V] logits, causal attention inside each row."""
+        return dense_logits(self.spec, plain(nnx.split(self)[1]), tokens)
+
+
+class _Init(NamedTuple):
+    spec: ModelSpec
+    rngs: nnx.Rngs
+
+    def normal(self, axes: tuple[str, ...], shape: tuple[int, ...], scale: float | None = None) -> nnx.Param:
+        std = scale if scale is not None else 1 / math.sqrt(shape[0])
+        value = jax.random.normal(self.rngs.params(), shape, jnp.float32) * std
+        return nnx.Param(value.astype(self.spec.dtype), axes=axes)
+
+    def ones(self, axes: tuple[str, ...], shape: tuple[int, ...]) -> nnx.Param:
+        return nnx.Param(jnp.ones(shape, self.spec.dtype), axes=axes)
+
+
+def plain(state: Any) -> Params:
+    """An NNX state as the plain pytree that `forward` takes, layers as a list."""
+    tree = nnx.to_pure_dict(state)
+    tree["layers"] = [tree["layers"][i] for i in range(len(tree["layers"]))]
+    return tree
+
+
+def abstract(spec: ModelSpec) -> tuple[Params, Params]:
+    """Shapes (`jax.ShapeDtypeStruct`) and logical axes (tuples) of every weight."""
+    state = nnx.state(nnx.eval_shape(lambda: Llama(spec, nnx.Rngs(0))))
+    shapes = plain(state)
+    axes = plain(jax.tree.map(lambda v: v.get_metadata("axes"), state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
+    return shapes, axes
+
+
+def stack_layers(params: Params) -> Params:
+    """The same weights with `layers` as one stacked tree [L, ...], for `lax.scan`."""
+    return {**params, "layers": jax.tree.map(lambda *w: jnp.stack(w), *params["layers"])}
+
+
+class Shard(NamedTuple):
+    """This program's place on the tensor-parallel axis; axis None is a single device."""
+
+    axis: str | None = None
+    size: int = 1
+
+    def psum(self, x: jax.Array) -> jax.Array:
+        return lax.psum(x, self.axis) if self.size > 1 else x
+
+    def gather(self, x: jax.Array) -> jax.Array:
+        """Concatenates the shards' last dimension."""
+        return lax.all_gather(x, self.axis, axis=x.ndim - 1, tiled=True) if self.size > 1 else x
+
+    def slice(self, x: jax.Array) -> jax.Array:
+        """This shard's part of the last dimension."""
+        if self.size == 1:
+            return x
+        part = x.shape[-1] // self.size
+        return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * part, part, x.ndim - 1)
+
+    def add_slice(self, x: jax.Array, delta: jax.Array) -> jax.Array:
+        """Adds `delta` to this shard's part of the last dimension of a partial sum."""
+        if self.size == 1:
+            return x + delta
+        at = (0,) * (x.ndim - 1) + (lax.axis_index(self.axis) * delta.shape[-1],)
+        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, delta.shape) + delta, at)
+
+
+# attend(carry, layer, q [T,N,H], k [T,K,H], v [T,K,H]) -> (carry, out [T,N,H])
+Attend = Callable[[Any, jax.Array | int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+# adapt(carry, layer, x [T,in], names) -> one delta per name, [T,out] each (or None: no adapter)
+Adapt = Callable[[Any, jax.Array | int, jax.Array, tuple[str, ...]], Sequence[jax.Array | None]]
+
+
+def no_adapters(carry: Any, layer: Any, x: jax.Array, names: tuple[str, ...]) -> Sequence[None]:
+    """The base model alone."""
+    return [None] * len(names)
+
+
+class Joints(NamedTuple):
+    """What a forward is given from outside: attention, adapters, its shard."""
+
+    attend: Attend
+    adapt: Adapt = no_adapters
+    shard: Shard = Shard()
+
+
+def forward(
+    spec: ModelSpec, params: Params, tokens: jax.Array, positions: jax.Array, carry: Any, joints: Joints
+) -> tuple[Any, jax.Array]:
+    """Runs every layer over T tokens.
+
+    Args:
+        tokens, positions: [T] int32.
+        carry: what `attend` reads and writes (the KV pool in serving).
+    Returns:
+        carry, and the final normalised hidden states [T, D] (replicated over shards).
+    """
+    rotate = rope(spec, positions)
+    x = joints.shard.gather(params["embed"][tokens])
+
+    def layer(state: tuple[Any, jax.Array], w: Mapping[str, jax.Array], index: jax.Array | int):
+        carry, x = state
+        carry, x = _attention(spec, w, index, carry, x, rotate, joints)
+        return carry, _mlp(spec, w, index, carry, x, joints)
+
+    carry, x = _over_layers(layer, (carry, x), params["layers"])
+    return carry, rms_norm(x, params["norm"], spec.norm_eps)
+
+
+def logits(spec: ModelSpec, params: Params, hidden: jax.Array, shard: Shard = Shard()) -> jax.Array:
+    """[S, D] final hidden states -> [S, V] float32 logits (replicated over shards)."""
+    head = params["embed"].T if spec.tied else params["head"]
+    return shard.psum((shard.slice(hidden) @ head).astype(jnp.float32))
+
+
+def _attention(spec, w, index, carry, x, rotate, joints):
+    h = rms_norm(x, w["attn_norm"], spec.norm_eps)
+    deltas = joints.adapt(carry, index, h, ("q", "k", "v"))
+    q, k, v = (_plus(h @ w[n], d).reshape(len(h), -1, spec.head_dim) for n, d in zip("qkv", deltas, strict=True))
+    carry, out = joints.attend(carry, index, rotate(q), rotate(k), v)
+    return carry, x + _row_parallel(w["o"], index, carry, out.reshape(len(h), -1), joints, "o")
+
+
+def _mlp(spec, w, index, carry, x, joints):
+    h = rms_norm(x, w["mlp_norm"], spec.norm_eps)
+    deltas = joints.adapt(carry, index, h, ("gate", "up"))
+    gate, up = (_plus(h @ w[n], d) for n, d in zip(("gate", "up"), deltas, strict=True))
+    return x + _row_parallel(w["down"], index, carry, jax.nn.silu(gate) * up, joints, "down")
+
+
+def _row_parallel(weight, index, carry, x, joints, name):
+    """x is split over shards: the base product is a partial sum, the delta one slice of it."""
+    (delta,) = joints.adapt(carry, index, x, (name,))
+    y = x @ weight
+    if delta is not None:
+        y = joints.shard.add_slice(y, delta)
+    return joints.shard.psum(y)
+
+
+def _plus(x: jax.Array, delta: jax.Array | None) -> jax.Array:
+    return x if delta is None else x + delta
+
+
+def _over_layers(layer, state, layers):
+    """A list of layers is unrolled; a stacked tree is scanned (one compiled body)."""
+    if isinstance(layers, list):
+        for index, w in enumerate(layers):
+            # Orders each layer's pool reads before the next layer's write: no pool copies.
+            state = lax.optimization_barrier(layer(state, w, index))
+        return state
+    count = jax.tree.leaves(layers)[0].shape[0]
+
+    def body(state, xs):
+        return layer(state, *xs), None
+
+    return lax.scan(body, state, (layers, jnp.arange(count, dtype=jnp.int32)))[0]
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Root-mean-square norm in float32 (Zhang and Sennrich 2019, Equation 4)."""
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return weight * y.astype(x.dtype)
+
+
+def rope(spec: ModelSpec, positions: jax.Array) -> Callable[[jax.Array], jax.Array]:
+    """Rotary embedding at `positions` [T], halves rotated as Hugging Face checkpoints expect."""
+    angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(spec))
+    cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
+
+    def rotate(x: jax.Array) -> jax.Array:
+        a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+        return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+    return rotate
+
+
+def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
+    """[H/2] float32 rotation speeds with `linear` or `llama3` scaling applied."""
+    half = np.arange(0, spec.head_dim, 2, dtype=np.float64) / spec.head_dim
+    inverse = 1.0 / spec.rope_theta**half
+    scaling = spec.rope_scaling
+    if scaling is None:
+        return inverse.astype(np.float32)
+    if scaling.kind == "linear":
+        return (inverse / scaling.factor).astype(np.float32)
+    # llama3: long wavelengths are slowed by `factor`, short ones kept, a ramp in between.
+    turns = scaling.original_max_len * inverse / (2 * np.pi)
+    ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
+    ramp = np.clip(ramp, 0.0, 1.0)
+    return (inverse * (ramp + (1 - ramp) / scaling.factor)).astype(np.float32)
+
+
+def dense_attend(rows: int) -> Attend:
+    """Causal attention inside each of `rows` equally long sequences, without a cache."""
+
+    def attend(carry, index, q, k, v):
+        q, k, v = (t.reshape(rows, -1, *t.shape[1:]) for t in (q, k, v))
+        out = jax.nn.dot_product_attention(q, k, v, is_causal=True)
+        return carry, out.reshape(-1, *out.shape[2:])
+
+    return attend
+
+
+def dense_logits(spec: ModelSpec, params: Params, tokens: jax.Array, adapt: Adapt = no_adapters) -> jax.Array:
+    """[S, C] token ids -> [S, C, V] float32 logits: training and the tests' reference."""
+    rows, length = tokens.shape
+    positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
+    joints = Joints(dense_attend(rows), adapt)
+    _, hidden = forward(spec, params, tokens.reshape(-1), positions, None, joints)
+    return logits(spec, params, hidden).reshape(rows, length, -1)

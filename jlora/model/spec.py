@@ -1,0 +1,76 @@
+"""The numbers of a Llama: what `config.json` says, checked, without jax.
+
+`ModelSpec.from_config` reads both styles of transformers' `config.json` and refuses by name
+what jlora does not serve. `projection_shapes` is the one table of the seven matrices that
+adapters may change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
+
+# Projections whose input is sharded under tensor parallelism (their output is reduced).
+ROW_PARALLEL = ("o", "down")
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """`linear`: positions divided by factor. `llama3`: the wavelength rule of Llama 3.1."""
+
+    kind: str
+    factor: float
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_len: int = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """Shapes and constants of one base model; letters as in the shape alphabet.
+
+    Attributes:
+        vocab, width, mlp, layers, heads, kv_heads, head_dim: V, D, F, L, N, K, H.
+        max_len: longest context in tokens.
+        eos_ids: tokens that end an answer; bos_id: None if the model has none.
+        dtype: "float32" or "bfloat16", the dtype of weights, pool and activations.
+    """
+
+    vocab: int
+    width: int
+    mlp: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    max_len: int
+    rope_theta: float = 10000.0
+    rope_scaling: RopeScaling | None = None
+    norm_eps: float = 1e-5
+    tied: bool = False
+    dtype: str = "float32"
+    eos_ids: tuple[int, ...] = ()
+    bos_id: int | None = None
+    name: str = "model"
+
+    @property
+    def projection_shapes(self) -> Mapping[str, tuple[int, int]]:
+        """Projection -> (input width, output width)."""
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return {
+            "q": (self.width, q),
+            "k": (self.width, kv),
+            "v": (self.width, kv),
+            "o": (q, self.width),
+            "gate": (self.width, self.mlp),
+            "up": (self.width, self.mlp),
+            "down": (self.mlp, self.width),
+        }
+
+    @property
+    def parameters(self) -> int:
+        """Number of weights."""
+        per_layer = sum(i * o for i, o in self.projection_shapes.values()) + 2 * self.width
+        return self.layers * per_layer + self.width + self.vocab * self.width * (1 if self.tied else 2)

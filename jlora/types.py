@@ -1,0 +1,183 @@
+"""Frozen records that every room shares. No jax here: policy code imports this module."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How to choose tokens and when to stop. Limits are checked by `jlora.validation`.
+
+    Attributes:
+        temperature: 0 is greedy; 1 (the default) samples from the model's own distribution.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probability reaches top_p, in (0, 1].
+        min_p: drop tokens less likely than min_p times the most likely one, in [0, 1].
+        seed: makes the tokens reproducible whatever else is in the batch; None draws one.
+        repetition_penalty: divides (multiplies, if negative) logits of tokens seen in the
+            prompt or the output; 1 is off.
+        presence_penalty, frequency_penalty: subtracted from logits of tokens in the output,
+            once, and once per occurrence.
+        logit_bias: token id -> value added to its logit.
+        n: how many completions to draw for the prompt.
+        max_tokens: at most this many output tokens; None means up to the context.
+        min_tokens: no stop of any kind before this many output tokens.
+        stop: strings that end the text; cut from it unless include_stop.
+        stop_token_ids: token ids that end the output, beside the model's own end tokens.
+        ignore_eos: do not stop at the model's own end tokens.
+        logprobs: report the chosen token's logprob and this many of the most likely (0..20).
+        prompt_logprobs: the same for the prompt's tokens.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    n: int = 1
+    max_tokens: int | None = None
+    min_tokens: int = 0
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    include_stop: bool = False
+    ignore_eos: bool = False
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One validated request, as the engine takes it.
+
+    Attributes:
+        id: unique among live requests.
+        prompt: token ids, at least one, all inside the vocabulary.
+        adapter: adapter name; None is the base model.
+        priority: higher runs first; equal priorities run in order of arrival.
+        bypass_prefix_cache: neither read from nor leave KV in the prefix cache.
+        tenant: salt of the prefix cache; equal prompts of two tenants never share KV.
+        deadline: `time.monotonic()` seconds after which the engine aborts it; None is never.
+    """
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+    adapter: str | None = None
+    priority: int = 0
+    bypass_prefix_cache: bool = False
+    tenant: str = ""
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """A token's natural-log probability and the most likely tokens at its position."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Token counts; `cached_tokens` of the prompt came from the prefix cache."""
+
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timing:
+    """Seconds. ttft = submit to first token; tpot = mean gap between later tokens (0 if none).
+
+    queue ends when the request first runs; the two cold starts are the part of the queue spent
+    waiting for its adapter and for its cached KV to reach the device.
+    """
+
+    queue: float = 0.0
+    adapter_cold_start: float = 0.0
+    kv_cold_start: float = 0.0
+    prefill: float = 0.0
+    ttft: float = 0.0
+    tpot: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class TokenEvent:
+    """What a submitted request yields: one per output token, and a last one per completion.
+
+    Attributes:
+        index: which of the request's n completions.
+        token_id: the new token; None on a final event that brings none (an abort).
+        logprob: when asked for.
+        prompt_logprobs: on the first event of completion 0 when asked for; entry 0 is None.
+        finish_reason: set on the completion's last event, with usage and timing.
+    """
+
+    request_id: str
+    index: int
+    token_id: int | None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """What a user may know of an adapter. `bytes` are of its packed form on the device."""
+
+    name: str
+    uid: int
+    digest: str
+    rank: int
+    ranks: Mapping[str, int]
+    target_modules: tuple[str, ...]
+    bytes: int
+    blocks: int
+    tier: Literal["HBM", "HOST", "LOADING"]
+    pinned: bool
+    running: int
+    waiting: int
+    hits: int
+    last_used_s: float
+    load_cost_s: float
+    alora_invocation_tokens: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TierState:
+    """Blocks of one tier by class; they always sum to `total`."""
+
+    total: int
+    free: int
+    adapters: int
+    history_kv: int
+    running_kv: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheState:
+    """A snapshot of the unified pool and its counters since start."""
+
+    hbm: TierState
+    host: TierState
+    invalid_kv: int
+    adapter_hits: int
+    adapter_lookups: int
+    kv_hit_tokens: int
+    kv_lookup_tokens: int
+    bytes_swapped_in: int
+    bytes_swapped_out: int
+    clean_evictions: int
