@@ -1,0 +1,247 @@
+"""The one validator: every front passes its requests through here before the engine sees them.
+
+    limits = Limits(vocab=32000, max_len=4096, capacity_tokens=65536)
+    request = validate(Request("r1", (1, 2, 3)), limits)
+
+A refusal names the field, the value got and the limit. What comes back is *canonical*: plain
+ints and floats, tuples, `max_tokens` filled in, so that no later room checks or converts again.
+Sampling fields are bounded not only by what is sane but by what float32 arithmetic on the
+device survives: a logit divided by a tiny temperature would be infinite, and then NaN.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jlora.errors import InvalidArgument, OutOfRange, ResourceExhausted
+from jlora.types import Request, SamplingParams
+
+# Above this every token is equally likely; more is a percentage or a mistake.
+MAX_TEMPERATURE = 100.0
+# Below this sampling is greedy but for exact ties, and float32 logits would overflow: taken as 0.
+MIN_TEMPERATURE = 1e-5
+# Logits times or divided by these stay finite in float32.
+REPETITION_PENALTY = (1e-3, 1e3)
+MAX_LOGIT_BIAS_ENTRIES = 1024
+MAX_COMPLETIONS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_CHARS = 1024
+MAX_STOP_TOKENS = 1024
+MAX_LOGPROBS = 20
+MAX_ID_CHARS = 256
+
+_ID = re.compile(r"[\x21-\x7e]+")
+_HUGE = 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the model and the pool can take.
+
+    Attributes:
+        vocab: V; token ids are in [0, vocab).
+        max_len: longest context (prompt + output) in tokens.
+        capacity_tokens: longest prompt + output that the pool can ever hold.
+    """
+
+    vocab: int
+    max_len: int
+    capacity_tokens: int
+
+
+def validate(request: Request, limits: Limits) -> Request:
+    """Returns the request in canonical form, `max_tokens` filled in.
+
+    Seeds in [-2^63, 2^64) are taken modulo 2^64, so signed and unsigned clients agree. A top_k
+    that keeps the whole vocabulary becomes 0, and a temperature below 1e-5 becomes 0 (greedy).
+
+    Raises:
+        InvalidArgument: a field has a wrong type or is outside its limits.
+        OutOfRange: the prompt alone, or with max_tokens, passes the context.
+        ResourceExhausted: prompt + max_tokens can never fit the pool.
+    """
+    if not isinstance(request.sampling, SamplingParams):
+        raise _refuse("sampling", request.sampling, "a SamplingParams")
+    prompt = _prompt(request.prompt, limits.vocab)
+    sampling = _sampling(request.sampling, limits.vocab)
+    max_tokens = _max_tokens(len(prompt), sampling.max_tokens, limits)
+    if sampling.min_tokens > max_tokens:
+        raise _refuse("min_tokens", sampling.min_tokens, f"at most max_tokens, here {max_tokens}")
+    return dataclasses.replace(
+        request,
+        id=_request_id(request.id),
+        prompt=prompt,
+        sampling=dataclasses.replace(sampling, max_tokens=max_tokens),
+        adapter=None if request.adapter is None else _text("adapter", request.adapter, MAX_ID_CHARS),
+        priority=_integer("priority", request.priority, -(2**31), 2**31 - 1),
+        bypass_prefix_cache=_boolean("bypass_prefix_cache", request.bypass_prefix_cache),
+        tenant=_text("tenant", request.tenant, MAX_ID_CHARS, empty=True),
+        deadline=None if request.deadline is None else _number("deadline", request.deadline, -math.inf, math.inf),
+    )
+
+
+def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
+    """Every field of `s` checked on its own; fields that depend on the prompt come later."""
+    temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
+    top_k = _integer("top_k", s.top_k, 0, _HUGE)
+    return SamplingParams(
+        temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
+        top_k=top_k if top_k < vocab else 0,
+        top_p=_number("top_p", s.top_p, 0.0, 1.0, open_low=True),
+        min_p=_number("min_p", s.min_p, 0.0, 1.0),
+        seed=None if s.seed is None else _integer("seed", s.seed, -(2**63), 2**64 - 1) % 2**64,
+        repetition_penalty=_number("repetition_penalty", s.repetition_penalty, *REPETITION_PENALTY),
+        presence_penalty=_number("presence_penalty", s.presence_penalty, -2.0, 2.0),
+        frequency_penalty=_number("frequency_penalty", s.frequency_penalty, -2.0, 2.0),
+        logit_bias=_logit_bias(s.logit_bias, vocab),
+        n=_integer("n", s.n, 1, MAX_COMPLETIONS),
+        max_tokens=None if s.max_tokens is None else _integer("max_tokens", s.max_tokens, 1, _HUGE),
+        min_tokens=_integer("min_tokens", s.min_tokens, 0, _HUGE),
+        stop=_stop_strings(s.stop),
+        stop_token_ids=_stop_tokens(s.stop_token_ids, vocab),
+        include_stop=_boolean("include_stop", s.include_stop),
+        ignore_eos=_boolean("ignore_eos", s.ignore_eos),
+        logprobs=_logprobs("logprobs", s.logprobs, vocab),
+        prompt_logprobs=_logprobs("prompt_logprobs", s.prompt_logprobs, vocab),
+    )
+
+
+def _prompt(prompt: Any, vocab: int) -> tuple[int, ...]:
+    """The prompt as plain ints. `set(map(type, …))`, `min` and `max` keep 8k tokens well under a millisecond."""
+    ids = _sequence("prompt", prompt, "token ids")
+    if not ids:
+        raise InvalidArgument("prompt: is empty, must have at least 1 token")
+    if set(map(type, ids)) != {int}:
+        ids = tuple(_token_id(f"prompt[{i}]", x, vocab) for i, x in enumerate(ids))
+    elif min(ids) < 0 or max(ids) >= vocab:
+        at, bad = next((i, x) for i, x in enumerate(ids) if not 0 <= x < vocab)
+        raise _refuse(f"prompt[{at}]", bad, f"a token id in [0, {vocab})")
+    return ids
+
+
+def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
+    """How many tokens the output may have, given the prompt's length."""
+    if prompt >= limits.max_len:
+        raise OutOfRange(f"prompt: has {prompt} tokens, must leave room for output in the context of {limits.max_len}")
+    if max_tokens is None:
+        max_tokens = max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
+    if prompt + max_tokens > limits.max_len:
+        raise OutOfRange(
+            f"max_tokens = {max_tokens}: with a prompt of {prompt} tokens it passes the context of {limits.max_len}, "
+            f"must be at most {limits.max_len - prompt}"
+        )
+    if prompt + max_tokens > limits.capacity_tokens:
+        raise ResourceExhausted(
+            f"max_tokens = {max_tokens}: with a prompt of {prompt} tokens it needs {prompt + max_tokens} tokens of KV, "
+            f"the pool holds at most {limits.capacity_tokens}; shorten it, or serve with a larger cache.hbm_blocks"
+        )
+    return max_tokens
+
+
+def _logit_bias(bias: Any, vocab: int) -> dict[int, float]:
+    if not isinstance(bias, Mapping):
+        raise _refuse("logit_bias", bias, "a mapping of token id to bias")
+    if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
+        raise InvalidArgument(f"logit_bias: has {len(bias)} entries, must have at most {MAX_LOGIT_BIAS_ENTRIES}")
+    return {
+        _token_id("logit_bias key", token, vocab): _number(f"logit_bias[{_show(token)}]", value, -100.0, 100.0)
+        for token, value in bias.items()
+    }
+
+
+def _stop_strings(stop: Any) -> tuple[str, ...]:
+    strings = _sequence("stop", stop, "strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidArgument(f"stop: has {len(strings)} strings, must have at most {MAX_STOP_STRINGS}")
+    return tuple(_text(f"stop[{i}]", x, MAX_STOP_CHARS) for i, x in enumerate(strings))
+
+
+def _stop_tokens(stop: Any, vocab: int) -> tuple[int, ...]:
+    ids = _sequence("stop_token_ids", stop, "token ids")
+    if len(ids) > MAX_STOP_TOKENS:
+        raise InvalidArgument(f"stop_token_ids: has {len(ids)} ids, must have at most {MAX_STOP_TOKENS}")
+    return tuple(_token_id(f"stop_token_ids[{i}]", x, vocab) for i, x in enumerate(ids))
+
+
+def _logprobs(field: str, value: Any, vocab: int) -> int | None:
+    return None if value is None else min(_integer(field, value, 0, MAX_LOGPROBS), vocab)
+
+
+def _request_id(value: Any) -> str:
+    text = _text("request_id", value, MAX_ID_CHARS)
+    if not _ID.fullmatch(text):
+        raise _refuse("request_id", text, "visible ASCII characters without spaces")
+    return text
+
+
+def _text(field: str, value: Any, longest: int, empty: bool = False) -> str:
+    if not isinstance(value, str):
+        raise _refuse(field, value, "a string")
+    if not value and not empty:
+        raise InvalidArgument(f"{field}: is empty, must have at least 1 character")
+    if len(value) > longest:
+        raise InvalidArgument(f"{field}: has {len(value)} characters, must have at most {longest}")
+    return value
+
+
+def _sequence(field: str, value: Any, of: str) -> tuple[Any, ...]:
+    """A tuple of the items; a string is a sequence too, but never the one that was meant."""
+    if isinstance(value, tuple):
+        return value
+    if isinstance(value, str | bytes) or not isinstance(value, Sequence):
+        raise _refuse(field, value, f"a tuple or list of {of}")
+    return tuple(value)
+
+
+def _token_id(field: str, value: Any, vocab: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= value < vocab:
+        raise _refuse(field, value, f"a token id in [0, {vocab})")
+    return int(value)
+
+
+def _integer(field: str, value: Any, low: int, high: int) -> int:
+    limit = f"at least {low}" if high == _HUGE else f"in [{low}, {high}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _refuse(field, value, f"an integer {limit}")
+    # A length far beyond any context is refused later, with the context's own message.
+    if value < low or (value > high and high != _HUGE):
+        raise _refuse(field, value, limit)
+    return int(value)
+
+
+def _number(field: str, value: Any, low: float, high: float, open_low: bool = False) -> float:
+    """A finite float in [low, high], or (low, high] with `open_low`."""
+    limit = "finite" if math.isinf(high) else f"in {'(' if open_low else '['}{low:g}, {high:g}]"
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _refuse(field, value, f"a number {limit}")
+    try:
+        number = float(value)
+    except OverflowError:  # an int beyond any float
+        raise _refuse(field, value, limit) from None
+    if not math.isfinite(number) or not low <= number <= high or (open_low and number == low):
+        raise _refuse(field, value, limit)
+    return number
+
+
+def _boolean(field: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise _refuse(field, value, "True or False")
+    return value
+
+
+def _refuse(field: str, value: Any, limit: str) -> InvalidArgument:
+    return InvalidArgument(f"{field} = {_show(value)}: must be {limit}")
+
+
+def _show(value: Any) -> str:
+    """A value short enough for one line; a huge int has no decimal form at all."""
+    if isinstance(value, int) and value.bit_length() > 128:
+        return f"an integer of {value.bit_length()} bits"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."
