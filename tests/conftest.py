@@ -1,0 +1,43 @@
+"""Every test runs on the CPU with four host devices, so that tensor parallelism is real."""
+
+from __future__ import annotations
+
+import os
+
+# Read once, when jax is first imported; so before any import that may bring jax in.
+os.environ["JAX_PLATFORMS"] = "cpu"
+FLAG = "--xla_force_host_platform_device_count"
+if FLAG not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=4".strip()
+
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+
+from jlora.model.spec import ModelSpec  # noqa: E402
+from tests import _make  # noqa: E402
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny random Llama (`_make.TINY`) in Hugging Face format; read it, do not change it."""
+    directory = tmp_path_factory.mktemp("models") / "tiny"
+    _make.make_model(directory)
+    return directory
+
+
+@pytest.fixture(scope="session")
+def tiny_spec() -> ModelSpec:
+    """The shape of `tiny_model`."""
+    return _make.tiny_spec()
+
+
+@pytest.fixture(scope="session")
+def tiny_adapters(tmp_path_factory: pytest.TempPathFactory, tiny_spec: ModelSpec) -> dict[str, Path]:
+    """Three loud adapters of `tiny_model`: unequal ranks, unequal targets."""
+    root = tmp_path_factory.mktemp("adapters")
+    targets = {"small": (2, ("q",)), "middle": (4, ("q", "v", "o")), "large": (8, tuple(_make.MODULES))}
+    return {
+        name: _make.make_adapter(root / name, tiny_spec, seed=10 + i, r=r, targets=which)
+        for i, (name, (r, which)) in enumerate(targets.items())
+    }
