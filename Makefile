@@ -1,0 +1,31 @@
+# jlora: `make demo` and `make test` set up everything they need.
+
+PYTHON := .venv/bin/python
+
+.PHONY: demo test setup lint bench train-demo proto clean
+
+demo: setup  ## start a server on the embedded model and talk to it
+	@$(PYTHON) -m jlora.demo
+
+test: setup  ## every test; TEST_FLAGS goes to pytest
+	@JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(TEST_FLAGS)
+
+setup:  ## .venv from the newest usable Python; instant when nothing changed
+	@sh scripts/setup.sh
+
+lint: setup  ## style and types
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pyright
+
+bench: setup  ## the benchmarks; BENCH names one and gives its flags
+	@$(PYTHON) -m jlora.bench $(BENCH)
+
+train-demo: setup  ## train the embedded model and its adapters from scratch
+	@$(PYTHON) scripts/train_demo.py
+
+proto: setup  ## generated gRPC code
+	$(PYTHON) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. jlora/serve/proto/jlora.proto
+
+clean:
+	rm -rf .venv .venv-oracle build *.egg-info

@@ -1,0 +1,232 @@
+"""The rules of the house that a reader can rely on, checked: who imports whom, what never
+imports jax, and how long a file, a function and a signature may grow.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = ROOT / "jlora"
+
+# Open to every room: records and constants, without jax.
+SHARED = {"types", "config", "errors", "validation", "_compat", "model.spec"}
+
+# Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
+MAY_IMPORT: dict[str, set[str]] = {
+    "pallas": set(),
+    "model": {"pallas"},
+    "cache": {"model", "pallas"},
+    "adapters": {"cache"},
+    "engine": {"model", "pallas", "cache", "adapters"},
+    "cluster": {"cache"},
+    "sim": {"engine.scheduler", "cache", "cluster"},
+    "serve": {"engine", "model", "adapters", "cache", "cluster"},
+    "bench": {"engine", "model", "pallas", "cache", "adapters", "serve", "sim"},
+    "demo": {"serve", "model", "adapters", "engine"},
+}
+# Tops: what a user starts. They may import every room, and no room imports them.
+TOPS = {"__init__", "llm", "cli", "__main__"}
+
+# Policy: the server and a simulator run these same objects, so they never see a device.
+NO_JAX = [
+    "types",
+    "config",
+    "errors",
+    "validation",
+    "model.spec",
+    "cache.blocks",
+    "cache.tree",
+    "cache.cost",
+    "cache.policies",
+    "cache.manager",
+    "engine.scheduler",
+    "adapters.registry",
+    "cluster",
+    "sim",
+]
+JAX = {"jax", "jaxlib", "flax", "orbax"}
+
+MAX_FILE_LINES = 500
+MAX_FUNCTION_LINES = 100
+MAX_PARAMETERS = 8
+KERNELS = "pallas"
+
+
+def sources(*folders: str) -> list[Path]:
+    found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
+    return [path for path in found if not re.search(r"_pb2(_grpc)?\.py$", path.name)]
+
+
+def module_of(path: Path) -> str:
+    """`engine.scheduler` for jlora/engine/scheduler.py; `engine` for its __init__."""
+    parts = list(path.relative_to(PACKAGE).with_suffix("").parts)
+    return ".".join(parts[:-1] if len(parts) > 1 and parts[-1] == "__init__" else parts)
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Every module imported anywhere in the file, as `package.module`, and the line."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"line {node.lineno}: imports are absolute"
+            base = node.module or ""
+            for alias in node.names:  # `from jlora.model import llama` imports jlora.model.llama
+                is_module = base.split(".")[0] == "jlora" and find(f"{base}.{alias.name}")
+                yield (f"{base}.{alias.name}" if is_module else base), node.lineno
+
+
+def find(module: str) -> bool:
+    path = ROOT.joinpath(*module.split("."))
+    return path.is_dir() or path.with_suffix(".py").is_file()
+
+
+def inside(module: str, rooms: set[str]) -> bool:
+    return any(module == room or module.startswith(room + ".") for room in rooms)
+
+
+def parsed(*folders: str) -> list[tuple[Path, ast.Module]]:
+    return [(path, ast.parse(path.read_text(), str(path))) for path in sources(*folders)]
+
+
+def test_imports_run_one_way():
+    wrong = []
+    for path, tree in parsed("jlora"):
+        module = module_of(path)
+        if module in TOPS:
+            continue
+        room = module.split(".")[0]
+        if module in SHARED:
+            allowed = SHARED
+        else:
+            assert room in MAY_IMPORT, f"{path}: a new room; say in MAY_IMPORT what it may import"
+            allowed = MAY_IMPORT[room] | SHARED | {room}
+        for name, line in imports(tree):
+            top, _, inner = name.partition(".")
+            if top == "jlora" and inner and not inside(inner, allowed):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_policy_files_do_not_import_jax():
+    wrong = []
+    for path, tree in parsed("jlora"):
+        if inside(module_of(path), set(NO_JAX)):
+            wrong += [f"{path.relative_to(ROOT)}:{line} {n}" for n, line in imports(tree) if n.split(".")[0] in JAX]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_importing_every_policy_module_does_not_load_jax():
+    """Nor through what they import: checked in an interpreter of its own."""
+    modules = ["jlora." + m for m in NO_JAX if find("jlora." + m)]
+    code = f"""
+import importlib, sys
+for name in {modules!r}:
+    importlib.import_module(name)
+    loaded = sorted({JAX!r} & set(sys.modules))
+    assert not loaded, f"import {{name}} loads {{loaded}}"
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+def test_rules_name_modules_that_exist():
+    """A renamed policy file must not fall out of the rules unseen."""
+    required = ["types", "config", "errors", "validation", "model.spec", "engine.scheduler", "adapters.registry"]
+    assert [m for m in required if not find("jlora." + m)] == []
+
+
+@pytest.mark.parametrize("folder", ["jlora", "tests", "examples", "scripts"])
+def test_files_are_short(folder: str):
+    long = {
+        str(p.relative_to(ROOT)): n for p in sources(folder) if (n := len(p.read_text().splitlines())) > MAX_FILE_LINES
+    }
+    assert not long, f"over {MAX_FILE_LINES} lines: {long}"
+
+
+def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef))
+
+
+def test_functions_fit_a_screen_and_signatures_are_records():
+    wrong = []
+    for path, tree in parsed("jlora"):
+        if module_of(path).split(".")[0] == KERNELS:
+            continue
+        for f in functions(tree):
+            where = f"{path.relative_to(ROOT)}:{f.lineno} {f.name}"
+            lines = (f.end_lineno or f.lineno) - f.lineno + 1
+            names = [a.arg for a in (*f.args.posonlyargs, *f.args.args, *f.args.kwonlyargs)]
+            count = len([n for n in names if n not in ("self", "cls")])
+            if lines > MAX_FUNCTION_LINES:
+                wrong.append(f"{where}: {lines} lines, at most {MAX_FUNCTION_LINES}")
+            if count > MAX_PARAMETERS:
+                wrong.append(f"{where}: {count} parameters, at most {MAX_PARAMETERS}; make a record")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_module_state_and_no_swallowed_errors():
+    wrong = []
+    for path, tree in parsed("jlora", "scripts", "examples"):
+        where = path.relative_to(ROOT)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Global):
+                wrong.append(f"{where}:{node.lineno} global {', '.join(node.names)}")
+            if isinstance(node, ast.ExceptHandler):
+                if node.type is None:
+                    wrong.append(f"{where}:{node.lineno} bare except")
+                if _swallows(node):
+                    wrong.append(f"{where}:{node.lineno} swallows every error")
+    assert not wrong, "\n".join(wrong)
+
+
+def _swallows(handler: ast.ExceptHandler) -> bool:
+    """`except Exception: pass`: nothing is said, returned or raised."""
+    broad = isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException", "ImportError")
+    return broad and all(isinstance(s, ast.Pass | ast.Continue) for s in handler.body)
+
+
+def test_nothing_is_left_for_later():
+    mark = re.compile(r"\b(" + "|".join(("TO" + "DO", "FIX" + "ME", "X" * 3)) + r")\b")
+    left = [
+        f"{path.relative_to(ROOT)}:{i}"
+        for path in sources("jlora", "tests", "examples", "scripts")
+        for i, line in enumerate(path.read_text().splitlines(), 1)
+        if mark.search(line)
+    ]
+    assert not left, "\n".join(left)
+
+
+def test_modules_and_public_names_are_documented():
+    wrong = []
+    for path, tree in parsed("jlora"):
+        where = path.relative_to(ROOT)
+        if tree.body and ast.get_docstring(tree) is None:
+            wrong.append(f"{where}: no module docstring")
+        for node in tree.body:
+            named = isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if named and not node.name.startswith("_") and ast.get_docstring(node) is None:
+                wrong.append(f"{where}:{node.lineno} {node.name}: no docstring")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_public_functions_are_annotated():
+    wrong = []
+    for path, tree in parsed("jlora"):
+        for node in tree.body:
+            owners = [node] if not isinstance(node, ast.ClassDef) else node.body
+            for f in owners:
+                if not isinstance(f, ast.FunctionDef | ast.AsyncFunctionDef) or f.name.startswith("_"):
+                    continue
+                args = [a for a in (*f.args.args, *f.args.kwonlyargs) if a.arg not in ("self", "cls")]
+                if f.returns is None or any(a.annotation is None for a in args):
+                    wrong.append(f"{path.relative_to(ROOT)}:{f.lineno} {f.name}")
+    assert not wrong, "\n".join(wrong)
