@@ -1,0 +1,42 @@
+"""A LoRA adapter in host memory: read and checked, not yet packed for the device.
+
+    delta(x) = x · Aᵀ · B        with A [R, in] and B [R, out], alpha/r already folded into B
+
+for each (layer, projection) that the adapter changes. `jlora.adapters.peft` makes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Adapter:
+    """One adapter's content. Two adapters are the same exactly if their digests are.
+
+    Attributes:
+        digest: sha256 (hex) of the configuration and weight files' bytes.
+        rank: the largest rank of any module.
+        ranks: module, as "layers.0.self_attn.q_proj" -> its rank.
+        target_modules: the projections (q, k, v, o, gate, up, down) present in any layer.
+        weights: (layer, projection) -> A [r, in], B [r, out]; float32, C-contiguous, finite.
+            The scale (alpha/r, or alpha/sqrt(r) with rsLoRA) is folded into B.
+        alora_invocation_tokens: token ids after which an activated LoRA applies; () is a LoRA.
+        base: the base model's name as the file gives it, without its directory; "" if absent.
+    """
+
+    digest: str
+    rank: int
+    ranks: Mapping[str, int]
+    target_modules: tuple[str, ...]
+    weights: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray]]
+    alora_invocation_tokens: tuple[int, ...] = ()
+    base: str = ""
+
+    @property
+    def nbytes(self) -> int:
+        """Host bytes of all matrices."""
+        return sum(a.nbytes + b.nbytes for a, b in self.weights.values())
