@@ -37,7 +37,6 @@ MAX_LOGPROBS = 20
 MAX_ID_CHARS = 256
 
 _ID = re.compile(r"[\x21-\x7e]+")
-_HUGE = 2**63
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +88,7 @@ def validate(request: Request, limits: Limits) -> Request:
 def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
     """Every field of `s` checked on its own; fields that depend on the prompt come later."""
     temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
-    top_k = _integer("top_k", s.top_k, 0, _HUGE)
+    top_k = _integer("top_k", s.top_k, 0)
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_k=top_k if top_k < vocab else 0,
@@ -101,8 +100,8 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
         frequency_penalty=_number("frequency_penalty", s.frequency_penalty, -2.0, 2.0),
         logit_bias=_logit_bias(s.logit_bias, vocab),
         n=_integer("n", s.n, 1, MAX_COMPLETIONS),
-        max_tokens=None if s.max_tokens is None else _integer("max_tokens", s.max_tokens, 1, _HUGE),
-        min_tokens=_integer("min_tokens", s.min_tokens, 0, _HUGE),
+        max_tokens=None if s.max_tokens is None else _integer("max_tokens", s.max_tokens, 1),
+        min_tokens=_integer("min_tokens", s.min_tokens, 0),
         stop=_stop_strings(s.stop),
         stop_token_ids=_stop_tokens(s.stop_token_ids, vocab),
         include_stop=_boolean("include_stop", s.include_stop),
@@ -133,8 +132,8 @@ def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
         max_tokens = max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
     if prompt + max_tokens > limits.max_len:
         raise OutOfRange(
-            f"max_tokens = {max_tokens}: with a prompt of {prompt} tokens it passes the context of {limits.max_len}, "
-            f"must be at most {limits.max_len - prompt}"
+            f"max_tokens = {_show(max_tokens)}: with a prompt of {prompt} tokens it passes the context of "
+            f"{limits.max_len}, must be at most {limits.max_len - prompt}"
         )
     if prompt + max_tokens > limits.capacity_tokens:
         raise ResourceExhausted(
@@ -200,19 +199,19 @@ def _sequence(field: str, value: Any, of: str) -> tuple[Any, ...]:
 
 
 def _token_id(field: str, value: Any, vocab: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= value < vocab:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < vocab:
         raise _refuse(field, value, f"a token id in [0, {vocab})")
     return int(value)
 
 
-def _integer(field: str, value: Any, low: int, high: int) -> int:
-    limit = f"at least {low}" if high == _HUGE else f"in [{low}, {high}]"
+def _integer(field: str, value: Any, low: int, high: int | None = None) -> int:
+    limit = f"at least {low}" if high is None else f"in [{low}, {high}]"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _refuse(field, value, f"an integer {limit}")
-    # A length far beyond any context is refused later, with the context's own message.
-    if value < low or (value > high and high != _HUGE):
+    number = int(value)
+    if number < low or (high is not None and number > high):
         raise _refuse(field, value, limit)
-    return int(value)
+    return number
 
 
 def _number(field: str, value: Any, low: float, high: float, open_low: bool = False) -> float:

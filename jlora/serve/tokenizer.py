@@ -1,0 +1,271 @@
+"""Text to token ids and back: `tokenizer.json`, its configuration, and the chat template.
+
+    tokenizer = Tokenizer.from_dir("path/to/model")     # None: the model serves token ids only
+    ids = tokenizer.encode("Hello")                     # with BOS and the like, as transformers adds them
+    ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
+
+Which special tokens a text gets is decided by the post-processor of `tokenizer.json`, except
+that a Llama tokenizer's explicit `add_bos_token` and `add_eos_token` win over it.
+
+Decoding one token at a time is the job of `jlora.serve.output`. What it needs to know of the
+tokenizer is here: which tokens have no text, and which stand for raw bytes, of which several
+may be needed to make one character.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+import jinja2.sandbox
+import tokenizers
+from tokenizers.processors import TemplateProcessing
+
+from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
+
+# Names that templates may use, as transformers hands them over.
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+
+# Tokenizer classes whose add_bos_token and add_eos_token mean something.
+_LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+
+
+class Tokenizer:
+    """A `tokenizers.Tokenizer` with its chat template. Thread-safe."""
+
+    def __init__(self, core: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None = None) -> None:
+        """`config` is the content of `tokenizer_config.json`, `template` the default chat template.
+
+        Raises:
+            FailedPrecondition: the decoder mixes byte-level tokens with something unknown.
+            InvalidArgument: the chat template does not compile.
+        """
+        core.no_truncation()
+        core.no_padding()
+        self._core = core
+        self._specials = {n: t for n in _SPECIAL_NAMES if (t := _token_text(config.get(n))) is not None}
+        self._set_post_processor(config)
+        self._special_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
+        self._byte_level, self._byte_fallback = _byte_scheme(core)
+        self._bytes: dict[int, bytes | None] = {}
+        self._template = None if template is None else _compile(template)
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> Tokenizer | None:
+        """Reads a model directory; None if it has no `tokenizer.json`.
+
+        Raises:
+            DataLoss: a file is there but cannot be read; names the file.
+        """
+        directory = Path(path)
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            return None
+        try:
+            core = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as e:  # the library raises plain Exception
+            raise DataLoss(f"tokenizer.json: cannot be read: {e}") from e
+        config = {
+            **_read_json(directory / "special_tokens_map.json"),
+            **_read_json(directory / "tokenizer_config.json"),
+        }
+        return cls(core, config, _find_template(directory, config))
+
+    @property
+    def has_chat(self) -> bool:
+        """Whether `chat` can be called."""
+        return self._template is not None
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; the model's vocabulary may be larger."""
+        return self._core.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of `text`, with the special tokens that transformers would add."""
+        return self._encode(text, add_special_tokens=True)
+
+    def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
+        """Text of `ids`; ids without a token have none.
+
+        Raises:
+            InvalidArgument: an id is negative or beyond 32 bits.
+        """
+        try:
+            return self._core.decode(ids, skip_special_tokens=skip_special)
+        except (OverflowError, TypeError) as e:
+            at, bad = next((i, x) for i, x in enumerate(ids) if not (isinstance(x, int) and 0 <= x < 2**32))
+            raise InvalidArgument(f"token_ids[{at}] = {bad!r}: must be an integer in [0, {2**32})") from e
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        """Token ids of a conversation put through the chat template, ready for the answer.
+
+        Raises:
+            FailedPrecondition: the model has no chat template.
+            InvalidArgument: a message has no role or content, or the template refuses them.
+        """
+        return self._encode(self.render(messages), add_special_tokens=False)
+
+    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """The conversation as the model's text; errors as in `chat`."""
+        if self._template is None:
+            raise FailedPrecondition("chat: the model has no chat template; send text or token ids")
+        _check_messages(messages)
+        values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, **self._specials}
+        try:
+            return self._template.render(**values, add_generation_prompt=True)
+        except jinja2.TemplateError as e:
+            raise InvalidArgument(f"chat: the model's chat template refuses the messages: {e}") from e
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
+            # The template is a program of the model's author; these can quote a message's text.
+            raise InvalidArgument(f"chat: the model's chat template fails on the messages: {type(e).__name__}") from e
+
+    def is_silent(self, token_id: int) -> bool:
+        """Whether the token never shows: special, or not in the tokenizer."""
+        return token_id in self._special_ids or self._core.id_to_token(token_id) is None
+
+    def token_bytes(self, token_id: int) -> bytes | None:
+        """The raw bytes a token stands for; None if it stands for text, which `decode` gives."""
+        if token_id not in self._bytes:
+            self._bytes[token_id] = self._find_bytes(token_id)
+        return self._bytes[token_id]
+
+    def _find_bytes(self, token_id: int) -> bytes | None:
+        token = self._core.id_to_token(token_id)
+        if token is None:
+            return None
+        if self._byte_level:
+            # An added token with a character outside the table is plain text, as in the library.
+            known = all(c in _BYTE_OF_CHAR for c in token)
+            return bytes(_BYTE_OF_CHAR[c] for c in token) if known else token.encode()
+        if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+            return bytes.fromhex(token[3:5])
+        return None
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        try:
+            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
+        except (TypeError, UnicodeError) as e:  # not a string, or a lone surrogate
+            raise InvalidArgument(f"text: must be a string of Unicode characters, got {type(text).__name__}") from e
+
+    def _set_post_processor(self, config: Mapping[str, Any]) -> None:
+        """Follows a Llama tokenizer's explicit add_bos_token and add_eos_token."""
+        asked = {side: config.get(f"add_{side}_token") for side in ("bos", "eos")}
+        if config.get("tokenizer_class") not in _LLAMA_CLASSES or all(x is None for x in asked.values()):
+            return
+        # Llama's own default where only one of the two is written.
+        wanted = {"bos": asked["bos"] is not False, "eos": asked["eos"] is True}
+        tokens = {side: self._specials.get(f"{side}_token") for side in wanted if wanted[side]}
+        tokens = {side: t for side, t in tokens.items() if t is not None and self._core.token_to_id(t) is not None}
+        single = [tokens["bos"]] if "bos" in tokens else []
+        single += ["$A", *([tokens["eos"]] if "eos" in tokens else [])]
+        pairs = [(t, self._core.token_to_id(t)) for t in tokens.values()]
+        self._core.post_processor = TemplateProcessing(single=single, special_tokens=pairs)  # type: ignore[misc]
+
+
+def _byte_table() -> dict[str, int]:
+    """GPT-2's table: every byte has a printable character; the printable bytes are their own."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [b for b in range(256) if b not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+
+
+_BYTE_OF_CHAR = _byte_table()
+
+
+def _byte_scheme(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
+    """Whether every token is bytes (byte-level), or tokens like `<0x0A>` are (byte fallback)."""
+    decoder = json.loads(core.to_str())["decoder"] or {}
+    steps = [d["type"] for d in decoder.get("decoders", [decoder]) if d]
+    if "ByteLevel" in steps and set(steps) - {"ByteLevel", "Fuse"}:
+        raise FailedPrecondition(f"tokenizer.json: a decoder of {' + '.join(steps)} is not served")
+    return "ByteLevel" in steps, "ByteFallback" in steps
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    """The object in `file`; empty if there is no such file."""
+    if not file.is_file():
+        return {}
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as e:
+        raise DataLoss(f"{file.name}: cannot be read: {e}") from e
+    if not isinstance(value, dict):
+        raise DataLoss(f"{file.name}: must be a JSON object, got {type(value).__name__}")
+    return value
+
+
+def _token_text(value: Any) -> str | None:
+    """A special token is written as a string or as an object with its content."""
+    if isinstance(value, Mapping):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
+    """The default chat template: its own file first, then `tokenizer_config.json`."""
+    file = directory / "chat_template.jinja"
+    if file.is_file():
+        try:
+            return file.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as e:
+            raise DataLoss(f"{file.name}: cannot be read: {e}") from e
+    found = config.get("chat_template")
+    if isinstance(found, list):
+        found = next((t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == "default"), None)
+    return found if isinstance(found, str) else None
+
+
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}` marks the assistant's words for training; serving shows them as they are."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str) -> jinja2.Template:
+    """The template in the environment that transformers gives it."""
+    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
+    try:
+        return environment.from_string(template)
+    except jinja2.TemplateError as e:
+        raise InvalidArgument(f"chat_template: does not compile: {e}") from e
+
+
+def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """Unlike jinja's own filter this does not escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _raise_exception(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _check_messages(messages: Any) -> None:
+    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
+        raise InvalidArgument(f"messages: must be a list of messages, got {type(messages).__name__}")
+    if not messages:
+        raise InvalidArgument("messages: is empty, must have at least 1 message")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping):
+            raise InvalidArgument(f"messages[{i}]: must have role and content, got {type(message).__name__}")
+        for key in ("role", "content"):
+            if not isinstance(message.get(key), str):
+                raise InvalidArgument(f"messages[{i}].{key}: must be a string, got {type(message.get(key)).__name__}")
+        if not message["role"]:
+            raise InvalidArgument(f"messages[{i}].role: is empty, must have at least 1 character")
