@@ -22,10 +22,10 @@ bench: setup  ## the benchmarks; BENCH names one and gives its flags
 	@$(PYTHON) -m jlora.bench $(BENCH)
 
 train-demo: setup  ## train the embedded model and its adapters from scratch
-	@$(PYTHON) scripts/train_demo.py
+	@$(PYTHON) -m jlora.demo.train --out jlora/demo/assets
 
-proto: setup  ## generated gRPC code
-	$(PYTHON) -m grpc_tools.protoc -I . --python_out=. --grpc_python_out=. jlora/serve/proto/jlora.proto
+proto: setup  ## the generated gRPC code, after a change of jlora.proto
+	$(PYTHON) -m jlora.serve.proto.generate
 
 clean:
 	rm -rf .venv .venv-oracle build *.egg-info

@@ -17,14 +17,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jlora"
 
 # Open to every room: records and constants, without jax.
-SHARED = {"types", "config", "errors", "validation", "_compat", "model.spec"}
+SHARED = {"types", "config", "errors", "validation", "layout", "_compat", "model.spec"}
 
 # Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
 MAY_IMPORT: dict[str, set[str]] = {
     "pallas": set(),
     "model": {"pallas"},
     "cache": {"model", "pallas"},
-    "adapters": {"cache"},
+    "adapters": {"cache", "model.hf_names"},
     "engine": {"model", "pallas", "cache", "adapters"},
     "cluster": {"cache"},
     "sim": {"engine.scheduler", "cache", "cluster"},
@@ -41,6 +41,7 @@ NO_JAX = [
     "config",
     "errors",
     "validation",
+    "layout",
     "model.spec",
     "cache.blocks",
     "cache.tree",
