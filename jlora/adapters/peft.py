@@ -1,0 +1,228 @@
+"""Reads a PEFT adapter directory: correct or refused.
+
+    adapter = read_peft("adapters/sql", spec, max_rank=64)
+
+Both files are read once into memory; the digest, the checks and the weights all come from
+those bytes, so a file replaced meanwhile cannot mix two versions. Every tensor is used exactly
+once, every target module has its pair, shapes fit the base, and every number is finite.
+
+A flipped bit that leaves a finite number cannot be noticed: the format has no checksum.
+Compare the reported sha256 digest with the publisher's where that matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+import re
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, deserialize
+
+from jlora.adapters import peft_config
+from jlora.adapters.adapter import Adapter
+from jlora.errors import DataLoss, InvalidArgument, NotFound
+from jlora.model.hf_names import MODULES
+from jlora.model.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
+
+_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
+# With or without the adapter's name before ".weight": files of every age load.
+_TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
+_CONFIG_LIMIT = 16 << 20  # bytes; PEFT writes a few thousand
+_SLACK = 64 << 20  # bytes a weight file may have beyond what we expect, so that the checks can name what is extra
+
+Tensors = Mapping[str, np.ndarray]
+
+
+class _Pair(NamedTuple):
+    """One module's two tensors' names, to be filled in any order."""
+
+    a: str | None = None
+    b: str | None = None
+
+
+def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Collection[str] = ()) -> Adapter:
+    """Reads and checks the adapter in directory `path` for the base model `spec`.
+
+    Args:
+        max_rank: largest rank a module may have (`adapters.max_rank`).
+        base_names: names of the served base; an adapter that names another is warned about.
+    Raises:
+        NotFound: the directory or one of its two files is missing.
+        InvalidArgument: an option is not served, or the tensors do not fit it or the base.
+        DataLoss: a file is damaged, or a weight is not finite.
+    """
+    label = os.path.basename(os.path.abspath(path))
+    directory = Path(path)
+    _refuse_pickles(directory, label)
+    config_bytes = _read(directory / CONFIG, label, _CONFIG_LIMIT)
+    config = peft_config.parse(config_bytes, spec, f"{label}/{CONFIG}")
+    modules = peft_config.target_modules(config, spec, f"{label}/{CONFIG}")
+    for module in modules:
+        if config.rank(module) > max_rank:
+            raise InvalidArgument(
+                f"{label}/{CONFIG}: r = {config.rank(module)} for {module}: "
+                f"must be at most {max_rank} (adapters.max_rank)"
+            )
+    data = _read(directory / WEIGHTS, label, _expected_bytes(config, modules, spec) + _SLACK)
+    tensors = _tensors(data, f"{label}/{WEIGHTS}")
+    weights = _weights(tensors, config, modules, spec, f"{label}/{WEIGHTS}")
+    _warn_of_another_base(config.base, base_names, label)
+    ranks = {module.removeprefix("model."): config.rank(module) for module in modules}
+    present = {projection for _, projection in weights}
+    return Adapter(
+        digest=_digest(config_bytes, data),
+        rank=max(ranks.values()),
+        ranks=ranks,
+        target_modules=tuple(p for p in MODULES if p in present),
+        weights=weights,
+        alora_invocation_tokens=config.alora_invocation_tokens,
+        base=_last_part(config.base),
+    )
+
+
+def _refuse_pickles(directory: Path, label: str) -> None:
+    """A pickle runs code when opened; one that could be the weights is refused, even beside a safetensors file."""
+    try:
+        names = sorted(os.listdir(directory))
+    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+        raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
+    pickles = [n for n in names if n.endswith(PICKLES) and (n.startswith("adapter_model") or WEIGHTS not in names)]
+    if pickles:
+        raise InvalidArgument(
+            f"{label}/{pickles[0]}: pickled weights are never opened; write {WEIGHTS} "
+            "with peft's save_pretrained(..., safe_serialization=True) and remove the pickle"
+        )
+
+
+def _read(file: Path, label: str, limit: int) -> bytes:
+    """The whole file, if it is a regular one of at most `limit` bytes."""
+    try:
+        if not file.is_file():
+            raise NotFound(f"adapter directory {label!r} has no file {file.name}")
+        with file.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > limit:
+                raise InvalidArgument(f"{label}/{file.name}: {size} bytes, more than this adapter can fill ({limit})")
+            return stream.read(size)
+    except OSError as e:
+        raise NotFound(f"{label}/{file.name}: {e.strerror}") from e
+
+
+def _expected_bytes(config: peft_config.LoraConfig, modules: Mapping[str, tuple[int, str]], spec: ModelSpec) -> int:
+    """Bytes of the weights if they were float64, the widest dtype that is read."""
+    shapes = spec.projection_shapes
+    return 8 * sum(config.rank(module) * sum(shapes[projection]) for module, (_, projection) in modules.items())
+
+
+def _tensors(data: bytes, where: str) -> Tensors:
+    """Every tensor of a safetensors file, by name.
+
+    Raises:
+        DataLoss: the file is truncated or its header damaged.
+        InvalidArgument: a tensor is not floating point.
+    """
+    try:
+        entries = deserialize(data)
+    except SafetensorError as e:
+        raise DataLoss(f"{where}: damaged ({e})") from e
+    tensors = {}
+    for name, entry in entries:
+        if entry["dtype"] not in _DTYPES:
+            raise InvalidArgument(f"{where}: tensor {name!r} is {entry['dtype']}: must be one of {', '.join(_DTYPES)}")
+        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
+    return tensors
+
+
+def _weights(
+    tensors: Tensors,
+    config: peft_config.LoraConfig,
+    modules: Mapping[str, tuple[int, str]],
+    spec: ModelSpec,
+    where: str,
+) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
+    """Every target module's pair, checked, with the scale folded into B."""
+    pairs = _pairs(tensors, modules, where)
+    weights = {}
+    for module, (layer, projection) in modules.items():
+        pair, rank = pairs[module], config.rank(module)
+        width_in, width_out = spec.projection_shapes[projection]
+        a = _matrix(tensors, pair.a, (rank, width_in), f"{where}: {module}.lora_A")
+        b = _matrix(tensors, pair.b, (width_out, rank), f"{where}: {module}.lora_B")
+        with np.errstate(over="ignore"):  # refused below, by name
+            b = np.ascontiguousarray(b.T) * np.float32(config.scale(module))
+        if not np.isfinite(b).all():
+            raise InvalidArgument(f"{where}: {module}: lora_alpha makes the weights overflow float32")
+        weights[layer, projection] = (a, b)
+    return weights
+
+
+def _pairs(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str) -> dict[str, _Pair]:
+    """Module -> its tensors' names; every tensor belongs to exactly one target module's pair."""
+    pairs: dict[str, _Pair] = {}
+    for name in sorted(tensors):
+        match = _TENSOR.fullmatch(name)
+        if match is None or match["module"] not in modules:
+            raise InvalidArgument(
+                f"{where}: tensor {name!r} is not the lora_A or lora_B of any module that "
+                "target_modules chooses in this base model"
+            )
+        pair, half = pairs.get(match["module"], _Pair()), match["half"].lower()
+        if getattr(pair, half) is not None:
+            raise InvalidArgument(
+                f"{where}: tensors {getattr(pair, half)!r} and {name!r} are the same half of one pair"
+            )
+        pairs[match["module"]] = pair._replace(**{half: name})
+    for module in modules:
+        for half, name in zip("AB", pairs.get(module, _Pair()), strict=True):
+            if name is None:
+                raise InvalidArgument(f"{where}: tensor base_model.model.{module}.lora_{half}.weight is missing")
+    return pairs
+
+
+def _matrix(tensors: Tensors, name: str | None, shape: tuple[int, int], where: str) -> np.ndarray:
+    """The tensor as float32, own memory, if it has this shape and is finite."""
+    assert name is not None  # _pairs has checked
+    tensor = tensors[name]
+    if tensor.shape != shape:
+        raise InvalidArgument(
+            f"{where}: shape {list(tensor.shape)}, must be {list(shape)} for this base model and rank"
+        )
+    with np.errstate(over="ignore"):  # a float64 beyond float32 is refused below
+        matrix = tensor.astype(np.float32)
+    if not np.isfinite(matrix).all():
+        raise DataLoss(f"{where}: holds NaN or infinity")
+    return matrix
+
+
+def _digest(config: bytes, weights: bytes) -> str:
+    """sha256 of both files; the length in front keeps their border."""
+    content = hashlib.sha256(len(config).to_bytes(8, "little"))
+    content.update(config)
+    content.update(weights)
+    return content.hexdigest()
+
+
+def _warn_of_another_base(base: str, base_names: Collection[str], label: str) -> None:
+    """Names are compared without their directories: the same base has many paths."""
+    known = {_last_part(name).lower() for name in base_names if name}
+    if base and known and _last_part(base).lower() not in known:
+        logger.warning(
+            "adapter %s was trained on %r, the served base is %s: shapes fit, answers may not",
+            label, _last_part(base), " or ".join(sorted(known)),
+        )  # fmt: skip
+
+
+def _last_part(name: str) -> str:
+    return re.split(r"[/\\]", name.rstrip("/\\"))[-1]

@@ -1,0 +1,279 @@
+"""`adapter_config.json`, read exactly as PEFT reads it, or refused by name.
+
+An option is honoured, or known to be harmless, or at its default; anything else is an error
+that names it. So an adapter never loads "successfully" with part of its meaning dropped.
+The matching rules restate `peft.tuners.tuners_utils.check_target_module_exists` and
+`peft.utils.other.get_pattern_key` (0.21).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from jlora.errors import DataLoss, InvalidArgument
+from jlora.model.hf_names import other_modules, projections
+from jlora.model.spec import ModelSpec
+
+# Options with no part in what the finished adapter computes, and why.
+HARMLESS: Mapping[str, str] = {
+    "auto_mapping": "names the Python class of the base",
+    "ephemeral_gpu_offload": "where training kept its weights",
+    "eva_config": "how the first A was found",
+    "fan_in_fan_out": "how the base stores a Conv1D weight; PEFT turns it off for every Linear, and Llama has no other",
+    "inference_mode": "freezes training",
+    "lora_dropout": "training only",
+    "megatron_core": "a module's name, used with megatron_config only",
+    "parent_library": "who wrote the file",
+    "peft_version": "who wrote the file",
+    "qalora_group_size": "used with use_qalora only",
+    "revision": "of the base model on the hub",
+    "runtime_config": "PEFT itself drops it when it reads a file",
+}
+
+# Initialisations that leave the base as it is. The others (pissa, olora, corda, loftq, lora_ga)
+# train against a changed base, so their adapters are wrong on the one we serve.
+SAFE_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
+
+ALL_LINEAR = "all-linear"
+
+Matcher = Callable[[str], bool]
+
+
+@dataclass(frozen=True, slots=True)
+class LoraConfig:
+    """The honoured options, checked.
+
+    Attributes:
+        r, alpha, rslora: rank, numerator of the scale, and whether the scale divides by sqrt(r).
+        rank_pattern, alpha_pattern: (pattern, value) in the file's order; the first match wins.
+        targets, excludes: whether a full module name is a target, or is excluded after all.
+        base: base_model_name_or_path, "" if absent.
+    """
+
+    r: int
+    alpha: float
+    rslora: bool
+    rank_pattern: tuple[tuple[re.Pattern[str], int], ...]
+    alpha_pattern: tuple[tuple[re.Pattern[str], float], ...]
+    targets: Matcher
+    excludes: Matcher
+    alora_invocation_tokens: tuple[int, ...]
+    base: str
+
+    def rank(self, module: str) -> int:
+        """R of a module, from its full name."""
+        return next((rank for pattern, rank in self.rank_pattern if pattern.match(module)), self.r)
+
+    def scale(self, module: str) -> float:
+        """alpha_m / r_m, or alpha_m / sqrt(r_m) with rsLoRA (Kalajdzievski 2023)."""
+        alpha = next((alpha for pattern, alpha in self.alpha_pattern if pattern.match(module)), self.alpha)
+        rank = self.rank(module)
+        return alpha / (math.sqrt(rank) if self.rslora else rank)
+
+
+def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
+    """Reads the bytes of an `adapter_config.json`; `where` starts every message.
+
+    Raises:
+        DataLoss: not JSON.
+        InvalidArgument: an option is malformed, or not one that jlora serves.
+    """
+    try:
+        tree = json.loads(data)
+    except (ValueError, RecursionError) as e:
+        raise DataLoss(f"{where}: is not valid JSON ({type(e).__name__})") from e
+    if not isinstance(tree, dict):
+        raise InvalidArgument(f"{where}: must hold a JSON object, not a {type(tree).__name__}")
+    options = _Options(tree, where)
+    options.refuse_what_we_do_not_serve()
+    return LoraConfig(
+        r=options.positive("r", options.get("r")),
+        alpha=options.number("lora_alpha", options.get("lora_alpha")),
+        rslora=options.flag("use_rslora"),
+        rank_pattern=options.patterns("rank_pattern", options.positive),
+        alpha_pattern=options.patterns("alpha_pattern", options.number),
+        targets=options.targets(spec),
+        excludes=_matcher(options.names_or_regex("exclude_modules", required=False)),
+        alora_invocation_tokens=options.token_ids("alora_invocation_tokens", spec.vocab),
+        base=options.text("base_model_name_or_path"),
+    )
+
+
+def target_modules(config: LoraConfig, spec: ModelSpec, where: str) -> dict[str, tuple[int, str]]:
+    """The modules of `spec` that the adapter changes: full name -> (layer, projection).
+
+    Raises:
+        InvalidArgument: it targets none, or one that is not among the seven projections.
+    """
+    for module in other_modules(spec):
+        if config.targets(module) and not config.excludes(module):
+            raise InvalidArgument(
+                f"{where}: target_modules matches {module!r}: adapters may change the projections "
+                "q, k, v, o, gate, up and down only"
+            )
+    known = projections(spec)
+    chosen = {
+        module: place for module, place in known.items() if config.targets(module) and not config.excludes(module)
+    }
+    if not chosen:
+        raise InvalidArgument(f"{where}: target_modules (less exclude_modules) matches no projection of the base model")
+    return chosen
+
+
+class _Options:
+    """The file's keys, read one by one with errors that name them."""
+
+    def __init__(self, tree: Mapping[str, Any], where: str):
+        self._tree = tree
+        self._where = where
+
+    def bad(self, key: str, value: Any, limit: str) -> InvalidArgument:
+        return InvalidArgument(f"{self._where}: {key} = {_short(value)}: {limit}")
+
+    def get(self, key: str) -> Any:
+        if key not in self._tree:
+            raise InvalidArgument(f"{self._where}: {key} is missing")
+        return self._tree[key]
+
+    def refuse_what_we_do_not_serve(self) -> None:
+        for key, allowed in _FIXED.items():
+            value = self._tree.get(key)
+            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
+                raise self.bad(key, value, f"not served; must be {' or '.join(json.dumps(a) for a in allowed)}")
+        for key, value in self._tree.items():
+            if key in _FIXED or key in HARMLESS or key in _HONOURED:
+                continue
+            if value is None or value is False or (isinstance(value, (str, list, dict)) and not value):
+                continue
+            raise self.bad(key, value, "not served; must be absent, null, false or empty")
+
+    def positive(self, key: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise self.bad(key, value, "must be a whole number, at least 1")
+        return value
+
+    def number(self, key: str, value: Any) -> float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
+            raise self.bad(key, value, "must be a finite number")
+        return float(value)
+
+    def flag(self, key: str) -> bool:
+        value = self._tree.get(key)
+        if value is not None and not isinstance(value, bool):
+            raise self.bad(key, value, "must be true or false")
+        return bool(value)
+
+    def text(self, key: str) -> str:
+        value = self._tree.get(key)
+        if value is not None and not isinstance(value, str):
+            raise self.bad(key, value, "must be a string or null")
+        return value or ""
+
+    def whole_numbers(self, key: str) -> tuple[int, ...] | None:
+        """None if absent or null; a single number is read as a list of one."""
+        value = self._tree.get(key)
+        items = value if isinstance(value, list) or value is None else [value]
+        if items is not None and any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in items):
+            raise self.bad(key, value, "must hold whole numbers, at least 0")
+        return None if items is None else tuple(items)
+
+    def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
+        ids = self.whole_numbers(key) or ()
+        if any(i >= vocab for i in ids):
+            raise self.bad(key, list(ids), f"token ids must be below the vocabulary's size {vocab}")
+        return ids
+
+    def names_or_regex(self, key: str, required: bool = True) -> frozenset[str] | re.Pattern[str]:
+        """A list of module names or suffixes, or one regular expression; empty if not required and absent."""
+        value = self._tree.get(key)
+        if isinstance(value, str) and value:
+            return self._regex(key, value, value)
+        if isinstance(value, list) and all(isinstance(v, str) and v for v in value) and (value or not required):
+            return frozenset(value)
+        if value in (None, "") and not required:
+            return frozenset()
+        raise self.bad(key, value, "must be a list of module names, or a regular expression")
+
+    def patterns(self, key: str, check: Callable[[str, Any], Any]) -> tuple[tuple[re.Pattern[str], Any], ...]:
+        """`rank_pattern` and `alpha_pattern`: {regular expression: value}."""
+        value = self._tree.get(key) or {}
+        if not isinstance(value, dict):
+            raise self.bad(key, value, "must be an object {module pattern: value}")
+        return tuple(
+            (self._regex(key, k, rf"(.*\.)?({k})$"), check(f"{key}[{_short(k)}]", v)) for k, v in value.items()
+        )
+
+    def targets(self, spec: ModelSpec) -> Matcher:
+        """`target_modules` with `layers_to_transform` and `layers_pattern`."""
+        layers = self.whole_numbers("layers_to_transform")
+        patterns = self.layer_patterns()
+        named = self.names_or_regex("target_modules")
+        if layers is None and self._tree.get("layers_pattern"):
+            raise self.bad("layers_pattern", self._tree["layers_pattern"], "needs layers_to_transform")
+        if isinstance(named, re.Pattern):
+            if layers is not None:
+                raise self.bad("layers_to_transform", list(layers), "cannot be used when target_modules is a string")
+            if named.pattern.lower() == ALL_LINEAR:
+                return frozenset(projections(spec)).__contains__
+            return _matcher(named)
+        return _in_layers(named, frozenset(layers), patterns) if layers else _matcher(named)
+
+    def layer_patterns(self) -> tuple[re.Pattern[str], ...]:
+        """`layers_pattern` as PEFT compiles it: each finds a layer's index in a module's name."""
+        value = self._tree.get("layers_pattern") or []
+        names = [value] if isinstance(value, str) else value
+        if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
+            raise self.bad("layers_pattern", value, "must be a name or a list of names")
+        if not names:
+            return (re.compile(r".*?\.[^.]*\.(?P<idx>\d+)\."),)
+        return tuple(self._regex("layers_pattern", n, rf"(?:^|.*?\.){n}\.(?P<idx>\d+)\.") for n in names)
+
+    def _regex(self, key: str, shown: str, pattern: str) -> re.Pattern[str]:
+        try:
+            return re.compile(pattern)
+        except (re.error, RecursionError, OverflowError) as e:
+            raise self.bad(key, shown, f"is not a regular expression ({e})") from e
+
+
+def _matcher(names: frozenset[str] | re.Pattern[str]) -> Matcher:
+    """A regular expression must match in full; a name must be the module's, or its last parts."""
+    if isinstance(names, re.Pattern):
+        return lambda module: names.fullmatch(module) is not None
+    return lambda module: module in names or any(module.endswith(f".{name}") for name in names)
+
+
+def _in_layers(names: frozenset[str], layers: Collection[int], patterns: tuple[re.Pattern[str], ...]) -> Matcher:
+    """Suffixes count in the chosen layers only; a full module name counts wherever it is."""
+    by_name = _matcher(names)
+
+    def matches(module: str) -> bool:
+        if module in names or not by_name(module):
+            return module in names
+        found = next((m for m in (p.match(module) for p in patterns) if m), None)
+        return found is not None and int(found["idx"]) in layers
+
+    return matches
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 80 else text[:77] + "..."
+
+
+_HONOURED = frozenset(
+    "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform "
+    "layers_pattern alora_invocation_tokens base_model_name_or_path".split()
+)
+
+# Options with a default that is not null, false or empty: what is allowed.
+_FIXED: Mapping[str, tuple[Any, ...]] = {
+    "peft_type": ("LORA",),
+    "task_type": ("CAUSAL_LM", None),
+    "bias": ("none", None),
+    "init_lora_weights": SAFE_INITIALISATIONS,
+}
