@@ -1,0 +1,185 @@
+"""Token ids as transformers would make them, and chat templates as it would render them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
+from jlora.serve.tokenizer import Tokenizer
+from tests.serve import _tokenizers
+
+MESSAGES = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": " Hello world? "},
+    {"role": "assistant", "content": "Hello."},
+    {"role": "user", "content": "The \n€ <b>"},
+]
+
+
+def load(directory: Path, core=None, **kwargs) -> Tokenizer:
+    tokenizer = Tokenizer.from_dir(_tokenizers.write(directory, core or _tokenizers.byte_level(), **kwargs))
+    assert tokenizer is not None
+    return tokenizer
+
+
+def test_a_directory_without_a_tokenizer_gives_none(tmp_path: Path):
+    assert Tokenizer.from_dir(tmp_path) is None
+
+
+def test_text_goes_to_ids_and_back_with_the_post_processors_special_tokens(tmp_path: Path):
+    tokenizer = load(tmp_path)
+    ids = tokenizer.encode("Hello €")
+    assert ids[0] == 1 and 2 not in ids
+    assert tokenizer.decode(ids) == "Hello €"
+    assert tokenizer.decode(ids, skip_special=False) == "<s>Hello €"
+
+
+@pytest.mark.parametrize(
+    "config, first, last",
+    [
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": False}, False, False),
+        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True, "add_eos_token": True}, True, True),
+        ({"tokenizer_class": "LlamaTokenizer", "add_eos_token": True}, True, True),
+        ({"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": None}, True, False),
+        ({"tokenizer_class": "PreTrainedTokenizerFast", "add_bos_token": False, "add_eos_token": True}, True, False),
+    ],
+)
+def test_a_llama_tokenizers_own_switches_win_over_the_post_processor(tmp_path: Path, config, first, last):
+    ids = load(tmp_path, _tokenizers.byte_fallback(), **config).encode("Hello world")
+    assert (ids[0] == 1, ids[-1] == 2) == (first, last)
+
+
+def test_padding_and_truncation_stored_in_the_file_are_not_applied(tmp_path: Path):
+    core = _tokenizers.byte_level()
+    core.enable_truncation(4)
+    core.enable_padding(length=64)
+    tokenizer = load(tmp_path, core)
+    assert len(tokenizer.encode("Hello")) < 10
+    assert tokenizer.decode(tokenizer.encode("Hello world, hello there!")) == "Hello world, hello there!"
+
+
+@pytest.mark.parametrize("where", ["file", "string", "list"])
+def test_the_chat_template_is_found_in_every_place_it_may_stand(tmp_path: Path, where: str):
+    template, decoy = _tokenizers.CHAT_TEMPLATE, "decoy"
+    config = {
+        "file": {"chat_template": decoy},
+        "string": {"chat_template": template},
+        "list": {"chat_template": [{"name": "rag", "template": decoy}, {"name": "default", "template": template}]},
+    }[where]
+    tokenizer = load(tmp_path, template=template if where == "file" else None, **config)
+    text = "<s><|system|>Be brief.<|user|>Hello world?<|assistant|>Hello.</s><|user|>The \n€ <b><|assistant|>"
+    assert tokenizer.render(MESSAGES) == text
+    ids = tokenizer.chat(MESSAGES)
+    assert tokenizer.decode(ids, skip_special=False) == text
+    assert ids.count(1) == 1, "BOS comes from the template and is not added again"
+
+
+def test_special_tokens_may_stand_in_their_own_file(tmp_path: Path):
+    directory = _tokenizers.write(tmp_path, _tokenizers.byte_level(), "{{ bos_token }}|{{ eos_token }}")
+    (directory / "tokenizer_config.json").write_text("{}")
+    (directory / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<s>"}, "eos_token": "X"}))
+    assert Tokenizer.from_dir(directory).render(MESSAGES) == "<s>|X"
+
+
+@pytest.mark.parametrize(
+    "template, expected",
+    [
+        ("{{ {'a': '<é>'} | tojson }}", '{"a": "<é>"}'),
+        ("{% for m in messages %}{% if loop.index == 2 %}{% break %}{% endif %}{{ m.role }}{% endfor %}", "system"),
+        ("{{ strftime_now('%Y') | length }}", "4"),
+        ("{% generation %}{{ messages[0].content }}{% endgeneration %}", "Be brief."),
+        ("{% if tools is none and add_generation_prompt %}\n  ok\n{% endif %}", "  ok\n"),
+        ("{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}{% endfor %}{{ ns.n }}", "4"),
+    ],
+)
+def test_templates_have_what_transformers_gives_them(tmp_path: Path, template: str, expected: str):
+    assert load(tmp_path, template=template).render(MESSAGES) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ raise_exception('roles must alternate') }}",
+        "{{ messages[9].content }}",
+        "{{ messages + 1 }}",
+        "{{ 1 / 0 }}",
+        "{{ ''.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append(1) }}",
+    ],
+)
+def test_what_a_template_refuses_or_cannot_do_is_the_callers_argument(tmp_path: Path, template: str):
+    with pytest.raises(InvalidArgument, match="chat template"):
+        load(tmp_path, template=template).chat(MESSAGES)
+
+
+def test_the_templates_own_words_reach_the_caller(tmp_path: Path):
+    with pytest.raises(InvalidArgument, match="unknown role tool"):
+        load(tmp_path).chat([{"role": "tool", "content": "x"}])
+
+
+@pytest.mark.parametrize(
+    "messages, message",
+    [
+        ([], "at least 1"),
+        ("hello", "list of messages"),
+        ([None], r"messages\[0\]"),
+        ([{"role": "user"}], r"messages\[0\].content"),
+        ([*MESSAGES, {"role": "user", "content": 3}], r"messages\[4\].content"),
+        ([{"role": "", "content": "x"}], r"messages\[0\].role"),
+    ],
+)
+def test_bad_messages_are_refused_by_name(tmp_path: Path, messages, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        load(tmp_path).chat(messages)
+
+
+def test_without_a_template_chat_is_a_failed_precondition(tmp_path: Path):
+    tokenizer = load(tmp_path, template=None)
+    assert not tokenizer.has_chat
+    with pytest.raises(FailedPrecondition, match="chat template"):
+        tokenizer.chat(MESSAGES)
+
+
+@pytest.mark.parametrize("ids", [[-1], [2**32], [1, "x"]])
+def test_ids_that_cannot_be_tokens_are_refused(tmp_path: Path, ids):
+    with pytest.raises(InvalidArgument, match="token_ids"):
+        load(tmp_path).decode(ids)
+
+
+@pytest.mark.parametrize("text", ["\ud800", None, 3])
+def test_what_is_not_unicode_text_is_refused(tmp_path: Path, text):
+    with pytest.raises(InvalidArgument, match="text"):
+        load(tmp_path).encode(text)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_damaged_files_are_named(tmp_path: Path, name: str):
+    directory = _tokenizers.write(tmp_path, _tokenizers.byte_level())
+    (directory / name).write_bytes(b'{"\xff')
+    with pytest.raises(DataLoss, match=name):
+        Tokenizer.from_dir(directory)
+
+
+def test_a_decoder_that_cannot_be_streamed_is_refused(tmp_path: Path):
+    from tokenizers import decoders
+
+    core = _tokenizers.byte_level()
+    core.decoder = decoders.Sequence([decoders.Replace("x", "y"), decoders.ByteLevel()])
+    with pytest.raises(FailedPrecondition, match="Replace"):
+        load(tmp_path, core)
+
+
+def test_ids_and_chats_equal_those_of_transformers(tmp_path: Path):
+    transformers = pytest.importorskip("transformers")
+    directory = _tokenizers.write(tmp_path, _tokenizers.byte_level(), tokenizer_class="PreTrainedTokenizerFast")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(directory)
+    ours = Tokenizer.from_dir(directory)
+    assert ours is not None
+    for text in (*_tokenizers.TEXTS, "", " x ", "<s>a</s>"):
+        assert ours.encode(text) == theirs(text)["input_ids"]
+        assert ours.decode(ours.encode(text)) == theirs.decode(theirs(text)["input_ids"], skip_special_tokens=True)
+    chat = theirs.apply_chat_template(MESSAGES, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert ours.chat(MESSAGES) == list(chat)
