@@ -11,9 +11,8 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import tomllib
-import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -73,11 +72,20 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServeConfig:
-    """Where to listen. `drain_s`: how long SIGTERM lets running requests go on."""
+    """Where to listen, and when to stop.
+
+    Attributes:
+        host, port: the gRPC address; port 0 takes a free one.
+        drain_s: seconds that SIGTERM lets running requests go on.
+        heartbeat_s: seconds without a round of the engine loop after which health says
+            NOT_SERVING; must exceed the longest step.
+        compile_cache: directory of compiled programs ("auto": below the user's cache; "": none).
+    """
 
     host: str = "127.0.0.1"
     port: int = 50051
     drain_s: float = 30.0
+    heartbeat_s: float = 10.0
     compile_cache: str = "auto"
 
 
@@ -92,30 +100,40 @@ class Config:
     serve: ServeConfig = ServeConfig()
 
 
+_SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+
+
 def load(path: str | Path | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Reads a TOML file, applies `section.key` overrides, checks every value.
 
     Raises:
         ConfigError: the file is unreadable, a key is unknown, or a value is out of range.
     """
-    tree: dict[str, dict[str, Any]] = {}
-    if path is not None:
-        try:
-            tree = tomllib.loads(Path(path).read_text())
-        except OSError as e:
-            raise ConfigError(f"config file {path}: {e.strerror}") from e
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-            raise ConfigError(f"config file {path}: {e}") from e
+    tree: dict[str, Any] = _read_toml(path) if path is not None else {}
     for dotted, value in (overrides or {}).items():
         section, _, key = dotted.partition(".")
         _check_key(section, key, dotted)
-        tree.setdefault(section, {})
+        values = tree.setdefault(section, {})
         head, _, rest = key.partition(".")
         if rest:  # one entry of a table: adapters.paths.NAME
-            tree[section][head] = {**tree[section].get(head, {}), rest: value}
+            values[head] = {**_table(values.get(head, {})), rest: value}
         else:
-            tree[section][key] = value
+            values[key] = value
     return validate(_build(tree))
+
+
+def _read_toml(path: str | Path) -> dict[str, Any]:
+    """The file's tables, each of them a section."""
+    try:
+        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as e:
+        raise ConfigError(f"config file {path}: {e.strerror}") from e
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+        raise ConfigError(f"config file {path}: {e}") from e
+    for section, values in tree.items():
+        if not isinstance(values, dict):
+            _check_key(section, "", section)
+    return tree
 
 
 def replace(config: Config, overrides: Mapping[str, Any]) -> Config:
@@ -131,7 +149,12 @@ def replace(config: Config, overrides: Mapping[str, Any]) -> Config:
 
 def keys() -> list[str]:
     """Every `section.key`, in order."""
-    return [f"{s.name}.{f.name}" for s in dataclasses.fields(Config) for f in dataclasses.fields(_section(s.name))]
+    return [f"{name}.{f.name}" for name, section in _SECTIONS.items() for f in dataclasses.fields(section)]
+
+
+def nearest(word: str, options: typing.Iterable[str]) -> str:
+    """The option most like `word`, for messages about unknown names."""
+    return difflib.get_close_matches(word, list(options), n=1, cutoff=0.0)[0]
 
 
 def validate(config: Config) -> Config:
@@ -151,7 +174,8 @@ def validate(config: Config) -> Config:
         ("engine.max_queue", e.max_queue, e.max_queue >= 1, "at least 1"),
         ("engine.layers", e.layers, e.layers in ("auto", "scan", "unroll"), "auto, scan or unroll"),
         ("serve.port", config.serve.port, 0 <= config.serve.port <= 65535, "in [0, 65535]"),
-        ("serve.drain_s", config.serve.drain_s, config.serve.drain_s >= 0, "at least 0"),
+        ("serve.drain_s", config.serve.drain_s, config.serve.drain_s >= 0, "at least 0 seconds"),
+        ("serve.heartbeat_s", config.serve.heartbeat_s, config.serve.heartbeat_s > 0, "more than 0 seconds"),
     ]
     for key, value, ok, limit in rules:
         if not ok:
@@ -159,29 +183,28 @@ def validate(config: Config) -> Config:
     return config
 
 
-def _section(name: str) -> type:
-    return {"model": ModelConfig, "adapters": AdaptersConfig, "cache": CacheConfig, "engine": EngineConfig, "serve": ServeConfig}[name]
-
-
 def _check_key(section: str, key: str, dotted: str) -> None:
-    sections = [s.name for s in dataclasses.fields(Config)]
-    if section in sections:
-        known = {f.name: f for f in dataclasses.fields(_section(section))}
+    """Raises ConfigError with the nearest valid key unless `section.key` (or `adapters.paths.NAME`) is one."""
+    if section in _SECTIONS:
         head, _, rest = key.partition(".")
-        if head in known and (not rest or head == "paths"):
+        if head in {f.name for f in dataclasses.fields(_SECTIONS[section])} and (not rest or head == "paths"):
             return
-    near = difflib.get_close_matches(dotted, keys(), n=1, cutoff=0.0)
-    raise ConfigError(f"unknown key {dotted!r}: the nearest valid key is {near[0]!r}")
+    valid = keys()
+    if dotted in _SECTIONS:
+        near = next(k for k in valid if k.startswith(f"{dotted}."))
+    elif "." in dotted:
+        near = nearest(dotted, valid)
+    else:  # the section was left out: compare with the second parts
+        near = next(k for k in valid if k.partition(".")[2] == nearest(dotted, [k.partition(".")[2] for k in valid]))
+    raise ConfigError(f"unknown key {dotted!r}: the nearest valid key is {near!r}")
 
 
 def _build(tree: Mapping[str, Any]) -> Config:
     sections = {}
     for section, values in tree.items():
-        if not isinstance(values, Mapping):
-            _check_key(section, "", section)
         for key in values:
             _check_key(section, key, f"{section}.{key}")
-        cls = _section(section)
+        cls = _SECTIONS[section]
         sections[section] = cls(**{k: _coerce(cls, k, v, f"{section}.{k}") for k, v in values.items()})
     return Config(**sections)
 
@@ -189,31 +212,49 @@ def _build(tree: Mapping[str, Any]) -> Config:
 def _coerce(cls: type, key: str, value: Any, dotted: str) -> Any:
     """Reads `value` (a TOML value or a command-line string) as the field's type."""
     want = typing.get_type_hints(cls)[key]
-    base = typing.get_origin(want) or want
-    if base in (types.UnionType, typing.Union):
-        base = next(a for a in typing.get_args(want) if a is not type(None))
+    read, wanted = _READERS[typing.get_origin(want) or want]
     try:
-        if base is bool:
-            return _as_bool(value)
-        if base is int and not isinstance(value, bool):
-            if isinstance(value, float) and value != int(value):
-                raise ValueError(value)
-            return int(value)
-        if base is float and not isinstance(value, bool):
-            return float(value)
-        if base is str and isinstance(value, str):
-            return value
-        if isinstance(value, Mapping):
-            return dict(value)
-    except (ValueError, TypeError):
-        pass  # falls through to the one message below
-    raise ConfigError(f"{dotted} = {value!r}: must be {getattr(base, '__name__', 'a table').replace('Mapping', 'a table')}")
+        return read(value)
+    except (ValueError, TypeError, OverflowError) as e:
+        raise ConfigError(f"{dotted} = {value!r}: must be {wanted}") from e
 
 
-def _as_bool(value: Any) -> bool:
-    if isinstance(value, bool):
-        return value
+def _bool(value: Any) -> bool:
     table = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
-    if str(value).lower() in table:
-        return table[str(value).lower()]
-    raise ValueError(value)
+    word = str(value).lower()
+    if word not in table:
+        raise ValueError(value)
+    return table[word]
+
+
+def _int(value: Any) -> int:
+    if isinstance(value, bool) or (isinstance(value, float) and value != int(value)):
+        raise ValueError(value)
+    return int(value)
+
+
+def _float(value: Any) -> float:
+    if isinstance(value, bool):
+        raise ValueError(value)
+    return float(value)
+
+
+def _str(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(value)
+    return value
+
+
+def _table(value: Any) -> dict[str, str]:
+    if not isinstance(value, Mapping) or not all(isinstance(x, str) for pair in value.items() for x in pair):
+        raise ConfigError(f"adapters.paths = {value!r}: must be a table of name = path")
+    return dict(value)
+
+
+_READERS: Mapping[type, tuple[Callable[[Any], Any], str]] = {
+    bool: (_bool, "true or false"),
+    int: (_int, "a whole number"),
+    float: (_float, "a number"),
+    str: (_str, "a string"),
+    Mapping: (_table, "a table"),
+}

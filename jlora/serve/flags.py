@@ -1,0 +1,137 @@
+"""The flags of `jlora serve`, each one a name for a configuration key.
+
+`parse(argv)` gives the `Config`: the file of `--config`, over it `--set`, over that the flags.
+Nothing here imports jax, so that a wrong flag is told at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from jlora import config as configuration
+from jlora.adapters.names import at_start
+from jlora.config import Config
+from jlora.errors import ConfigError, JloraError
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with our manners: no abbreviations, one line per error, the nearest valid flag named."""
+
+    def __init__(self, prog: str, description: str):
+        super().__init__(
+            prog=prog,
+            description=description,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def parse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Like `parse_args`, but an unknown flag's message names the nearest valid one."""
+        args, rest = self.parse_known_args(argv)
+        if rest:
+            flag = next((r.partition("=")[0] for r in rest if r.startswith("-")), None)
+            if flag is None:
+                self.error(f"unexpected argument {rest[0]!r}")
+            known = [name for action in self._actions for name in action.option_strings if name.startswith("--")]
+            self.error(f"unknown flag {flag}: the nearest valid one is {configuration.nearest(flag, known)}")
+        return args
+
+    def error(self, message: str) -> NoReturn:
+        """One line on stderr, exit code 2."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
+@dataclass(frozen=True, slots=True)
+class Flag:
+    """A flag that sets one configuration key; further names are those known from the field."""
+
+    key: str
+    names: tuple[str, ...]
+    metavar: str
+    help: str
+
+
+FLAGS = (
+    Flag("model.path", ("--model",), "DIR_OR_ID", "model directory (Hugging Face or converted), or hub id"),
+    Flag("model.name", ("--served-model-name",), "NAME", "the base model's name for clients (default: from --model)"),
+    Flag("model.dtype", ("--dtype",), "TYPE", "auto (the checkpoint's own), float32 or bfloat16 (default auto)"),
+    Flag("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
+    Flag("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
+    Flag("model.seed", ("--seed",), "N", "seed of requests that bring none (default 0)"),
+    Flag("adapters.dir", ("--adapter-dir",), "DIR", "load every subdirectory with an adapter_config.json"),
+    Flag("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
+    Flag("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
+    Flag("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
+)
+
+DESCRIPTION = """Serves one Llama with many LoRA adapters over gRPC.
+
+Prints `jlora ready grpc=HOST:PORT model=... adapters=N blocks=N` when it is ready. SIGTERM or
+Ctrl-C lets running requests end (serve.drain_s seconds at most, default 30); a second one exits at once."""
+
+
+def parser(prog: str = "jlora serve") -> Parser:
+    """The parser of `jlora serve`."""
+    made = Parser(prog, DESCRIPTION)
+    for flag in FLAGS:
+        made.add_argument(*flag.names, dest=flag.key, metavar=flag.metavar, help=f"{flag.help} [{flag.key}]")
+    made.add_argument(
+        "--adapter",
+        "--lora-modules",
+        dest="adapter",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=PATH",
+        help="PEFT directories to load at start; may be repeated [adapters.paths]",
+    )
+    made.add_argument("--config", metavar="FILE.toml", help="configuration file; flags and --set win over it")
+    made.add_argument(
+        "--set",
+        dest="set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="section.key=value",
+        help="any configuration key; may be repeated. Keys: " + ", ".join(configuration.keys()),
+    )
+    return made
+
+
+def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Config:
+    """The configuration that the command line asks for; exits with code 2 and one line if it is wrong.
+
+    `adapters.paths` holds every adapter to load, those of `adapters.dir` too.
+    """
+    made = parser(prog)
+    args = vars(made.parse(sys.argv[1:] if argv is None else argv))
+    try:
+        config = configuration.load(args["config"], _overrides(args))
+        if not config.model.path:
+            raise ConfigError("model.path is not set: give --model DIR_OR_ID")
+        paths = at_start(config.adapters.paths, config.adapters.dir)
+        return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
+    except JloraError as e:
+        made.error(str(e))
+
+
+def _overrides(args: dict[str, Any]) -> dict[str, str]:
+    """`section.key` -> value; flags win over --set."""
+    overrides = dict(_pair(text, "--set", "section.key=value") for text in args["set"])
+    for text in args["adapter"]:
+        name, path = _pair(text, "--adapter", "NAME=PATH")
+        if f"adapters.paths.{name}" in overrides:
+            raise ConfigError(f"--adapter {name}: is given twice")
+        overrides[f"adapters.paths.{name}"] = path
+    return overrides | {flag.key: args[flag.key] for flag in FLAGS if args[flag.key] is not None}
+
+
+def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not equals or not name or (flag == "--adapter" and not value):
+        raise ConfigError(f"{flag} {text}: must be {form}")
+    return name, value
