@@ -1,0 +1,53 @@
+"""Asks one server for answers of the base model and of every adapter at the same time.
+
+    make demo                 # or: jlora serve --model DIR --adapter-dir DIR
+    python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"
+
+The requests of all adapters share the engine's steps; each answer is printed when it is complete.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+
+import grpc
+
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+
+async def ask(channel: grpc.aio.Channel, model: str, text: str, max_tokens: int) -> str:
+    """Streams one greedy answer of `model` and returns its text."""
+    request = pb.GenerateRequest(
+        model=model,
+        text=text,
+        sampling=pb.Sampling(temperature=0),  # greedy
+        stopping=pb.Stopping(max_tokens=max_tokens),
+    )
+    answer, timing = "", pb.Timing()
+    async for delta in rpc.InferenceStub(channel).GenerateStream(request, timeout=60):
+        answer += "".join(output.text for output in delta.outputs)
+        if delta.HasField("timing"):  # on the last message
+            timing = delta.timing
+    print(f"{model:>16}: {answer!r}  (ttft {timing.ttft_s * 1e3:.0f} ms, tpot {timing.tpot_s * 1e3:.1f} ms)")
+    return answer
+
+
+async def main() -> None:
+    """Lists the server's models and asks all of them at once."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("text", nargs="?", default="hello world", help="the prompt (default: %(default)s)")
+    parser.add_argument("--server", default="127.0.0.1:50051", help="HOST:PORT (default: %(default)s)")
+    parser.add_argument("--max-tokens", type=int, default=48, help="tokens of each answer (default: %(default)s)")
+    args = parser.parse_args()
+
+    async with grpc.aio.insecure_channel(args.server) as channel:
+        info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest())
+        listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest())
+        models = [info.model, *(adapter.name for adapter in listed.adapters)]
+        await asyncio.gather(*(ask(channel, model, args.text, args.max_tokens) for model in models))
+
+
+if __name__ == "__main__":
+    asyncio.run(main())

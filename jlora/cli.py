@@ -1,0 +1,114 @@
+"""The `jlora` command: one table of subcommands, each with its own flags and its own imports.
+
+    jlora serve --model DIR --adapter sql=PATH
+    jlora generate --model sql "How many users are there?"
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from jlora import __version__
+from jlora.config import nearest
+from jlora.errors import JloraError
+from jlora.serve.flags import Parser
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A subcommand: what it does in a few words, and what runs it (arguments -> exit code)."""
+
+    summary: str
+    run: Callable[[Sequence[str]], int | None]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jlora COMMAND ...`; returns the exit code (2: the command line is wrong)."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or args[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if args else 2
+    if args[0] in ("-V", "--version"):
+        print(f"jlora {__version__}")
+        return 0
+    name, rest = args[0], args[1:]
+    if name not in COMMANDS:
+        near = nearest(name, COMMANDS)
+        print(f"jlora: unknown command {name!r}: the nearest valid one is {near!r} (see jlora --help)", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[name].run(rest) or 0
+    except JloraError as e:
+        print(f"jlora {name}: {e}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(file=sys.stderr)
+        return 130
+
+
+def usage() -> str:
+    """The text of `jlora --help`."""
+    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
+    return "\n".join(
+        ["usage: jlora COMMAND [flags]", "", "One Llama, many LoRA adapters, one process.", "", "commands:"]
+        + lines
+        + ["", "jlora COMMAND --help shows a command's flags; jlora --version the version."]
+    )
+
+
+def _serve(argv: Sequence[str]) -> int:
+    from jlora.serve.launcher import main as serve
+
+    return serve(argv)
+
+
+def _generate(argv: Sequence[str]) -> int:
+    from jlora.cli_client import generate
+
+    return generate(argv)
+
+
+def _chat(argv: Sequence[str]) -> int:
+    from jlora.cli_client import chat
+
+    return chat(argv)
+
+
+def _convert(argv: Sequence[str]) -> int:
+    parser = Parser("jlora convert", "Writes a Hugging Face model as Orbax, which loads sharded and faster.")
+    parser.add_argument("source", metavar="SRC", help="model directory or hub id")
+    parser.add_argument("target", metavar="DST", help="directory to make; must not exist, or be empty")
+    args = parser.parse(argv)
+
+    from jlora.model import checkpoint  # jax comes with it: not before the flags are known to be right
+
+    checkpoint.convert(args.source, args.target)
+    print(f"wrote {args.target}: serve it with `jlora serve --model {args.target}`")
+    return 0
+
+
+def _bench(argv: Sequence[str]) -> int | None:
+    from jlora.bench.__main__ import main as bench
+
+    return bench(argv)
+
+
+def _demo(argv: Sequence[str]) -> int | None:
+    from jlora.demo.run import main as demo
+
+    return demo(argv)
+
+
+COMMANDS: Mapping[str, Command] = {
+    "serve": Command("serve a model and its adapters over gRPC", _serve),
+    "generate": Command("one text from a running server, streamed", _generate),
+    "chat": Command("talk to a running server", _chat),
+    "convert": Command("write a model in the form that loads fastest", _convert),
+    "bench": Command("measure this machine", _bench),
+    "demo": Command("start the built-in model with its adapters and show them at work", _demo),
+}
+
+if __name__ == "__main__":
+    sys.exit(main())

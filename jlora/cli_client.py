@@ -1,0 +1,221 @@
+"""`jlora generate` and `jlora chat`: plain gRPC clients of any running jlora server."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import grpc
+
+from jlora.errors import InvalidArgument
+from jlora.serve.flags import Parser
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+MAX_MESSAGE_BYTES = 64 << 20
+
+
+def generate(argv: Sequence[str]) -> int:
+    """Streams one answer to stdout; returns the exit code."""
+    parser = Parser("jlora generate", "Sends one prompt to a running server and streams the answer.")
+    parser.add_argument("text", nargs="?", default="-", help="the prompt; '-' or none reads it from stdin")
+    parser.add_argument("--ids", action="store_true", help="the prompt is token ids, and token ids are printed")
+    parser.add_argument("--n", type=int, metavar="N", help="completions to draw (default 1)")
+    parser.add_argument("--timing", action="store_true", help="print token counts and seconds to stderr")
+    _add_common(parser)
+    args = parser.parse(argv)
+    text = sys.stdin.read() if args.text == "-" else args.text
+    request = _request(args)
+    if args.ids:
+        try:
+            request.token_ids.ids.extend(int(word) for word in text.replace(",", " ").split())
+        except ValueError as e:
+            parser.error(f"--ids: the prompt must be 32-bit whole numbers ({e})")
+    else:
+        request.text = text
+    try:
+        with _channel(args.server) as channel:
+            _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args, sys.stdout)
+    except grpc.RpcError as e:
+        return _complain("generate", args.server, e)
+    return 0
+
+
+def chat(argv: Sequence[str]) -> int:
+    """An interactive conversation; returns the exit code."""
+    parser = Parser("jlora chat", f"Talks to a running server; it remembers the conversation.\n\n{HELP}")
+    parser.add_argument("--system", metavar="TEXT", default="", help="a system message to begin with")
+    _add_common(parser)
+    args = parser.parse(argv)
+    if importlib.util.find_spec("readline"):
+        importlib.import_module("readline")  # gives input() line editing
+    try:
+        with _channel(args.server) as channel:
+            conversation = Conversation(channel, args)
+            print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
+            while conversation.turn(sys.stdin, sys.stdout):
+                continue
+    except grpc.RpcError as e:
+        return _complain("chat", args.server, e)
+    return 0
+
+
+HELP = """  /model         list the base model and its adapters
+  /model NAME    answer with this one from now on; the history stays
+  /reset         forget the history
+  /quit          leave (or Ctrl-D)"""
+
+
+@dataclass
+class Conversation:
+    """The state of `jlora chat`: which model answers, and what was said."""
+
+    channel: grpc.Channel
+    args: argparse.Namespace
+    history: list[pb.ChatMessage] = field(default_factory=list)
+    model: str = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = self.args.model
+        self._reset()
+
+    def models(self) -> list[str]:
+        """The base model's name, then the adapters'."""
+        info = rpc.ControlStub(self.channel).GetServerInfo(pb.GetServerInfoRequest())
+        listed = rpc.AdaptersStub(self.channel).ListAdapters(pb.ListAdaptersRequest())
+        return [info.model, *(a.name for a in listed.adapters)]
+
+    def turn(self, source: TextIO, out: TextIO) -> bool:
+        """Reads one line and acts on it; False when the user leaves."""
+        line = _read_line(source, out)
+        if line is None or line in ("/quit", "/exit"):
+            return False
+        if line.startswith("/"):
+            self._command(line, out)
+        elif line:
+            self._answer(line, out)
+        return True
+
+    def _command(self, line: str, out: TextIO) -> None:
+        word, _, name = line.partition(" ")
+        name = name.strip()
+        if word == "/reset":
+            self._reset()
+        elif word == "/model" and name:
+            self._switch(name, out)
+        elif word == "/model":
+            print("\n".join(self.models()), file=out)
+        else:
+            print(HELP, file=out)
+
+    def _switch(self, name: str, out: TextIO) -> None:
+        known = self.models()
+        if name in known or name.removeprefix(f"{known[0]}:") in known:
+            self.model = name
+        else:
+            near = difflib.get_close_matches(name, known, n=3) or known[:8]
+            print(f"no model {name!r}; there is {', '.join(near)}", file=out)
+
+    def _answer(self, line: str, out: TextIO) -> None:
+        """Streams the answer; a refused or interrupted turn leaves the history as it was."""
+        asked = [*self.history, pb.ChatMessage(role="user", content=line)]
+        request = _request(self.args, self.model)
+        request.chat.messages.extend(asked)
+        call = rpc.InferenceStub(self.channel).GenerateStream(request, timeout=self.args.timeout)
+        try:
+            text = _show(call, self.args, out)
+        except grpc.RpcError as e:
+            _complain("chat", self.args.server, e)
+        except KeyboardInterrupt:
+            call.cancel()
+            print("\n(stopped)", file=out)
+        else:
+            self.history = [*asked, pb.ChatMessage(role="assistant", content=text)]
+
+    def _reset(self) -> None:
+        system = self.args.system
+        self.history = [pb.ChatMessage(role="system", content=system)] if system else []
+
+
+def _add_common(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--server", default="127.0.0.1:50051", metavar="HOST:PORT", help="where it listens (default %(default)s)")
+    add("--model", default="", metavar="NAME", help="base or adapter name, or base:adapter (default: the base)")
+    add("--max-tokens", type=int, metavar="N", help="tokens of output at most (default: up to the context)")
+    add("--temperature", type=float, metavar="X", help="0 is greedy (default 1)")
+    add("--top-k", type=int, metavar="K", help="keep the k most likely tokens (default: all)")
+    add("--top-p", type=float, metavar="P", help="keep the likeliest tokens that reach this probability (default 1)")
+    add("--seed", type=int, metavar="N", help="same seed, same tokens (default: a fresh one)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end at this text; may be repeated")
+    add("--timeout", type=float, metavar="S", help="give up after so many seconds (default: never)")
+
+
+def _request(args: argparse.Namespace, model: str | None = None) -> pb.GenerateRequest:
+    """The request without its prompt; flags that were not given stay unset."""
+    sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p", "seed", "n")}
+    stopping = {"max_tokens": args.max_tokens, "stop": args.stop}
+    try:
+        return pb.GenerateRequest(
+            model=args.model if model is None else model,
+            sampling=pb.Sampling(**{k: v for k, v in sampling.items() if v is not None}),
+            stopping=pb.Stopping(**{k: v for k, v in stopping.items() if v is not None}),
+        )
+    except ValueError as e:  # beyond 32 bits: protobuf refuses before the server can
+        raise InvalidArgument(f"a number is out of range: {e}") from e
+
+
+def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: TextIO) -> str:
+    """Prints the answer as it comes and returns it; several completions are printed one by one at the end."""
+    ids, many = getattr(args, "ids", False), (getattr(args, "n", None) or 1) > 1
+    parts: dict[int, list[str]] = {}
+    last = pb.GenerateResponse()
+    for last in call:
+        for output in last.outputs:
+            piece = "".join(f"{token} " for token in output.token_ids) if ids else output.text
+            parts.setdefault(output.index, []).append(piece)
+            if not many:
+                print(piece, end="", file=out, flush=True)
+    for index in sorted(parts) if many else ():
+        print(f"[{index}] {''.join(parts[index])}", file=out)
+    if not many:
+        print(file=out, flush=True)
+    if getattr(args, "timing", False):
+        usage, timing = last.usage, last.timing
+        print(
+            f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.completion_tokens} out; "
+            f"ttft {timing.ttft_s * 1e3:.1f} ms, tpot {timing.tpot_s * 1e3:.2f} ms",
+            file=sys.stderr,
+        )
+    return "".join(parts.get(0, ()))
+
+
+def _read_line(source: TextIO, out: TextIO) -> str | None:
+    """One line without its end, None at the end of input; with editing and history on a terminal."""
+    try:
+        if source is sys.stdin and source.isatty():
+            return input("> ").strip()
+        line = source.readline()
+    except (EOFError, KeyboardInterrupt):
+        print(file=out)
+        return None
+    return line.strip() if line else None
+
+
+def _channel(server: str) -> grpc.Channel:
+    return grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+
+
+def _complain(command: str, server: str, error: grpc.RpcError) -> int:
+    """One line on stderr; exit code 1."""
+    code, details = error.code(), error.details()
+    if code == grpc.StatusCode.UNAVAILABLE and "connect" in (details or "").lower():
+        text = f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
+    else:
+        text = f"{code.name}: {details}"
+    print(f"jlora {command}: {text}", file=sys.stderr)
+    return 1

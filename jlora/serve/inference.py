@@ -1,0 +1,104 @@
+"""`jlora.v1.Inference`: generation, prefetch and the tokenizer, over gRPC."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncIterator, Sequence
+
+import grpc
+
+from jlora.errors import FailedPrecondition, InvalidArgument
+from jlora.serve import convert
+from jlora.serve.backend import Backend
+from jlora.serve.generation import Generation, gather
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.serve.status import DeadlineExceeded
+from jlora.types import Request
+from jlora.validation import validate
+
+Context = grpc.aio.ServicerContext
+
+
+class InferenceServicer(rpc.InferenceServicer):
+    """Turns messages into requests, submits them, and sends what comes back.
+
+    A call that ends early, by cancellation or deadline, leaves the `Generation` block, which
+    aborts its request in the engine.
+    """
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        """One message with everything."""
+        ready = await self._request(request, context)
+        # Stop strings must be seen as they come; else one look at the end is enough.
+        async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
+            return await gather(generation.deltas(), ready.sampling.n)
+
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse]:
+        """Deltas, as soon as they are there and the client reads."""
+        ready = await self._request(request, context)
+        async with Generation(self._backend, ready, eager=True) as generation:
+            async for delta in generation.deltas():
+                yield delta
+
+    async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
+        """A hint; the engine does what there is room for."""
+        result = self._backend.engine.prefetch(await self._request(request, context))
+        return pb.PrefetchResponse(
+            adapter_resident=result.resident_adapter,
+            cached_tokens=result.cached_tokens,
+            coming_bytes=result.coming_bytes,
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        """The ids that Generate would take as the prompt."""
+        engine = self._backend.engine
+        match request.WhichOneof("input"):
+            case "text":
+                ids = await self._backend.encode(request.text)
+            case "chat":
+                ids = await self._backend.encode_chat(request.chat)
+            case _:
+                raise InvalidArgument("input: is not set; give text or chat")
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=engine.limits.max_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        """Text of ids inside the vocabulary."""
+        vocab = self._backend.engine.limits.vocab
+        tokenizer = self._backend.text_tokenizer("Detokenize")
+        for i, token in enumerate(request.token_ids):
+            if not 0 <= token < vocab:
+                raise InvalidArgument(f"token_ids[{i}] = {token}: must be in [0, {vocab})")
+        return pb.DetokenizeResponse(text=tokenizer.decode(request.token_ids, skip_special=not request.keep_special))
+
+    async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
+        """The validated record of a message; the call's deadline becomes the request's."""
+        backend = self._backend
+        limits = backend.engine.limits  # first of all: while loading there is nothing to check against
+        left = context.time_remaining()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        deadline = None if left is None else time.monotonic() + left
+        if message.stopping.stop and backend.tokenizer is None:
+            raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
+        adapter = backend.adapter_of(message.model)
+        request_id = message.request_id or uuid.uuid4().hex
+        prompt = await self._prompt(message)
+        return validate(convert.engine_request(message, request_id, prompt, adapter, deadline), limits)
+
+    async def _prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
+        match message.WhichOneof("prompt"):
+            case "text":
+                return await self._backend.encode(message.text)
+            case "token_ids":
+                return message.token_ids.ids
+            case "chat":
+                return await self._backend.encode_chat(message.chat)
+            case _:
+                raise InvalidArgument("prompt: is not set; give text, token_ids or chat")

@@ -1,0 +1,117 @@
+"""The gRPC server put together: three services, health that tells the truth, reflection.
+
+    server = GrpcServer(Backend(), heartbeat_s=10.0)
+    port = server.bind("127.0.0.1", 0)       # before the weights are read: a taken port costs nothing
+    await server.start()                     # answers NOT_SERVING and UNAVAILABLE from now on
+    server.backend.service = ...             # SERVING within HEALTH_PERIOD_S
+    await server.stop(grace_s=1.0)
+
+Health follows the engine, not the process: SERVING means that an engine is there, does not drain,
+and that its loop went round within `heartbeat_s`. It comes back by itself when a step was only long.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from jlora.errors import ConfigError
+from jlora.serve.adapters import AdaptersServicer
+from jlora.serve.backend import Backend
+from jlora.serve.control import ControlServicer
+from jlora.serve.inference import InferenceServicer
+from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
+from jlora.serve.status import StatusInterceptor
+
+log = logging.getLogger(__name__)
+
+HEALTH_PERIOD_S = 0.2
+
+# A prompt of 4M tokens; prompt logprobs of a long one.
+MAX_MESSAGE_BYTES = 64 << 20
+
+SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class GrpcServer:
+    """One listening gRPC server over one `Backend`. Make it on the event loop that runs it."""
+
+    def __init__(self, backend: Backend, heartbeat_s: float):
+        self.backend = backend
+        self._heartbeat_s = heartbeat_s
+        self._health = health.aio.HealthServicer()
+        self._server = grpc.aio.server(
+            interceptors=[StatusInterceptor()],
+            options=[
+                ("grpc.so_reuseport", 0),  # else a second server would share the port unnoticed
+                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+            ],
+        )
+        jlora_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(backend), self._server)
+        jlora_pb2_grpc.add_AdaptersServicer_to_server(AdaptersServicer(backend), self._server)
+        jlora_pb2_grpc.add_ControlServicer_to_server(ControlServicer(backend), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self._server)
+        self._watch: asyncio.Task[None] | None = None
+
+    def bind(self, host: str, port: int) -> int:
+        """Takes the port (0: a free one) and returns it.
+
+        Raises:
+            ConfigError: it is taken, or the host is not of this machine.
+        """
+        try:
+            return self._server.add_insecure_port(address(host, port))
+        except RuntimeError as e:
+            raise ConfigError(
+                f"cannot listen on {address(host, port)}: the port is in use or the host is not of this machine; "
+                "change serve.port or serve.host (port 0 takes a free one)"
+            ) from e
+
+    async def start(self) -> None:
+        """Begins to answer; health is NOT_SERVING until the backend has an engine."""
+        await self._set_health(False)
+        await self._server.start()
+        self._watch = asyncio.create_task(self._watch_engine(), name="health")
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new calls, gives live ones `grace_s` seconds, closes the port."""
+        if self._watch is not None:
+            self._watch.cancel()
+        await self._set_health(False)
+        await self._server.stop(grace_s)
+
+    async def _watch_engine(self) -> None:
+        """Sets health whenever the truth changes."""
+        said = False
+        while True:
+            well = self._is_well()
+            if well != said:
+                await self._set_health(well)
+                log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
+                said = well
+            await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def _is_well(self) -> bool:
+        backend = self.backend
+        if backend.service is None or backend.draining:
+            return False
+        return backend.service.heartbeat_age() <= self._heartbeat_s
+
+    async def _set_health(self, well: bool) -> None:
+        for name in ("", *SERVICES):
+            await self._health.set(name, SERVING if well else NOT_SERVING)
+
+
+def address(host: str, port: int) -> str:
+    """HOST:PORT, an IPv6 host in brackets."""
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
