@@ -1,0 +1,229 @@
+"""Base weights: from Hugging Face directories or hub ids, onto the device, tensor by tensor.
+
+    directory = resolve("org/model")            # or a local path
+    spec = read_spec(directory)
+    params = load_params(directory, spec, shardings, stacked=False, progress=True)
+
+Every header is checked before the first weight is read: each tensor is used exactly once and
+has the shape that `config.json` promises. Then one tensor at a time is read (not mapped: mapped
+pages count as ours), sent to the devices in its own layout, and transposed, cast and placed
+there. So the host holds two tensors at most, whatever the size of a shard.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+from jax.sharding import SingleDeviceSharding
+from safetensors import SafetensorError, safe_open
+from tqdm import tqdm
+
+from jlora.errors import DataLoss, InvalidArgument, NotFound
+from jlora.model import orbax
+from jlora.model.config_json import CONFIG, read_json, spec_from_json
+from jlora.model.hf_names import Slot, tensor_slots
+from jlora.model.llama import Params, abstract
+from jlora.model.place import Listed, Stacked
+from jlora.model.spec import ModelSpec
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+# What a served model needs from the hub; not the same weights in other formats.
+HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
+HUB_IGNORED = ("*/*", "consolidated*")
+
+_BYTES = {"F32": 4, "BF16": 2, "F16": 2}
+_ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+
+
+def resolve(path_or_id: str | Path) -> Path:
+    """The model's directory: `path_or_id` itself, or a download of that hub id.
+
+    Raises:
+        NotFound: neither a directory nor a model that the hub (or its local cache) gives us.
+    """
+    path = Path(path_or_id).expanduser()
+    if path.is_dir():
+        return path
+    name = str(path_or_id)
+    if not _HUB_ID.fullmatch(name):
+        raise NotFound(f"model.path = {name!r}: is not a directory")
+    # Imported here: it pulls in an HTTP stack, which a local path does not need.
+    import huggingface_hub
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        return Path(
+            huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
+        )
+    except (OSError, HfHubHTTPError, HFValidationError) as e:
+        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
+        raise NotFound(f"model.path = {name!r}: is not a directory, and the hub does not give it: {reason}") from e
+
+
+def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0) -> ModelSpec:
+    """The shapes and constants of a Hugging Face or converted directory.
+
+    Args:
+        dtype: "float32", "bfloat16", or "auto": the checkpoint's own, with float16 served as
+            bfloat16 and none given as float32.
+        max_model_len: the context to serve in tokens, at most the model's own; 0 is its own.
+    Raises:
+        NotFound: no such directory, or no config.json in it.
+        InvalidArgument: a field is missing, malformed, or of a model that jlora does not serve.
+        DataLoss: a file is not JSON.
+    """
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise NotFound(f"model directory {directory.name!r}: no such directory")
+    if orbax.is_converted(directory):
+        return orbax.read_spec(directory, dtype, max_model_len)
+    return spec_from_json(directory, _model_name(directory), dtype, max_model_len)
+
+
+def load_params(
+    directory: str | Path, spec: ModelSpec, shardings: Params, *, stacked: bool, progress: bool = True
+) -> Params:
+    """The weights on their devices, in `spec.dtype`, as the pytree that `llama.forward` takes.
+
+    Args:
+        shardings: a `jax.sharding.Sharding` per weight, layers as a list (without an [L] axis).
+        stacked: return `layers` as one tree of [L, ...] arrays instead of a list. Each is
+            allocated once and filled in place.
+        progress: show a progress bar of bytes.
+    Raises:
+        NotFound: weights, or a file that the index names, are missing.
+        InvalidArgument: a tensor is missing, unexpected, of a wrong shape or dtype; only pickles.
+        DataLoss: a file is damaged, or a weight is NaN or infinite.
+    """
+    directory = Path(directory)
+    into = (Stacked if stacked else Listed)(spec, shardings)
+    if orbax.is_converted(directory):
+        orbax.load_into(into, directory, spec, shardings)
+    else:
+        _stream_into(into, directory, spec, progress)
+    into.check_finite()
+    return into.params
+
+
+def convert(source: str | Path, target: str | Path, progress: bool = True) -> Path:
+    """Writes the model `source` (directory or hub id) as an Orbax directory, which loads sharded and faster.
+
+    The whole model is in host memory meanwhile. Tokenizer files are copied along.
+
+    Raises:
+        AlreadyExists: `target` exists and is not empty.
+        JloraError: as `read_spec` and `load_params`.
+    """
+    source = resolve(source)
+    orbax.check_target(Path(target))
+    spec = read_spec(source)
+    try:
+        device = jax.local_devices(backend="cpu")[0]
+    except RuntimeError:  # this process was started without the CPU backend
+        device = jax.local_devices()[0]
+    shardings = jax.tree.map(lambda _: SingleDeviceSharding(device), abstract(spec)[0])
+    params = load_params(source, spec, shardings, stacked=False, progress=progress)
+    orbax.save(source, Path(target), spec, params)
+    return Path(target)
+
+
+def _model_name(directory: Path) -> str:
+    """The directory's name, or the hub id whose snapshot it is."""
+    directory = directory.resolve()
+    if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
+        return directory.parent.parent.name.removeprefix("models--").replace("--", "/")
+    return directory.name
+
+
+class _Tensor(NamedTuple):
+    """One tensor of an open file, not read yet."""
+
+    name: str
+    slot: Slot
+    nbytes: int
+    file: str
+    handle: Any
+
+    def read(self) -> Any:
+        """The numpy array, in its own memory."""
+        try:
+            return self.handle.get_tensor(self.name)
+        except (SafetensorError, OSError) as e:
+            raise DataLoss(f"{self.file}: tensor {self.name!r} cannot be read ({e})") from e
+
+
+def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool) -> None:
+    with ExitStack() as files:
+        tensors = _open(directory, spec, files)
+        total = sum(tensor.nbytes for tensor in tensors)
+        with tqdm(total=total, unit="B", unit_scale=True, desc="weights", disable=not progress) as bar:
+            for tensor in tensors:
+                into.put(tensor.name, tensor.slot, tensor.read())
+                bar.update(tensor.nbytes)
+
+
+def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
+    """Opens every weight file and checks all headers against `spec`, in the order of the files."""
+    slots = tensor_slots(spec)
+    found: dict[str, _Tensor] = {}
+    for file in _weight_files(directory):
+        try:
+            handle = files.enter_context(safe_open(directory / file, framework="numpy", backend="pread"))
+        except (SafetensorError, OSError) as e:
+            if not (directory / file).is_file():
+                raise NotFound(f"model directory {directory.name!r}: {INDEX} names {file}, which is missing") from e
+            raise DataLoss(f"{file}: damaged ({e})") from e
+        for name in handle.offset_keys():
+            if name in found:
+                raise InvalidArgument(f"{file}: tensor {name!r} is in {found[name].file} too")
+            if not _ignored(name, spec):
+                found[name] = _checked(name, slots, file, handle)
+    missing = [name for name in slots if name not in found]
+    if missing:
+        raise InvalidArgument(f"model directory {directory.name!r}: tensor {missing[0]!r} is missing from the weights")
+    return list(found.values())
+
+
+def _weight_files(directory: Path) -> list[str]:
+    """`model.safetensors`, or the shards of its index in order."""
+    if (directory / SINGLE).is_file():
+        return [SINGLE]
+    if (directory / INDEX).is_file():
+        places = read_json(directory / INDEX).get("weight_map")
+        if not isinstance(places, dict) or not all(isinstance(f, str) and Path(f).name == f for f in places.values()):
+            raise InvalidArgument(f"{INDEX}: weight_map must map each tensor to the name of a file beside it")
+        return sorted(set(places.values()))
+    pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
+    if pickles:
+        raise InvalidArgument(
+            f"model directory {directory.name!r} has {pickles[0]} and no {SINGLE}: pickled weights are never opened; "
+            "save the model again with transformers' save_pretrained"
+        )
+    raise NotFound(f"model directory {directory.name!r} has neither {SINGLE} nor {INDEX}")
+
+
+def _ignored(name: str, spec: ModelSpec) -> bool:
+    """Constants that old checkpoints store, and a tied head stored once more."""
+    return _ROTARY.fullmatch(name) is not None or (spec.tied and name == "lm_head.weight")
+
+
+def _checked(name: str, slots: Mapping[str, Slot], file: str, handle: Any) -> _Tensor:
+    part = handle.get_slice(name)
+    shape, dtype = list(part.get_shape()), part.get_dtype()
+    if name not in slots:
+        raise InvalidArgument(f"{file}: tensor {name!r} {shape} is not part of this model")
+    expected = list(slots[name].shape)
+    if shape != expected:
+        raise InvalidArgument(f"{file}: tensor {name!r}: shape {shape}, {CONFIG} promises {expected}")
+    if dtype not in _BYTES:
+        raise InvalidArgument(f"{file}: tensor {name!r} is {dtype}: must be one of {', '.join(_BYTES)}")
+    return _Tensor(name, slots[name], math.prod(shape) * _BYTES[dtype], file, handle)

@@ -1,0 +1,110 @@
+"""Converted models: an Orbax checkpoint of the parameter pytree beside a small `jlora_model.json`.
+
+jlora_model.json      {"format": 1, "spec": {...}}: written last, so its presence means complete
+params/               Orbax StandardCheckpointer, layers as a list
+tokenizer.json ...    copied from the source
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from jlora.errors import AlreadyExists, DataLoss, InvalidArgument
+from jlora.model.config_json import read_json
+from jlora.model.hf_names import tensor_slots
+from jlora.model.llama import Params, abstract
+from jlora.model.place import Listed
+from jlora.model.spec import ModelSpec, RopeScaling
+
+META = "jlora_model.json"
+PARAMS = "params"
+FORMAT = 1
+
+# Everything that a tokenizer and its chat template may be read from.
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def is_converted(directory: Path) -> bool:
+    """Whether `save` finished writing here."""
+    return (directory / META).is_file()
+
+
+def check_target(target: Path) -> None:
+    """Raises AlreadyExists if there is something at `target` that `save` would write into."""
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise AlreadyExists(f"target {target.name!r}: exists and is not an empty directory")
+
+
+def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
+    """Writes the converted directory; the tokenizer files come from `source`."""
+    target.mkdir(parents=True, exist_ok=True)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(target.absolute() / PARAMS, params)
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    meta = {"format": FORMAT, "spec": dataclasses.asdict(spec)}
+    (target / META).write_text(json.dumps(meta, indent=2) + "\n")
+
+
+def read_spec(directory: Path, dtype: str, max_model_len: int) -> ModelSpec:
+    """The spec as converted, with another dtype or a shorter context if asked.
+
+    Raises:
+        DataLoss: the file is damaged or of another format.
+        InvalidArgument: `max_model_len` is above the model's own.
+    """
+    spec = _spec_from(read_json(directory / META))
+    if max_model_len > spec.max_len:
+        raise InvalidArgument(f"model.max_model_len = {max_model_len}: must be at most the model's own {spec.max_len}")
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InvalidArgument(f"model.dtype = {dtype!r}: must be auto, float32 or bfloat16")
+    return dataclasses.replace(
+        spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=max_model_len or spec.max_len
+    )
+
+
+def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:
+    """Restores every weight straight to its devices, then hands them to `into` one by one.
+
+    Raises:
+        DataLoss: the checkpoint is damaged, or does not fit `spec`.
+    """
+    shapes = abstract(spec)[0]
+    wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, spec.dtype, sharding=s), shapes, shardings)
+    try:
+        with ocp.StandardCheckpointer() as checkpointer:
+            params = checkpointer.restore(directory.absolute() / PARAMS, wanted)
+    except (OSError, ValueError, KeyError, TypeError) as e:
+        raise DataLoss(f"converted model {directory.name!r}: {PARAMS} is damaged ({type(e).__name__})") from e
+    for name, slot in sorted(tensor_slots(spec).items(), key=lambda item: item[1].leaf):
+        home = params if slot.layer is None else params["layers"][slot.layer]
+        weight = home.pop(slot.leaf)
+        into.put(name, slot._replace(shape=weight.shape, transposed=False), weight)
+
+
+def _spec_from(meta: dict[str, Any]) -> ModelSpec:
+    if meta.get("format") != FORMAT:
+        raise DataLoss(f"{META}: format = {meta.get('format')!r}: this jlora reads {FORMAT}; convert the model again")
+    try:
+        fields = dict(meta["spec"])
+        scaling = fields.pop("rope_scaling")
+        eos_ids = tuple(fields.pop("eos_ids"))
+        return ModelSpec(**fields, eos_ids=eos_ids, rope_scaling=RopeScaling(**scaling) if scaling else None)
+    except (KeyError, TypeError, ValueError) as e:
+        raise DataLoss(f"{META}: spec is damaged ({e})") from e
