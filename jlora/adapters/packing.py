@@ -1,0 +1,69 @@
+"""Cuts an adapter along its rank into blocks of the unified pool (see `jlora.layout`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import ml_dtypes
+import numpy as np
+
+from jlora.adapters.adapter import Adapter
+from jlora.layout import PoolLayout, UnitLayout
+
+NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """An adapter as blocks on the host.
+
+    Attributes:
+        data: [n, L, B, 2K, H] in the pool's dtype, block-contiguous: one block is one copy.
+        projections: for each of the n blocks, the projection whose units it holds.
+    """
+
+    data: np.ndarray
+    projections: tuple[str, ...]
+
+
+def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
+    """Projection -> the largest rank that any layer has there."""
+    ranks: dict[str, int] = {}
+    for (_, name), (a, _) in adapter.weights.items():
+        ranks[name] = max(ranks.get(name, 0), a.shape[0])
+    return ranks
+
+
+def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
+    """Lays every rank unit into its block; layers and ranks that are absent stay zero."""
+    parts, projections = [], []
+    for name, rank in rank_by_projection(adapter).items():
+        unit = layout.units[name]
+        count = -(-rank // unit.per_block)
+        shards = [_pack_shard(adapter, layout, name, unit, count, shard) for shard in range(layout.tp)]
+        parts.append(np.concatenate(shards, axis=3))
+        projections += [name] * count
+    data = np.concatenate(parts) if parts else np.zeros((0, *layout.block_shape), NUMPY_DTYPES[layout.dtype])
+    return Packed(data, tuple(projections))
+
+
+def _pack_shard(
+    adapter: Adapter, layout: PoolLayout, name: str, unit: UnitLayout, count: int, shard: int
+) -> np.ndarray:
+    """One projection's `count` blocks as shard `shard` sees them: [count, L, B, 2K/tp, H]."""
+    heads = 2 * layout.kv_heads // layout.tp
+    slot = heads * layout.head_dim
+    used = unit.per_block * unit.slots * slot
+    flat = np.zeros((count, layout.layers, layout.block_tokens * slot), NUMPY_DTYPES[layout.dtype])
+    cells = flat[:, :, :used].reshape(count, layout.layers, unit.per_block, unit.slots * slot)
+    for layer in range(layout.layers):
+        pair = adapter.weights.get((layer, name))
+        if pair is None:
+            continue
+        a, b = (w[:, shard * n : (shard + 1) * n] for w, n in zip(pair, (unit.a, unit.b), strict=True))
+        for r in range(a.shape[0]):
+            cell = cells[r // unit.per_block, layer, r % unit.per_block]
+            cell[: unit.a], cell[unit.a : unit.a + unit.b] = a[r], b[r]
+    flat[:, :, :used] = cells.reshape(count, layout.layers, used)
+    return flat.reshape(count, layout.layers, layout.block_tokens, heads, layout.head_dim)

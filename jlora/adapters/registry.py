@@ -1,0 +1,110 @@
+"""The adapters a replica knows, by name. Plain Python, no jax.
+
+An adapter's identity is (name, uid, digest): every load has a new uid, so a reload under the
+same name is another adapter, and what depended on the old one dies with its last user.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jlora.adapters.packing import Packed
+from jlora.cache.tree import AdapterNode
+from jlora.errors import AlreadyExists, NotFound
+from jlora.types import AdapterInfo
+
+
+@dataclass(slots=True)
+class Record:
+    """One loaded adapter version. `load_cost_s`: seconds to read and pack it."""
+
+    name: str
+    digest: str
+    ranks: Mapping[str, int]
+    target_modules: tuple[str, ...]
+    alora_invocation_tokens: tuple[int, ...]
+    packed: Packed
+    node: AdapterNode
+    load_cost_s: float
+    hits: int = 0
+    last_used: float = 0.0
+
+    def info(self, now: float) -> AdapterInfo:
+        """What a user may know; `last_used_s` is seconds ago, -1 if never."""
+        node = self.node
+        return AdapterInfo(
+            name=self.name,
+            uid=node.uid,
+            digest=self.digest,
+            rank=max(self.ranks.values(), default=0),
+            ranks=self.ranks,
+            target_modules=self.target_modules,
+            bytes=self.packed.data.nbytes,
+            blocks=node.size,
+            tier="HBM" if node.blocks else "HOST",
+            pinned=node.pinned,
+            running=node.users,
+            waiting=node.waiting,
+            hits=self.hits,
+            last_used_s=now - self.last_used if self.last_used else -1.0,
+            load_cost_s=self.load_cost_s,
+            alora_invocation_tokens=self.alora_invocation_tokens,
+        )
+
+
+class AdapterRegistry:
+    """Names to live versions; versions that are dying stay reachable by uid until they are gone."""
+
+    def __init__(self) -> None:
+        self._by_name: dict[str, Record] = {}
+        self._by_uid: dict[int, Record] = {}
+        self._next_uid = 1
+
+    def new_uid(self) -> int:
+        """A uid no adapter has had."""
+        self._next_uid += 1
+        return self._next_uid - 1
+
+    def check_free(self, name: str) -> None:
+        """Raises AlreadyExists if the name is taken."""
+        if name in self._by_name:
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
+
+    def add(self, record: Record) -> None:
+        """Makes a version the one its name stands for."""
+        self._by_name[record.name] = record
+        self._by_uid[record.node.uid] = record
+
+    def remove(self, name: str) -> Record:
+        """Forgets the name; the version stays reachable by uid until `purge`."""
+        record = self.get(name)
+        del self._by_name[name]
+        return record
+
+    def purge(self, live: Mapping[int, AdapterNode]) -> None:
+        """Drops the host copies of versions that no longer live."""
+        for uid in [uid for uid in self._by_uid if uid not in live]:
+            del self._by_uid[uid]
+
+    def get(self, name: str) -> Record:
+        """The live version of that name.
+
+        Raises:
+            NotFound: lists near names.
+        """
+        record = self._by_name.get(name)
+        if record is None:
+            near = difflib.get_close_matches(name, self._by_name, n=3)
+            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
+            raise NotFound(f"adapter {name!r} is not loaded{hint}")
+        return record
+
+    def by_uid(self, uid: int) -> Record:
+        """Any version that still lives, dying ones too."""
+        return self._by_uid[uid]
+
+    def all(self) -> list[Record]:
+        """Live versions in order of name."""
+        return [self._by_name[name] for name in sorted(self._by_name)]

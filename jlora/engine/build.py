@@ -1,0 +1,159 @@
+"""Puts an engine together from a configuration: the one place where serving's objects meet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+from jax.sharding import NamedSharding
+from tqdm.auto import tqdm
+
+from jlora.adapters.names import check_name, discover
+from jlora.adapters.peft import read_peft
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache.manager import CacheManager
+from jlora.cache.pool import DevicePool
+from jlora.cache.swapper import Swapper
+from jlora.config import Config
+from jlora.engine.batch import BatchBuilder
+from jlora.engine.engine import Engine
+from jlora.engine.runner import Runner
+from jlora.engine.scheduler import Scheduler
+from jlora.errors import ConfigError, JloraError
+from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
+from jlora.model import checkpoint, sampling, sharding, step
+from jlora.model.spec import ModelSpec
+
+log = logging.getLogger(__name__)
+
+
+def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSpec]:
+    """Loads the model and its adapters, makes the pool, compiles every program.
+
+    Raises:
+        JloraError: one clear line of what cannot be had and which key to change.
+    """
+    if not config.model.path:
+        raise ConfigError("model.path: is empty; name a directory or a hub id")
+    _use_compile_cache(config.serve.compile_cache)
+    directory = checkpoint.resolve(config.model.path)
+    spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
+    mesh = sharding.make_mesh(config.model.tp)
+    layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
+    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
+    params = checkpoint.load_params(
+        directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress
+    )
+    programs = step.build(spec, layout, mesh, stacked)
+    pool = DevicePool(layout, mesh, programs.write_blocks)
+    registry = AdapterRegistry()
+    builder = BatchBuilder(
+        layout, config.engine, spec.max_len, spec.vocab, lambda uid: registry.by_uid(uid).packed.projections
+    )
+    replicated = NamedSharding(mesh, sharding.REPLICATED)
+    state = jax.jit(
+        lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated
+    )()
+    runner = Runner(params, programs, pool, state, builder)
+    manager = CacheManager(layout.blocks - 1, layout.block_tokens, config.cache.prefix_reuse)
+    scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed)
+    swapper = Swapper(pool, lambda uid: registry.by_uid(uid).packed.data)
+    engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
+    if config.engine.warmup:
+        _warm_up(engine, len(builder.buckets.decode) + len(builder.buckets.chunks) + 1, progress)
+    _load_adapters(engine, config, spec, progress)
+    log.info("engine ready: %s blocks of %d tokens, %s", layout.blocks - 1, layout.block_tokens, mesh)
+    return engine, spec
+
+
+def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:
+    """The pool's layout: as configured, else what the memory and the workload's limits allow.
+
+    Args:
+        free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
+    Raises:
+        ConfigError: weights and pool do not fit; says how much is needed and which key to change.
+    """
+    cache, tp = config.cache, config.model.tp
+    on_cpu = jax.default_backend() == "cpu"
+    block_tokens = cache.block_tokens or smallest_block_tokens(spec, 16 if on_cpu else 32)
+    one = PoolLayout.of(spec, 1, block_tokens, tp)
+    per_block = one.block_bytes // (1 if on_cpu else tp)
+    weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
+    room = free_bytes - weights
+    if cache.hbm_blocks:
+        blocks = cache.hbm_blocks
+    else:
+        fair = int(room * cache.hbm_fraction) if not on_cpu else room // 4
+        # Enough for every slot's longest context and as much again for adapters and history.
+        useful = 2 * config.engine.max_seqs * one.blocks_for(spec.max_len)
+        blocks = min(fair // per_block, useful)
+    if blocks < 2 or blocks * per_block > room:
+        need = (weights + max(blocks, 2) * per_block) / 2**30
+        raise ConfigError(
+            f"model does not fit: weights {weights / 2**30:.2f} GiB and a pool of {max(blocks, 2)} blocks need "
+            f"{need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; lower cache.hbm_blocks, raise model.tp, "
+            "or choose a smaller model.path"
+        )
+    return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def uses_scan(layers: str, platform: str) -> bool:
+    """Scan over stacked layers on TPU, unrolled elsewhere (on GPU a scan copies its weights each step)."""
+    return platform == "tpu" if layers == "auto" else layers == "scan"
+
+
+def free_memory(device: jax.Device) -> int:
+    """Bytes that this process may still take: of the accelerator, or of the host on CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _page_cache()
+
+
+def _page_cache() -> int:
+    """Bytes of file cache, which the kernel gives up when asked (Linux; 0 where unknown)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+
+
+def _use_compile_cache(where: str) -> None:
+    """Compiled programs persist across starts, so that only the first one waits for XLA."""
+    if not where:
+        return
+    path = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jlora" / "xla" if where == "auto" else where
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def _warm_up(engine: Engine, total: int, progress: bool) -> None:
+    with tqdm(total=total, desc="compiling", disable=not progress, leave=False) as bar:
+        for name in engine.warm_up():
+            bar.set_postfix_str(name)
+            bar.update()
+
+
+def _load_adapters(engine: Engine, config: Config, spec: ModelSpec, progress: bool) -> None:
+    paths = {**(discover(config.adapters.dir) if config.adapters.dir else {}), **config.adapters.paths}
+    names: Iterable[str] = tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False)
+    for name in names:
+        try:
+            started = time.monotonic()
+            adapter = read_peft(paths[name], spec, config.adapters.max_rank, base_names(config, spec))
+            engine.add_adapter(check_name(name), adapter, False, False, time.monotonic() - started)
+        except JloraError as e:
+            raise type(e)(f"adapter {name}: {e}") from e
+
+
+def base_names(config: Config, spec: ModelSpec) -> tuple[str, ...]:
+    """Names under which an adapter's file may mean this base."""
+    return tuple(name for name in (config.model.name, config.model.path, spec.name) if name)

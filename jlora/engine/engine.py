@@ -1,0 +1,288 @@
+"""The engine: one replica's scheduler, cache and device, stepped from one thread.
+
+`step()` is the architecture. A step is planned and dispatched while the one before it still
+runs; the host reads sampled tokens one step late and never makes the device wait for Python.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jlora.adapters.adapter import Adapter
+from jlora.adapters.packing import pack, rank_by_projection
+from jlora.adapters.registry import AdapterRegistry, Record
+from jlora.cache.manager import CacheManager, Copy
+from jlora.cache.swapper import Swapper
+from jlora.engine.plan import StepPlan
+from jlora.engine.runner import Pending, Runner
+from jlora.engine.scheduler import Scheduler
+from jlora.errors import InvalidArgument, NotFound, ResourceExhausted
+from jlora.layout import PoolLayout
+from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start. Times are seconds; `host_step_s` is the mean Python time of a step."""
+
+    running: int
+    waiting: int
+    live_requests: int
+    steps: int
+    generated_tokens: int
+    prompt_tokens: int
+    preemptions: int
+    compiles_after_warmup: int
+    host_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """What a prefetch hint found: residency, cached prompt tokens, bytes now on their way."""
+
+    resident_adapter: bool
+    cached_tokens: int
+    coming_bytes: int
+
+
+@dataclass(slots=True)
+class _Counts:
+    steps: int = 0
+    generated: int = 0
+    prompt: int = 0
+    host_s: float = 0.0
+
+
+class Engine:
+    """Everything one replica owns. Not thread-safe: `Service` gives it its thread."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        registry: AdapterRegistry,
+        runner: Runner,
+        swapper: Swapper,
+        layout: PoolLayout,
+        overlap: bool,
+    ):
+        self.layout = layout
+        self.runner = runner
+        self._scheduler = scheduler
+        self._manager: CacheManager = scheduler.manager
+        self._registry = registry
+        self._swapper = swapper
+        self._overlap = overlap
+        self._in_flight: Pending | None = None
+        self._counts = _Counts()
+
+    # -- the step ---------------------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return self._scheduler.live > 0 or self._in_flight is not None
+
+    def step(self) -> list[TokenEvent]:
+        """Plans and dispatches one step, takes in the one before; the events it brought."""
+        started = time.monotonic()
+        events = self._scheduler.expire(started)
+        plan = self._scheduler.plan(started)
+        self._swap(plan)
+        pending = self.runner.run(plan, self._scheduler.eos_ids) if plan.work else None
+        done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
+        self._counts.host_s += time.monotonic() - started
+        if done is not None:
+            events += self._take_in(done)
+        return events
+
+    def _swap(self, plan: StepPlan) -> None:
+        if not plan.copies:
+            return
+        started = time.monotonic()
+        self._swapper.apply(plan.copies)
+        cost = time.monotonic() - started
+        loading = {copy.uid for copy in plan.copies}
+        for work in plan.prefill:
+            if work.sequence.adapter.uid in loading:
+                work.sequence.cold_start += cost
+
+    def _take_in(self, done: Pending) -> list[TokenEvent]:
+        drawn = done.read()  # waits for the device
+        now = time.monotonic()
+        events = self._scheduler.commit(done.plan, drawn, now)
+        self._registry.purge(self._manager.adapters)
+        counts = self._counts
+        counts.steps += 1
+        counts.prompt += sum(w.count for w in done.plan.prefill)
+        counts.generated += sum(w.samples for w in done.plan.work)
+        counts.host_s += time.monotonic() - now
+        return events
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> None:
+        """Queues a validated request. Raises NotFound, AlreadyExists, ResourceExhausted."""
+        now = time.monotonic()
+        if request.adapter is None:
+            self._scheduler.submit(request, self._manager.base, now)
+            return
+        record = self._registry.get(request.adapter)
+        self._scheduler.submit(request, record.node, now)
+        record.hits += 1
+        record.last_used = now
+
+    def abort(self, request_id: str) -> list[TokenEvent]:
+        """Ends a request; its blocks are free when this returns. Its final events."""
+        return self._scheduler.abort(request_id, time.monotonic())
+
+    def stop_completion(self, request_id: str, index: int, outputs: int) -> list[TokenEvent]:
+        """A stop string was found in a completion's text after `outputs` tokens."""
+        return self._scheduler.stop(request_id, index, outputs, time.monotonic())
+
+    def abort_all(self) -> list[TokenEvent]:
+        """Ends every live request."""
+        return self._scheduler.abort_all(time.monotonic())
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    def add_adapter(self, name: str, adapter: Adapter, pinned: bool, replace: bool, read_s: float) -> AdapterInfo:
+        """Packs a read adapter and makes it servable; with `replace` it takes over the name.
+
+        Raises:
+            AlreadyExists: the name is taken and `replace` is False.
+            InvalidArgument: it is an activated LoRA, which this version does not serve.
+            ResourceExhausted: it can never fit the pool, or pinning it finds no room now.
+        """
+        started = time.monotonic()
+        if not replace:
+            self._registry.check_free(name)
+        if adapter.alora_invocation_tokens:
+            raise InvalidArgument("alora_invocation_tokens: activated LoRA is not served by this version of jlora")
+        size = self.layout.blocks_of_ranks(rank_by_projection(adapter))
+        if size >= self._manager.total:
+            raise ResourceExhausted(
+                f"adapter {name!r} needs {size} blocks of the pool's {self._manager.total}; raise cache.hbm_blocks"
+            )
+        node = self._manager.add_adapter(self._registry.new_uid(), size)
+        packed = pack(adapter, self.layout)
+        cost = read_s + time.monotonic() - started
+        record = Record(
+            name, adapter.digest, adapter.ranks, adapter.target_modules, (), packed, node, load_cost_s=cost
+        )
+        old = self._registry.remove(name) if replace and self.has_adapter(name) else None
+        self._registry.add(record)
+        try:
+            self._bring_in(record, pinned)
+        except ResourceExhausted:
+            self._registry.remove(name)
+            self._manager.kill(node)
+            if old is not None:
+                self._registry.add(old)
+            raise
+        if old is not None:
+            self._manager.kill(old.node)
+        self._registry.purge(self._manager.adapters)
+        log.info("adapter %s loaded: uid=%d rank=%d blocks=%d", name, node.uid, adapter.rank, size)
+        return record.info(time.monotonic())
+
+    def remove_adapter(self, name: str) -> Record:
+        """Takes an adapter out of service; it is gone when its last user is (`is_gone`)."""
+        record = self._registry.remove(name)
+        self._manager.kill(record.node)
+        self._registry.purge(self._manager.adapters)
+        return record
+
+    def is_gone(self, record: Record) -> bool:
+        """Whether a removed adapter's blocks, KV and host copy are all freed."""
+        return record.node.uid not in self._manager.adapters
+
+    def check_free(self, name: str) -> None:
+        """Raises AlreadyExists if the name is taken."""
+        self._registry.check_free(name)
+
+    def has_adapter(self, name: str) -> bool:
+        """Whether an adapter of that name is in service."""
+        try:
+            self._registry.get(name)
+        except NotFound:
+            return False
+        return True
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        """Pins (and brings in) or unpins. Raises NotFound, ResourceExhausted."""
+        record = self._registry.get(name)
+        self._pin(record, pinned)
+        return record.info(time.monotonic())
+
+    def adapter(self, name: str) -> AdapterInfo:
+        """Raises NotFound."""
+        return self._registry.get(name).info(time.monotonic())
+
+    def adapters(self) -> list[AdapterInfo]:
+        """In order of name."""
+        now = time.monotonic()
+        return [record.info(now) for record in self._registry.all()]
+
+    def prefetch(self, request: Request) -> PrefetchResult:
+        """Brings the request's adapter in if blocks are free anyway; says what is there."""
+        node, copies = self._manager.base, []
+        if request.adapter is not None:
+            node = self._registry.get(request.adapter).node
+            copies = self._manager.bring_in(node)
+        resident = not copies and (bool(node.blocks) or not node.size)
+        self._swapper.apply(copies)
+        cached = self._manager.cached_tokens(node, request.tenant, request.prompt)
+        coming = sum(len(copy.blocks) for copy in copies) * self.layout.block_bytes
+        return PrefetchResult(resident, cached, coming)
+
+    def _bring_in(self, record: Record, pinned: bool) -> None:
+        if pinned:
+            self._pin(record, True)
+        else:
+            self._swapper.apply(self._manager.bring_in(record.node))
+
+    def _pin(self, record: Record, pinned: bool) -> None:
+        copies: list[Copy] | None = self._manager.pin(record.node, pinned)
+        if copies is None:
+            raise ResourceExhausted(
+                f"adapter {record.name!r} needs {record.node.size} blocks to be pinned and the pool has no room now"
+            )
+        self._swapper.apply(copies)
+
+    # -- the cache and the counters -----------------------------------------------------------
+
+    def cache_state(self) -> CacheState:
+        """Blocks by class and counters."""
+        return self._manager.state(self.layout.block_bytes)
+
+    def flush_cache(self) -> int:
+        """Drops KV that no request uses; blocks freed."""
+        return self._manager.flush()
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the pool or the tree is inconsistent."""
+        self._manager.check_integrity()
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+        c, s = self._counts, self._scheduler
+        return EngineStats(
+            running=len(s.running),
+            waiting=s.waiting,
+            live_requests=s.live,
+            steps=c.steps,
+            generated_tokens=c.generated,
+            prompt_tokens=c.prompt,
+            preemptions=s.preemptions,
+            compiles_after_warmup=self.runner.compiles_after_warmup,
+            host_step_s=c.host_s / max(c.steps, 1),
+        )
+
+    def warm_up(self) -> Iterator[str]:
+        """Compiles everything; yields a name after each program."""
+        return self.runner.warm_up()

@@ -1,0 +1,118 @@
+"""What the scheduler and the runner hand to each other. Plain Python, no jax.
+
+A sequence's life:
+
+    waiting ──admit──▶ running ──last token──▶ done
+       ▲                  │
+       └────preempt───────┘          (its tokens stay known; its KV is computed again)
+
+`tokens` are the tokens the host knows; `in_flight` counts those sampled by dispatched steps but
+not read yet; `computed` counts those whose KV has been dispatched. What remains to compute is
+`len(tokens) + in_flight - computed`: many for a prompt, one for decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jlora.cache.manager import Copy, Lease
+from jlora.cache.tree import AdapterNode
+from jlora.types import FinishReason, Request, TokenLogprob
+
+# Prompt log-probabilities need logits of every token of a chunk: short chunks bound that memory.
+SCORED_CHUNK = 64
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One completion of one request. Times are `time.monotonic()` seconds.
+
+    Attributes:
+        order: arrival number; index: which of the request's n completions.
+        seed: 64-bit seed of its draws.
+        leader: the request's completion 0, whose prompt KV the others wait for and share.
+        slot: its place in the device's slot state while it runs, else -1.
+        max_len: prompt plus the most output tokens it may have.
+        set_up: the slot's tables on the device are this sequence's.
+    """
+
+    request: Request
+    index: int
+    order: int
+    seed: int
+    adapter: AdapterNode
+    arrived: float
+    leader: Sequence | None = None
+    tokens: list[int] = field(default_factory=list)
+    computed: int = 0
+    in_flight: int = 0
+    slot: int = -1
+    lease: Lease | None = None
+    set_up: bool = False
+    finished: FinishReason | None = None
+    cached: int = 0
+    cold_start: float = 0.0
+    admitted: float = 0.0
+    first_token: float = 0.0
+    last_token: float = 0.0
+    prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def prompt_len(self) -> int:
+        return len(self.request.prompt)
+
+    @property
+    def outputs(self) -> int:
+        """Output tokens sampled so far, unread ones included."""
+        return len(self.tokens) + self.in_flight - self.prompt_len
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to compute before the next sample."""
+        return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def exhausted(self) -> bool:
+        """All its output tokens have been sampled; some may be unread."""
+        return self.outputs >= (self.request.sampling.max_tokens or 1)
+
+
+class Work(NamedTuple):
+    """Compute `count` tokens of a sequence from position `start`; `samples`: then draw the next."""
+
+    sequence: Sequence
+    start: int
+    count: int
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: adapter copies to make first, then decode and prompt work."""
+
+    decode: tuple[Work, ...]
+    prefill: tuple[Work, ...]
+    copies: tuple[Copy, ...]
+
+    @property
+    def work(self) -> tuple[Work, ...]:
+        return self.decode + self.prefill
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.prefill or self.copies)
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What one work item brought back from the device.
+
+    Attributes:
+        token: the sampled token, None if the work did not sample.
+        logprob: of the token, when asked for.
+        prompt_logprobs: of the prompt tokens after positions start .. start + count - 1.
+    """
+
+    token: int | None = None
+    logprob: TokenLogprob | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()

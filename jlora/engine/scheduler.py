@@ -1,0 +1,308 @@
+"""Continuous batching with chunked prefill, in plain Python: no jax, no clock of its own.
+
+`plan(now)` decides one step, `commit(plan, drawn, now)` takes its results in. The engine calls
+plan for step N+1 before commit of step N, so plan works on counts and never on token values.
+
+Order of service: higher priority first, then arrival. Running sequences decode every step; what
+is left of `max_step_tokens` goes to prompts, oldest first. When the pool runs out of blocks the
+last in that order is preempted: it gives up its KV, keeps its tokens, and computes them again
+later, drawing the same tokens as if nothing had happened.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Collection
+from dataclasses import replace
+
+from jlora.cache.manager import CacheManager, Copy
+from jlora.cache.tree import AdapterNode
+from jlora.config import EngineConfig
+from jlora.engine.plan import SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
+from jlora.errors import AlreadyExists, ResourceExhausted
+from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
+
+
+class Scheduler:
+    """Who runs, with how many tokens, on which blocks."""
+
+    def __init__(self, manager: CacheManager, config: EngineConfig, eos_ids: Collection[int], seed: int = 0):
+        self.manager = manager
+        self.config = config
+        self.eos_ids = frozenset(eos_ids)
+        self.running: list[Sequence] = []  # in order of service
+        self.preemptions = 0
+        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; finished ones are skipped
+        self._queued = 0
+        self._requests: dict[str, list[Sequence]] = {}
+        self._slots = list(range(config.max_seqs - 1, -1, -1))
+        self._order = itertools.count()
+        self._random = random.Random(seed)
+        self._deadlines: list[tuple[float, str]] = []  # heap of (deadline, request id)
+
+    # -- requests in and out ----------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Sequences in the queue."""
+        return self._queued
+
+    @property
+    def live(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    def submit(self, request: Request, adapter: AdapterNode, now: float) -> None:
+        """Queues a validated request.
+
+        Raises:
+            AlreadyExists: a live request has this id.
+            ResourceExhausted: the queue is full, or the pool can never hold it.
+        """
+        sampling = request.sampling
+        if request.id in self._requests:
+            raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
+        if self._queued + sampling.n > self.config.max_queue:
+            raise ResourceExhausted(f"queue is full: {self._queued} waiting, limit {self.config.max_queue}")
+        length = len(request.prompt) + (sampling.max_tokens or 1)
+        if not self.manager.fits(adapter, length):
+            raise ResourceExhausted(
+                f"prompt + max_tokens = {length} tokens (and the adapter's {adapter.size} blocks) can never fit "
+                f"the pool of {self.manager.total} blocks; raise cache.hbm_blocks"
+            )
+        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
+        leader: Sequence | None = None
+        for index in range(sampling.n):
+            sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader)
+            sequence.tokens = list(request.prompt)
+            if sampling.prompt_logprobs is not None and index == 0:
+                sequence.prompt_logprobs = [None]
+            leader = leader or sequence
+            self._requests.setdefault(request.id, []).append(sequence)
+            self._enqueue(sequence)
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, request.id))
+
+    def abort(self, request_id: str, now: float) -> list[TokenEvent]:
+        """Ends a request at once; the final events of its unfinished completions (none if unknown)."""
+        sequences = list(self._requests.get(request_id, ()))
+        return [self._finish(s, "abort", now) for s in sequences if s.finished is None]
+
+    def abort_all(self, now: float) -> list[TokenEvent]:
+        """Ends every live request; their final events."""
+        return [event for request_id in list(self._requests) for event in self.abort(request_id, now)]
+
+    def stop(self, request_id: str, index: int, outputs: int, now: float) -> list[TokenEvent]:
+        """The front found a stop string after `outputs` tokens: ends that completion."""
+        return [
+            self._finish(s, "stop", now, outputs=outputs)
+            for s in list(self._requests.get(request_id, ()))
+            if s.index == index and s.finished is None
+        ]
+
+    def expire(self, now: float) -> list[TokenEvent]:
+        """Aborts requests whose deadline has passed."""
+        events: list[TokenEvent] = []
+        while self._deadlines and self._deadlines[0][0] <= now:
+            events += self.abort(heapq.heappop(self._deadlines)[1], now)
+        return events
+
+    # -- one step ---------------------------------------------------------------------------
+
+    def plan(self, now: float) -> StepPlan:
+        """Decides the next step; empty if there is nothing to do now."""
+        decode = self._plan_decode()
+        budget = self.config.max_step_tokens
+        prefill: list[Work] = []
+        copies: list[Copy] = []
+        for sequence in self.running:
+            if budget and sequence.remaining > 1:
+                budget -= self._add_chunk(prefill, sequence, budget)
+        while budget and self._slots:
+            admitted = self._admit(now)
+            if admitted is None:
+                break
+            sequence, new = admitted
+            copies += new
+            budget -= self._add_chunk(prefill, sequence, budget)
+        return StepPlan(tuple(decode), tuple(prefill), tuple(copies))
+
+    def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
+        """Takes in what the step brought back, in the order of `plan.work`."""
+        events = []
+        for work, result in zip(plan.work, drawn, strict=True):
+            sequence = work.sequence
+            if work.samples:
+                sequence.in_flight -= 1
+            if sequence.finished is not None:
+                continue
+            if sequence.prompt_logprobs is not None:
+                # After a preemption prompt chunks come again: keep only what is new.
+                known = len(sequence.prompt_logprobs) - 1 - work.start
+                sequence.prompt_logprobs += result.prompt_logprobs[known:] if known >= 0 else ()
+            if result.token is not None:
+                sequence.tokens.append(result.token)
+            if sequence.lease is not None:
+                known = min(sequence.computed, len(sequence.tokens))
+                self.manager.publish(sequence.lease, sequence.tokens, known)
+            if result.token is not None:
+                events.append(self._token(sequence, result.token, result.logprob, now))
+        return events
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _plan_decode(self) -> list[Work]:
+        decode: list[Work] = []
+        planned: set[int] = set()
+        for sequence in list(self.running):
+            if sequence.lease is None or sequence.remaining != 1 or sequence.exhausted:
+                continue
+            if self._make_room(sequence, planned):
+                planned.add(sequence.order)
+                self._add_chunk(decode, sequence, 1)
+        return decode
+
+    def _make_room(self, sequence: Sequence, planned: set[int]) -> bool:
+        """One more token for a decoding sequence, preempting from the end of the order if needed."""
+        while True:
+            assert sequence.lease is not None
+            if self.manager.grow(sequence.lease, sequence.computed + 1):
+                return True
+            victim = next(s for s in reversed(self.running) if s.order not in planned)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+
+    def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
+        most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
+        count = min(sequence.remaining, budget, most)
+        samples = count == sequence.remaining
+        works.append(Work(sequence, sequence.computed, count, samples))
+        sequence.computed += count
+        sequence.in_flight += samples
+        return count
+
+    def _admit(self, now: float) -> tuple[Sequence, list[Copy]] | None:
+        """Starts the first waiting sequence that can; None if there is none or no room."""
+        skipped = []
+        started = None
+        while self._waiting:
+            entry = heapq.heappop(self._waiting)
+            sequence = entry[1]
+            if sequence.finished is not None:
+                continue
+            if self._not_yet(sequence):
+                skipped.append(entry)
+                continue
+            started = self._start(sequence, now)
+            if started is None:
+                skipped.append(entry)
+            break
+        for entry in skipped:
+            heapq.heappush(self._waiting, entry)
+        return started
+
+    def _not_yet(self, sequence: Sequence) -> bool:
+        """A token is unread (preempted this instant), or its leader's prompt is not computed yet."""
+        leader = sequence.leader
+        behind = leader is not None and leader.finished is None and leader.computed < leader.prompt_len
+        reuse = self.manager.prefix_reuse and not sequence.request.bypass_prefix_cache
+        return sequence.in_flight > 0 or (reuse and behind)
+
+    def _start(self, sequence: Sequence, now: float) -> tuple[Sequence, list[Copy]] | None:
+        request = sequence.request
+        reuse = not request.bypass_prefix_cache and request.sampling.prompt_logprobs is None
+        headroom = min(len(self.running), self.manager.total // 16)
+        granted = self.manager.acquire(sequence.adapter, request.tenant, sequence.tokens, reuse, headroom)
+        if granted is None:
+            return None
+        sequence.lease, copies = granted
+        sequence.computed = sequence.lease.cached
+        sequence.slot = self._slots.pop()
+        sequence.set_up = False
+        if not sequence.admitted:
+            sequence.admitted = now
+            sequence.cached = sequence.lease.cached
+        self._dequeued(sequence)
+        self.running.append(sequence)
+        self.running.sort(key=_rank)
+        return sequence, copies
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.preemptions += 1
+        self._enqueue(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Takes a running sequence off the device's books."""
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        assert sequence.lease is not None
+        self.manager.release(sequence.lease)
+        sequence.lease, sequence.slot, sequence.computed = None, -1, 0
+
+    def _enqueue(self, sequence: Sequence) -> None:
+        self._queued += 1
+        self.manager.expect(sequence.adapter)
+        heapq.heappush(self._waiting, (_rank(sequence), sequence))
+
+    def _dequeued(self, sequence: Sequence) -> None:
+        self._queued -= 1
+        self.manager.unexpect(sequence.adapter)
+
+    def _token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
+        sequence.last_token = now
+        sequence.first_token = sequence.first_token or now
+        outputs = len(sequence.tokens) - sequence.prompt_len
+        prompt_logprobs = tuple(sequence.prompt_logprobs) if outputs == 1 and sequence.prompt_logprobs else None
+        event = TokenEvent(sequence.request.id, sequence.index, token, logprob, prompt_logprobs)
+        reason = self._reason(sequence, token, outputs)
+        if reason is None:
+            return event
+        final = self._finish(sequence, reason, now)
+        return replace(event, finish_reason=reason, usage=final.usage, timing=final.timing)
+
+    def _reason(self, sequence: Sequence, token: int, outputs: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        ends = token in sampling.stop_token_ids or (token in self.eos_ids and not sampling.ignore_eos)
+        if ends and outputs >= sampling.min_tokens:
+            return "stop"
+        return "length" if outputs >= (sampling.max_tokens or 1) else None
+
+    def _finish(
+        self, sequence: Sequence, reason: FinishReason, now: float, outputs: int | None = None
+    ) -> TokenEvent:
+        sequence.finished = reason
+        if sequence.lease is not None:
+            self._leave(sequence)
+        else:
+            self._dequeued(sequence)
+        siblings = self._requests[sequence.request.id]
+        siblings.remove(sequence)
+        if not siblings:
+            del self._requests[sequence.request.id]
+        count = len(sequence.tokens) - sequence.prompt_len if outputs is None else outputs
+        usage = Usage(sequence.prompt_len, sequence.cached, count)
+        return TokenEvent(
+            sequence.request.id, sequence.index, None, finish_reason=reason, usage=usage, timing=_timing(sequence, now)
+        )
+
+
+def _rank(sequence: Sequence) -> tuple[int, int]:
+    """Order of service: higher priority first, then arrival."""
+    return -sequence.request.priority, sequence.order
+
+
+def _timing(s: Sequence, now: float) -> Timing:
+    admitted = s.admitted or now
+    first = s.first_token or now
+    gaps = len(s.tokens) - s.prompt_len - 1
+    return Timing(
+        queue=admitted - s.arrived,
+        adapter_cold_start=s.cold_start,
+        prefill=first - admitted if s.admitted else 0.0,
+        ttft=first - s.arrived,
+        tpot=(s.last_token - first) / gaps if gaps > 0 else 0.0,
+    )

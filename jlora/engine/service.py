@@ -1,0 +1,239 @@
+"""The engine on its own thread. Every public method may be called from any thread.
+
+One thread owns the device. Other threads hand it small functions and wait for their results;
+between two steps it runs them all. Events go out through each request's sink, on this thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from jlora.adapters.names import check_name
+from jlora.adapters.peft import read_peft
+from jlora.config import Config
+from jlora.engine.build import base_names, build_engine
+from jlora.engine.engine import Engine, EngineStats, PrefetchResult
+from jlora.errors import InvalidArgument, Unavailable
+from jlora.model.spec import ModelSpec
+from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
+from jlora.validation import Limits
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Sink = Callable[[list[TokenEvent]], None]
+
+IDLE_S = 0.2  # how often an idle engine shows that it is alive
+
+
+class Service:
+    """One replica, ready to serve; see `start`."""
+
+    def __init__(self, engine: Engine, config: Config, spec: ModelSpec):
+        self.config = config
+        self.spec = spec
+        self.model_name = config.model.name or spec.name
+        self.layout = engine.layout
+        capacity = (engine.layout.blocks - 1) * engine.layout.block_tokens
+        self.limits = Limits(spec.vocab, spec.max_len, capacity)
+        self._engine = engine
+        self._sinks: dict[str, tuple[Sink, set[int]]] = {}  # by request: sink, completions still open
+        self._calls: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._beat = time.monotonic()
+        self._draining = False
+        self._stopping = False
+        self._failed = False
+        self._thread = threading.Thread(target=self._loop, name="jlora-engine", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def start(cls, config: Config, progress: bool = True) -> Service:
+        """Loads everything and starts the engine's thread. Raises JloraError with one clear line."""
+        engine, spec = build_engine(config, progress)
+        return cls(engine, config, spec)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def submit(self, request: Request, sink: Sink) -> None:
+        """Queues a validated request; `sink` gets its events on the engine's thread.
+
+        Raises:
+            NotFound, AlreadyExists, ResourceExhausted: see `Scheduler.submit`.
+            Unavailable: draining or stopped.
+        """
+        if self._draining:
+            raise Unavailable("the server is draining and takes no new requests")
+
+        def admit() -> None:
+            self._engine.submit(request)
+            self._sinks[request.id] = (sink, set(range(request.sampling.n)))
+
+        self._call(admit)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and frees its blocks; False if it is not live."""
+
+        def abort() -> bool:
+            events = self._engine.abort(request_id)
+            self._send(events)
+            return bool(events)
+
+        return self._call(abort)
+
+    def stop_completion(self, request_id: str, index: int, completion_tokens: int) -> None:
+        """A front found a stop string in this completion: it ends after `completion_tokens` tokens."""
+        self._post(lambda: self._send(self._engine.stop_completion(request_id, index, completion_tokens)))
+
+    def prefetch(self, request: Request) -> PrefetchResult:
+        """A hint that the request is coming. Raises NotFound."""
+        return self._call(lambda: self._engine.prefetch(request))
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> AdapterInfo:
+        """Reads, checks and packs an adapter. Raises the errors of `read_peft` and `Engine.add_adapter`."""
+        check_name(name)
+        if name == self.model_name:
+            raise InvalidArgument(f"name = {name!r}: is the base model's own name")
+        started = time.monotonic()
+        if not replace:
+            self._call(lambda: self._engine.check_free(name))  # fail before the files are read
+        adapter = read_peft(path, self.spec, self.config.adapters.max_rank, base_names(self.config, self.spec))
+        read_s = time.monotonic() - started
+        return self._call(lambda: self._engine.add_adapter(name, adapter, pinned, replace, read_s))
+
+    def unload_adapter(self, name: str) -> AdapterInfo:
+        """Takes it out of service, waits for its running requests, frees all it held. Raises NotFound."""
+        info, record = self._call(lambda: (self._engine.adapter(name), self._engine.remove_adapter(name)))
+        while not self._call(lambda: self._engine.is_gone(record)):
+            time.sleep(0.01)
+        return info
+
+    def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
+        """Raises NotFound, ResourceExhausted."""
+        return self._call(lambda: self._engine.pin_adapter(name, pinned))
+
+    def adapters(self) -> list[AdapterInfo]:
+        """In order of name."""
+        return self._call(self._engine.adapters)
+
+    def adapter(self, name: str) -> AdapterInfo:
+        """Raises NotFound."""
+        return self._call(lambda: self._engine.adapter(name))
+
+    # -- the cache, counters, life ------------------------------------------------------------
+
+    def cache_state(self) -> CacheState:
+        """Blocks by class and counters."""
+        return self._call(self._engine.cache_state)
+
+    def flush_cache(self) -> int:
+        """Drops KV that no request uses; blocks freed."""
+        return self._call(self._engine.flush_cache)
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError if the pool or the tree is inconsistent."""
+        self._call(self._engine.check_integrity)
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+        return self._call(self._engine.stats)
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine's thread last went round; grows if it hangs or died."""
+        return time.monotonic() - self._beat
+
+    def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuses new requests and waits for the live ones; whether all ended in time."""
+        self._draining = True
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        while self._call(lambda: self._engine.busy):
+            if end is not None and time.monotonic() >= end:
+                return False
+            time.sleep(0.01)
+        return True
+
+    def stop(self) -> None:
+        """Aborts what is live and ends the thread. May be called twice."""
+        self._draining = True
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        self._thread.join()
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._beat = time.monotonic()
+                self._run_calls()
+                if self._engine.busy:
+                    self._send(self._engine.step())
+                else:
+                    with self._wake:
+                        if not self._calls and not self._stopping:
+                            self._wake.wait(IDLE_S)
+        except Exception:
+            log.exception("the engine failed; every live request is aborted")
+            self._failed = True
+        self._close()
+
+    def _close(self) -> None:
+        """Nothing may wait for an engine that is gone."""
+        with self._wake:
+            self._stopping = True
+            calls, self._calls = self._calls, deque()
+        for request_id, (sink, open_) in self._sinks.items():
+            sink([TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
+        self._sinks.clear()
+        for call in calls:
+            call()
+
+    def _run_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()()
+
+    def _send(self, events: Iterable[TokenEvent]) -> None:
+        by_request: dict[str, list[TokenEvent]] = {}
+        for event in events:
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, batch in by_request.items():
+            sink, open_ = self._sinks[request_id]
+            open_.difference_update(e.index for e in batch if e.finish_reason is not None)
+            if not open_:
+                del self._sinks[request_id]
+            sink(batch)
+
+    def _call(self, function: Callable[[], T]) -> T:
+        """Runs `function` on the engine's thread and waits for what it returns or raises."""
+        future: Future[T] = Future()
+
+        def run() -> None:
+            if self._stopping:
+                future.set_exception(self._gone())
+                return
+            try:
+                future.set_result(function())
+            except Exception as e:  # belongs to the caller, whatever it is
+                future.set_exception(e)
+
+        self._post(run)
+        return future.result()
+
+    def _post(self, call: Callable[[], None]) -> None:
+        with self._wake:
+            if self._stopping:
+                raise self._gone()
+            self._calls.append(call)
+            self._wake.notify()
+
+    def _gone(self) -> Unavailable:
+        return Unavailable("the engine has failed; see the server's log" if self._failed else "the server has stopped")

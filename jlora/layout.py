@@ -1,0 +1,104 @@
+"""How the unified pool is laid out: pure arithmetic, shared by packing, kernels and policy.
+
+The pool is one array `[L * P, B, 2K, H]`. Block b is the rows `b + l * P`, one per layer l; a
+row is B token slots; a slot is `[2K, H]` numbers: for KV the keys of head k at 2k and its
+values at 2k + 1. Block 0 is never handed out: it is where padding points.
+
+An adapter is cut along its rank. A *unit* is one rank of one projection in one layer: a row of
+A and a column of B, end to end, in as few slots as hold them. A block holds units of one
+projection only, so a kernel streams nothing it does not need; unused units are zero, which
+makes them no-ops. Under tensor parallelism each shard holds its slice of every unit, so the
+counts below are per shard and the same on all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jlora.errors import ConfigError
+from jlora.model.spec import ModelSpec
+
+BYTES = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True, slots=True)
+class UnitLayout:
+    """One projection's units: `a` numbers of A then `b` of B in `slots` slots, `per_block` units."""
+
+    a: int
+    b: int
+    slots: int
+    per_block: int
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """Shapes of the pool for one model; `blocks` counts block 0 too.
+
+    Attributes:
+        units: projection -> how its rank units lie in a block.
+    """
+
+    layers: int
+    blocks: int
+    block_tokens: int
+    kv_heads: int
+    head_dim: int
+    dtype: str
+    tp: int
+    units: Mapping[str, UnitLayout]
+
+    @classmethod
+    def of(cls, spec: ModelSpec, blocks: int, block_tokens: int, tp: int = 1) -> PoolLayout:
+        """The layout for `spec`.
+
+        Raises:
+            ConfigError: the heads or widths do not divide by tp, or a unit is wider than a block.
+        """
+        for what, size in (("key-value heads", spec.kv_heads), ("width", spec.width), ("MLP width", spec.mlp)):
+            if size % tp:
+                raise ConfigError(f"model.tp = {tp}: must divide the model's {size} {what}")
+        slot = 2 * spec.kv_heads // tp * spec.head_dim
+        units = {}
+        for name, (d_in, d_out) in spec.projection_shapes.items():
+            slots = -(-(d_in // tp + d_out // tp) // slot)
+            if slots > block_tokens:
+                raise ConfigError(
+                    f"cache.block_tokens = {block_tokens}: must be at least {slots} to hold one rank of {name}"
+                )
+            units[name] = UnitLayout(d_in // tp, d_out // tp, slots, block_tokens // slots)
+        return cls(spec.layers, blocks, block_tokens, spec.kv_heads, spec.head_dim, spec.dtype, tp, units)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of the pool array over all shards."""
+        return (self.layers * self.blocks, self.block_tokens, 2 * self.kv_heads, self.head_dim)
+
+    @property
+    def block_shape(self) -> tuple[int, int, int, int]:
+        """Shape of one block over all layers: [L, B, 2K, H]."""
+        return (self.layers, self.block_tokens, 2 * self.kv_heads, self.head_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of one block over all layers and shards."""
+        return self.layers * self.block_tokens * 2 * self.kv_heads * self.head_dim * BYTES[self.dtype]
+
+    def blocks_for(self, tokens: int) -> int:
+        """Blocks that hold the KV of `tokens` tokens."""
+        return -(-tokens // self.block_tokens)
+
+    def blocks_of_ranks(self, ranks: Mapping[str, int]) -> int:
+        """Blocks of an adapter with these ranks (projection -> largest rank over the layers)."""
+        return sum(-(-rank // self.units[name].per_block) for name, rank in ranks.items())
+
+
+def smallest_block_tokens(spec: ModelSpec, at_least: int) -> int:
+    """The first power of two >= `at_least` whose blocks hold a unit of every projection."""
+    slot = 2 * spec.kv_heads * spec.head_dim
+    need = max(-(-(i + o) // slot) for i, o in spec.projection_shapes.values())
+    size = at_least
+    while size < need:
+        size *= 2
+    return size

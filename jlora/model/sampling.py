@@ -1,0 +1,171 @@
+"""Choosing the next tokens, on the device.
+
+One program per number of rows serves every mix of requests: each costly part (penalties,
+truncation, log-probabilities) sits behind a `lax.cond` on what the batch needs, so a greedy
+batch pays for an argmax only and nothing recompiles when a request turns an option on.
+
+The random number of a token is `fold_in(fold_in(seed, completion), position)`: the same request
+draws the same tokens whatever else is in the batch, after a preemption, on any replica.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+TOP = 20  # most likely tokens reported at most
+IN_PROMPT = 1 << 30  # bit of `SlotState.seen` that marks a prompt token
+
+
+class SlotState(NamedTuple):
+    """What the device remembers of each running sequence, by its slot.
+
+    Attributes:
+        last: [slots] int32, the token sampled last: the next step's input before the host reads it.
+        seen: [slots, V] int32, how often a token was sampled, plus IN_PROMPT if the prompt has it.
+        bias: [slots, V] float32, logit_bias. Both tables hold only what `reset_slot` put there.
+    """
+
+    last: jax.Array
+    seen: jax.Array
+    bias: jax.Array
+
+
+class SampleBatch(NamedTuple):
+    """Per row [S] of a launch; rows that only pad have slot = number of slots (dropped).
+
+    Attributes:
+        slot: int32 slot.
+        seed: [S, 2] uint32 key data; completion, position: int32, folded into it.
+        temperature, top_p, min_p, repetition, presence, frequency: float32; top_k: int32, 0 = all.
+        tables: bool, this row reads its `seen` and `bias` tables.
+        banned: [S, M] int32 tokens that may not come now (min_tokens); V pads.
+        logprobs: scalar bool, some row reports log-probabilities.
+    """
+
+    slot: jax.Array
+    seed: jax.Array
+    completion: jax.Array
+    position: jax.Array
+    temperature: jax.Array
+    top_k: jax.Array
+    top_p: jax.Array
+    min_p: jax.Array
+    repetition: jax.Array
+    presence: jax.Array
+    frequency: jax.Array
+    tables: jax.Array
+    banned: jax.Array
+    logprobs: jax.Array
+
+
+class Sampled(NamedTuple):
+    """Tokens [S] with their log-probabilities under the model's own distribution.
+
+    `logprob` [S], `top_ids` and `top_logprobs` [S, TOP] are zeros unless the batch asked.
+    """
+
+    token: jax.Array
+    logprob: jax.Array
+    top_ids: jax.Array
+    top_logprobs: jax.Array
+
+
+def empty_slots(slots: int, vocab: int) -> SlotState:
+    """State for `slots` sequences."""
+    return SlotState(
+        jnp.zeros((slots,), jnp.int32), jnp.zeros((slots, vocab), jnp.int32), jnp.zeros((slots, vocab), jnp.float32)
+    )
+
+
+def reset_slot(
+    state: SlotState, slot: jax.Array, prompt: jax.Array, output: jax.Array, bias: tuple[jax.Array, jax.Array]
+) -> SlotState:
+    """Fills one slot's tables for a sequence that starts (or starts again after preemption).
+
+    Args:
+        prompt, output: token ids, padded with V (dropped).
+        bias: (ids, values), ids padded with V.
+    """
+    vocab = state.seen.shape[1]
+    seen = jnp.zeros((vocab,), jnp.int32).at[prompt].set(IN_PROMPT, mode="drop").at[output].add(1, mode="drop")
+    row = jnp.zeros((vocab,), jnp.float32).at[bias[0]].add(bias[1], mode="drop")
+    return state._replace(seen=state.seen.at[slot].set(seen), bias=state.bias.at[slot].set(row))
+
+
+def sample(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
+    """[S, V] float32 logits -> the next token of every row, remembered in its slot."""
+    adjusted = lax.cond(jnp.any(batch.tables), lambda: _with_tables(logits, state, batch), lambda: logits)
+    vocab = logits.shape[1]
+    ban = jnp.any(batch.banned < vocab)
+    adjusted = lax.cond(ban, lambda: _without_banned(adjusted, batch.banned), lambda: adjusted)
+    greedy = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
+    drawing = batch.temperature > 0
+    drawn = lax.cond(jnp.any(drawing), lambda: _draw(adjusted, batch), lambda: greedy)
+    token = jnp.where(drawing, drawn, greedy)
+    row = jnp.where(batch.tables, batch.slot, state.seen.shape[0])
+    state = SlotState(
+        state.last.at[batch.slot].set(token, mode="drop"), state.seen.at[row, token].add(1, mode="drop"), state.bias
+    )
+    return state, Sampled(token, *lax.cond(batch.logprobs, lambda: report(logits, token), lambda: _nothing(len(token))))
+
+
+def report(logits: jax.Array, token: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Log-probability of `token` [S] and the TOP most likely (ids, log-probabilities)."""
+    logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, ids = lax.top_k(logprobs, min(TOP, logits.shape[1]))
+    pad = ((0, 0), (0, TOP - top.shape[1]))
+    own = jnp.take_along_axis(logprobs, token[:, None], axis=1)[:, 0]
+    return own, jnp.pad(ids.astype(jnp.int32), pad), jnp.pad(top, pad)
+
+
+def _nothing(rows: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.zeros((rows,)), jnp.zeros((rows, TOP), jnp.int32), jnp.zeros((rows, TOP))
+
+
+def _with_tables(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax.Array:
+    """Penalties (Keskar et al. 2019 for repetition; OpenAI's for the others) and logit_bias."""
+    slot = jnp.minimum(batch.slot, state.seen.shape[0] - 1)
+    seen = state.seen[slot]
+    count = (seen & (IN_PROMPT - 1)).astype(jnp.float32)
+    repetition = jnp.where(seen > 0, batch.repetition[:, None], 1.0)
+    out = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    out = out - batch.frequency[:, None] * count - batch.presence[:, None] * (count > 0)
+    return jnp.where(batch.tables[:, None], out + state.bias[slot], logits)
+
+
+def _without_banned(logits: jax.Array, banned: jax.Array) -> jax.Array:
+    rows = jnp.arange(logits.shape[0])[:, None]
+    return logits.at[rows, banned].set(-jnp.inf, mode="drop")
+
+
+def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
+    """Temperature, then top-k, top-p and min-p, then the Gumbel-max draw."""
+    scaled = logits / jnp.where(batch.temperature > 0, batch.temperature, 1.0)[:, None]
+    cut = (batch.top_k > 0) | (batch.top_p < 1) | (batch.min_p > 0)
+    kept = lax.cond(jnp.any(cut & (batch.temperature > 0)), lambda: _truncate(scaled, batch), lambda: scaled)
+
+    def noise(seed, completion, position):
+        key = jax.random.wrap_key_data(seed, impl="threefry2x32")
+        key = jax.random.fold_in(jax.random.fold_in(key, completion), position)
+        return jax.random.gumbel(key, (logits.shape[1],), jnp.float32)
+
+    gumbel = jax.vmap(noise)(batch.seed, batch.completion, batch.position)
+    return jnp.argmax(kept + gumbel, axis=-1).astype(jnp.int32)
+
+
+def _truncate(logits: jax.Array, batch: SampleBatch) -> jax.Array:
+    """Masks what top-k, top-p (Holtzman et al. 2020) or min-p cuts; the best token always stays."""
+    ordered = jnp.sort(logits, axis=-1, descending=True)
+    vocab = logits.shape[1]
+    k = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocab), vocab)
+    after_k = jnp.where(jnp.arange(vocab) < k[:, None], ordered, -jnp.inf)
+    probs = jax.nn.softmax(after_k, axis=-1)
+    before = jnp.cumsum(probs, axis=-1) - probs  # mass strictly above each token
+    keep = (before < batch.top_p[:, None]) & (probs >= batch.min_p[:, None] * probs[:, :1]) & (after_k > -jnp.inf)
+    last = jnp.maximum(jnp.sum(keep, axis=-1) - 1, 0)
+    floor = jnp.take_along_axis(ordered, last[:, None], axis=1)
+    return jnp.where(logits >= floor, logits, -jnp.inf)

@@ -1,0 +1,51 @@
+"""Mesh and shardings: one axis, `tp`, always present, so one code path serves any number of devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jlora.errors import ConfigError
+from jlora.model.llama import MESH_AXES, Params, Shard, abstract
+from jlora.model.spec import ModelSpec
+
+POOL = PartitionSpec(None, None, "tp", None)  # [rows, B, 2K, H]: whole (K, V) head pairs per shard
+BLOCKS = PartitionSpec(None, None, None, "tp", None)  # [n, L, B, 2K, H]
+REPLICATED = PartitionSpec()
+
+
+def make_mesh(tp: int) -> Mesh:
+    """The first `tp` local devices.
+
+    Raises:
+        ConfigError: fewer devices are visible.
+    """
+    devices = jax.devices()
+    if tp > len(devices):
+        raise ConfigError(f"model.tp = {tp}: this process sees {len(devices)} {devices[0].platform} devices")
+    return Mesh(np.array(devices[:tp]), ("tp",), axis_types=(AxisType.Auto,))
+
+
+def param_specs(spec: ModelSpec) -> Params:
+    """Weight pytree of PartitionSpec, from the logical axes of the model's definition."""
+    _, axes = abstract(spec)
+    return jax.tree.map(
+        lambda names: PartitionSpec(*(MESH_AXES[n] for n in names)), axes, is_leaf=lambda x: isinstance(x, tuple)
+    )
+
+
+def stacked_specs(specs: Params) -> Params:
+    """The same with layers as one stacked tree [L, ...]."""
+    layer = jax.tree.map(lambda s: PartitionSpec(None, *s), specs["layers"][0])
+    return {**specs, "layers": layer}
+
+
+def shardings(spec: ModelSpec, mesh: Mesh) -> Params:
+    """Weight pytree of NamedSharding, layers as a list."""
+    return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(spec))
+
+
+def shard_of(mesh: Mesh) -> Shard:
+    """How a program inside `shard_map` over `mesh` sees its place."""
+    return Shard("tp", mesh.shape["tp"])

@@ -1,0 +1,212 @@
+"""The ops of a step in plain jnp: the specification, the CPU path, the kernels' oracle.
+
+    attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
+    lora        delta = Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
+    write_kv    the new tokens' keys and values into their slots
+    write_blocks, read_blocks   whole blocks over all layers, for swapping
+
+All read and write the one pool `[L * P, B, 2K, H]` of `jlora.layout`. Loops have dynamic trip
+counts: work and bytes follow the real contexts and the adapters in the batch, so neither needs
+a compiled shape of its own, and a batch without adapters costs nothing.
+
+Letters: S sequences, C tokens of each in this launch, T = S * C, N query heads, K KV heads,
+H head width, B tokens per block, P pool blocks, G = N / K.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jlora.layout import UnitLayout
+
+NEG = -1e30  # finite, so that a fully masked tile gives zeros and never NaN
+
+
+class Pages(NamedTuple):
+    """Where S sequences' KV lies.
+
+    Attributes:
+        table: [S, W] block ids; entries past a sequence's length are never read as valid.
+        lengths: [S] tokens of context including this launch's chunk; 0 for a padding row.
+        starts: [S] position of the chunk's first token.
+    """
+
+    table: jax.Array
+    lengths: jax.Array
+    starts: jax.Array
+
+
+class ActiveBlocks(NamedTuple):
+    """One projection's adapter blocks of this launch: entries start .. stop - 1 of the lists.
+
+    Attributes:
+        blocks: [M] block ids.
+        owners: [M] the adapter index each belongs to.
+        start, stop: scalar int32.
+    """
+
+    blocks: jax.Array
+    owners: jax.Array
+    start: jax.Array
+    stop: jax.Array
+
+
+def write_kv(pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+    """Writes k, v [T, K, H] into pool[rows[t], slots[t]]; rows outside the pool are dropped."""
+    kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
+    return pool.at[rows, slots].set(kv, mode="drop", unique_indices=True)
+
+
+def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
+    """Paged causal attention of one layer.
+
+    Args:
+        q: [S, C, N, H], rotated, unscaled.
+        first_row: the layer's first pool row (l * P).
+    Returns:
+        [S, C, N, H] in q's dtype; zeros for padding rows.
+    """
+    if q.shape[1] == 1:
+        return _decode_attention(q[:, 0], pool, first_row, pages)[:, None]
+    return _chunk_attention(q, pool, first_row, pages)
+
+
+def _decode_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
+    """One token per sequence: an online softmax over a work list of (sequence, page) pairs.
+
+    Pairs of all sequences are laid end to end and cut into equal tiles, so long contexts cost
+    their own pages and short ones do not pad to them (measured 3x faster at S = 128).
+    """
+    rows, heads, width = q.shape
+    tokens, kv_heads = pool.shape[1], pool.shape[2] // 2
+    tile = max(16, min(128, rows))
+    q = (q * width**-0.5).reshape(rows, kv_heads, -1, width)
+    ends = jnp.cumsum(-(-pages.lengths // tokens))
+
+    def body(i, state):
+        m, total, acc = state
+        item = i * tile + jnp.arange(tile, dtype=jnp.int32)
+        owner = jnp.searchsorted(ends, item, side="right", method="compare_all").astype(jnp.int32)
+        valid = owner < rows
+        owner = jnp.minimum(owner, rows - 1)
+        page = item - jnp.where(owner > 0, ends[owner - 1], 0)
+        k, v = _split(pool[first_row + pages.table[owner, page]])  # [tile, K, B, H]
+        s = jnp.einsum("wkgh,wkbh->wkgb", q[owner], k).astype(jnp.float32)
+        at = page[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)
+        seen = valid[:, None] & (at < pages.lengths[owner][:, None])
+        s = jnp.where(seen[:, None, None], s, NEG)
+        target = jnp.where(valid, owner, rows)
+        new = m.at[target].max(s.max(-1), mode="drop")
+        p = jnp.exp(s - new[owner][..., None])
+        decay = jnp.exp(m - new)
+        part = jnp.einsum("wkgb,wkbh->wkgh", p.astype(v.dtype), v).astype(jnp.float32)
+        total = (total * decay).at[target].add(p.sum(-1), mode="drop")
+        return new, total, (acc * decay[..., None]).at[target].add(part, mode="drop")
+
+    start = _softmax_start(q.shape[:-1], width)
+    _, total, acc = lax.fori_loop(0, -(-ends[-1] // tile), body, start)
+    return (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(rows, heads, width).astype(q.dtype)
+
+
+def _chunk_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
+    """C tokens per sequence: an online softmax over tiles of pages, every row in step."""
+    rows, chunk, heads, width = q.shape
+    tokens, kv_heads = pool.shape[1], pool.shape[2] // 2
+    tile = min(max(1, 256 // tokens), pages.table.shape[1])
+    table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % tile)))
+    # [S, K, G * C, H]: one matrix product per sequence and KV head
+    q = (q * width**-0.5).reshape(rows, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+    group = q.shape[2]
+    q = q.reshape(rows, kv_heads, group * chunk, width)
+    last = jnp.tile(pages.starts[:, None] + jnp.arange(chunk, dtype=jnp.int32), (1, group))  # [S, G*C]
+
+    def body(i, state):
+        m, total, acc = state
+        ids = lax.dynamic_slice_in_dim(table, i * tile, tile, 1)
+        kv = pool[first_row + ids].reshape(rows, tile * tokens, 2 * kv_heads, width)
+        k, v = _split(kv)
+        s = jnp.einsum("skqh,skbh->skqb", q, k).astype(jnp.float32)
+        at = i * tile * tokens + jnp.arange(tile * tokens, dtype=jnp.int32)
+        seen = (at <= last[..., None]) & (at < pages.lengths[:, None, None])
+        s = jnp.where(seen[:, None], s, NEG)
+        new = jnp.maximum(m, s.max(-1))
+        p = jnp.where(seen[:, None], jnp.exp(s - new[..., None]), 0)
+        decay = jnp.exp(m - new)
+        part = jnp.einsum("skqb,skbh->skqh", p.astype(v.dtype), v).astype(jnp.float32)
+        return new, total * decay + p.sum(-1), acc * decay[..., None] + part
+
+    trips = -(-jnp.max(pages.lengths) // (tile * tokens))
+    _, total, acc = lax.fori_loop(0, trips, body, _softmax_start(q.shape[:-1], width))
+    out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
+    return out.reshape(rows, kv_heads, group, chunk, width).transpose(0, 3, 1, 2, 4).reshape(rows, chunk, heads, width)
+
+
+def _split(kv: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """[n, B, 2K, H] pages -> keys and values [n, K, B, H]: contiguous operands for the products."""
+    kv = kv.reshape(*kv.shape[:-2], -1, 2, kv.shape[-1]).transpose(3, 0, 2, 1, 4)
+    return kv[0], kv[1]
+
+
+def _softmax_start(shape: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    return jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32)
+
+
+def lora(
+    x: jax.Array,
+    pool: jax.Array,
+    first_row: jax.Array | int,
+    active: ActiveBlocks,
+    adapters: jax.Array,
+    unit: UnitLayout,
+    psum=lambda h: h,
+) -> jax.Array:
+    """One projection's delta for T tokens.
+
+    Args:
+        x: [T, a] this shard's slice of the input.
+        adapters: [T] adapter index of each token, -1 for none.
+        unit: how the projection's units lie in a block.
+        psum: adds the partial x·Aᵀ of all shards.
+    Returns:
+        [T, b], this shard's slice of the output.
+    """
+    per_tile = max(1, 64 // unit.per_block)
+    slot = pool.shape[2] * pool.shape[3]
+
+    def body(i, out):
+        entry = active.start + i * per_tile + jnp.arange(per_tile, dtype=jnp.int32)
+        at = jnp.minimum(entry, active.blocks.shape[0] - 1)
+        owner = jnp.where(entry < active.stop, active.owners[at], -2)  # -2 is no token's adapter
+        rows = pool[first_row + active.blocks[at]].reshape(per_tile, -1)
+        cells = rows[:, : unit.per_block * unit.slots * slot].reshape(per_tile * unit.per_block, unit.slots * slot)
+        a, b = cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b]
+        h = psum(x @ a.T)
+        mine = adapters[:, None] == jnp.repeat(owner, unit.per_block, total_repeat_length=cells.shape[0])
+        return out + jnp.where(mine, h, 0) @ b
+
+    trips = -(-(active.stop - active.start) // per_tile)
+    return lax.fori_loop(0, trips, body, jnp.zeros((x.shape[0], unit.b), x.dtype))
+
+
+def block_rows(ids: jax.Array, layers: int, blocks: int) -> jax.Array:
+    """[n] block ids -> [n * L] pool rows, block-major; ids outside [0, P) stay outside the pool."""
+    rows = ids[:, None] + jnp.arange(layers, dtype=jnp.int32) * blocks
+    inside = (ids >= 0) & (ids < blocks)
+    return jnp.where(inside[:, None], rows, layers * blocks).reshape(-1)
+
+
+def write_blocks(pool: jax.Array, ids: jax.Array, data: jax.Array) -> jax.Array:
+    """Writes data [n, L, B, 2K, H] into blocks `ids` [n]; ids outside the pool are dropped."""
+    n, layers = data.shape[:2]
+    rows = block_rows(ids, layers, pool.shape[0] // layers)
+    return pool.at[rows].set(data.reshape(n * layers, *data.shape[2:]), mode="drop")
+
+
+def read_blocks(pool: jax.Array, ids: jax.Array, layers: int) -> jax.Array:
+    """Blocks `ids` [n] over all layers: [n, L, B, 2K, H]."""
+    rows = block_rows(ids, layers, pool.shape[0] // layers)
+    return pool[rows].reshape(ids.shape[0], layers, *pool.shape[1:])
