@@ -1,0 +1,278 @@
+"""The notebook API on a real engine: answers in order, text that fits its tokens, nothing left running."""
+
+from __future__ import annotations
+
+import _thread
+import dataclasses
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jlora import LLM, Completion, SamplingParams
+from jlora.config import Config, ModelConfig
+from jlora.errors import (
+    AlreadyExists,
+    ConfigError,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    OutOfRange,
+    Unavailable,
+)
+from jlora.llm import _settings
+from tests import _make
+from tests.serve import _tokenizers
+
+SMALL = {
+    "cache": {"hbm_blocks": 256, "block_tokens": 8},
+    "engine": {"max_seqs": 4, "max_step_tokens": 16, "max_queue": 32},
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12)
+PROMPTS = ["Hello world", "The quick brown fox", "for i in range", "café €"]
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with `model`, its tokenizer, and the adapters `one` and `two`."""
+    root = tmp_path_factory.mktemp("llm")
+    core = _tokenizers.byte_level()
+    spec = _make.make_model(root / "model", vocab=core.get_vocab_size())
+    _tokenizers.write(root / "model", core)
+    _make.make_adapter(root / "one", spec, seed=1, r=4, targets=("q", "v"))
+    _make.make_adapter(root / "two", spec, seed=2, r=8, targets=("o", "down"))
+    return root
+
+
+@pytest.fixture(scope="module")
+def llm(files: Path) -> Iterator[LLM]:
+    with LLM(files / "model", adapters={"one": files / "one"}, config=SMALL, progress=False) as llm:
+        yield llm
+
+
+def alone(llm: LLM, prompt: str, adapter: str | None = None, **sampling) -> Completion:
+    [completion] = llm.generate(prompt, dataclasses.replace(GREEDY, **sampling), adapter)
+    return completion
+
+
+def assert_idle(llm: LLM) -> None:
+    """Everything that ran was freed, within a few steps."""
+    end = time.monotonic() + 5
+    while llm.cache_stats().hbm.running_kv and time.monotonic() < end:
+        time.sleep(0.01)
+    assert llm.cache_stats().hbm.running_kv == 0
+
+
+def test_a_list_of_prompts_gives_their_completions_in_order(llm: LLM):
+    batch = llm.generate(PROMPTS, GREEDY)
+    assert [c.token_ids for c in batch] == [alone(llm, p).token_ids for p in PROMPTS]
+    for prompt, c in zip(PROMPTS, batch, strict=True):
+        assert c.text == llm.tokenizer.decode(c.token_ids)
+        assert (c.usage.prompt_tokens, c.usage.completion_tokens) == (
+            len(llm.tokenizer.encode(prompt)),
+            len(c.token_ids),
+        )
+        assert c.finish_reason == "length" if len(c.token_ids) == 12 else "stop"
+        assert 0 < c.timing.ttft < 60 and c.index == 0 and c.logprobs is None
+
+
+def test_each_prompt_may_have_its_own_sampling_and_adapter(llm: LLM):
+    sampling = [dataclasses.replace(GREEDY, max_tokens=n) for n in (3, 5, 7, 9)]
+    names = [None, "one", None, "one"]
+    batch = llm.generate(PROMPTS, sampling, names)
+    assert [c.token_ids for c in batch] == [
+        alone(llm, p, a, max_tokens=s.max_tokens).token_ids for p, a, s in zip(PROMPTS, names, sampling, strict=True)
+    ]
+    assert alone(llm, PROMPTS[0], "one").token_ids != alone(llm, PROMPTS[0]).token_ids
+
+
+def test_prompts_may_be_token_ids_in_any_form(llm: LLM):
+    ids = llm.tokenizer.encode(PROMPTS[0])
+    expected = alone(llm, PROMPTS[0]).token_ids
+    for prompts in (ids, tuple(ids), [ids], np.asarray(ids), [np.asarray(ids)], [PROMPTS[0]], PROMPTS[0]):
+        assert [c.token_ids for c in llm.generate(prompts, GREEDY)] == [expected]
+    assert llm.generate([], GREEDY) == []
+
+
+def test_n_completions_of_a_prompt_follow_each_other_and_repeat_with_the_seed(llm: LLM):
+    sampling = SamplingParams(n=3, seed=7, max_tokens=8, ignore_eos=True)
+    first, again = llm.generate(PROMPTS[:2], sampling), llm.generate(PROMPTS[:2], sampling)
+    assert [c.index for c in first] == [0, 1, 2, 0, 1, 2]
+    assert [c.token_ids for c in first] == [c.token_ids for c in again]
+    assert len({c.token_ids for c in first[:3]}) > 1
+
+
+def test_logprobs_come_with_their_tokens(llm: LLM):
+    c = alone(llm, PROMPTS[0], logprobs=2, prompt_logprobs=0, ignore_eos=True)
+    assert c.logprobs is not None and c.prompt_logprobs is not None
+    assert [x.token_id for x in c.logprobs] == list(c.token_ids)
+    assert all(len(x.top) == 2 and x.top[0] == (x.token_id, x.logprob) for x in c.logprobs)
+    assert c.prompt_logprobs[0] is None
+    assert [x.token_id for x in c.prompt_logprobs[1:]] == llm.tokenizer.encode(PROMPTS[0])[1:]
+
+
+def test_a_stream_has_the_text_and_tokens_of_generate(llm: LLM):
+    expected = alone(llm, PROMPTS[1], "one")
+    events = list(llm.stream(PROMPTS[1], GREEDY, adapter="one"))
+    assert "".join(e.text for e in events) == expected.text
+    assert tuple(e.token_id for e in events if e.token_id is not None) == expected.token_ids
+    assert [e.finish_reason for e in events[:-1]] == [None] * (len(events) - 1)
+    assert events[-1].finish_reason == expected.finish_reason and events[-1].usage and events[-1].timing
+
+
+def test_closing_a_stream_early_frees_what_it_held(llm: LLM):
+    events = llm.stream(PROMPTS[0], SamplingParams(max_tokens=100, ignore_eos=True))
+    assert next(events).token_id is not None
+    assert llm.cache_stats().hbm.running_kv > 0
+    events.close()
+    assert_idle(llm)
+
+
+def test_a_stream_is_checked_when_it_is_asked_for(llm: LLM):
+    with pytest.raises(OutOfRange):
+        llm.stream(PROMPTS[0], SamplingParams(max_tokens=10_000))
+    with pytest.raises(NotFound):
+        llm.stream(PROMPTS[0], adapter="nobody")
+
+
+def stop_in(text: str) -> str:
+    """Two neighbouring characters from the middle, which end the text there."""
+    return next(text[i : i + 2] for i in range(3, len(text) - 2) if text.find(text[i : i + 2]) == i)
+
+
+def test_a_stop_string_ends_the_answer_and_is_cut_from_it(llm: LLM):
+    full = alone(llm, PROMPTS[0], max_tokens=40, ignore_eos=True)
+    stop = stop_in(full.text)
+    for include in (False, True):
+        c = alone(llm, PROMPTS[0], max_tokens=40, ignore_eos=True, stop=(stop,), include_stop=include)
+        assert c.text == full.text.split(stop)[0] + (stop if include else "")
+        assert c.finish_reason == "stop"
+        assert c.token_ids == full.token_ids[: len(c.token_ids)]
+        assert stop in llm.tokenizer.decode(c.token_ids) and stop not in llm.tokenizer.decode(c.token_ids[:-1])
+        assert c.usage.completion_tokens == len(c.token_ids)
+    shown = list(llm.stream(PROMPTS[0], SamplingParams(0, max_tokens=40, ignore_eos=True, stop=(stop,))))
+    assert "".join(e.text for e in shown) == full.text.split(stop)[0]
+    assert [e.finish_reason for e in shown if e.finish_reason] == ["stop"]
+    assert_idle(llm)
+
+
+def test_a_chat_goes_through_the_template(llm: LLM):
+    messages = [{"role": "user", "content": "Hello"}]
+    expected = llm.generate(llm.tokenizer.chat(messages), GREEDY, "one")[0].token_ids
+    assert [c.token_ids for c in llm.chat(messages, GREEDY, adapter="one")] == [expected]
+    assert [c.token_ids for c in llm.chat([messages, messages], GREEDY, adapter="one")] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    "prompts, sampling, error, message",
+    [
+        (["ok", ""], GREEDY, InvalidArgument, r"prompts\[1\]: prompt: is empty"),
+        (["ok", [1, 10_000]], GREEDY, InvalidArgument, r"prompts\[1\]: prompt\[1\] = 10000"),
+        (["ok", "x" * 500], GREEDY, OutOfRange, r"prompts\[1\]: .*128"),
+        (["ok", "ok"], [GREEDY], InvalidArgument, "sampling: has 1 entries"),
+        (["ok", "ok"], [GREEDY, SamplingParams(top_p=2)], InvalidArgument, r"prompts\[1\]: top_p"),
+        (["ok", None], GREEDY, InvalidArgument, r"prompts\[1\]: prompt = None"),
+        (3, GREEDY, InvalidArgument, "prompts: must be text"),
+        ("ok", {"top_p": 1}, InvalidArgument, "sampling: must be"),
+    ],
+)
+def test_one_bad_prompt_refuses_the_call_before_anything_runs(llm: LLM, prompts, sampling, error, message):
+    before = llm.cache_stats().kv_lookup_tokens
+    with pytest.raises(error, match=message):
+        llm.generate(prompts, sampling)
+    assert llm.cache_stats().kv_lookup_tokens == before
+
+
+def test_an_unknown_adapter_is_refused_before_anything_runs(llm: LLM):
+    with pytest.raises(NotFound, match="one"):
+        llm.generate(PROMPTS, GREEDY, adapter=[None, "oen", None, None])
+    with pytest.raises(InvalidArgument, match="adapter: has 1"):
+        llm.generate(PROMPTS, GREEDY, adapter=["one"])
+
+
+def test_more_prompts_than_the_queue_takes_all_get_their_answer(llm: LLM):
+    batch = llm.generate(PROMPTS * 25, dataclasses.replace(GREEDY, max_tokens=2, n=2))
+    expected = [alone(llm, p, max_tokens=2).token_ids for p in PROMPTS]
+    assert [c.token_ids for c in batch] == [t for t in expected for _ in range(2)] * 25
+
+
+def test_an_interrupt_aborts_what_runs_and_leaves_the_model_usable(llm: LLM):
+    timer = threading.Timer(0.3, _thread.interrupt_main)
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        while True:
+            llm.generate(PROMPTS * 8, SamplingParams(max_tokens=100, ignore_eos=True))
+    timer.join()
+    assert_idle(llm)
+    assert len(alone(llm, PROMPTS[0], ignore_eos=True).token_ids) == 12
+
+
+def test_threads_share_the_model(llm: LLM):
+    expected = [alone(llm, p).token_ids for p in PROMPTS]
+    with ThreadPoolExecutor(4) as pool:
+        assert [c.token_ids for c in pool.map(lambda p: alone(llm, p), PROMPTS)] == expected
+
+
+def test_adapters_come_and_go_at_run_time(llm: LLM, files: Path):
+    info = llm.load_adapter("two", files / "two")
+    assert (info.name, info.rank, set(info.target_modules)) == ("two", 8, {"o", "down"})
+    assert {a.name for a in llm.adapters()} == {"one", "two"}
+    with pytest.raises(AlreadyExists):
+        llm.load_adapter("two", files / "two")
+    assert llm.load_adapter("two", files / "two", replace=True).uid != info.uid
+    changed = alone(llm, PROMPTS[0], "two").token_ids
+    assert changed != alone(llm, PROMPTS[0]).token_ids
+    assert llm.unload_adapter("two").name == "two"
+    with pytest.raises(NotFound):
+        alone(llm, PROMPTS[0], "two")
+
+
+def test_without_a_tokenizer_ids_work_and_text_says_why_not(tiny_model: Path):
+    with LLM(tiny_model, config=SMALL, progress=False) as llm:
+        [c] = llm.generate([[5, 6, 7]], GREEDY)
+        assert c.text == "" and 1 <= len(c.token_ids) <= 12
+        for call in (
+            lambda: llm.generate("text"),
+            lambda: llm.chat([{"role": "user", "content": "x"}]),
+            lambda: llm.generate([5, 6], SamplingParams(stop=("x",))),
+        ):
+            with pytest.raises(FailedPrecondition, match="tokenizer"):
+                call()
+        events = llm.stream([5, 6, 7], SamplingParams(max_tokens=100, ignore_eos=True))
+        next(events)
+    for call in (lambda: list(events), lambda: llm.generate([5, 6, 7])):  # closed, also under a running stream
+        with pytest.raises(Unavailable):
+            call()
+    llm.close()
+
+
+def test_every_form_of_configuration_means_the_same(tmp_path: Path):
+    file = tmp_path / "config.toml"
+    file.write_text('[model]\ntp = 2\n[cache]\nblock_tokens = 8\n[adapters.paths]\na = "x"\n')
+    expected = _settings("m", {"b": Path("y")}, file)
+    assert expected.model == ModelConfig(path="m", tp=2) and expected.cache.block_tokens == 8
+    assert expected.adapters.paths == {"a": "x", "b": "y"}
+    nested = {"model": {"tp": 2}, "cache": {"block_tokens": 8}, "adapters": {"paths": {"a": "x"}}}
+    dotted = {"model.tp": 2, "cache.block_tokens": 8, "adapters.paths": {"a": "x"}}
+    for config in (nested, dotted, str(file), dataclasses.replace(expected, adapters=Config().adapters)):
+        got = _settings("m", {"a": "x", "b": "y"}, config)
+        assert got == expected
+    assert _settings(None, None, {"model.path": "m"}).model.path == "m"
+
+
+@pytest.mark.parametrize("config", [{"cache": {"blocks": 8}}, {"model.tp": 0}, {"nothing": {}}, "no/such/file.toml"])
+def test_a_wrong_configuration_is_refused_by_key(config):
+    with pytest.raises(ConfigError):
+        _settings("m", None, config)
+
+
+def test_importing_jlora_does_not_load_jax():
+    code = "import sys, jlora, jlora.types; jlora.SamplingParams(); assert 'jax' not in sys.modules; jlora.LLM"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
