@@ -34,7 +34,8 @@ class ControlServicer(rpc.ControlServicer):
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
         """Constants of the server, and the few numbers that say whether it is well."""
         engine, tokenizer = self._backend.engine, self._backend.tokenizer
-        stats, state = engine.stats(), await asyncio.to_thread(engine.cache_state)
+        stats = await asyncio.to_thread(engine.stats)
+        state = await asyncio.to_thread(engine.cache_state)
         devices = jax.devices()[: engine.config.model.tp]
         return pb.ServerInfo(
             version=__version__,
@@ -45,12 +46,12 @@ class ControlServicer(rpc.ControlServicer):
             dtype=engine.spec.dtype,
             max_model_len=engine.limits.max_len,
             vocab=engine.limits.vocab,
-            block_tokens=stats.block_tokens,
+            block_tokens=engine.layout.block_tokens,
             blocks=state.hbm.total,
             config=public_config(engine.config),
             uptime_s=time.monotonic() - self._backend.started,
             compiles_after_warmup=stats.compiles_after_warmup,
-            host_s_per_step=stats.host_s_per_step,
+            host_s_per_step=stats.host_step_s,
             steps=stats.steps,
             running=stats.running,
             waiting=stats.waiting,
@@ -67,7 +68,7 @@ class ControlServicer(rpc.ControlServicer):
         """Its blocks are free within two steps."""
         if not request.request_id:
             raise InvalidArgument("request_id: is empty, must name a live request")
-        return pb.AbortResponse(aborted=self._backend.engine.abort(request.request_id))
+        return pb.AbortResponse(aborted=await asyncio.to_thread(self._backend.engine.abort, request.request_id))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Drops KV that no live request uses."""

@@ -13,10 +13,11 @@ completion) goes out as one message.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from jlora.errors import Unavailable
@@ -27,9 +28,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import DeadlineExceeded
 from jlora.types import Request, Timing, TokenEvent, Usage
 
-# How often a waiting call looks whether the engine still lives, in seconds.
-LOOK_S = 5.0
-
+log = logging.getLogger(__name__)
 
 class Inbox:
     """Events of one request between the engine thread, which puts, and one event loop, which gets.
@@ -55,12 +54,8 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def get(self) -> list[TokenEvent]:
-        """Waits for a wake-up and returns every event so far, in order; none if `LOOK_S` passes."""
-        try:
-            async with asyncio.timeout(LOOK_S):
-                await self._wake.wait()
-        except TimeoutError:
-            return []
+        """Waits for a wake-up and returns every event so far, in order."""
+        await self._wake.wait()
         self._wake.clear()
         self._woken = False
         taken = []
@@ -75,6 +70,7 @@ class _Completion:
 
     text: TextStream | None
     tokens: int = 0
+    ended: bool = False
     usage: Usage | None = None
     timing: Timing | None = None
 
@@ -99,35 +95,46 @@ class Generation:
         self._aborted = False
 
     async def __aenter__(self) -> Self:
-        self._engine.submit(self._request, self._inbox.put)
+        """Submits; raises what `Service.submit` raises.
+
+        The engine takes requests between two steps, so the wait is on a thread: all requests that
+        arrive during a step enter together at its end. A call cancelled meanwhile is aborted then.
+        """
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, self._request, self._inbox.put))
+        try:
+            await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(lambda done: None if done.exception() else self._abort())
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if not self._ended:
+            self._abort()
+
+    def _abort(self) -> None:
+        """Aborts without waiting: the client that would is gone."""
+        asyncio.get_running_loop().run_in_executor(None, self._abort_in_engine)
+
+    def _abort_in_engine(self) -> None:
+        try:
             self._engine.abort(self._request.id)
+        except Unavailable as e:  # the engine has stopped, and its requests with it
+            log.info("abort of a request: %s", e)
 
     @property
     def _ended(self) -> bool:
-        return all(c.usage is not None for c in self._completions)
+        return all(c.ended for c in self._completions)
 
     async def deltas(self) -> AsyncIterator[pb.GenerateResponse]:
         """What is new, each time there is something new; usage and timing on the last message.
 
         Raises:
             DeadlineExceeded: the engine ended the request because its deadline passed.
-            Unavailable: the engine's loop is dead.
+            Unavailable: the engine stopped before the request ended.
         """
         while not self._ended:
-            events = await self._inbox.get()
-            if events:
-                yield self._respond(events)
-            else:
-                self._check_alive()
-
-    def _check_alive(self) -> None:
-        age, limit = self._engine.heartbeat_age(), self._engine.config.serve.heartbeat_s
-        if age > 10 * limit:  # far beyond any step: health has said NOT_SERVING for long
-            raise Unavailable(f"the engine has not moved for {age:.0f} s; the request was given up")
+            yield self._respond(await self._inbox.get())
 
     def _respond(self, events: list[TokenEvent]) -> pb.GenerateResponse:
         response = pb.GenerateResponse(request_id=self._request.id)
@@ -162,11 +169,12 @@ class Generation:
             out.finish_reason = reason
 
     def _end(self, c: _Completion, event: TokenEvent, reason: str) -> None:
+        c.ended = True
         self._aborted |= reason == "abort"
-        usage = event.usage or Usage(len(self._request.prompt), 0, c.tokens)
+        if event.usage is None or event.timing is None:
+            raise Unavailable("the engine stopped before the request ended")
         # The engine may have been a step ahead of a stop string; the client counts what it sees.
-        c.usage = Usage(usage.prompt_tokens, usage.cached_tokens, c.tokens)
-        c.timing = event.timing or Timing()
+        c.usage, c.timing = replace(event.usage, completion_tokens=c.tokens), event.timing
 
     def _finish(self, response: pb.GenerateResponse) -> None:
         deadline = self._request.deadline

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
@@ -49,7 +50,8 @@ class InferenceServicer(rpc.InferenceServicer):
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
         """A hint; the engine does what there is room for."""
-        result = self._backend.engine.prefetch(await self._request(request, context))
+        ready = await self._request(request, context)
+        result = await asyncio.to_thread(self._backend.engine.prefetch, ready)
         return pb.PrefetchResponse(
             adapter_resident=result.resident_adapter,
             cached_tokens=result.cached_tokens,

@@ -18,7 +18,6 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jlora import config as configuration
@@ -73,11 +72,9 @@ async def serve(config: Config) -> int:
     try:
         await _load_or_stop(backend, config, stop)
         service = backend.engine
-        print(
-            f"jlora ready grpc={address(config.serve.host, port)} model={service.model_name} "
-            f"adapters={len(service.adapters())} blocks={service.cache_state().hbm.total}",
-            flush=True,
-        )
+        where = address(config.serve.host, port)
+        adapters, blocks = len(service.adapters()), service.cache_state().hbm.total
+        print(f"jlora ready grpc={where} model={service.model_name} adapters={adapters} blocks={blocks}", flush=True)
         await stop.wait()
         await _drain(backend, server, config.serve.drain_s)
     finally:
@@ -106,9 +103,7 @@ def load(config: Config) -> tuple[Service, Tokenizer | None]:
     from jlora.serve.tokenizer import Tokenizer
 
     directory = resolve(config.model.path)
-    if directory != Path(config.model.path):  # a hub id: it stays the name, not the snapshot's folder
-        name = config.model.name or config.model.path
-        config = configuration.replace(config, {"model.path": str(directory), "model.name": name})
+    config = configuration.replace(config, {"model.path": str(directory)})  # a hub id is asked for once
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None:
         log.warning("the model has no tokenizer.json: it serves token ids only")
