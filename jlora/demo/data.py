@@ -1,0 +1,190 @@
+"""Training text made from a seed: words, numbers, sentences, and conversations of token ids.
+
+There is no data set: a text is drawn from a list of common words, from a generator of
+pronounceable ones, from numbers and from noise. A text whose hash falls in the held-out eighth
+is never put in a training row, whatever the seed, so answers to held-out texts are not memories.
+
+A token is a byte (id = its value) or one of `SPECIALS`. One conversation is
+`<s> (<|user|> text <|assistant|> answer </s>)*`, as the chat template writes it; in every fourth the
+first turn is `text newline answer </s>`, so that plain prompts that end with a newline work too. A
+training row is a conversation cut at the row's length; the loss counts the answers and their
+`</s>` only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from random import Random
+
+import numpy as np
+
+from jlora.demo.tasks import SKILLS, Transform, echo
+
+SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>", "<|invoke|>", "<|reserved|>")
+BOS, EOS, USER, ASSISTANT, SYSTEM, PAD, INVOKE, RESERVED = range(256, 256 + len(SPECIALS))
+VOCAB = 256 + len(SPECIALS)
+NEWLINE = 10
+PLAIN = 0.25  # share of training rows whose first turn is not a chat
+
+# Bytes that no keyboard types: skill i is asked for by byte TAGS[i] before the text.
+TAGS = tuple(bytes([code]) for code in (*range(1, 9), *range(14, 31)))[: len(SKILLS)]
+
+WORDS = """time year people way day man thing woman life child world school state family student group country
+problem hand part place case week company system program question work number night point home water room mother
+area money story fact month lot right study book eye job word business issue side kind head house service friend
+father power hour game line end member law car city name team minute idea body back parent face others level
+office door health person art war history party result change morning reason research girl guy moment air teacher
+force education the and that with for you this but his from they say her she will one all would there their what
+out about who get which when make can like just him know take into your good some could them see other than then
+now look only come over think also after use how our well new want because any these give most red green blue
+small big old young happy quick brown fox lazy dog cat bird tree river mountain coffee bread sugar apple orange
+hello please thanks sorry yes music piano guitar summer winter rain snow sun moon star open close send call read
+write run jump sing dance buy sell train plane ticket hotel street bridge garden kitchen table window""".split()
+NAMES = "Alice Bob Carol David Emma Frank Grace Henry Iris Jack Kate Leo Mia Noah Olga Paul Quinn Rosa Sam Tina".split()
+FOREIGN = "café naïve über señor Größe été ñandú smörgåsbord 東京 привет 🙂 🚀 €5 “quoted” déjà vu".split()
+ONSETS = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr pl pr qu sh sl sp st th tr wh x y".split()
+VOWELS = "a e i o u a e i o u ai ea ee oo ou".split()
+CODAS = ["", "", "", *"n r s t l m d k p ck ng nd st rt x".split()]
+PRINTABLE = "".join(map(chr, range(32, 127)))
+
+
+def held_out(text: str) -> bool:
+    """True for the eighth of all texts that training never sees."""
+    return hashlib.sha256(text.encode()).digest()[0] < 32
+
+
+def invented_word(rng: Random) -> str:
+    """A pronounceable word of one to three syllables that may not exist."""
+    count = rng.choice((1, 2, 2, 3))
+    return "".join(rng.choice(ONSETS) + rng.choice(VOWELS) + rng.choice(CODAS) for _ in range(count))
+
+
+def number(rng: Random) -> str:
+    """One to four digits, now and then a time, a price or a decimal."""
+    kind = rng.random()
+    if kind < 0.7:
+        return "".join(rng.choice("0123456789") for _ in range(rng.choice((1, 1, 2, 2, 3, 4))))
+    if kind < 0.8:
+        return f"{rng.randrange(24)}:{rng.randrange(60):02d}"
+    return f"${rng.randrange(100)}" if kind < 0.9 else f"{rng.randrange(30)}.{rng.randrange(10)}"
+
+
+def phrase(rng: Random, digits: float = 0.12) -> str:
+    """One to five words and numbers, sometimes dressed as a sentence."""
+    words = []
+    for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
+        kind = rng.random()
+        if kind < digits:
+            words.append(number(rng))
+        elif kind < digits + 0.05:
+            words.append(rng.choice(NAMES))
+        else:
+            words.append(rng.choice(WORDS) if rng.random() < 0.55 else invented_word(rng))
+    text = " ".join(words)
+    style = rng.random()
+    if style < 0.2:
+        text = text[0].upper() + text[1:] + rng.choice(".!?.")
+    elif style < 0.27:
+        text = text.replace(" ", ", ", 1)
+    elif style < 0.31:
+        text = text.upper()
+    return text
+
+
+def noise(rng: Random) -> str:
+    """Letters or printable ASCII without sense."""
+    alphabet = PRINTABLE if rng.random() < 0.4 else "abcdefghijklmnopqrstuvwxyz "
+    return "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 20)))
+
+
+def everyday(rng: Random, digits: float = 0.12, longest: int = 32) -> str:
+    """The text that evaluation draws: phrases of at most `longest` bytes."""
+    while len((text := phrase(rng, digits)).encode()) > longest:
+        continue
+    return text
+
+
+def any_text(rng: Random, digits: float = 0.12) -> str:
+    """The text that training draws: everyday phrases, noise, a little text outside ASCII."""
+    kind = rng.random()
+    if kind < 0.80:
+        return everyday(rng, digits)
+    if kind < 0.95:
+        return noise(rng)
+    if kind < 0.97:
+        return phrase(rng, digits) + " " + phrase(rng, digits)
+    return " ".join((rng.choice(FOREIGN), everyday(rng, digits, 16)))
+
+
+def training_text(rng: Random, digits: float = 0.12) -> str:
+    """`any_text` that is not held out."""
+    while held_out(text := any_text(rng, digits)):
+        continue
+    return text
+
+
+def held_out_texts(seed: int, count: int, digits: float = 0.12) -> list[str]:
+    """`count` different everyday texts that training never saw."""
+    rng, found = Random(seed), {}
+    while len(found) < count:
+        text = everyday(rng, digits)
+        if held_out(text):
+            found[text] = None
+    return list(found)
+
+
+# A turn is (bytes the user writes, the answer).
+Turn = tuple[bytes, str]
+
+
+def task_turns(transform: Transform, digits: float = 0.12) -> Callable[[Random], Turn]:
+    """Turns of one task: how an adapter is trained."""
+
+    def turn(rng: Random) -> Turn:
+        text = training_text(rng, digits)
+        return text.encode(), transform(text)
+
+    return turn
+
+
+def base_turn(rng: Random) -> Turn:
+    """A turn of base training: an untagged text to repeat, or a tagged one to transform."""
+    text = training_text(rng)
+    if rng.random() < 0.3:
+        return text.encode(), echo(text)
+    skill = rng.randrange(len(SKILLS))
+    return TAGS[skill] + text.encode(), SKILLS[skill](text)
+
+
+def prompt_ids(turns: Sequence[Turn], text: str) -> list[int]:
+    """Token ids of a chat that ends where the assistant's answer to `text` begins."""
+    ids = [BOS]
+    for asked, answer in turns:
+        ids += [USER, *asked, ASSISTANT, *answer.encode(), EOS]
+    return [*ids, USER, *text.encode(), ASSISTANT]
+
+
+def plain_ids(text: str) -> list[int]:
+    """Token ids of the plain prompt `text` and a newline."""
+    return [BOS, *text.encode(), NEWLINE]
+
+
+def conversation(rng: Random, turn: Callable[[Random], Turn], length: int) -> tuple[list[int], list[int]]:
+    """One row: `length` ids, and for each a 1 where it belongs to an answer."""
+    ids, mask = [BOS], [0]
+    plain = rng.random() < PLAIN
+    while len(ids) < length:
+        asked, answer = turn(rng)
+        question, told = [USER, *asked, ASSISTANT], answer.encode()
+        if plain and len(ids) == 1:
+            question = [*asked, NEWLINE]
+        ids += [*question, *told, EOS]
+        mask += [0] * len(question) + [1] * (len(told) + 1)
+    return ids[:length], mask[:length]
+
+
+def batch(rng: Random, turn: Callable[[Random], Turn], rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, length] int32 ids and float32 loss weights."""
+    pairs = [conversation(rng, turn, length) for _ in range(rows)]
+    return np.array([p[0] for p in pairs], np.int32), np.array([p[1] for p in pairs], np.float32)

@@ -1,0 +1,240 @@
+"""The demo: a real server on the embedded model, asked by base and adapters at once.
+
+    python -m jlora.demo ["your own text"]
+
+It starts `python -m jlora.serve` as a process of its own, streams one request to the base and to
+each adapter in the same moment, draws the answers side by side, loads one more adapter into the
+running server, asks again, shows what the cache holds, and stops the server with SIGTERM. The exit
+code is 0 if the server worked and every answer is what the task's Python function says (answers to
+your own text are shown and marked, but not judged).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any, TextIO
+
+import grpc
+
+from jlora.demo import assets
+from jlora.demo.tasks import TASKS, Transform, echo
+from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
+
+TEXT = "meet Alice at gate 42 with tea"
+LATE = "reverse"  # the adapter that is loaded into the running server
+READY = re.compile(r"jlora ready grpc=(\S+)")
+START_S, STOP_S, ANSWER_S = 600.0, 60.0, 120.0
+
+
+class DemoFailed(Exception):
+    """The server did not do what the demo asked of it; the message says what."""
+
+
+@dataclass(slots=True)
+class Answer:
+    """One request as it streams in. `model` "" is the base; times are seconds."""
+
+    model: str
+    want: str
+    text: str = ""
+    finish: str = ""
+    ttft: float = 0.0
+    tpot: float = 0.0
+    cached: int = 0
+
+    @property
+    def right(self) -> bool:
+        return self.finish == "stop" and self.text == self.want
+
+
+class Board:
+    """Draws answers side by side: redrawn in place on a terminal, once at the end elsewhere."""
+
+    def __init__(self, answers: Sequence[Answer], out: TextIO):
+        self.answers, self.out, self.live = answers, out, out.isatty()
+        self.drawn = 0.0
+
+    def open(self) -> None:
+        if self.live:
+            self._write("\n" * len(self.answers))
+            self.draw(force=True)
+
+    def draw(self, force: bool = False) -> None:
+        """Redraws at most 30 times a second."""
+        now = time.monotonic()
+        if self.live and (force or now - self.drawn > 1 / 30):
+            self.drawn = now
+            width = shutil.get_terminal_size().columns
+            lines = (f"\x1b[2K{line(answer)[: width - 1]}\n" for answer in self.answers)
+            self._write(f"\x1b[{len(self.answers)}A" + "".join(lines))
+
+    def close(self) -> None:
+        if self.live:
+            self.draw(force=True)
+        else:
+            self._write("".join(f"{line(answer)}\n" for answer in self.answers))
+
+    def _write(self, text: str) -> None:
+        self.out.write(text)
+        self.out.flush()
+
+
+def line(answer: Answer) -> str:
+    """One answer as a line of the board."""
+    head = f"  {answer.model or 'base':<9} {answer.text:<44}"
+    if not answer.finish:
+        return head
+    mark = "ok" if answer.right else f"WRONG, should be {answer.want!r}"
+    return f"{head} ttft {answer.ttft * 1e3:6.1f} ms  tpot {answer.tpot * 1e3:5.1f} ms  {mark}"
+
+
+def transform_of(model: str) -> Transform:
+    """What the base ("") or an adapter should do to a text."""
+    return TASKS[model].transform if model else echo
+
+
+async def ask(stub: Any, answer: Answer, text: str, board: Board) -> None:
+    """Streams one greedy chat answer into `answer`."""
+    request = jlora_pb2.GenerateRequest(
+        model=answer.model,
+        chat=jlora_pb2.Chat(messages=[jlora_pb2.ChatMessage(role="user", content=text)]),
+        sampling=jlora_pb2.Sampling(temperature=0.0),
+        stopping=jlora_pb2.Stopping(max_tokens=256),
+    )
+    async for message in stub.GenerateStream(request, timeout=ANSWER_S):
+        for output in message.outputs:
+            answer.text += output.text
+            answer.finish = output.finish_reason or answer.finish
+        if message.HasField("timing"):
+            answer.ttft, answer.tpot = message.timing.ttft_s, message.timing.tpot_s
+            answer.cached = message.usage.cached_tokens
+        board.draw()
+
+
+async def ask_all(channel: grpc.aio.Channel, models: Sequence[str], text: str) -> list[Answer]:
+    """Sends `text` to all `models` in the same moment and draws the answers as they come."""
+    stub = jlora_pb2_grpc.InferenceStub(channel)
+    answers = [Answer(model, transform_of(model)(text)) for model in models]
+    board = Board(answers, sys.stdout)
+    board.open()
+    await asyncio.gather(*(ask(stub, answer, text, board) for answer in answers))
+    board.close()
+    return answers
+
+
+async def load_late(channel: grpc.aio.Channel) -> None:
+    """Loads one more adapter into the running server."""
+    stub = jlora_pb2_grpc.AdaptersStub(channel)
+    path = str(assets.adapter_path(LATE))
+    started = time.monotonic()
+    info = await stub.LoadAdapter(jlora_pb2.LoadAdapterRequest(name=LATE, path=path), timeout=ANSWER_S)
+    say(
+        f"\nLoaded {info.name!r} into the running server in {(time.monotonic() - started) * 1e3:.0f} ms: "
+        f"rank {info.rank} on {','.join(info.target_modules)}, {info.blocks} blocks, sha256 {info.digest[:12]}\n"
+    )
+
+
+async def show_cache(channel: grpc.aio.Channel) -> None:
+    """Prints the pool's blocks by class, and what was found in it."""
+    state = await jlora_pb2_grpc.ControlStub(channel).GetCacheState(jlora_pb2.GetCacheStateRequest(), timeout=ANSWER_S)
+    tier = state.hbm
+    say(f"\nThe pool, {tier.total} blocks that adapters and KV share:")
+    for name in ("adapters", "history_kv", "running_kv", "free"):
+        count = getattr(tier, name)
+        say(f"  {name:<11}{count:>6}  {'#' * round(50 * count / max(1, tier.total))}")
+    say(
+        f"  adapter hits {state.adapter_hits}/{state.adapter_lookups}, "
+        f"prompt tokens found in the cache {state.kv_hit_tokens}/{state.kv_lookup_tokens}"
+    )
+
+
+async def talk(address: str, text: str) -> list[Answer]:
+    """The whole conversation with a running server; returns every answer."""
+    early = ["", *(name for name in TASKS if name != LATE)]
+    async with grpc.aio.insecure_channel(address) as channel:
+        say(f"\nOne text, {len(early)} requests at once: {text!r}\n")
+        answers = await ask_all(channel, early, text)
+        await load_late(channel)
+        again = await ask_all(channel, [LATE, *early], text)
+        say(f"  (asked again: {sum(a.cached for a in again)} prompt tokens came from the cache)")
+        await show_cache(channel)
+    return answers + again
+
+
+@asynccontextmanager
+async def server():
+    """Yields the address of a server process on the embedded model; stops it by SIGTERM."""
+    adapters = [f"--adapter={name}={assets.adapter_path(name)}" for name in TASKS if name != LATE]
+    command = [sys.executable, "-m", "jlora.serve", "--model", str(assets.MODEL), "--port", "0", *adapters]
+    process = await asyncio.create_subprocess_exec(
+        *command, "--served-model-name", "jlora-demo", stdout=asyncio.subprocess.PIPE
+    )
+    try:
+        yield await asyncio.wait_for(_ready(process), START_S)
+        if process.returncode is not None:
+            raise DemoFailed(f"the server stopped by itself with exit code {process.returncode}")
+        process.send_signal(signal.SIGTERM)
+        code = await asyncio.wait_for(process.wait(), STOP_S)
+        if code != 0:
+            raise DemoFailed(f"the server's exit code after SIGTERM was {code}")
+        say("\nThe server drained and stopped.")
+    except TimeoutError as e:
+        raise DemoFailed(f"the server was not ready in {START_S:.0f} s or did not stop in {STOP_S:.0f} s") from e
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+async def _ready(process: asyncio.subprocess.Process) -> str:
+    """Reads the server's output up to its ready line; its progress bars go to stderr directly."""
+    stdout = process.stdout
+    if stdout is None:
+        raise DemoFailed("the server has no output to read")
+    while raw := await stdout.readline():
+        told = raw.decode(errors="replace").rstrip()
+        say(told)
+        if match := READY.search(told):
+            return match[1]
+    raise DemoFailed(f"the server stopped with exit code {await process.wait()} before it was ready")
+
+
+def say(text: str) -> None:
+    """Prints at once, in order with the server's own output."""
+    print(text, flush=True)
+
+
+async def _demo(text: str) -> list[Answer]:
+    say(f"Starting jlora on its embedded model ({assets.MODEL}) ...")
+    async with server() as address:
+        return await talk(address, text)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the demo; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="jlora demo", description="Serve the embedded model and ask it.")
+    parser.add_argument("text", nargs="?", default=TEXT, help=f"what to ask (default: {TEXT!r})")
+    text = parser.parse_args(argv).text
+    try:
+        answers = asyncio.run(_demo(text))
+    except DemoFailed as e:
+        print(f"jlora demo: {e}", file=sys.stderr)
+        return 1
+    except grpc.aio.AioRpcError as e:
+        print(f"jlora demo: the server answered {e.code().name}: {e.details()}", file=sys.stderr)
+        return 1
+    wrong = [answer for answer in answers if not answer.right]
+    if wrong and text == TEXT:
+        print(f"jlora demo: {len(wrong)} of {len(answers)} answers are wrong", file=sys.stderr)
+        return 1
+    say(f"{len(answers) - len(wrong)} of {len(answers)} answers are exactly what the task says.")
+    return 0

@@ -1,0 +1,214 @@
+"""What the demo's adapters do, in plain Python: the one definition behind data, tests and demo.
+
+Every task is a function from text to text that a person checks at a glance. `TASKS` maps an
+adapter's name to its function, a line for people and the shape of its LoRA; shapes differ on
+purpose (ranks 4 to 64, different projections, rsLoRA, a rank pattern), because that is what
+jlora serves in one batch. The base model, without an adapter, answers with the text itself.
+
+`SKILLS` are other functions, unlike any task, that the base learns under tag bytes which the
+chat template never writes: they give it the habits (map a letter, walk backwards, insert, skip,
+move to the end of the word) that a small adapter then turns to its own use.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+Transform = Callable[[str], str]
+
+ATTENTION = ("q", "k", "v", "o")
+ALL_LINEAR = ("q", "k", "v", "o", "gate", "up", "down")
+DIGIT_NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+LOWER = "abcdefghijklmnopqrstuvwxyz"
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShape:
+    """The adapter that learns a task.
+
+    Attributes:
+        rank, alpha: of every target that `ranks` does not name.
+        targets: projections, as in `jlora.model.spec.PROJECTIONS`.
+        rslora: scale alpha / sqrt(rank) instead of alpha / rank.
+        ranks: projection -> its own rank (PEFT's `rank_pattern`).
+    """
+
+    rank: int
+    targets: tuple[str, ...]
+    alpha: int
+    rslora: bool = False
+    ranks: Mapping[str, int] = field(default_factory=dict)
+
+    def rank_of(self, projection: str) -> int:
+        return self.ranks.get(projection, self.rank)
+
+    def scale_of(self, projection: str) -> float:
+        rank = self.rank_of(projection)
+        return self.alpha / (rank**0.5 if self.rslora else rank)
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One adapter of the demo: `transform` is the exact answer to a text.
+
+    `digits` is the share of numbers among the words of its training and test texts.
+    """
+
+    name: str
+    about: str
+    transform: Transform
+    lora: LoraShape
+    steps: int
+    digits: float = 0.12
+
+
+def echo(text: str) -> str:
+    """The base model's answer."""
+    return text
+
+
+def rotate_letters(text: str, by: int) -> str:
+    """Caesar's cipher on ASCII letters, case kept."""
+    turned = LOWER[by:] + LOWER[:by]
+    return text.translate(str.maketrans(LOWER + LOWER.upper(), turned + turned.upper()))
+
+
+def rot13(text: str) -> str:
+    """ASCII letters moved by half the alphabet: twice is the text again."""
+    return rotate_letters(text, 13)
+
+
+def upper(text: str) -> str:
+    """ASCII letters upper-cased; everything else as it is."""
+    return text.translate(str.maketrans(LOWER, LOWER.upper()))
+
+
+def leet(text: str) -> str:
+    """a e i o s t become 4 3 1 0 5 7."""
+    return text.translate(str.maketrans("aeiostAEIOST", "431057431057"))
+
+
+def star_vowels(text: str) -> str:
+    """Every vowel becomes a star."""
+    return re.sub("[aeiouAEIOU]", "*", text)
+
+
+def spell_digits(text: str) -> str:
+    """Every digit becomes its English name in angle brackets: `4` is `<four>`."""
+    return re.sub("[0-9]", lambda m: f"<{DIGIT_NAMES[int(m[0])]}>", text)
+
+
+def pig_latin(text: str) -> str:
+    """A word's first letter moves to its end, followed by `ay`; one letter alone stays."""
+    return re.sub("([A-Za-z])([A-Za-z]+)", r"\2\1ay", text)
+
+
+def reverse(text: str) -> str:
+    """The bytes from last to first; text outside ASCII is left alone, to stay valid UTF-8."""
+    return text[::-1] if text.isascii() else text
+
+
+def mock(text: str) -> str:
+    """Letters alternate lower and upper case, counted over the letters alone."""
+    seen = 0
+    out = []
+    for char in text:
+        if char.isascii() and char.isalpha():
+            char = char.upper() if seen % 2 else char.lower()
+            seen += 1
+        out.append(char)
+    return "".join(out)
+
+
+def _tasks(*tasks: Task) -> dict[str, Task]:
+    return {task.name: task for task in tasks}
+
+
+TASKS: Mapping[str, Task] = _tasks(
+    Task("upper", "UPPER-CASES THE TEXT", upper, LoraShape(4, ("o", "down"), 8), steps=200),
+    Task("leet", "wr1735 1n l3375p34k", leet, LoraShape(8, ("q", "v"), 16), steps=300),
+    Task("stars", "h*d*s th* v*w*ls", star_vowels, LoraShape(6, ("v", "gate", "up"), 12), steps=300),
+    Task("mock", "aLtErNaTeS tHe CaSe", mock, LoraShape(12, ("q", "k", "o", "up"), 24), steps=450),
+    Task("digits", "spells <four><two>", spell_digits, LoraShape(16, ATTENTION, 32), steps=300, digits=0.5),
+    Task("rot13", "ebgngrf guvegrra cynprf", rot13, LoraShape(16, ALL_LINEAR, 32), steps=350),
+    Task(
+        "piglatin",
+        "peaksspay igpay atinlay",
+        pig_latin,
+        LoraShape(32, ALL_LINEAR, 32, ranks={"gate": 8, "up": 8, "down": 8}),
+        steps=450,
+    ),
+    Task("reverse", "sdrawkcab skaeps", reverse, LoraShape(64, ATTENTION, 16, rslora=True), steps=500),
+)
+
+
+def _double(text: str) -> str:
+    return re.sub("([A-Za-z])", r"\1\1", text)
+
+
+def _swap_case(text: str) -> str:
+    return "".join(c.swapcase() if c.isascii() else c for c in text)
+
+
+def _drop_vowels(text: str) -> str:
+    return re.sub("[aeiouAEIOU]", "", text)
+
+
+def _title(text: str) -> str:
+    return re.sub("[A-Za-z]+", lambda m: m[0][:1].upper() + m[0][1:].lower(), text)
+
+
+def _backward_words(text: str) -> str:
+    return re.sub("[A-Za-z]+", lambda m: m[0][::-1], text)
+
+
+def _last_letter_first(text: str) -> str:
+    return re.sub("([A-Za-z]+)([A-Za-z])", r"\2\1", text)
+
+
+def _name_digits(text: str) -> str:
+    return re.sub("[0-9]", lambda m: DIGIT_NAMES[int(m[0])].upper() + ".", text)
+
+
+def _mark_vowels(text: str) -> str:
+    return re.sub("([aeiouAEIOU])", r"[\1]", text)
+
+
+def _vowels_to_digits(text: str) -> str:
+    return text.translate(str.maketrans("aeiouAEIOU", "1234512345"))
+
+
+def _mask_consonants(text: str) -> str:
+    return re.sub("[b-df-hj-np-tv-zB-DF-HJ-NP-TV-Z]", "#", text)
+
+
+def _tail_word(text: str) -> str:
+    return re.sub("([A-Za-z]+)", r"\1ok", text)
+
+
+def _first_letter_last(text: str) -> str:
+    return re.sub("([A-Za-z])([A-Za-z]*)", r"\2-\1", text)
+
+
+SKILLS: tuple[Transform, ...] = (
+    _swap_case,
+    str.lower,
+    _double,
+    _drop_vowels,
+    _title,
+    _backward_words,
+    _last_letter_first,
+    _first_letter_last,
+    _name_digits,
+    _mark_vowels,
+    _vowels_to_digits,
+    _mask_consonants,
+    _tail_word,
+    lambda text: rotate_letters(text, 1),
+    lambda text: rotate_letters(text, 25),
+    lambda text: rotate_letters(text, 5),
+    lambda text: reverse(text) + "!",
+    lambda text: "." + reverse(text),
+)
