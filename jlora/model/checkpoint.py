@@ -13,6 +13,7 @@ there. So the host holds two tensors at most, whatever the size of a shard.
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -50,10 +51,10 @@ def resolve(path_or_id: str | Path) -> Path:
     Raises:
         NotFound: neither a directory nor a model that the hub (or its local cache) gives us.
     """
-    path = Path(path_or_id).expanduser()
-    if path.is_dir():
-        return path
     name = str(path_or_id)
+    path = Path(os.path.expanduser(name))
+    if name and path.is_dir():
+        return path
     if not _HUB_ID.fullmatch(name):
         raise NotFound(f"model.path = {name!r}: is not a directory")
     # Imported here: it pulls in an HTTP stack, which a local path does not need.
@@ -199,9 +200,10 @@ def _weight_files(directory: Path) -> list[str]:
         return [SINGLE]
     if (directory / INDEX).is_file():
         places = read_json(directory / INDEX).get("weight_map")
-        if not isinstance(places, dict) or not all(isinstance(f, str) and Path(f).name == f for f in places.values()):
-            raise InvalidArgument(f"{INDEX}: weight_map must map each tensor to the name of a file beside it")
-        return sorted(set(places.values()))
+        names = set(map(str, places.values())) if isinstance(places, dict) else {""}
+        if not all(name.endswith(".safetensors") and os.path.basename(name) == name for name in names):
+            raise InvalidArgument(f"{INDEX}: weight_map must map each tensor to a safetensors file beside it")
+        return sorted(names)
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise InvalidArgument(
