@@ -1,0 +1,132 @@
+"""What a supervisor, a proxy or a debugger sees: health, reflection, loading, draining, our own bugs."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import re
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+
+from jlora.errors import Unavailable
+from jlora.serve.backend import Backend
+from jlora.serve.inference import InferenceServicer
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.server import SERVICES
+from jlora.serve.status import DeadlineExceeded
+from tests.serve._server import Served, refused, request, serving, wait_until
+
+CODE = grpc.StatusCode
+
+
+def test_health_answers_for_the_whole_and_each_service(served: Served):
+    assert set(SERVICES) == {"jlora.v1.Inference", "jlora.v1.Adapters", "jlora.v1.Control"}
+    wait_until(lambda: served.status() == "SERVING")
+    assert [served.status(name) for name in SERVICES] == ["SERVING"] * 3
+    with refused(CODE.NOT_FOUND):
+        served.status("no.such.Service")
+
+
+def test_health_follows_the_engine_loop_and_recovers(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """A dead or hung engine is told to everyone who watches; a long step is forgiven."""
+    names = {v: k for k, v in health_pb2.HealthCheckResponse.ServingStatus.items()}
+    with serving(Backend(service=served.service), heartbeat_s=5.0) as watched:
+        wait_until(lambda: watched.status() == "SERVING")
+        watch = watched.health.Watch(health_pb2.HealthCheckRequest(service="jlora.v1.Inference"))
+        assert names[next(watch).status] == "SERVING"
+        with monkeypatch.context() as hung:
+            hung.setattr(served.service, "heartbeat_age", lambda: 5.1)
+            assert names[next(watch).status] == "NOT_SERVING"
+            assert watched.status() == "NOT_SERVING"
+        assert names[next(watch).status] == "SERVING"
+        watch.cancel()
+
+
+def test_heartbeat_is_fresh_when_idle_and_when_busy(served: Served):
+    assert served.service.heartbeat_age() < 2
+    stream = served.inference.GenerateStream(request("Hello", 400))
+    next(stream)
+    assert served.service.heartbeat_age() < 2
+    stream.cancel()
+
+
+def test_while_loading_the_port_answers_unavailable(served: Served):
+    backend = Backend()
+    with serving(backend) as early:
+        assert early.status() == "NOT_SERVING"
+        for call in (
+            lambda: early.generate(request()),
+            lambda: list(early.inference.GenerateStream(request())),
+            lambda: early.adapters.ListAdapters(pb.ListAdaptersRequest()),
+            lambda: early.control.GetServerInfo(pb.GetServerInfoRequest()),
+        ):
+            with refused(CODE.UNAVAILABLE, "loading"):
+                call()
+        backend.service = served.service
+        wait_until(lambda: early.status() == "SERVING")
+        assert len(early.generate(request()).outputs[0].token_ids) == 8
+
+
+def test_reflection_lists_the_services(served: Served):
+    stub = reflection_pb2_grpc.ServerReflectionStub(served.channel)
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        reflection_pb2.ServerReflectionRequest(file_containing_symbol="jlora.v1.Inference"),
+    ]
+    listed, file = stub.ServerReflectionInfo(iter(asked))
+    names = {service.name for service in listed.list_services_response.service}
+    assert {*SERVICES, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= names
+    assert file.file_descriptor_response.file_descriptor_proto[0] == pb.DESCRIPTOR.serialized_pb
+
+
+@pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
+def test_our_own_bug_is_internal_with_an_id_that_the_log_has(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, method: str
+):
+    def broken(*_: object) -> None:
+        raise RuntimeError("secret prompt in /secret/path")
+
+    monkeypatch.setattr(served.service, "submit", broken)
+    with caplog.at_level(logging.ERROR, "jlora"), refused(CODE.INTERNAL, "internal error") as error:
+        served.generate(request()) if method == "Generate" else list(served.inference.GenerateStream(request()))
+    found = re.search(r"internal error ([0-9a-f]{12})", error.value.details())
+    assert found and "secret" not in error.value.details()
+    record = next(r for r in caplog.records if found[1] in r.getMessage())
+    assert f"/jlora.v1.Inference/{method}" in record.getMessage()
+    assert record.exc_info and "secret prompt" in str(record.exc_info[1])
+
+
+def test_what_is_not_a_message_is_the_clients_mistake(served: Served):
+    for method in ("Generate", "Tokenize"):
+        raw = served.channel.unary_unary(f"/jlora.v1.Inference/{method}")
+        with refused(CODE.INVALID_ARGUMENT, "not a valid protobuf message"):
+            raw(b"\x1a\xff\xff")
+    text_that_is_not_utf8 = b"\x1a\x02\xff\xfe"
+    with refused(CODE.INVALID_ARGUMENT):
+        list(served.channel.unary_stream("/jlora.v1.Inference/GenerateStream")(text_that_is_not_utf8))
+    with refused(CODE.UNIMPLEMENTED):
+        served.channel.unary_unary("/jlora.v1.Inference/NoSuchMethod")(b"")
+
+
+def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
+    """A client refuses to send such a call, but a proxy or a slow network may deliver one."""
+
+    class Late:
+        def time_remaining(self) -> float:
+            return -0.001
+
+    with pytest.raises(DeadlineExceeded, match="had passed"):
+        asyncio.run(InferenceServicer(served.backend).Generate(request(), Late()))  # type: ignore[arg-type]
+    served.check_idle()
+
+
+def test_a_stopped_engine_says_so_to_those_who_wait(served: Served, monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_: object) -> None:
+        raise Unavailable("the server has stopped")
+
+    monkeypatch.setattr(served.service, "submit", stopped)
+    with refused(CODE.UNAVAILABLE, "stopped"):
+        served.generate(request())
