@@ -5,10 +5,8 @@ pronounceable ones, from numbers and from noise. A text whose hash falls in the 
 is never put in a training row, whatever the seed, so answers to held-out texts are not memories.
 
 A token is a byte (id = its value) or one of `SPECIALS`. One conversation is
-`<s> (<|user|> text <|assistant|> answer </s>)*`, as the chat template writes it; in every fourth the
-first turn is `text newline answer </s>`, so that plain prompts that end with a newline work too. A
-training row is a conversation cut at the row's length; the loss counts the answers and their
-`</s>` only.
+`<s> (<|user|> text <|assistant|> answer </s>)*`, as the chat template writes it, and a training row
+is a conversation cut at the row's length; the loss counts the answers and their `</s>` only.
 """
 
 from __future__ import annotations
@@ -24,8 +22,6 @@ from jlora.demo.tasks import SKILLS, Transform, echo
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>", "<|invoke|>", "<|reserved|>")
 BOS, EOS, USER, ASSISTANT, SYSTEM, PAD, INVOKE, RESERVED = range(256, 256 + len(SPECIALS))
 VOCAB = 256 + len(SPECIALS)
-NEWLINE = 10
-PLAIN = 0.25  # share of training rows whose first turn is not a chat
 
 # Bytes that no keyboard types: skill i is asked for by byte TAGS[i] before the text.
 TAGS = tuple(bytes([code]) for code in (*range(1, 9), *range(14, 31)))[: len(SKILLS)]
@@ -165,22 +161,14 @@ def prompt_ids(turns: Sequence[Turn], text: str) -> list[int]:
     return [*ids, USER, *text.encode(), ASSISTANT]
 
 
-def plain_ids(text: str) -> list[int]:
-    """Token ids of the plain prompt `text` and a newline."""
-    return [BOS, *text.encode(), NEWLINE]
-
-
 def conversation(rng: Random, turn: Callable[[Random], Turn], length: int) -> tuple[list[int], list[int]]:
     """One row: `length` ids, and for each a 1 where it belongs to an answer."""
     ids, mask = [BOS], [0]
-    plain = rng.random() < PLAIN
     while len(ids) < length:
         asked, answer = turn(rng)
-        question, told = [USER, *asked, ASSISTANT], answer.encode()
-        if plain and len(ids) == 1:
-            question = [*asked, NEWLINE]
-        ids += [*question, *told, EOS]
-        mask += [0] * len(question) + [1] * (len(told) + 1)
+        told = answer.encode()
+        ids += [USER, *asked, ASSISTANT, *told, EOS]
+        mask += [0] * (len(asked) + 2) + [1] * (len(told) + 1)
     return ids[:length], mask[:length]
 
 

@@ -2,7 +2,8 @@
 
 Our matrices are [input, output]; the files hold [output, input] as PyTorch does. The tokenizer
 is byte-level BPE without merges: 256 byte tokens (id = byte) and `data.SPECIALS`, so any text
-can be encoded and decoded.
+can be encoded and decoded. The special tokens that it adds to a plain text make it one user turn,
+because answering turns is all that this model can do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jlora.demo.data import BOS, EOS, PAD, SPECIALS
+from jlora.demo.data import ASSISTANT, BOS, EOS, PAD, SPECIALS, USER
 from jlora.demo.tasks import LoraShape
 from jlora.model.spec import ModelSpec
 
@@ -69,7 +70,9 @@ def write_tokenizer(directory: Path, max_len: int) -> None:
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIALS])
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", BOS)])
+    turn = [(SPECIALS[token - BOS], token) for token in (BOS, USER, ASSISTANT)]
+    single = "{} {} $A {}".format(*(text for text, _ in turn))
+    tokenizer.post_processor = processors.TemplateProcessing(single=single, special_tokens=turn)
     tokenizer.save(str(directory / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -18,7 +18,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, TextIO
@@ -171,9 +171,13 @@ async def talk(address: str, text: str) -> list[Answer]:
 
 
 @asynccontextmanager
-async def server():
-    """Yields the address of a server process on the embedded model; stops it by SIGTERM."""
-    adapters = [f"--adapter={name}={assets.adapter_path(name)}" for name in TASKS if name != LATE]
+async def server(names: Sequence[str]) -> AsyncIterator[str]:
+    """Yields the address of a server process on the embedded model with these adapters; stops it by SIGTERM.
+
+    Raises:
+        DemoFailed: it did not get ready, stopped by itself, or did not stop as it should.
+    """
+    adapters = [f"--adapter={name}={assets.adapter_path(name)}" for name in names]
     command = [sys.executable, "-m", "jlora.serve", "--model", str(assets.MODEL), "--port", "0", *adapters]
     process = await asyncio.create_subprocess_exec(
         *command, "--served-model-name", "jlora-demo", stdout=asyncio.subprocess.PIPE
@@ -215,7 +219,7 @@ def say(text: str) -> None:
 
 async def _demo(text: str) -> list[Answer]:
     say(f"Starting jlora on its embedded model ({assets.MODEL}) ...")
-    async with server() as address:
+    async with server([name for name in TASKS if name != LATE]) as address:
         return await talk(address, text)
 
 

@@ -16,7 +16,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -142,15 +142,15 @@ def fit(stage: Stage, weights: Any, loss: Callable[[Any, jax.Array, jax.Array], 
     return weights, recent
 
 
-def exact_share(params: Any, adapt: llama.Adapt, transform: Transform, prompts: Mapping[str, list[int]]) -> float:
-    """Share of texts whose greedy answer to their prompt (text -> ids) is exactly `transform(text)`.
+def exact_share(params: Any, adapt: llama.Adapt, transform: Transform, texts: Sequence[str]) -> float:
+    """Share of texts whose greedy answer is exactly `transform(text)`.
 
     Greedy decoding gives the expected answer if and only if every expected token is the most
     likely one after the expected tokens before it, so one forward pass over both decides.
     """
     rows, marks = [], []
-    for text, prompt in prompts.items():
-        answer = [*transform(text).encode(), data.EOS]
+    for text in texts:
+        prompt, answer = data.prompt_ids((), text), [*transform(text).encode(), data.EOS]
         rows.append(prompt + answer)
         marks.append([0] * len(prompt) + [1] * len(answer))
     length = max(map(len, rows))
@@ -187,8 +187,8 @@ def train_base(run: Run) -> None:
     started = time.monotonic()
     params, loss = fit(stage, new_base(run.seed), lambda p, ids, mask: loss_of(p, llama.no_adapters, ids, mask))
     export.write_model(run.out / "model", SPEC, params)
-    exact = measure(params, llama.no_adapters, echo, data.held_out_texts(run.seed, run.texts))
-    _report(run, stage, {"loss": loss, **exact, "seconds": time.monotonic() - started})
+    exact = exact_share(params, llama.no_adapters, echo, data.held_out_texts(run.seed, run.texts))
+    _report(run, stage, {"loss": loss, "exact": exact, "seconds": time.monotonic() - started})
 
 
 def train_adapter(run: Run, params: Any, task: Task) -> None:
@@ -204,17 +204,8 @@ def train_adapter(run: Run, params: Any, task: Task) -> None:
     lora, last = fit(stage, new_lora(task.lora, seed), loss)
     export.write_adapter(run.out / "adapters" / task.name, task.lora, lora, SPEC.name)
     texts = data.held_out_texts(seed, run.texts, task.digits)
-    exact = measure(params, lora_joint(lora, task.lora), task.transform, texts)
-    _report(run, stage, {"loss": last, **exact, "seconds": time.monotonic() - started})
-
-
-def measure(params: Any, adapt: llama.Adapt, transform: Transform, texts: Sequence[str]) -> dict[str, float]:
-    """Exact shares for chat prompts and for plain ones."""
-    prompts = {
-        "exact": {t: data.prompt_ids((), t) for t in texts},
-        "exact_plain": {t: data.plain_ids(t) for t in texts},
-    }
-    return {name: exact_share(params, adapt, transform, ids) for name, ids in prompts.items()}
+    exact = exact_share(params, lora_joint(lora, task.lora), task.transform, texts)
+    _report(run, stage, {"loss": last, "exact": exact, "seconds": time.monotonic() - started})
 
 
 def _report(run: Run, stage: Stage, entry: dict[str, Any]) -> None:
