@@ -23,8 +23,8 @@ class DevicePool:
     def __init__(self, layout: PoolLayout, mesh: Mesh, write: Callable[..., jax.Array]):
         self.layout = layout
         self._write = write
-        self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp", None))
-        sharding = NamedSharding(mesh, PartitionSpec(None, None, "tp", None))
+        self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
+        sharding = NamedSharding(mesh, PartitionSpec(None, None, "tp"))
         zeros = jax.jit(lambda: jnp.zeros(layout.shape, layout.dtype), out_shardings=sharding)
         self.array = zeros()
 

@@ -47,6 +47,11 @@ class Listed:
         where = self._sharding(slot)
         self._last = self._finite[name] = self._place(slot, where, jax.device_put(tensor, _as_stored(where, slot)))
 
+    def adopt(self, slot: Slot, weight: jax.Array) -> None:
+        """Takes a weight that is already on its devices, in our dtype and layout."""
+        home = self.params if slot.layer is None else self.params["layers"][slot.layer]
+        home[slot.leaf] = weight
+
     def check_finite(self) -> None:
         """Waits for every tensor; raises DataLoss naming the first that holds NaN or infinity."""
         bad = [name for name, finite in jax.device_get(self._finite).items() if not finite]
@@ -69,6 +74,12 @@ class Stacked(Listed):
     def __init__(self, spec: ModelSpec, shardings: Params):
         super().__init__(spec, shardings)
         self.params = {"layers": {}}
+
+    def adopt(self, slot: Slot, weight: jax.Array) -> None:
+        if slot.layer is None:
+            super().adopt(slot, weight)
+        else:
+            self._place(slot._replace(shape=weight.shape, transposed=False), self._sharding(slot), weight)
 
     def _place(self, slot: Slot, where: Sharding, stored: jax.Array) -> jax.Array:
         if slot.layer is None:

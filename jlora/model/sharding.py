@@ -10,8 +10,8 @@ from jlora.errors import ConfigError
 from jlora.model.llama import MESH_AXES, Params, Shard, abstract
 from jlora.model.spec import ModelSpec
 
-POOL = PartitionSpec(None, None, "tp", None)  # [rows, B, 2K, H]: whole (K, V) head pairs per shard
-BLOCKS = PartitionSpec(None, None, None, "tp", None)  # [n, L, B, 2K, H]
+POOL = PartitionSpec(None, None, "tp")  # [rows, B, 2K, H]: whole (K, V) head pairs per shard
+BLOCKS = PartitionSpec(None, None, None, "tp")  # [n, L, B, 2K, H]
 REPLICATED = PartitionSpec()
 
 

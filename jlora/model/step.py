@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
@@ -82,7 +82,9 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
 
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Callable:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        return jax.jit(mapped, donate_argnums=() if donate is None else (donate,))
+        # Stated, so that an output has the very sharding of the input it replaces: one cache entry.
+        shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), outputs, is_leaf=_is_spec)
+        return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
 
     shard = sharding.shard_of(mesh)
     return Programs(
@@ -93,6 +95,10 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
         on_mesh(write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
         on_mesh(partial(read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
     )
+
+
+def _is_spec(x: object) -> bool:
+    return isinstance(x, PartitionSpec)
 
 
 def _forward(spec: ModelSpec, layout: PoolLayout, shard, params: Params, pool: jax.Array, last: jax.Array, b: Batch):
