@@ -52,6 +52,4 @@ class DevicePool:
         """Compiles every copy size; writes nothing (ids outside the pool are dropped)."""
         for size in PIECES:
             zeros = np.zeros((size, *self.layout.block_shape), self.array.dtype)
-            self.array = self._write(
-                self.array, np.full(size, -1, np.int32), jax.device_put(zeros, self._staging)
-            )
+            self.array = self._write(self.array, np.full(size, -1, np.int32), jax.device_put(zeros, self._staging))

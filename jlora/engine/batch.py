@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jlora.config import EngineConfig
-from jlora.engine.plan import Sequence as Seq
 from jlora.engine.plan import SCORED_CHUNK, Work
+from jlora.engine.plan import Sequence as Seq
 from jlora.layout import PoolLayout
 from jlora.model.sampling import SampleBatch
 from jlora.model.spec import PROJECTIONS

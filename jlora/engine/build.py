@@ -46,9 +46,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
-    params = checkpoint.load_params(
-        directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress
-    )
+    params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     programs = step.build(spec, layout, mesh, stacked)
     pool = DevicePool(layout, mesh, programs.write_blocks)
     registry = AdapterRegistry()
@@ -56,9 +54,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
         layout, config.engine, spec.max_len, spec.vocab, lambda uid: registry.by_uid(uid).packed.projections
     )
     replicated = NamedSharding(mesh, sharding.REPLICATED)
-    state = jax.jit(
-        lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated
-    )()
+    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
     runner = Runner(params, programs, pool, state, builder)
     manager = CacheManager(layout.blocks - 1, layout.block_tokens, config.cache.prefix_reuse)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed)
@@ -129,8 +125,8 @@ def _use_compile_cache(where: str) -> None:
     """Compiled programs persist across starts, so that only the first one waits for XLA."""
     if not where:
         return
-    path = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser() / "jlora" / "xla" if where == "auto" else where
-    jax.config.update("jax_compilation_cache_dir", str(path))
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    jax.config.update("jax_compilation_cache_dir", str(home / "jlora" / "xla") if where == "auto" else where)
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 

@@ -7,6 +7,7 @@ runs; the host reads sampled tokens one step late and never makes the device wai
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from jlora.adapters.packing import pack, rank_by_projection
 from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache.manager import CacheManager, Copy
 from jlora.cache.swapper import Swapper
-from jlora.engine.plan import StepPlan
+from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.runner import Pending, Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -59,7 +60,11 @@ class _Counts:
 
 
 class Engine:
-    """Everything one replica owns. Not thread-safe: `Service` gives it its thread."""
+    """Everything one replica owns.
+
+    `step` belongs to one thread. Every other method may be called from any thread that holds
+    `lock`, which a step holds only while Python works, never while it waits for the device.
+    """
 
     def __init__(
         self,
@@ -76,8 +81,10 @@ class Engine:
         self._manager: CacheManager = scheduler.manager
         self._registry = registry
         self._swapper = swapper
+        self.lock = threading.Lock()
         self._overlap = overlap
         self._in_flight: Pending | None = None
+        self._ended: list[TokenEvent] = []  # final events of aborted and stopped completions
         self._counts = _Counts()
 
     # -- the step ---------------------------------------------------------------------------
@@ -85,19 +92,22 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return self._scheduler.live > 0 or self._in_flight is not None
+        return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended)
 
     def step(self) -> list[TokenEvent]:
         """Plans and dispatches one step, takes in the one before; the events it brought."""
-        started = time.monotonic()
-        events = self._scheduler.expire(started)
-        plan = self._scheduler.plan(started)
-        self._swap(plan)
-        pending = self.runner.run(plan, self._scheduler.eos_ids) if plan.work else None
-        done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
-        self._counts.host_s += time.monotonic() - started
-        if done is not None:
-            events += self._take_in(done)
+        with self.lock:
+            started = time.monotonic()
+            self._ended += self._scheduler.expire(started)
+            plan = self._scheduler.plan(started)
+            self._swap(plan)
+            pending = self.runner.run(plan, self._scheduler.eos_ids) if plan.work else None
+            done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
+            self._counts.host_s += time.monotonic() - started
+        drawn = done.read() if done is not None else []  # waits for the device, without the lock
+        with self.lock:
+            committed = self._commit(done, drawn) if done is not None else []
+            events, self._ended = committed + self._ended, []
         return events
 
     def _swap(self, plan: StepPlan) -> None:
@@ -111,8 +121,7 @@ class Engine:
             if work.sequence.adapter.uid in loading:
                 work.sequence.cold_start += cost
 
-    def _take_in(self, done: Pending) -> list[TokenEvent]:
-        drawn = done.read()  # waits for the device
+    def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
         now = time.monotonic()
         events = self._scheduler.commit(done.plan, drawn, now)
         self._registry.purge(self._manager.adapters)
@@ -136,17 +145,15 @@ class Engine:
         record.hits += 1
         record.last_used = now
 
-    def abort(self, request_id: str) -> list[TokenEvent]:
-        """Ends a request; its blocks are free when this returns. Its final events."""
-        return self._scheduler.abort(request_id, time.monotonic())
+    def abort(self, request_id: str) -> bool:
+        """Ends a request and frees its blocks at once; whether it was live."""
+        ended = self._scheduler.abort(request_id, time.monotonic())
+        self._ended += ended
+        return bool(ended)
 
-    def stop_completion(self, request_id: str, index: int, outputs: int) -> list[TokenEvent]:
+    def stop_completion(self, request_id: str, index: int, outputs: int) -> None:
         """A stop string was found in a completion's text after `outputs` tokens."""
-        return self._scheduler.stop(request_id, index, outputs, time.monotonic())
-
-    def abort_all(self) -> list[TokenEvent]:
-        """Ends every live request."""
-        return self._scheduler.abort_all(time.monotonic())
+        self._ended += self._scheduler.stop(request_id, index, outputs, time.monotonic())
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -171,9 +178,7 @@ class Engine:
         node = self._manager.add_adapter(self._registry.new_uid(), size)
         packed = pack(adapter, self.layout)
         cost = read_s + time.monotonic() - started
-        record = Record(
-            name, adapter.digest, adapter.ranks, adapter.target_modules, (), packed, node, load_cost_s=cost
-        )
+        record = Record(name, adapter.digest, adapter.ranks, adapter.target_modules, (), packed, node, load_cost_s=cost)
         old = self._registry.remove(name) if replace and self.has_adapter(name) else None
         self._registry.add(record)
         try:

@@ -45,9 +45,7 @@ class Pending:
 class Runner:
     """The device side of an engine: weights, pool, slot state and the jitted programs."""
 
-    def __init__(
-        self, params: Params, programs: Programs, pool: DevicePool, state: SlotState, builder: BatchBuilder
-    ):
+    def __init__(self, params: Params, programs: Programs, pool: DevicePool, state: SlotState, builder: BatchBuilder):
         self._params = params
         self._programs = programs
         self._pool = pool
@@ -88,9 +86,7 @@ class Runner:
     def _dispatch(self, launch: Launch):
         sampled = scores = None
         batch = launch.batch
-        self._pool.array, rows, hidden = self._programs.forward(
-            self._params, self._pool.array, self._state.last, batch
-        )
+        self._pool.array, rows, hidden = self._programs.forward(self._params, self._pool.array, self._state.last, batch)
         if launch.sampling is not None:
             self._state, sampled = self._programs.sample(self._params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
@@ -142,9 +138,7 @@ def _prompt_logprobs(launch: Launch, score) -> tuple[TokenLogprob, ...]:
     own, ids, tops = (np.asarray(a) for a in score)
     count = min(work.count, work.sequence.prompt_len - 1 - work.start)
     targets = launch.score_targets
-    return tuple(
-        TokenLogprob(int(targets[i]), float(own[i]), _pairs(ids[i], tops[i], k)) for i in range(count)
-    )
+    return tuple(TokenLogprob(int(targets[i]), float(own[i]), _pairs(ids[i], tops[i], k)) for i in range(count))
 
 
 def _pairs(ids: np.ndarray, values: np.ndarray, k: int) -> tuple[tuple[int, float], ...]:

@@ -90,10 +90,6 @@ class Scheduler:
         sequences = list(self._requests.get(request_id, ()))
         return [self._finish(s, "abort", now) for s in sequences if s.finished is None]
 
-    def abort_all(self, now: float) -> list[TokenEvent]:
-        """Ends every live request; their final events."""
-        return [event for request_id in list(self._requests) for event in self.abort(request_id, now)]
-
     def stop(self, request_id: str, index: int, outputs: int, now: float) -> list[TokenEvent]:
         """The front found a stop string after `outputs` tokens: ends that completion."""
         return [
@@ -271,9 +267,7 @@ class Scheduler:
             return "stop"
         return "length" if outputs >= (sampling.max_tokens or 1) else None
 
-    def _finish(
-        self, sequence: Sequence, reason: FinishReason, now: float, outputs: int | None = None
-    ) -> TokenEvent:
+    def _finish(self, sequence: Sequence, reason: FinishReason, now: float, outputs: int | None = None) -> TokenEvent:
         sequence.finished = reason
         if sequence.lease is not None:
             self._leave(sequence)

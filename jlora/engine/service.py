@@ -1,7 +1,8 @@
 """The engine on its own thread. Every public method may be called from any thread.
 
-One thread owns the device. Other threads hand it small functions and wait for their results;
-between two steps it runs them all. Events go out through each request's sink, on this thread.
+One thread steps the engine and sends every event through its request's sink. Calls from other
+threads take the engine's lock, which a step lets go while it waits for the device: a submit or
+an abort waits for a little Python, not for a step.
 """
 
 from __future__ import annotations
@@ -9,9 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
 from typing import TypeVar
 
 from jlora.adapters.names import check_name
@@ -44,8 +43,7 @@ class Service:
         self.limits = Limits(spec.vocab, spec.max_len, capacity)
         self._engine = engine
         self._sinks: dict[str, tuple[Sink, set[int]]] = {}  # by request: sink, completions still open
-        self._calls: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
+        self._work = threading.Event()
         self._beat = time.monotonic()
         self._draining = False
         self._stopping = False
@@ -76,20 +74,18 @@ class Service:
             self._sinks[request.id] = (sink, set(range(request.sampling.n)))
 
         self._call(admit)
+        self._work.set()
 
     def abort(self, request_id: str) -> bool:
         """Ends a request and frees its blocks; False if it is not live."""
-
-        def abort() -> bool:
-            events = self._engine.abort(request_id)
-            self._send(events)
-            return bool(events)
-
-        return self._call(abort)
+        found = self._call(lambda: self._engine.abort(request_id))
+        self._work.set()
+        return found
 
     def stop_completion(self, request_id: str, index: int, completion_tokens: int) -> None:
         """A front found a stop string in this completion: it ends after `completion_tokens` tokens."""
-        self._post(lambda: self._send(self._engine.stop_completion(request_id, index, completion_tokens)))
+        self._call(lambda: self._engine.stop_completion(request_id, index, completion_tokens))
+        self._work.set()
 
     def prefetch(self, request: Request) -> PrefetchResult:
         """A hint that the request is coming. Raises NotFound."""
@@ -163,9 +159,8 @@ class Service:
     def stop(self) -> None:
         """Aborts what is live and ends the thread. May be called twice."""
         self._draining = True
-        with self._wake:
-            self._stopping = True
-            self._wake.notify()
+        self._stopping = True
+        self._work.set()
         self._thread.join()
 
     # -- the thread ---------------------------------------------------------------------------
@@ -174,13 +169,10 @@ class Service:
         try:
             while not self._stopping:
                 self._beat = time.monotonic()
-                self._run_calls()
                 if self._engine.busy:
                     self._send(self._engine.step())
-                else:
-                    with self._wake:
-                        if not self._calls and not self._stopping:
-                            self._wake.wait(IDLE_S)
+                elif self._work.wait(IDLE_S):
+                    self._work.clear()
         except Exception:
             log.exception("the engine failed; every live request is aborted")
             self._failed = True
@@ -188,18 +180,11 @@ class Service:
 
     def _close(self) -> None:
         """Nothing may wait for an engine that is gone."""
-        with self._wake:
+        with self._engine.lock:
             self._stopping = True
-            calls, self._calls = self._calls, deque()
-        for request_id, (sink, open_) in self._sinks.items():
+            sinks, self._sinks = self._sinks, {}
+        for request_id, (sink, open_) in sinks.items():
             sink([TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
-        self._sinks.clear()
-        for call in calls:
-            call()
-
-    def _run_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()()
 
     def _send(self, events: Iterable[TokenEvent]) -> None:
         by_request: dict[str, list[TokenEvent]] = {}
@@ -213,27 +198,9 @@ class Service:
             sink(batch)
 
     def _call(self, function: Callable[[], T]) -> T:
-        """Runs `function` on the engine's thread and waits for what it returns or raises."""
-        future: Future[T] = Future()
-
-        def run() -> None:
+        """Runs `function` with the engine to itself."""
+        with self._engine.lock:
             if self._stopping:
-                future.set_exception(self._gone())
-                return
-            try:
-                future.set_result(function())
-            except Exception as e:  # belongs to the caller, whatever it is
-                future.set_exception(e)
-
-        self._post(run)
-        return future.result()
-
-    def _post(self, call: Callable[[], None]) -> None:
-        with self._wake:
-            if self._stopping:
-                raise self._gone()
-            self._calls.append(call)
-            self._wake.notify()
-
-    def _gone(self) -> Unavailable:
-        return Unavailable("the engine has failed; see the server's log" if self._failed else "the server has stopped")
+                why = "the engine has failed; see the server's log" if self._failed else "the server has stopped"
+                raise Unavailable(why)
+            return function()
