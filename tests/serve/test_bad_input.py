@@ -1,0 +1,323 @@
+"""Bad input: refused by name with the right status, while eight neighbours finish unchanged."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jlora.serve.proto import jlora_pb2 as pb
+from tests import _make
+from tests.serve._server import MAX_LEN, VOCAB, Served, refused, request
+
+CODE = grpc.StatusCode
+INT32 = 2**31 - 1
+INT64 = 2**63 - 1
+
+NEIGHBOURS = [
+    request("Hello", 60, model=model, temperature=temperature, seed=7, logprobs=1)
+    for model in ("", "upper", "lower", "wide")
+    for temperature in (0.0, 1.0)
+]
+
+
+def outcome(response: pb.GenerateResponse) -> tuple[Any, ...]:
+    """What a client would notice: tokens, text, end, and (rounded) log-probabilities."""
+    output = response.outputs[0]
+    logprobs = [round(entry.logprob, 3) for entry in output.logprobs]
+    return list(output.token_ids), output.text, output.finish_reason, logprobs
+
+
+@pytest.fixture(scope="module")
+def alone(served: Served) -> list[tuple[Any, ...]]:
+    """The neighbours' answers, each with the server to itself."""
+    return [outcome(served.generate(asked)) for asked in NEIGHBOURS]
+
+
+@pytest.fixture
+def crowd(served: Served, alone: list[tuple[Any, ...]]) -> Iterator[Served]:
+    """The server with eight neighbours running; they must end as they did alone, and nothing may leak."""
+    calls = [served.inference.Generate.future(asked, timeout=60) for asked in NEIGHBOURS]
+    yield served
+    assert [outcome(call.result()) for call in calls] == alone
+    served.check_idle()
+    served.service.check_integrity()
+
+
+# -- fields of a request ------------------------------------------------------------------------
+
+BAD = {
+    "temperature": [-0.001, -math.inf, math.inf, math.nan, 100.5, 1e308],
+    "top_k": [-1, -INT32 - 1],
+    "top_p": [0.0, -0.1, 1.0001, math.nan, math.inf],
+    "min_p": [-0.01, 1.01, math.nan, -math.inf],
+    "repetition_penalty": [0.0, -1.0, 1e-4, 1e4, math.nan, math.inf],
+    "presence_penalty": [-2.01, 2.01, math.nan, math.inf],
+    "frequency_penalty": [-2.01, 2.01, math.nan, -math.inf],
+    "n": [0, -1, 65, INT32],
+    "max_tokens": [0, -1, -INT32],
+    "min_tokens": [-1, 9, INT32],
+    "logprobs": [-1, 21, INT32],
+    "prompt_logprobs": [-1, 21, INT32],
+    "stop_token_ids": [[-1], [VOCAB], [5, INT32], [5] * 1025],
+    "stop": [[""], ["x" * 1025], ["x"] * 17],
+    "logit_bias": [{-1: 1.0}, {VOCAB: 1.0}, {5: 100.1}, {5: math.nan}, {5: -math.inf}],
+    "request_id": ["x" * 257, "a b", "é", "a\nb"],
+    "model": ["x" * 300],
+}
+
+
+@pytest.mark.parametrize("field", BAD)
+def test_a_bad_field_is_refused_by_name(crowd: Served, field: str):
+    for value in BAD[field]:
+        with refused(CODE.INVALID_ARGUMENT, field if field != "model" else "adapter"):
+            crowd.generate(request("secret words", **{field: value}))
+        with refused(CODE.INVALID_ARGUMENT) as error:
+            list(crowd.inference.GenerateStream(request("secret words", **{field: value})))
+        assert "secret" not in error.value.details() and len(error.value.details()) < 700
+        if isinstance(value, int | float) and math.isfinite(value):
+            assert str(value) in error.value.details()
+
+
+GOOD = {
+    "temperature": [0.0, 5e-324, 1e-6, 100.0],
+    "top_k": [0, 1, VOCAB, INT32],
+    "top_p": [5e-324, 1e-9, 1.0],
+    "min_p": [0.0, 1.0],
+    "seed": [0, -1, INT64, -INT64 - 1],
+    "repetition_penalty": [0.001, 1000.0],
+    "presence_penalty": [-2.0, 2.0],
+    "frequency_penalty": [-2.0, 2.0],
+    "n": [1, 33],
+    "max_tokens": [1],
+    "min_tokens": [0, 8],
+    "logprobs": [0, 20],
+    "prompt_logprobs": [0, 20],
+    "stop_token_ids": [[0], [VOCAB - 1]],
+    "stop": [["x" * 1024], ["\ufffd"] * 16],
+    "logit_bias": [{0: -100.0}, {VOCAB - 1: 100.0}, {t: -100.0 for t in range(VOCAB)}],
+    "priority": [-INT32 - 1, INT32],
+    "request_id": ["x" * 256, "!~"],
+    "bypass_prefix_cache": [True],
+}
+
+
+@pytest.mark.parametrize("field", GOOD)
+def test_a_field_at_its_edge_is_served(crowd: Served, field: str):
+    for value in GOOD[field]:
+        answer = crowd.generate(request("Hello", **{"temperature": 1.0, field: value}))
+        assert len(answer.outputs) == (value if field == "n" else 1)
+        for output in answer.outputs:
+            assert all(0 <= token < VOCAB for token in output.token_ids) and output.finish_reason in ("length", "stop")
+            assert all(math.isfinite(entry.logprob) for entry in output.logprobs)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [
+        ((), "prompt"),
+        ("", "prompt.text"),
+        (pb.Chat(), "messages"),
+        (pb.Chat(messages=[pb.ChatMessage(content="hi")]), "role"),
+        (pb.Chat(messages=[pb.ChatMessage(role="pirate", content="hi")]), "unknown role"),
+        ((5, -1), "prompt[1]"),
+        ((5, 6, VOCAB), f"prompt[2] = {VOCAB}"),
+        ((INT32,), str(INT32)),
+        ((-INT32 - 1,), str(-INT32 - 1)),
+    ],
+)
+def test_a_bad_prompt_is_refused(crowd: Served, prompt: Any, said: str):
+    with refused(CODE.INVALID_ARGUMENT, said):
+        crowd.generate(request(prompt))
+    with refused(CODE.INVALID_ARGUMENT, said):
+        crowd.inference.Prefetch(request(prompt))
+
+
+def test_no_prompt_at_all_is_refused(crowd: Served):
+    with refused(CODE.INVALID_ARGUMENT, "prompt: is not set"):
+        crowd.generate(pb.GenerateRequest())
+    with refused(CODE.INVALID_ARGUMENT, "input: is not set"):
+        crowd.inference.Tokenize(pb.TokenizeRequest())
+    with refused(CODE.INVALID_ARGUMENT, "token_ids[1]"):
+        crowd.inference.Detokenize(pb.DetokenizeRequest(token_ids=[5, VOCAB]))
+
+
+def test_what_passes_the_context_is_out_of_range(crowd: Served):
+    for prompt, max_tokens in (([5] * MAX_LEN, 1), ([5] * (MAX_LEN + 1), None), ([5], MAX_LEN), ([5, 6], INT32)):
+        with refused(CODE.OUT_OF_RANGE, str(MAX_LEN)):
+            crowd.generate(request(prompt, max_tokens))
+    with refused(CODE.OUT_OF_RANGE):
+        crowd.generate(request("secret words " * MAX_LEN))
+    assert crowd.generate(request([5] * (MAX_LEN - 1), 1)).usage.completion_tokens == 1
+
+
+# -- adapters -----------------------------------------------------------------------------------
+
+
+def edit(name: str, change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path], None]:
+    """Changes the tensors of an adapter's weight file."""
+
+    def run(directory: Path) -> None:
+        file = directory / name
+        tensors = load_file(file)
+        change(tensors)
+        save_file(tensors, file)
+
+    return run
+
+
+def config(**changes: Any) -> Callable[[Path], None]:
+    return lambda directory: _make.edit_json(directory / "adapter_config.json", **changes)
+
+
+WEIGHTS = "adapter_model.safetensors"
+FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+
+
+def truncate(directory: Path) -> None:
+    data = (directory / WEIGHTS).read_bytes()
+    (directory / WEIGHTS).write_bytes(data[:-100])
+
+
+def truncate_in_header(directory: Path) -> None:
+    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:20])
+
+
+def flip_header(directory: Path) -> None:
+    data = bytearray((directory / WEIGHTS).read_bytes())
+    data[data.index(b"data_offsets") + 16] ^= 0x08
+    (directory / WEIGHTS).write_bytes(bytes(data))
+
+
+def flip_length(directory: Path) -> None:
+    data = bytearray((directory / WEIGHTS).read_bytes())
+    data[:8] = struct.pack("<Q", struct.unpack("<Q", data[:8])[0] ^ (1 << 40))
+    (directory / WEIGHTS).write_bytes(bytes(data))
+
+
+def flip_exponent(directory: Path) -> None:
+    """One weight becomes infinite or NaN: all exponent bits set."""
+    data = bytearray((directory / WEIGHTS).read_bytes())
+    data[-1] |= 0x7F
+    data[-2] |= 0x80
+    (directory / WEIGHTS).write_bytes(bytes(data))
+
+
+def pickle_only(directory: Path) -> None:
+    (directory / WEIGHTS).rename(directory / "adapter_model.bin")
+
+
+def no_weights(directory: Path) -> None:
+    (directory / WEIGHTS).unlink()
+
+
+def not_json(directory: Path) -> None:
+    (directory / "adapter_config.json").write_text('{"r": 4,')
+
+
+def set_value(value: float) -> Callable[[dict[str, np.ndarray]], None]:
+    def change(tensors: dict[str, np.ndarray]) -> None:
+        tensors[FIRST][0, 0] = value
+
+    return change
+
+
+def reshape(tensors: dict[str, np.ndarray]) -> None:
+    tensors[FIRST] = np.ascontiguousarray(tensors[FIRST].T)
+
+
+BROKEN = {
+    "truncated": (truncate, CODE.DATA_LOSS, WEIGHTS),
+    "truncated in the header": (truncate_in_header, CODE.DATA_LOSS, WEIGHTS),
+    "bit flipped in the header": (flip_header, CODE.DATA_LOSS, WEIGHTS),
+    "bit flipped in the length": (flip_length, CODE.DATA_LOSS, WEIGHTS),
+    "bits flipped in a weight": (flip_exponent, CODE.DATA_LOSS, "NaN or infinity"),
+    "NaN": (edit(WEIGHTS, set_value(math.nan)), CODE.DATA_LOSS, "NaN or infinity"),
+    "infinity": (edit(WEIGHTS, set_value(-math.inf)), CODE.DATA_LOSS, "NaN or infinity"),
+    "wrong shape": (edit(WEIGHTS, reshape), CODE.INVALID_ARGUMENT, "shape"),
+    "missing tensor": (edit(WEIGHTS, lambda t: t.pop(FIRST)), CODE.INVALID_ARGUMENT, "missing"),
+    "huge rank": (config(r=10**9), CODE.INVALID_ARGUMENT, "1000000000"),
+    "rank zero": (config(r=0), CODE.INVALID_ARGUMENT, "r = 0"),
+    "DoRA": (config(use_dora=True), CODE.INVALID_ARGUMENT, "use_dora"),
+    "unknown option": (config(frobnicate=3), CODE.INVALID_ARGUMENT, "frobnicate"),
+    "no such module": (config(target_modules=["c_attn"]), CODE.INVALID_ARGUMENT, "target_modules"),
+    "pickle": (pickle_only, CODE.INVALID_ARGUMENT, "adapter_model.bin"),
+    "no weights": (no_weights, CODE.NOT_FOUND, WEIGHTS),
+    "not JSON": (not_json, CODE.DATA_LOSS, "adapter_config.json"),
+}
+
+
+@pytest.mark.parametrize("kind", BROKEN)
+def test_a_broken_adapter_is_refused_and_leaves_nothing(crowd: Served, text_model: Path, tmp_path: Path, kind: str):
+    spoil, code, said = BROKEN[kind]
+    directory = tmp_path / "broken"
+    shutil.copytree(text_model.parent / "adapters" / "upper", directory)
+    spoil(directory)
+    blocks = crowd.control.GetCacheState(pb.GetCacheStateRequest()).hbm.adapters
+    with refused(code, said) as error:
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="broken", path=str(directory)))
+    assert str(tmp_path) not in error.value.details()
+    with refused(CODE.NOT_FOUND):
+        crowd.adapters.GetAdapter(pb.GetAdapterRequest(name="broken"))
+    assert crowd.control.GetCacheState(pb.GetCacheStateRequest()).hbm.adapters == blocks
+
+
+def test_a_replacement_that_is_broken_leaves_the_old_one(crowd: Served, text_model: Path, tmp_path: Path):
+    shutil.copytree(text_model.parent / "adapters" / "upper", tmp_path / "new")
+    truncate(tmp_path / "new")
+    before = crowd.adapters.GetAdapter(pb.GetAdapterRequest(name="upper")).uid
+    with refused(CODE.DATA_LOSS):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="upper", path=str(tmp_path / "new"), replace=True))
+    assert crowd.adapters.GetAdapter(pb.GetAdapterRequest(name="upper")).uid == before
+
+
+def test_an_adapter_of_another_base_is_refused(crowd: Served, tmp_path: Path):
+    for shape in ({"width": 48}, {"layers": 3}, {"heads": 8, "kv_heads": 4}):
+        other = _make.tiny_spec("other", **shape)
+        path = _make.make_adapter(tmp_path / str(len(list(tmp_path.iterdir()))), other, targets=("q", "v"))
+        with refused(CODE.INVALID_ARGUMENT, WEIGHTS):
+            crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="other", path=str(path)))
+
+
+def test_an_adapter_larger_than_the_pool_is_refused(crowd: Served, tmp_path: Path):
+    path = _make.make_adapter(tmp_path / "big", crowd.spec, r=300, targets=tuple(_make.MODULES))
+    with refused(CODE.INVALID_ARGUMENT, "300", "adapters.max_rank"):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="big", path=str(path)))
+
+
+@pytest.mark.parametrize("name", ["", "..", "../x", "a..b", ".a", "a b", "a/b", "a:b", "a\n", "é", "x" * 129, "a\x00"])
+def test_an_odd_adapter_name_is_refused(crowd: Served, text_model: Path, name: str):
+    path = str(text_model.parent / "adapters" / "upper")
+    with refused(CODE.INVALID_ARGUMENT, "name = "):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=path))
+
+
+def test_odd_paths_and_unknown_names_are_refused(crowd: Served, tmp_path: Path):
+    for path in (str(tmp_path / "none"), "\x00", str(Path(__file__)), "x" * 5000):
+        with refused(CODE.NOT_FOUND) as error:
+            crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="x", path=path))
+        assert str(tmp_path) not in error.value.details()
+    with refused(CODE.INVALID_ARGUMENT, "path"):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="x"))
+    with refused(CODE.ALREADY_EXISTS, "base"):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="base", path=str(tmp_path)))
+    for call in (
+        lambda: crowd.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="uper")),
+        lambda: crowd.adapters.GetAdapter(pb.GetAdapterRequest(name="uper")),
+        lambda: crowd.adapters.PinAdapter(pb.PinAdapterRequest(name="uper", pinned=True)),
+        lambda: crowd.generate(request(model="uper")),
+    ):
+        with refused(CODE.NOT_FOUND, "upper"):
+            call()
+    with refused(CODE.INVALID_ARGUMENT, "timeout_s"):
+        crowd.control.Drain(pb.DrainRequest(timeout_s=-1))
+    with refused(CODE.INVALID_ARGUMENT, "timeout_s"):
+        crowd.control.Drain(pb.DrainRequest(timeout_s=math.nan))

@@ -1,0 +1,196 @@
+"""The serving process: what it says when it cannot start, and how it starts, drains and ends."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from jlora.errors import ConfigError, DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.serve import flags, launcher
+from jlora.serve.backend import Backend
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.serve.server import GrpcServer
+from tests.serve._server import SMALL, refused, request, wait_until
+
+CODE = grpc.StatusCode
+ROOT = Path(__file__).resolve().parents[2]
+READY = re.compile(r"jlora ready grpc=(127\.0\.0\.1:\d+) model=(\S+) adapters=(\d+) blocks=(\d+)\n")
+
+
+# -- cannot start -------------------------------------------------------------------------------
+
+
+def started(argv: list[str]) -> str:
+    """Serves until the failure that must come; its message, which is one line."""
+    with pytest.raises(JloraError) as e:
+        asyncio.run(launcher.serve(flags.parse(["--port", "0", *argv])))
+    assert "\n" not in str(e.value)
+    return f"{type(e.value).__name__}: {e.value}"
+
+
+def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch):
+    read = []
+    monkeypatch.setattr(launcher, "load", read.append)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert f"cannot listen on 127.0.0.1:{port}" in started(["--model", "x", "--port", str(port)])
+    assert "serve.port" in started(["--model", "x", "--host", "203.0.113.7"])
+    assert not read
+
+
+def test_two_servers_cannot_share_a_port():
+    """The kernel would allow it, and half of the requests would go to the wrong one."""
+
+    async def both() -> None:
+        first, second = GrpcServer(Backend(), 1.0), GrpcServer(Backend(), 1.0)
+        port = first.bind("127.0.0.1", 0)
+        await first.start()
+        with pytest.raises(ConfigError, match="serve.port"):
+            second.bind("127.0.0.1", port)
+        await first.stop(0)
+
+    asyncio.run(both())
+
+
+def test_a_bad_model_path_is_named(tmp_path: Path):
+    (tmp_path / "empty").mkdir()
+    assert "/no/such/dir" in started(["--model", "/no/such/dir"])
+    assert "config.json" in started(["--model", str(tmp_path / "empty")])
+    (tmp_path / "empty" / "config.json").write_text('{"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"}')
+    assert "gpt2" in started(["--model", str(tmp_path / "empty")]).lower()
+
+
+def test_a_model_that_does_not_fit_says_what_it_needs_and_which_key_to_change(text_model: Path):
+    said = started(["--model", str(text_model), "--set", "cache.hbm_blocks=1000000000"])
+    assert said.startswith("ConfigError: model does not fit")
+    assert re.search(r"need [\d.]+ GiB of the [\d.]+ GiB free", said) and "cache.hbm_blocks" in said
+
+
+@pytest.mark.parametrize(("spoil", "error"), [("truncate", DataLoss), ("dora", InvalidArgument), ("gone", NotFound)])
+def test_a_broken_adapter_is_named_with_the_reason(
+    text_model: Path, tmp_path: Path, spoil: str, error: type[JloraError], quick: list[str]
+):
+    directory = tmp_path / "adapters" / "broken"
+    shutil.copytree(text_model.parent / "adapters" / "upper", directory)
+    weights, config = directory / "adapter_model.safetensors", directory / "adapter_config.json"
+    if spoil == "truncate":
+        weights.write_bytes(weights.read_bytes()[:-50])
+    elif spoil == "dora":
+        config.write_text(config.read_text().replace('"r":', '"use_dora": true, "r":'))
+    else:
+        weights.unlink()
+    said = started(["--model", str(text_model), "--adapter-dir", str(tmp_path / "adapters"), *quick])
+    assert said.startswith(f"{error.__name__}: adapter broken: ")
+
+
+def test_a_failure_is_one_line_and_exit_code_1():
+    done = subprocess.run(
+        [sys.executable, "-m", "jlora.serve", "--model", "/no/such/dir", "--port", "0"],
+        cwd=ROOT, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr == "jlora serve: cannot start: model.path = '/no/such/dir': is not a directory\n"
+
+
+# -- start, serve, end --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def quick(pytestconfig: pytest.Config) -> list[str]:
+    """Flags of a small server that compiles only what it needs."""
+    settings = {**SMALL, "engine.warmup": False, "serve.compile_cache": pytestconfig.cache.mkdir("xla")}
+    return ["--set", *(f"{key}={value}" for key, value in settings.items())]
+
+
+@contextmanager
+def process(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """`python -m jlora.serve`; killed at the end if it still runs."""
+    command = [sys.executable, "-m", "jlora.serve", *argv]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
+        try:
+            yield started
+        finally:
+            if started.poll() is None:
+                started.kill()
+
+
+def ready(server: subprocess.Popen[str]) -> re.Match[str]:
+    """The ready line, which is the first line of stdout."""
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    found = READY.fullmatch(line)
+    assert found, f"{line!r} {server.stderr.read() if server.stderr and server.poll() is not None else ''}"
+    return found
+
+
+def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
+    """SIGTERM: running requests end, new ones are refused, the exit code is 0."""
+    argv = ["--model", str(text_model), "--adapter-dir", str(text_model.parent / "adapters"), "--port", "0", *quick]
+    with process([*argv, "--served-model-name", "named"]) as server:
+        line = ready(server)
+        assert (line[2], line[3], int(line[4])) == ("named", "3", SMALL["cache.hbm_blocks"])
+        with grpc.insecure_channel(line[1]) as channel:
+            inference, health = rpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
+            assert inference.Generate(request("Hello", model="named:upper")).outputs[0].text
+            stream = inference.GenerateStream(request("Hello", 1500))
+            next(stream)
+            server.send_signal(signal.SIGTERM)
+            wait_until(lambda: health.Check(health_pb2.HealthCheckRequest()).status != 1)
+            with refused(CODE.UNAVAILABLE, "draining"):
+                inference.Generate(request("Hello"))
+            assert rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest()).draining
+            assert list(stream)[-1].usage.completion_tokens == 1500
+        output, _ = server.communicate(timeout=20)
+        assert server.returncode == 0 and output == ""  # the ready line was all
+
+
+def test_drain_does_not_wait_longer_than_it_was_told(text_model: Path, quick: list[str]):
+    with process(["--model", str(text_model), "--port", "0", *quick, "serve.drain_s=0.2"]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            stream = rpc.InferenceStub(channel).GenerateStream(request("Hello", 4000))
+            next(stream)
+            server.send_signal(signal.SIGINT)
+            with refused(CODE.UNAVAILABLE, "stopped"):
+                list(stream)
+        assert server.wait(timeout=20) == 0
+
+
+def test_a_second_signal_ends_at_once(text_model: Path, quick: list[str]):
+    with process(["--model", str(text_model), "--port", "0", *quick]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            stream = rpc.InferenceStub(channel).GenerateStream(request("Hello", 4000))
+            next(stream)
+            server.send_signal(signal.SIGTERM)
+            health = health_pb2_grpc.HealthStub(channel)
+            wait_until(lambda: health.Check(health_pb2.HealthCheckRequest()).status != 1)
+            server.send_signal(signal.SIGTERM)
+            assert server.wait(timeout=5) == 128 + signal.SIGTERM
+
+
+def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    settings = [f"{key}={value}" for key, value in SMALL.items()]  # warms up without a cache: seconds of compiling
+    with process(["--model", str(text_model), "--port", str(port), "--set", *settings]) as server:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            health = health_pb2_grpc.HealthStub(channel)
+            reply = health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True, timeout=60)
+            assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
+            with refused(CODE.UNAVAILABLE, "loading"):
+                rpc.InferenceStub(channel).Generate(request())
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=20)
+        assert server.returncode == 0 and "stopped while loading" in errors

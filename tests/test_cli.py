@@ -1,0 +1,165 @@
+"""The `jlora` command: its table of subcommands, and the clients of a running server."""
+
+from __future__ import annotations
+
+import io
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jlora import __version__, cli, cli_client
+from jlora.serve.proto import jlora_pb2 as pb
+from tests import _make
+from tests.serve import _server
+from tests.serve._server import Served, request
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
+    """A server of a random model "base" and one adapter "upper"."""
+    root = tmp_path_factory.mktemp("cli")
+    spec = _server.write_text_model(root / "base", max_len=256)
+    adapter = _make.make_adapter(root / "upper", spec, seed=3)
+    cache = str(pytestconfig.cache.mkdir("xla"))
+    settings = {"engine.warmup": False, "serve.compile_cache": cache, "adapters.paths.upper": str(adapter)}
+    with _server.serve(root / "base", settings) as running:
+        yield running
+
+
+def run(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
+    code = cli.main(argv)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+# -- the table ----------------------------------------------------------------------------------
+
+
+def test_help_lists_every_command(capsys: pytest.CaptureFixture[str]):
+    code, out, _ = run(["--help"], capsys)
+    assert code == 0 and all(name in out for name in ("serve", "generate", "chat", "convert", "bench", "demo"))
+    assert run([], capsys)[0] == 2
+    assert run(["--version"], capsys)[1] == f"jlora {__version__}\n"
+
+
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]):
+    assert run(["generat"], capsys) == (
+        2, "", "jlora: unknown command 'generat': the nearest valid one is 'generate' (see jlora --help)\n",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert"])
+def test_every_command_explains_itself_and_refuses_unknown_flags(command: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as e:
+        cli.main([command, "--help"])
+    assert e.value.code == 0 and f"jlora {command}" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as e:
+        cli.main([command, "--no-such-flag"])
+    error = capsys.readouterr().err
+    assert e.value.code == 2 and error.count("\n") == 1
+
+
+def test_a_wrong_command_line_is_told_without_loading_jax():
+    """So a typing mistake costs no seconds."""
+    code = "import sys; from jlora import cli\ntry: cli.main(['serve', '--modle', 'x'])\nexcept SystemExit: pass\n"
+    code += "sys.exit('jax' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "--model" in done.stderr
+
+
+def test_convert_says_what_it_wrote_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    _make.make_model(tmp_path / "plain")
+    code, out, _ = run(["convert", str(tmp_path / "plain"), str(tmp_path / "fast")], capsys)
+    assert code == 0 and str(tmp_path / "fast") in out
+    code, _, err = run(["convert", str(tmp_path / "none"), str(tmp_path / "other")], capsys)
+    assert code == 1 and err.startswith("jlora convert: ") and err.count("\n") == 1
+
+
+# -- generate -----------------------------------------------------------------------------------
+
+
+def test_generate_streams_the_answer(served: Served, capsys: pytest.CaptureFixture[str]):
+    flags = ["--server", served.address, "--max-tokens", "12", "--temperature", "0"]
+    for model in ("", "upper", "base:upper"):
+        code, out, _ = run(["generate", *flags, "--model", model, "Hello"], capsys)
+        expected = served.generate(request("Hello", 12, model=model, ignore_eos=None)).outputs[0].text
+        assert (code, out) == (0, expected + "\n")
+    code, out, err = run(["generate", *flags, "--timing", "--ids", "5, 6 7"], capsys)
+    expected = served.generate(request((5, 6, 7), 12, ignore_eos=None)).outputs[0].token_ids
+    assert [int(word) for word in out.split()] == list(expected)
+    assert "3 prompt tokens" in err and "ttft" in err
+
+
+def test_generate_reads_stdin_and_draws_n(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello"))
+    code, out, _ = run(["generate", "--server", served.address, "--n", "3", "--seed", "1", "--max-tokens", "4"], capsys)
+    assert code == 0 and all(f"[{i}] " in out for i in range(3))
+
+
+def test_generate_complains_in_one_line(served: Served, capsys: pytest.CaptureFixture[str]):
+    at = ["generate", "--server", served.address]
+    code, _, err = run([*at, "--model", "uper", "Hello"], capsys)
+    assert code == 1 and err.startswith("jlora generate: NOT_FOUND: ") and "upper" in err and err.count("\n") == 1
+    code, _, err = run([*at, "--temperature", "-1", "Hello"], capsys)
+    assert code == 1 and "INVALID_ARGUMENT" in err and "temperature" in err
+    code, _, err = run([*at, "--top-k", str(2**40), "Hello"], capsys)
+    assert code == 1 and "out of range" in err
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"127.0.0.1:{free.getsockname()[1]}"
+    code, _, err = run(["generate", "--server", nobody, "Hello"], capsys)
+    assert code == 1 and f"no server answers at {nobody}" in err and "jlora serve" in err
+
+
+# -- chat ---------------------------------------------------------------------------------------
+
+
+def test_chat_keeps_the_history_and_switches_models(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    lines = ["/model", "Hello", "/model uper", "/model upper", "again", "/reset", "/what", "Hello", "/quit", "unread"]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(lines) + "\n"))
+    code, out, err = run(["chat", "--server", served.address, "--temperature", "0", "--max-tokens", "6"], capsys)
+    assert (code, err) == (0, "")
+
+    def answer(model: str, *turns: str) -> str:
+        roles = ("user", "assistant") * len(turns)
+        messages = [pb.ChatMessage(role=r, content=t) for r, t in zip(roles, turns, strict=False)]
+        return served.generate(request(pb.Chat(messages=messages), 6, model=model, ignore_eos=None)).outputs[0].text
+
+    first = answer("", "Hello")
+    said = [first, answer("upper", "Hello", first, "again"), answer("upper", "Hello")]
+    greeting, unknown = f"base on {served.address}; /help lists the commands", "no model 'uper'; there is upper"
+    assert out == "\n".join([greeting, "base", "upper", said[0], unknown, said[1], cli_client.HELP, said[2], ""])
+
+
+def test_chat_survives_a_refused_turn(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("word " * 300 + "\nHello\n"))
+    code, out, err = run(["chat", "--server", served.address, "--max-tokens", "5", "--temperature", "0"], capsys)
+    assert code == 0 and "OUT_OF_RANGE" in err
+    asked = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")])
+    assert served.generate(request(asked, 5, ignore_eos=None)).outputs[0].text in out
+
+
+# -- the example --------------------------------------------------------------------------------
+
+
+def test_the_example_asks_every_model(served: Served):
+    done = subprocess.run(
+        [sys.executable, "examples/grpc_client.py", "--server", served.address, "--max-tokens", "6", "Hello"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for model in ("base", "upper"):
+        expected = served.generate(request("Hello", 6, model=model, ignore_eos=None)).outputs[0].text
+        assert f"{model:>16}: {expected!r}" in done.stdout
