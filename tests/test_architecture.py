@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"serve", "model", "adapters", "engine"},
 }
 # Tops: what a user starts. They may import every room, and no room imports them.
-TOPS = {"__init__", "llm", "cli", "__main__"}
+TOPS = {"__init__", "llm", "cli", "cli_client", "__main__"}
 
 # Policy: the server and a simulator run these same objects, so they never see a device.
 NO_JAX = [

@@ -201,9 +201,9 @@ class Scheduler:
         return started
 
     def _not_yet(self, sequence: Sequence) -> bool:
-        """A token is unread (preempted this instant), or its leader's prompt is not computed yet."""
+        """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
         leader = sequence.leader
-        behind = leader is not None and leader.finished is None and leader.computed < leader.prompt_len
+        behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
         reuse = self.manager.prefix_reuse and not sequence.request.bypass_prefix_cache
         return sequence.in_flight > 0 or (reuse and behind)
 

@@ -15,6 +15,7 @@ H head width, B tokens per block, P pool blocks, G = N / K.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -162,7 +163,7 @@ def lora(
     active: ActiveBlocks,
     adapters: jax.Array,
     unit: UnitLayout,
-    psum=lambda h: h,
+    psum: Callable[[jax.Array], jax.Array] = lambda h: h,
 ) -> jax.Array:
     """One projection's delta for T tokens.
 

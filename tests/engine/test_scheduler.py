@@ -1,0 +1,233 @@
+"""The scheduler alone, in plain Python: a fake device draws token 7 unless told otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from jlora.cache.manager import CacheManager
+from jlora.config import EngineConfig
+from jlora.engine.plan import Drawn, Sequence, StepPlan
+from jlora.engine.scheduler import Scheduler
+from jlora.errors import AlreadyExists, ResourceExhausted
+from jlora.types import Request, SamplingParams, TokenEvent
+
+EOS = 2
+BLOCK = 4
+
+
+class Bench:
+    """A scheduler with a device that answers one step late, as the engine runs it."""
+
+    def __init__(self, blocks: int = 64, draw: Callable[[Sequence, int], int] = lambda s, p: 7, **config: int):
+        self.manager = CacheManager(blocks, BLOCK)
+        self.scheduler = Scheduler(self.manager, EngineConfig(**config), [EOS])
+        self.draw = draw
+        self.events: list[TokenEvent] = []
+        self.plans: list[StepPlan] = []
+        self.now = 0.0
+        self._in_flight: StepPlan | None = None
+
+    def submit(self, name: str, prompt: int | list[int], max_tokens: int = 4, **kwargs) -> None:
+        tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
+        fields = {k: kwargs.pop(k) for k in ("priority", "bypass_prefix_cache", "deadline") if k in kwargs}
+        adapter = kwargs.pop("adapter", self.manager.base)
+        params = SamplingParams(max_tokens=max_tokens, **kwargs)
+        self.scheduler.submit(Request(name, tuple(tokens), params, **fields), adapter, self.now)
+
+    def step(self) -> None:
+        self.now += 1
+        plan = self.scheduler.plan(self.now)
+        self.plans.append(plan)
+        done, self._in_flight = self._in_flight, plan if plan.work else None
+        if done is not None:
+            drawn = [Drawn(self.draw(w.sequence, w.start + w.count) if w.samples else None) for w in done.work]
+            self.events += self.scheduler.commit(done, drawn, self.now)
+        self.manager.check_integrity()
+
+    def finish(self, limit: int = 500) -> None:
+        while self.scheduler.live or self._in_flight:
+            self.step()
+            limit -= 1
+            assert limit, "the scheduler does not get on"
+
+    def tokens(self, name: str, index: int = 0) -> list[int]:
+        mine = [e for e in self.events if e.request_id == name and e.index == index]
+        return [e.token_id for e in mine if e.token_id is not None]
+
+    def reason(self, name: str, index: int = 0) -> str | None:
+        return next(e.finish_reason for e in self.events if (e.request_id, e.index) == (name, index) and e.usage)
+
+
+def work(plan: StepPlan) -> dict[str, tuple[int, int]]:
+    return {w.sequence.request.id: (w.start, w.count) for w in plan.work}
+
+
+def test_a_long_prompt_is_cut_into_chunks_while_others_decode():
+    bench = Bench(max_step_tokens=8)
+    bench.submit("short", 3, max_tokens=9)
+    bench.step()
+    bench.submit("long", 20)
+    bench.finish()
+    chunks = [work(p)["long"] for p in bench.plans if "long" in work(p)]
+    assert chunks[:3] == [(0, 8), (8, 8), (16, 4)]
+    assert all("short" in work(p) for p in bench.plans[1:4])
+    assert bench.tokens("long") == [7] * 4 and bench.tokens("short") == [7] * 9
+
+
+def test_a_step_is_planned_before_the_last_one_is_read():
+    bench = Bench()
+    bench.submit("a", 3, max_tokens=3)
+    bench.step()
+    bench.step()
+    assert work(bench.plans[1]) == {"a": (3, 1)} and len(bench.tokens("a")) == 1
+
+
+def test_no_step_is_spent_past_max_tokens():
+    bench = Bench()
+    bench.submit("a", 3, max_tokens=2)
+    bench.finish()
+    assert sum(w.samples for p in bench.plans for w in p.work) == 2
+    assert bench.reason("a") == "length"
+
+
+def test_an_end_token_stops_and_what_was_in_flight_is_dropped():
+    bench = Bench(draw=lambda s, position: EOS if position == 5 else 7)
+    bench.submit("a", 3, max_tokens=50)
+    bench.finish()
+    assert bench.tokens("a") == [7, 7, EOS] and bench.reason("a") == "stop"
+    assert bench.events[-1].usage is not None and bench.events[-1].usage.completion_tokens == 3
+
+
+def test_ignore_eos_goes_on_and_stop_token_ids_stop():
+    bench = Bench(draw=lambda s, position: {4: EOS, 6: 9}.get(position, 7))
+    bench.submit("a", 3, max_tokens=50, ignore_eos=True, stop_token_ids=(9,))
+    bench.finish()
+    assert bench.tokens("a") == [7, EOS, 7, 9] and bench.reason("a") == "stop"
+
+
+def test_out_of_blocks_preempts_the_last_in_order_and_loses_no_token():
+    bench = Bench(blocks=8, draw=lambda s, position: 100 + position)
+    bench.submit("a", 8, max_tokens=12)
+    bench.submit("b", [50 + i for i in range(8)], max_tokens=12)
+    bench.finish()
+    assert bench.scheduler.preemptions > 0
+    assert bench.tokens("a") == bench.tokens("b") == [100 + 8 + i for i in range(12)]
+    first = next(e for e in bench.events if e.usage)
+    assert first.request_id == "a"
+
+
+def test_a_preempted_sequence_recomputes_only_what_the_tree_lost():
+    bench = Bench(blocks=9)
+    bench.submit("a", 8, max_tokens=16)
+    bench.submit("b", [50 + i for i in range(8)], max_tokens=16)
+    bench.finish()
+    assert bench.scheduler.preemptions > 0 and bench.tokens("b") == [7] * 16
+
+
+def test_higher_priority_goes_first_then_arrival():
+    bench = Bench(max_seqs=1)
+    for name, priority in (("low", -1), ("first", 0), ("second", 0), ("high", 5)):
+        bench.submit(name, 3, max_tokens=1, priority=priority)
+    bench.finish()
+    assert [e.request_id for e in bench.events if e.usage] == ["high", "first", "second", "low"]
+
+
+def test_n_completions_share_the_prompts_kv_and_draw_apart():
+    bench = Bench(draw=lambda s, position: 20 + s.index)
+    bench.submit("a", 13, max_tokens=2, n=3, seed=5)
+    bench.finish()
+    assert [bench.tokens("a", i) for i in range(3)] == [[20, 20], [21, 21], [22, 22]]
+    computed = [(w.sequence.index, w.start, w.count) for p in bench.plans for w in p.work if w.start < 13]
+    assert computed == [(0, 0, 13), (1, 12, 1), (2, 12, 1)]
+
+
+def test_abort_frees_blocks_at_once_and_ends_every_completion():
+    bench = Bench()
+    bench.submit("a", 9, max_tokens=50, n=2)
+    for _ in range(4):
+        bench.step()
+    events = bench.scheduler.abort("a", bench.now)
+    assert sorted((e.index, e.finish_reason) for e in events) == [(0, "abort"), (1, "abort")]
+    assert bench.manager.state(1).hbm.running_kv == 0
+    assert bench.scheduler.abort("a", bench.now) == []
+    bench.finish()
+
+
+def test_abort_of_a_waiting_request_leaves_the_queue_in_order():
+    bench = Bench(max_seqs=1)
+    for name in "abc":
+        bench.submit(name, 3, max_tokens=1)
+    bench.step()
+    bench.scheduler.abort("b", bench.now)
+    assert bench.scheduler.waiting == 1
+    bench.finish()
+    assert [e.request_id for e in bench.events if e.token_id is not None] == ["a", "c"]
+
+
+def test_a_deadline_aborts_wherever_the_request_is():
+    bench = Bench(max_seqs=1)
+    bench.submit("runs", 3, max_tokens=50, deadline=4.5)
+    bench.submit("waits", 3, deadline=2.5)
+    for _ in range(6):
+        bench.events += bench.scheduler.expire(bench.now + 1)
+        bench.step()
+    assert bench.reason("runs") == "abort" and bench.reason("waits") == "abort"
+    assert not bench.scheduler.live
+
+
+def test_a_front_that_found_a_stop_string_gets_its_own_token_count():
+    bench = Bench()
+    bench.submit("a", 3, max_tokens=50)
+    for _ in range(5):
+        bench.step()
+    (event,) = bench.scheduler.stop("a", 0, 2, bench.now)
+    assert event.finish_reason == "stop" and event.usage is not None and event.usage.completion_tokens == 2
+
+
+def test_queue_full_duplicate_and_never_fitting_are_refused_and_disturb_nothing():
+    bench = Bench(blocks=8, max_queue=2, max_seqs=1)
+    bench.submit("a", 3)
+    with pytest.raises(AlreadyExists, match="'a'"):
+        bench.submit("a", 3)
+    with pytest.raises(ResourceExhausted, match=r"40 tokens .* 8 blocks"):
+        bench.submit("big", 30, max_tokens=10)
+    bench.submit("b", 3)
+    with pytest.raises(ResourceExhausted, match="queue is full: 2 waiting, limit 2"):
+        bench.submit("c", 3)
+    bench.finish()
+    assert bench.tokens("a") == bench.tokens("b") == [7] * 4
+
+
+def test_a_request_bound_to_a_replaced_adapter_keeps_its_version():
+    bench = Bench(max_seqs=1)
+    old = bench.manager.add_adapter(1, 2)
+    bench.submit("runs", 3, max_tokens=6, adapter=old)
+    bench.submit("waits", 3, max_tokens=6, adapter=old)
+    bench.step()
+    bench.manager.kill(old)
+    bench.finish()
+    assert bench.tokens("waits") == [7] * 6
+    assert 1 not in bench.manager.adapters
+
+
+def test_host_work_per_step_does_not_grow_with_the_queue():
+    """Counted in heap operations, not seconds: a full pool touches one queued sequence a step."""
+    bench = Bench(blocks=8, max_seqs=4)
+    bench.submit("runs", 20, max_tokens=10)
+    bench.step()
+    for i in range(300):
+        bench.submit(f"q{i}", 20, max_tokens=10)
+    before = list(bench.scheduler._waiting)
+    calls = 0
+    acquire = bench.manager.acquire
+
+    def counting(*args, **kwargs):
+        nonlocal calls
+        calls += 1
+        return acquire(*args, **kwargs)
+
+    bench.manager.acquire = counting  # pyright: ignore[reportAttributeAccessIssue]
+    bench.step()
+    assert calls == 1 and sorted(before) == sorted(bench.scheduler._waiting)

@@ -1,0 +1,118 @@
+"""The reference ops against the textbook: dense softmax attention and a loop over tokens."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.pallas.reference import (
+    ActiveBlocks,
+    Pages,
+    attention,
+    lora,
+    read_blocks,
+    write_blocks,
+    write_kv,
+)
+
+LAYERS, BLOCKS, B, K, G, H = 2, 40, 4, 2, 3, 8
+
+
+def paged(lengths: list[int], width: int, seed: int = 0):
+    """A pool with each sequence's KV scattered over blocks, and the same KV dense."""
+    rng = np.random.default_rng(seed)
+    pool = rng.standard_normal((LAYERS * BLOCKS, B, 2 * K, H), dtype=np.float32)  # junk everywhere else
+    free = list(rng.permutation(np.arange(1, BLOCKS)))
+    table = np.zeros((len(lengths), width), np.int32)
+    dense = []
+    for i, length in enumerate(lengths):
+        kv = rng.standard_normal((length, 2 * K, H), dtype=np.float32)
+        for page in range(-(-length // B)):
+            table[i, page] = free.pop()
+            part = kv[page * B : (page + 1) * B]
+            pool[BLOCKS + table[i, page], : len(part)] = part
+        dense.append(kv)
+    return jnp.asarray(pool), table, dense
+
+
+def textbook(q: np.ndarray, kv: np.ndarray, start: int) -> np.ndarray:
+    """[C, N, H] queries at positions start.. over [length, 2K, H]."""
+    out = np.zeros_like(q)
+    for i in range(q.shape[0]):
+        for n in range(q.shape[1]):
+            k, v = kv[: start + i + 1, 2 * (n // G)], kv[: start + i + 1, 2 * (n // G) + 1]
+            s = k @ q[i, n] / np.sqrt(H)
+            p = np.exp(s - s.max())
+            out[i, n] = (p / p.sum()) @ v
+    return out
+
+
+@pytest.mark.parametrize(
+    ("chunk", "lengths"),
+    [(1, [1, 4, 5, 40]), (1, [3, 0]), (3, [3, 7, 12]), (8, [8, 30]), (16, [16])],
+    ids=["decode", "decode with padding row", "short chunks", "chunks over a prefix", "one whole prompt"],
+)
+def test_attention_equals_the_textbook_over_scattered_pages(chunk: int, lengths: list[int]):
+    pool, table, dense = paged(lengths, width=12)
+    q = np.random.default_rng(1).standard_normal((len(lengths), chunk, K * G, H), dtype=np.float32)
+    starts = np.array([max(n - chunk, 0) for n in lengths], np.int32)
+    pages = Pages(jnp.asarray(table), jnp.asarray(lengths, jnp.int32), jnp.asarray(starts))
+    got = np.asarray(jax.jit(attention)(jnp.asarray(q), pool, BLOCKS, pages))
+    for i, length in enumerate(lengths):
+        if length:
+            np.testing.assert_allclose(got[i], textbook(q[i], dense[i], starts[i]), atol=2e-6)
+        else:
+            assert not got[i].any()
+
+
+def test_write_kv_interleaves_heads_and_drops_padding():
+    pool = jnp.zeros((6, B, 2 * K, H))
+    k, v = (jnp.asarray(np.random.default_rng(s).standard_normal((3, K, H), dtype=np.float32)) for s in (0, 1))
+    out = np.asarray(write_kv(pool, jnp.array([2, 5, 6]), jnp.array([3, 0, 0]), k, v))
+    np.testing.assert_array_equal(out[2, 3, 0::2], k[0])
+    np.testing.assert_array_equal(out[5, 0, 1::2], v[1])
+    assert np.count_nonzero(out) == 2 * 2 * K * H
+
+
+def test_blocks_come_back_as_they_were_written_and_outside_ids_are_dropped():
+    pool = jnp.zeros((LAYERS * 6, B, 2 * K, H))
+    data = np.random.default_rng(0).standard_normal((3, LAYERS, B, 2 * K, H), dtype=np.float32)
+    pool = write_blocks(pool, jnp.array([4, -1, 1]), jnp.asarray(data))
+    np.testing.assert_array_equal(read_blocks(pool, jnp.array([1, 4]), LAYERS), data[[2, 0]])
+    assert not np.asarray(read_blocks(pool, jnp.array([0, 2, 3, 5]), LAYERS)).any()
+
+
+def test_lora_sums_only_the_blocks_of_each_tokens_adapter():
+    spec = ModelSpec(vocab=8, width=16, mlp=24, layers=LAYERS, heads=6, kv_heads=K, head_dim=H, max_len=64)
+    unit = PoolLayout.of(spec, BLOCKS, B).units["q"]
+    rng = np.random.default_rng(0)
+    slot = 2 * K * H
+    blocks, owners, matrices = [3, 9, 4, 20, 7], [0, 0, 1, 2, 2], []
+    pool = rng.standard_normal((LAYERS * BLOCKS, B, 2 * K, H), dtype=np.float32)  # junk everywhere else
+    for block in blocks:
+        a = rng.standard_normal((unit.per_block, unit.a), dtype=np.float32)
+        b = rng.standard_normal((unit.per_block, unit.b), dtype=np.float32)
+        cells = np.zeros((unit.per_block, unit.slots * slot), np.float32)
+        cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b] = a, b
+        row = np.zeros(B * slot, np.float32)
+        row[: cells.size] = cells.reshape(-1)
+        pool[BLOCKS + block] = row.reshape(B, 2 * K, H)
+        matrices.append((a, b))
+    x = rng.standard_normal((5, 16), dtype=np.float32)
+    tokens = [0, -1, 2, 1, 0]
+    pad = [1, 1, 1]  # entries outside start..stop belong to nobody here
+    active = ActiveBlocks(
+        jnp.array([11, *blocks, *pad]), jnp.array([0, *owners, 0, 1, 2]), jnp.int32(1), jnp.int32(1 + len(blocks))
+    )
+    got = jax.jit(lora, static_argnums=5)(jnp.asarray(x), jnp.asarray(pool), BLOCKS, active, jnp.array(tokens), unit)
+    want = np.zeros((5, unit.b), np.float32)
+    for i, owner in enumerate(tokens):
+        for j, (a, b) in enumerate(matrices):
+            if owners[j] == owner:
+                want[i] += x[i] @ a.T @ b
+    np.testing.assert_allclose(got, want, atol=2e-4)
+    assert not np.asarray(got)[1].any()
