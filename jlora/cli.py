@@ -65,13 +65,13 @@ def _serve(argv: Sequence[str]) -> int:
 
 
 def _generate(argv: Sequence[str]) -> int:
-    from jlora.cli_client import generate
+    from jlora.serve.console import generate
 
     return generate(argv)
 
 
 def _chat(argv: Sequence[str]) -> int:
-    from jlora.cli_client import chat
+    from jlora.serve.console import chat
 
     return chat(argv)
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from jlora import __version__, cli, cli_client
+from jlora import __version__, cli
+from jlora.serve import console
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
 from tests.serve import _server
@@ -138,7 +139,7 @@ def test_chat_keeps_the_history_and_switches_models(
     first = answer("", "Hello")
     said = [first, answer("upper", "Hello", first, "again"), answer("upper", "Hello")]
     greeting, unknown = f"base on {served.address}; /help lists the commands", "no model 'uper'; there is upper"
-    assert out == "\n".join([greeting, "base", "upper", said[0], unknown, said[1], cli_client.HELP, said[2], ""])
+    assert out == "\n".join([greeting, "base", "upper", said[0], unknown, said[1], console.HELP, said[2], ""])
 
 
 def test_chat_survives_a_refused_turn(

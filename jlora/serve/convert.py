@@ -96,7 +96,7 @@ def adapter_info(info: AdapterInfo) -> pb.AdapterInfo:
         target_modules=info.target_modules,
         bytes=info.bytes,
         blocks=info.blocks,
-        tier=pb.AdapterInfo.Tier.Value(info.tier),
+        tier=info.tier,
         pinned=info.pinned,
         running=info.running,
         waiting=info.waiting,

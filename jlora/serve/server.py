@@ -46,7 +46,7 @@ class GrpcServer:
     def __init__(self, backend: Backend, heartbeat_s: float):
         self.backend = backend
         self._heartbeat_s = heartbeat_s
-        self._health = health.aio.HealthServicer()
+        self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor()],
             options=[

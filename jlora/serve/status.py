@@ -57,7 +57,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler:
+    ) -> Any:
         """The same handler, wrapped; those of other packages (health, reflection) as they are."""
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method

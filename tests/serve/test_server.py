@@ -5,19 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+from collections.abc import Iterator
+from pathlib import Path
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from jlora.errors import Unavailable
 from jlora.serve.backend import Backend
 from jlora.serve.inference import InferenceServicer
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.server import SERVICES
 from jlora.serve.status import DeadlineExceeded
-from tests.serve._server import Served, refused, request, serving, wait_until
+from tests.serve._server import Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
 
@@ -123,10 +124,37 @@ def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
     served.check_idle()
 
 
-def test_a_stopped_engine_says_so_to_those_who_wait(served: Served, monkeypatch: pytest.MonkeyPatch):
-    def stopped(*_: object) -> None:
-        raise Unavailable("the server has stopped")
+@pytest.fixture
+def own(text_model: Path) -> Iterator[Served]:
+    """A server that the test may break."""
+    with serve(text_model, {"engine.warmup": False, "serve.heartbeat_s": 0.5}) as running:
+        wait_until(lambda: running.status() == "SERVING")
+        yield running
 
-    monkeypatch.setattr(served.service, "submit", stopped)
-    with refused(CODE.UNAVAILABLE, "stopped"):
-        served.generate(request())
+
+def test_a_dead_engine_is_told_to_its_clients_and_to_health(own: Served, monkeypatch: pytest.MonkeyPatch):
+    stream = own.inference.GenerateStream(request("Hello", 3000))
+    next(stream)
+
+    def die() -> None:
+        raise RuntimeError("device lost")
+
+    monkeypatch.setattr(own.service._engine, "step", die)
+    with refused(CODE.UNAVAILABLE, "stopped before the request ended"):
+        list(stream)
+    with refused(CODE.UNAVAILABLE, "failed"):
+        own.generate(request())
+    wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+
+
+def test_drain_refuses_new_requests_and_waits_for_live_ones(own: Served):
+    stream = own.inference.GenerateStream(request("Hello", 800))
+    next(stream)
+    assert not own.control.Drain(pb.DrainRequest(timeout_s=0)).drained
+    with refused(CODE.UNAVAILABLE, "draining"):
+        own.generate(request())
+    wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+    assert own.control.GetServerInfo(pb.GetServerInfoRequest()).draining
+    waiting = own.control.Drain.future(pb.DrainRequest())
+    assert list(stream)[-1].usage.completion_tokens == 800
+    assert waiting.result(timeout=10).drained
