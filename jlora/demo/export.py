@@ -87,7 +87,7 @@ def write_tokenizer(directory: Path, max_len: int) -> None:
     _write_json(directory / "tokenizer_config.json", config)
 
 
-def write_adapter(directory: Path, shape: LoraShape, lora: Lora, base_name: str) -> None:
+def write_adapter(directory: Path, shape: LoraShape, lora: Lora, base: str) -> None:
     """Writes `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
     directory.mkdir(parents=True, exist_ok=True)
     weights = {}
@@ -96,7 +96,7 @@ def write_adapter(directory: Path, shape: LoraShape, lora: Lora, base_name: str)
             module = f"base_model.model.model.layers.{index}.{MODULES[name]}"
             weights[f"{module}.lora_A.weight"] = _contiguous(a)
             weights[f"{module}.lora_B.weight"] = _contiguous(np.asarray(b).T)
-    _write_json(directory / "adapter_config.json", _adapter_config(shape, base_name))
+    _write_json(directory / "adapter_config.json", _adapter_config(shape, base))
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 
@@ -146,12 +146,12 @@ def _model_config(spec: ModelSpec) -> dict[str, Any]:
     }
 
 
-def _adapter_config(shape: LoraShape, base_name: str) -> dict[str, Any]:
+def _adapter_config(shape: LoraShape, base: str) -> dict[str, Any]:
     targets = [MODULES[name].rpartition(".")[2] for name in shape.targets]
     pattern = {MODULES[name].rpartition(".")[2]: rank for name, rank in shape.ranks.items()}
     return {
         "alpha_pattern": {},
-        "base_model_name_or_path": base_name,
+        "base_model_name_or_path": base,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

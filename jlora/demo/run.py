@@ -34,6 +34,9 @@ LATE = "reverse"  # the adapter that is loaded into the running server
 READY = re.compile(r"jlora ready grpc=(\S+)")
 START_S, STOP_S, ANSWER_S = 600.0, 60.0, 120.0
 
+# A small server: fewer batch shapes and one compiled layer make the first start short.
+SETTINGS = ("engine.max_seqs=16", "engine.max_step_tokens=256", "engine.layers=scan")
+
 
 class DemoFailed(Exception):
     """The server did not do what the demo asked of it; the message says what."""
@@ -178,10 +181,9 @@ async def server(names: Sequence[str]) -> AsyncIterator[str]:
         DemoFailed: it did not get ready, stopped by itself, or did not stop as it should.
     """
     adapters = [f"--adapter={name}={assets.adapter_path(name)}" for name in names]
-    command = [sys.executable, "-m", "jlora.serve", "--model", str(assets.MODEL), "--port", "0", *adapters]
-    process = await asyncio.create_subprocess_exec(
-        *command, "--served-model-name", "jlora-demo", stdout=asyncio.subprocess.PIPE
-    )
+    command = [sys.executable, "-m", "jlora.serve", "--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
+    command += ["--port", "0", *adapters, "--set", *SETTINGS]
+    process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:
         yield await asyncio.wait_for(_ready(process), START_S)
         if process.returncode is not None:

@@ -39,6 +39,9 @@ SPEC = ModelSpec(
     tied=True, eos_ids=(data.EOS,), bos_id=data.BOS, name="jlora-demo",
 )  # fmt: skip
 
+# What the adapters' files name as their base: where the package keeps it.
+BASE_PATH = "jlora/demo/assets/model"
+
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
@@ -202,7 +205,7 @@ def train_adapter(run: Run, params: Any, task: Task) -> None:
         return loss_of(params, lora_joint(lora, task.lora), ids, mask)
 
     lora, last = fit(stage, new_lora(task.lora, seed), loss)
-    export.write_adapter(run.out / "adapters" / task.name, task.lora, lora, SPEC.name)
+    export.write_adapter(run.out / "adapters" / task.name, task.lora, lora, BASE_PATH)
     texts = data.held_out_texts(seed, run.texts, task.digits)
     exact = exact_share(params, lora_joint(lora, task.lora), task.transform, texts)
     _report(run, stage, {"loss": last, "exact": exact, "seconds": time.monotonic() - started})

@@ -61,9 +61,10 @@ def test_chat_template_writes_what_training_saw(tokenizer: Tokenizer):
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec: ModelSpec):
+def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec: ModelSpec, caplog):
     shape = TASKS[name].lora
-    adapter = read_peft(assets.adapter_path(name), spec, max_rank=64, base_names=("jlora-demo",))
+    adapter = read_peft(assets.adapter_path(name), spec, max_rank=64, base_names=(spec.name,))
+    assert not caplog.records, "the reader warned"
     assert set(adapter.target_modules) == set(shape.targets)
     for (layer, projection), (a, b) in adapter.weights.items():
         assert 0 <= layer < spec.layers
@@ -73,7 +74,7 @@ def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec
 @pytest.mark.parametrize("name", TASKS)
 def test_adapter_folds_the_scale_that_training_used(name: str, spec: ModelSpec):
     shape, trained = TASKS[name].lora, export.read_adapter(assets.adapter_path(name), spec.layers)
-    adapter = read_peft(assets.adapter_path(name), spec, max_rank=64, base_names=("jlora-demo",))
+    adapter = read_peft(assets.adapter_path(name), spec, max_rank=64)
     projection = shape.targets[0]
     a, b = trained[0][projection]
     np.testing.assert_allclose(adapter.weights[0, projection][0], a, rtol=1e-6)
