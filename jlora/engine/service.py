@@ -18,7 +18,7 @@ from jlora.adapters.peft import read_peft
 from jlora.config import Config
 from jlora.engine.build import base_names, build_engine
 from jlora.engine.engine import Engine, EngineStats, PrefetchResult
-from jlora.errors import InvalidArgument, Unavailable
+from jlora.errors import AlreadyExists, InvalidArgument, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
 from jlora.validation import Limits
@@ -70,6 +70,8 @@ class Service:
             raise Unavailable("the server is draining and takes no new requests")
 
         def admit() -> None:
+            if request.id in self._sinks:  # ended, but its last event is not out yet
+                raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
             self._engine.submit(request)
             self._sinks[request.id] = (sink, set(range(request.sampling.n)))
 
