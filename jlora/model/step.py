@@ -21,7 +21,7 @@ from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
 from jlora.model.llama import Joints, Params, forward, logits
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
-from jlora.model.spec import PROJECTIONS, ModelSpec
+from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.reference import ActiveBlocks, Pages, attention, lora, read_blocks, write_blocks, write_kv
 
 
@@ -114,19 +114,18 @@ def _forward(spec: ModelSpec, layout: PoolLayout, shard, params: Params, pool: j
 
     def attend(pool, layer, q, k, v):
         first = layer * layout.blocks
+        pool, q, k, v = jax.lax.optimization_barrier((pool, q, k, v))  # the adapters' reads come before
         pool = write_kv(pool, jnp.where(inside, b.write_rows + first, outside), b.write_slots, k, v)
         pool, q = jax.lax.optimization_barrier((pool, q))  # reads come after this write
         out = attention(q.reshape(rows, chunk, *q.shape[1:]), pool, first, pages)
         return pool, out.reshape(rows * chunk, *q.shape[1:])
 
     def adapt(pool, layer, x, names):
-        return [_delta(name, pool, layer, x) for name in names]
-
-    def _delta(name, pool, layer, x):
-        i = PROJECTIONS.index(name)
-        active = ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1])
-        x = x if name in ("o", "down") else shard.slice(x)
-        return lora(x, pool, layer * layout.blocks, active, adapters, layout.units[name], shard.psum)
+        at = [PROJECTIONS.index(name) for name in names]
+        active = [ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for i in at]
+        x = x if names[0] in ROW_PARALLEL else shard.slice(x)
+        units = [layout.units[name] for name in names]
+        return lora(x, pool, layer * layout.blocks, active, adapters, units, shard.psum)
 
     joints = Joints(attend, adapt, shard)
     pool, hidden = forward(spec, params, tokens.reshape(-1), positions, pool, joints)

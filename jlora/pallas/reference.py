@@ -15,15 +15,18 @@ H head width, B tokens per block, P pool blocks, G = N / K.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jlora.layout import UnitLayout
 
+TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
 NEG = -1e30  # finite, so that a fully masked tile gives zeros and never NaN
 
 
@@ -160,37 +163,47 @@ def lora(
     x: jax.Array,
     pool: jax.Array,
     first_row: jax.Array | int,
-    active: ActiveBlocks,
+    active: Sequence[ActiveBlocks],
     adapters: jax.Array,
-    unit: UnitLayout,
+    units: Sequence[UnitLayout],
     psum: Callable[[jax.Array], jax.Array] = lambda h: h,
-) -> jax.Array:
-    """One projection's delta for T tokens.
+) -> list[jax.Array]:
+    """The deltas of projections that share an input (q, k, v; gate, up), for T tokens.
 
     Args:
         x: [T, a] this shard's slice of the input.
+        active, units: per projection, its active blocks and how its units lie in a block.
         adapters: [T] adapter index of each token, -1 for none.
-        unit: how the projection's units lie in a block.
-        psum: adds the partial x·Aᵀ of all shards.
+        psum: adds the partial x·Aᵀ of all shards; called once per tile for all projections.
     Returns:
-        [T, b], this shard's slice of the output.
+        Per projection [T, b], this shard's slice of the output.
     """
-    per_tile = max(1, 64 // unit.per_block)
-    slot = pool.shape[2] * pool.shape[3]
+    tiles = [max(1, TILE_UNITS // unit.per_block) for unit in units]
 
-    def body(i, out):
-        entry = active.start + i * per_tile + jnp.arange(per_tile, dtype=jnp.int32)
-        at = jnp.minimum(entry, active.blocks.shape[0] - 1)
-        owner = jnp.where(entry < active.stop, active.owners[at], -2)  # -2 is no token's adapter
-        rows = pool[first_row + active.blocks[at]].reshape(per_tile, -1)
-        cells = rows[:, : unit.per_block * unit.slots * slot].reshape(per_tile * unit.per_block, unit.slots * slot)
-        a, b = cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b]
-        h = psum(x @ a.T)
-        mine = adapters[:, None] == jnp.repeat(owner, unit.per_block, total_repeat_length=cells.shape[0])
-        return out + jnp.where(mine, h, 0) @ b
+    def body(i, deltas):
+        parts = [_tile(pool, first_row, *p, i) for p in zip(active, units, tiles, strict=True)]
+        h = psum(jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1))
+        ends = np.cumsum([a.shape[0] for a, _, _ in parts])[:-1]
+        out = []
+        for delta, part, (_, b, owner) in zip(deltas, jnp.split(h, ends, axis=1), parts, strict=True):
+            out.append(delta + jnp.where(adapters[:, None] == owner, part, 0) @ b)
+        return out
 
-    trips = -(-(active.stop - active.start) // per_tile)
-    return lax.fori_loop(0, trips, body, jnp.zeros((x.shape[0], unit.b), x.dtype))
+    trips = [-(-(p.stop - p.start) // tile) for p, tile in zip(active, tiles, strict=True)]
+    start = [jnp.zeros((x.shape[0], unit.b), x.dtype) for unit in units]
+    return lax.fori_loop(0, functools.reduce(jnp.maximum, trips), body, start)
+
+
+def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i):
+    """The i-th tile of a projection's blocks: A [n, a], B [n, b] and each unit's owner [n]."""
+    entry = active.start + i * tile + jnp.arange(tile, dtype=jnp.int32)
+    at = jnp.minimum(entry, active.blocks.shape[0] - 1)
+    owner = jnp.where(entry < active.stop, active.owners[at], -2)  # -2 is no token's adapter
+    size = unit.slots * pool.shape[2] * pool.shape[3]
+    rows = pool[first_row + active.blocks[at]].reshape(tile, -1)
+    cells = rows[:, : unit.per_block * size].reshape(tile * unit.per_block, size)
+    owners = jnp.repeat(owner, unit.per_block, total_repeat_length=tile * unit.per_block)
+    return cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b], owners
 
 
 def block_rows(ids: jax.Array, layers: int, blocks: int) -> jax.Array:

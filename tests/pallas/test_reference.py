@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.layout import PoolLayout
+from jlora.layout import PoolLayout, UnitLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas.reference import (
     ActiveBlocks,
@@ -87,32 +87,35 @@ def test_blocks_come_back_as_they_were_written_and_outside_ids_are_dropped():
 
 
 def test_lora_sums_only_the_blocks_of_each_tokens_adapter():
+    """Two projections in one call, unequal block counts, entries of other projections around them."""
     spec = ModelSpec(vocab=8, width=16, mlp=24, layers=LAYERS, heads=6, kv_heads=K, head_dim=H, max_len=64)
-    unit = PoolLayout.of(spec, BLOCKS, B).units["q"]
+    units = [PoolLayout.of(spec, BLOCKS, B).units[name] for name in ("q", "k")]
+    blocks, owners = [[3, 9, 4, 20, 7], [11]], [[0, 0, 1, 2, 2], [2]]
     rng = np.random.default_rng(0)
-    slot = 2 * K * H
-    blocks, owners, matrices = [3, 9, 4, 20, 7], [0, 0, 1, 2, 2], []
     pool = rng.standard_normal((LAYERS * BLOCKS, B, 2 * K, H), dtype=np.float32)  # junk everywhere else
-    for block in blocks:
-        a = rng.standard_normal((unit.per_block, unit.a), dtype=np.float32)
-        b = rng.standard_normal((unit.per_block, unit.b), dtype=np.float32)
-        cells = np.zeros((unit.per_block, unit.slots * slot), np.float32)
-        cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b] = a, b
-        row = np.zeros(B * slot, np.float32)
-        row[: cells.size] = cells.reshape(-1)
-        pool[BLOCKS + block] = row.reshape(B, 2 * K, H)
-        matrices.append((a, b))
+    matrices = [
+        [_fill(pool, BLOCKS + block, unit, rng) for block in ids] for ids, unit in zip(blocks, units, strict=True)
+    ]
+    flat, who = jnp.array([5, *blocks[0], *blocks[1], 6]), jnp.array([1, *owners[0], *owners[1], 1])
+    ends = jnp.array([1, 1 + len(blocks[0]), 1 + len(blocks[0]) + len(blocks[1])])
+    active = [ActiveBlocks(flat, who, ends[i], ends[i + 1]) for i in range(2)]
     x = rng.standard_normal((5, 16), dtype=np.float32)
     tokens = [0, -1, 2, 1, 0]
-    pad = [1, 1, 1]  # entries outside start..stop belong to nobody here
-    active = ActiveBlocks(
-        jnp.array([11, *blocks, *pad]), jnp.array([0, *owners, 0, 1, 2]), jnp.int32(1), jnp.int32(1 + len(blocks))
-    )
-    got = jax.jit(lora, static_argnums=5)(jnp.asarray(x), jnp.asarray(pool), BLOCKS, active, jnp.array(tokens), unit)
-    want = np.zeros((5, unit.b), np.float32)
-    for i, owner in enumerate(tokens):
-        for j, (a, b) in enumerate(matrices):
-            if owners[j] == owner:
-                want[i] += x[i] @ a.T @ b
-    np.testing.assert_allclose(got, want, atol=2e-4)
-    assert not np.asarray(got)[1].any()
+
+    got = jax.jit(lambda *a: lora(*a, units=units))(x, jnp.asarray(pool), BLOCKS, active, jnp.array(tokens))
+    for delta, mats, owner in zip(got, matrices, owners, strict=True):
+        want = np.zeros(delta.shape, np.float32)
+        for i, token in enumerate(tokens):
+            want[i] = sum((x[i] @ a.T @ b for (a, b), o in zip(mats, owner, strict=True) if o == token), want[i])
+        np.testing.assert_allclose(delta, want, atol=2e-4)
+        assert not np.asarray(delta)[1].any()
+
+
+def _fill(pool: np.ndarray, row: int, unit: UnitLayout, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Random units written into one pool row; their A and B."""
+    a = rng.standard_normal((unit.per_block, unit.a), dtype=np.float32)
+    b = rng.standard_normal((unit.per_block, unit.b), dtype=np.float32)
+    cells = np.zeros((unit.per_block, unit.slots * 2 * K * H), np.float32)
+    cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b] = a, b
+    pool[row] = np.resize(np.append(cells.reshape(-1), np.zeros(pool[row].size)), pool[row].size).reshape(B, 2 * K, H)
+    return a, b

@@ -1,0 +1,57 @@
+"""The compiled step: the pool is updated in place, on one device and on two."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+
+from jlora.config import EngineConfig
+from jlora.engine.batch import BatchBuilder
+from jlora.layout import PoolLayout
+from jlora.model import llama, sharding, step
+from jlora.model.sampling import empty_slots
+from tests._make import tiny_spec
+
+BLOCKS, MAX_SEQS = 2000, 4
+
+
+def compiled(rows: int, chunk: int, tp: int, stacked: bool):
+    """The forward program compiled from abstract values only, and its pool's bytes per device."""
+    spec = tiny_spec()
+    mesh = sharding.make_mesh(tp)
+    layout = PoolLayout.of(spec, BLOCKS, 8, tp)
+    programs = step.build(spec, layout, mesh, stacked)
+    params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
+    if stacked:
+        params, specs = jax.eval_shape(llama.stack_layers, params), sharding.stacked_specs(specs)
+
+    def placed(x: jax.ShapeDtypeStruct, s) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
+
+    builder = BatchBuilder(layout, EngineConfig(max_seqs=MAX_SEQS, max_step_tokens=16), 128, spec.vocab, lambda uid: ())
+    pool = placed(jax.ShapeDtypeStruct(layout.shape, np.float32), sharding.POOL)
+    last = jax.eval_shape(lambda: empty_slots(MAX_SEQS, spec.vocab)).last
+    lowered = programs.forward.lower(jax.tree.map(placed, params, specs), pool, last, builder.blank(rows, chunk).batch)
+    return lowered.compile(), BLOCKS * layout.block_bytes // tp
+
+
+@pytest.mark.parametrize("stacked", [True, False], ids=["scan", "unrolled"])
+@pytest.mark.parametrize(("rows", "chunk", "tp"), [(4, 1, 1), (1, 16, 1), (4, 1, 2)])
+def test_the_forward_updates_the_pool_in_place(rows: int, chunk: int, tp: int, stacked: bool):
+    program, pool_bytes = compiled(rows, chunk, tp, stacked)
+    memory = program.memory_analysis()
+    assert memory.alias_size_in_bytes >= pool_bytes
+    assert memory.temp_size_in_bytes < 0.05 * pool_bytes
+
+
+def test_swapping_blocks_in_updates_the_pool_in_place():
+    spec = tiny_spec()
+    layout = PoolLayout.of(spec, BLOCKS, 8)
+    programs = step.build(spec, layout, sharding.make_mesh(1), True)
+    pool = jax.ShapeDtypeStruct(layout.shape, np.float32)
+    data = jax.ShapeDtypeStruct((4, *layout.block_shape), np.float32)
+    memory = programs.write_blocks.lower(pool, jax.ShapeDtypeStruct((4,), np.int32), data).compile().memory_analysis()
+    pool_bytes = BLOCKS * layout.block_bytes
+    assert memory.alias_size_in_bytes >= pool_bytes and memory.temp_size_in_bytes < 0.05 * pool_bytes
