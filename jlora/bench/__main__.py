@@ -1,0 +1,102 @@
+"""`jlora bench [NAME]`: measures this machine, writes raw JSON and a page of tables.
+
+    jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
+    jlora bench throughput | latency | host                one of them
+    jlora bench                                            all of them
+
+The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
+measured alone. Finished rounds are kept in --work: an interrupted run goes on where it stopped.
+Run it on a machine that does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from jlora.bench import host, latency, report, throughput
+from jlora.bench.rounds import Budget
+from jlora.bench.throughput import Setup
+from jlora.bench.workload import R1, R1_QUICK
+from jlora.errors import JloraError
+from jlora.serve.flags import Parser
+
+GROUPS: Mapping[str, tuple[str, ...]] = {
+    "all": ("throughput", "latency", "host"),
+    "peers": ("throughput", "latency"),
+    "throughput": ("throughput",),
+    "latency": ("latency",),
+    "host": ("host",),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the benchmarks asked for; returns the exit code."""
+    args = parser().parse(list(sys.argv[1:] if argv is None else argv))
+    benchmarks: Mapping[str, Callable[[argparse.Namespace, str], dict[str, Any]]] = {
+        "throughput": _throughput,
+        "latency": _latency,
+        "host": _host,
+    }
+    try:
+        for name in GROUPS[args.name]:
+            for dtype in args.dtype if name != "host" else args.dtype[:1]:
+                path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
+                print(f"{name} {dtype}: {path}", flush=True)
+    except (JloraError, RuntimeError) as e:
+        print(f"jlora bench: {e}", file=sys.stderr)
+        return 1
+    print(f"{args.out / report.PAGE}")
+    return 0
+
+
+def parser() -> Parser:
+    """The flags of `jlora bench`."""
+    made = Parser("jlora bench", __doc__ or "")
+    made.add_argument("name", nargs="?", default="all", choices=list(GROUPS), help="which benchmark (default: all)")
+    made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
+    made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
+    made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15)")
+    made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
+    made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
+    made.add_argument("--out", type=Path, default=Path("docs/results"), help="where results go")
+    made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights and unfinished runs")
+    made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
+    made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
+    return made
+
+
+def _setup(args: argparse.Namespace, dtype: str, rounds: int) -> Setup:
+    pairs = [item.partition("=") for item in args.set]
+    return Setup(
+        plan=R1_QUICK if args.quick else R1,
+        dtype=dtype,
+        budget=Budget(args.rounds or (2 if args.quick else rounds), args.minutes),
+        work=args.work / ("quick" if args.quick else "r1"),
+        peer_python=args.peer_python,
+        settings={key: value for key, _, value in pairs},
+        grpc=not args.no_grpc,
+    )
+
+
+def _throughput(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    return throughput.run(_setup(args, dtype, rounds=5))
+
+
+def _latency(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    prompts, tokens = ((8, 24), 8) if args.quick else ((128, 512), 32)
+    return latency.run(_setup(args, dtype, rounds=15), prompts, tokens)
+
+
+def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    setup = _setup(args, dtype, rounds=5)
+    setup = replace(setup, plan=host.HOST, work=setup.work / "host")
+    return host.run(setup, host.QUICK_LOADS if args.quick else host.LOADS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

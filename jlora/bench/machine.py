@@ -1,0 +1,44 @@
+"""The machine and the versions that a number was measured on."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("jlora", "jax", "jaxlib", "flax", "numpy", "grpcio")
+
+
+def describe() -> dict[str, Any]:
+    """Processor, cores, memory, system, threads."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(memory / 2**30, 1),
+        "system": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that matter to speed."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            found[name] = "from source"
+    return found
+
+
+def threads() -> int:
+    """Cores that this process may use; both sides of a comparison get as many threads."""
+    return len(os.sched_getaffinity(0))
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")] if cpuinfo.exists() else []
+    return names[0].partition(":")[2].strip() if names else platform.processor() or "unknown"

@@ -1,0 +1,182 @@
+"""Results: one raw JSON file per benchmark and dtype, and a page of tables made from all of them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jlora.bench import machine, rounds
+
+PAGE = "cpu.md"
+NAMES = {"throughput": "R1", "latency": "R1b", "host": "host time"}
+
+
+def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
+    """Writes OUT/NAME-DTYPE.json with machine, versions, date and command, then the page."""
+    out.mkdir(parents=True, exist_ok=True)
+    record = {
+        "benchmark": name,
+        "dtype": dtype,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": command(),
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        **result,
+    }
+    path = out / f"{name}-{dtype}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    (out / PAGE).write_text(page([json.loads(p.read_text()) for p in sorted(out.glob("*-*.json"))]))
+    return path
+
+
+def command() -> str:
+    """The command line, without folders of this machine."""
+    words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    return " ".join(["jlora bench", *words])
+
+
+def page(records: Sequence[Mapping[str, Any]]) -> str:
+    """Markdown: what was run, on what, and the medians with their spread."""
+    parts = [
+        "# CPU results\n\nMade by `jlora bench`; the JSON files beside this page hold every round. "
+        "A control outside 0.97–1.03 voids the numbers of its row.\n"
+    ]
+    sections = {"throughput": throughput, "latency": latency, "host": host}
+    for name, section in sections.items():
+        chosen = [r for r in records if r["benchmark"] == name]
+        if chosen:
+            parts.append(section(chosen))
+            parts += [origin(r) for r in chosen]
+    return "\n".join(parts)
+
+
+def throughput(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of R1."""
+    work = records[0]["settings"]["workload"]
+    rows = []
+    for r in records:
+        s = r["summary"]
+        rows.append(
+            [
+                r["dtype"],
+                f"{s['jlora_tokens_per_s']:.1f}",
+                f"{s['grpc_tokens_per_s']:.1f}" if "grpc_tokens_per_s" in s else "",
+                f"{s['peft_tokens_per_s']:.1f}" if "peft_tokens_per_s" in s else "",
+                ratio(s["ratio"]) if "ratio" in s else "",
+                f"{s['ratio_to_clairvoyant']:.2f}" if "ratio" in s else "",
+                controls(s, "jlora_control", "peft_control"),
+                str(s["rounds"]),
+                outputs(r),
+            ]
+        )
+    head = [
+        "dtype",
+        "jlora tok/s",
+        "over gRPC",
+        "PEFT tok/s",
+        "ratio",
+        "to clairvoyant PEFT",
+        "control",
+        "rounds",
+        "outputs",
+    ]
+    text = f"""## R1: many requests at once
+
+{work["parameters"] / 1e6:.1f}M parameters, {work["requests"]} requests, prompts {span(work["prompt_tokens"])}
+and outputs {span(work["output_tokens"])} tokens (uniform), {work["adapters"]} adapters of rank {work["rank"]} on \
+{", ".join(work["adapted"])}. Output tokens per second, greedy.
+PEFT runs its best static batches (`adapter_names`), found by probing; requests are batched in order of
+prompt length. *Clairvoyant* batches them by output length, which no server knows. The ratio is the
+median of the rounds (lowest–highest); the control is each side against itself a round later.
+"""
+    return text + "\n" + table(head, rows)
+
+
+def latency(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of R1b."""
+    rows = []
+    for r in records:
+        for s in r["summary"]:
+            rows.append(
+                [
+                    r["dtype"],
+                    s["case"],
+                    {"prefill_s": "prefill", "step_s": "decode, per token"}[s["metric"]],
+                    f"{s['jlora_s'] * 1e3:.1f}",
+                    f"{s['peer_s'] * 1e3:.1f} ({s['peer_way']})" if "peer_s" in s else "",
+                    ratio(s["ratio"]) if "ratio" in s else "",
+                    controls(s, "jlora_control", "peer_control"),
+                    str(s["rounds"]),
+                ]
+            )
+    head = ["dtype", "case, prompt", "what", "jlora ms", "PyTorch ms", "ratio", "control", "rounds"]
+    text = (
+        "## R1b: one request alone\n\nThe same model. PyTorch is transformers (base) or PEFT (one adapter), through "
+        "`generate` or a bare loop, whichever is faster. A ratio above 1 means that jlora is faster.\n"
+    )
+    return text + "\n" + table(head, rows)
+
+
+def host(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of host time per step."""
+    rows, fits = [], []
+    for r in records:
+        s = r["summary"]
+        rows += [[str(x["running"]), str(x["queued"]), f"{x['step_s'] * 1e6:.0f}"] for x in s["loads"]]
+        fits.append(f"{s['fixed_us']:.0f} µs + {s['per_sequence_us']:.1f} µs per running sequence")
+    text = (
+        "## Host time per step\n\nPython's part of a decode step: planning, packing, dispatch, commit. "
+        f"Without a queue: {'; '.join(fits)}.\n"
+    )
+    return text + "\n" + table(["running", "queued", "µs per step"], rows)
+
+
+def origin(record: Mapping[str, Any]) -> str:
+    """Machine, versions, date and command under a table."""
+    m, versions = record["machine"], {**record["versions"]}
+    peer = record.get("peer", {}).get("versions", {})
+    sides = ", ".join(f"{k} {v}" for k, v in versions.items())
+    other = "; the other side: " + ", ".join(f"{k} {v}" for k, v in peer.items()) if peer else ""
+    chosen = record.get("peer_batching", {}).get("prompt")
+    batches = f" PEFT's best batch: {chosen['batch']}, {chosen['cache']} cache." if chosen else ""
+    return (
+        f"- {NAMES[record['benchmark']]} {record['dtype']}: `{record['command']}`, {record['date']}, {m['processor']}, "
+        f"{m['cores']} cores, {m['memory_gib']:.0f} GiB; {sides}{other}.{batches}\n"
+    )
+
+
+def outputs(record: Mapping[str, Any]) -> str:
+    """How many outputs were equal."""
+    if "outputs" not in record:
+        return ""
+    o = record["outputs"]
+    ties = f", {o['ties']} ties" if o["ties"] else ""
+    other = f", {o['different']} different" if o["different"] else ""
+    return f"{o['equal']} of {o['requests']} equal{ties}{other}"
+
+
+def controls(summary: Mapping[str, Any], *keys: str) -> str:
+    """Both sides' controls, and whether they void the numbers beside them."""
+    values = [summary[key] for key in keys if key in summary]
+    void = "" if all(rounds.is_steady(value) for value in values) else " void"
+    return " / ".join(f"{value:.3f}" for value in values) + void
+
+
+def ratio(value: Mapping[str, float]) -> str:
+    """Median and range."""
+    return f"**{value['median']:.2f}** ({value['low']:.2f}–{value['high']:.2f})"
+
+
+def span(bounds: Sequence[int]) -> str:
+    """16–512"""
+    return f"{bounds[0]}–{bounds[1]}"
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A markdown table."""
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)]) + "\n"
