@@ -16,7 +16,7 @@ setup:  ## .venv from the newest usable Python; instant when nothing changed
 lint: setup  ## style and types
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pyright
+	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
 bench: setup  ## the benchmarks; BENCH names one and gives its flags
 	@$(PYTHON) -m jlora.bench $(BENCH)
