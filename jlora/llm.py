@@ -20,8 +20,7 @@ import queue
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -56,9 +55,6 @@ Message = Mapping[str, str]
 
 # An engine loop that has not gone round for so long is dead; the longest compilation is far shorter.
 _STALL_S = 600.0
-
-# As many requests reach the engine between two of its steps.
-_THREADS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,13 +275,11 @@ class LLM:
         free = self._service.config.engine.max_queue  # completions that the queue still takes
         try:
             while waiting or live:
-                ready = []
                 while waiting and (not live or waiting[0][1].sampling.n <= free):
                     i, request = waiting.popleft()
                     free -= request.sampling.n
                     live[i] = _LiveRequest(self._service, self.tokenizer, request)
-                    ready.append((request, lambda events, i=i: inbox.put((i, events))))
-                _together(self._service.submit, ready)
+                    self._service.submit(request, lambda events, i=i: inbox.put((i, events)))
                 i, events = self._receive(inbox)
                 for event in events:
                     shown = live[i].read(event)
@@ -297,7 +291,8 @@ class LLM:
                     del live[i]
         finally:
             with suppress(Unavailable):  # an engine that is gone has aborted them itself
-                _together(self._service.abort, [(request.id,) for request in live.values()])
+                for request in live.values():
+                    self._service.abort(request.id)
 
     def _receive(self, inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]]) -> tuple[int, list[TokenEvent]]:
         """The next events; Unavailable, not a wait for ever, if the engine has died."""
@@ -379,17 +374,6 @@ class _Answer:
             index=self._index,
             prompt_logprobs=self._prompt_logprobs,
         )
-
-
-def _together(call: Callable[..., object], arguments: Sequence[tuple[Any, ...]]) -> None:
-    """Makes all the calls, each of which waits for the engine to come between two steps: so wait for it at once."""
-    if len(arguments) < 2:
-        for one in arguments:
-            call(*one)
-        return
-    with ThreadPoolExecutor(min(len(arguments), _THREADS)) as pool:
-        for done in [pool.submit(call, *one) for one in arguments]:
-            done.result()
 
 
 def _shown(event: TokenEvent, text: str, finish_reason: FinishReason | None) -> StreamEvent:

@@ -30,6 +30,7 @@ from jlora.types import Request, Timing, TokenEvent, Usage
 
 log = logging.getLogger(__name__)
 
+
 class Inbox:
     """Events of one request between the engine thread, which puts, and one event loop, which gets.
 
@@ -97,8 +98,8 @@ class Generation:
     async def __aenter__(self) -> Self:
         """Submits; raises what `Service.submit` raises.
 
-        The engine takes requests between two steps, so the wait is on a thread: all requests that
-        arrive during a step enter together at its end. A call cancelled meanwhile is aborted then.
+        On a thread, because the engine's lock may be taken for the Python part of a step. A call
+        cancelled meanwhile is aborted when it has been submitted.
         """
         submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, self._request, self._inbox.put))
         try:

@@ -39,9 +39,7 @@ class InferenceServicer(rpc.InferenceServicer):
         async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
             return await gather(generation.deltas(), ready.sampling.n)
 
-    async def GenerateStream(
-        self, request: pb.GenerateRequest, context: Context
-    ) -> AsyncIterator[pb.GenerateResponse]:
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Deltas, as soon as they are there and the client reads."""
         ready = await self._request(request, context)
         async with Generation(self._backend, ready, eager=True) as generation:

@@ -1,11 +1,11 @@
 """The life of a serving process: bind, load, say ready, serve, drain, exit.
 
-    bind port ── taken: one line, exit 1
-    start gRPC (health NOT_SERVING, calls UNAVAILABLE)
-    load model, adapters, warm up ── cannot: one line, exit 1
-    print the ready line, health SERVING
-    SIGTERM or SIGINT: refuse new requests, let running ones end, exit 0
-    a second signal: exit at once
+bind port ── taken: one line, exit 1
+start gRPC (health NOT_SERVING, calls UNAVAILABLE)
+load model, adapters, warm up ── cannot: one line, exit 1
+print the ready line, health SERVING
+SIGTERM or SIGINT: refuse new requests, let running ones end, exit 0
+a second signal: exit at once
 """
 
 from __future__ import annotations
