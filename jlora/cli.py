@@ -1,7 +1,7 @@
 """The `jlora` command: one table of subcommands, each with its own flags and its own imports.
 
-    jlora serve --model DIR --adapter sql=PATH
-    jlora generate --model sql "How many users are there?"
+jlora serve --model DIR --adapter sql=PATH
+jlora generate --model sql "How many users are there?"
 """
 
 from __future__ import annotations
