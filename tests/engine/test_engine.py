@@ -1,0 +1,240 @@
+"""The whole engine on the CPU: the same answers whatever shares the step, and nothing left behind."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jlora import config
+from jlora.engine.service import Service
+from jlora.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from jlora.types import Request, SamplingParams, TokenEvent
+from tests import _make
+
+BASE: Mapping[str, Any] = {
+    "cache.block_tokens": 8,
+    "cache.hbm_blocks": 160,
+    "engine.max_seqs": 4,
+    "engine.max_step_tokens": 16,
+    "engine.layers": "scan",
+}
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
+SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True)
+TABLES = SamplingParams(
+    temperature=0.8, seed=3, max_tokens=12, ignore_eos=True, repetition_penalty=1.3, frequency_penalty=0.4,
+    logit_bias={5: 2.0, 9: -100.0}, min_tokens=3,
+)  # fmt: skip
+
+
+@contextmanager
+def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Iterator[Service]:
+    keys = {key.replace("__", "."): value for key, value in settings.items()}
+    paths = {f"adapters.paths.{name}": str(path) for name, path in adapters.items()}
+    service = Service.start(config.load(None, {**BASE, "model.path": str(model), **paths, **keys}), progress=False)
+    try:
+        yield service
+        service.check_integrity()
+        state = service.cache_state()
+        assert state.hbm.running_kv == 0 and state.invalid_kv == 0
+        assert service.stats().compiles_after_warmup == 0
+    finally:
+        service.stop()
+
+
+def serve(service: Service, requests: Sequence[Request]) -> dict[str, list[TokenEvent]]:
+    """Submits all at once; every request's events, grouped by request, completions in order."""
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    for request in requests:
+        service.submit(request, inbox.put)
+    events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
+    open_ = sum(request.sampling.n for request in requests)
+    while open_:
+        for event in inbox.get(timeout=120):
+            events[event.request_id].append(event)
+            open_ -= event.finish_reason is not None
+    return {name: sorted(found, key=lambda e: e.index) for name, found in events.items()}
+
+
+def tokens(events: Sequence[TokenEvent]) -> list[int]:
+    return [event.token_id for event in events if event.token_id is not None]
+
+
+def mixed() -> list[Request]:
+    """Base and adapters, short and long prompts, greedy, seeded and with penalties."""
+    prompts = [(7,), tuple(range(3, 12)), tuple(range(40, 80)), (5, 6) * 12, tuple(range(3, 20))]
+    adapters = [None, "small", "middle", "large", "large", None, "middle"]
+    params = [GREEDY, SEEDED, TABLES]
+    return [Request(f"r{i}", prompts[i % 5], params[i % 3], adapter=adapters[i % 7]) for i in range(21)]
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, tiny_adapters: dict[str, Path]) -> dict[str, list[int]]:
+    """The answers to `mixed()`, each request alone."""
+    with running(tiny_model, tiny_adapters, cache__prefix_reuse=False) as service:
+        return {request.id: tokens(serve(service, [request])[request.id]) for request in mixed()}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"cache__prefix_reuse": False},
+        {"engine__overlap": False},
+        {"engine__max_step_tokens": 5},
+        {"engine__layers": "unroll"},
+        {"model__tp": 2},
+    ],
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default",
+)
+def test_answers_are_the_same_alone_and_mixed(
+    settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with running(tiny_model, tiny_adapters, **settings) as service:
+        for _ in range(2):  # the second time most prompts are in the prefix cache
+            got = serve(service, mixed())
+            assert {name: tokens(events) for name, events in got.items()} == expected
+        hits = service.cache_state().kv_hit_tokens
+        assert (hits > 0) == settings.get("cache__prefix_reuse", True)
+
+
+def test_answers_are_the_same_when_memory_forces_preemption_and_adapter_reloads(
+    tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with running(tiny_model, tiny_adapters, cache__hbm_blocks=30) as service:
+        got = serve(service, mixed())
+        assert {name: tokens(events) for name, events in got.items()} == expected
+        assert service.stats().preemptions > 0
+        assert service.cache_state().bytes_swapped_in > service.layout.block_bytes * 30
+
+
+def test_four_devices_answer_like_one(tmp_path: Path):
+    spec = _make.make_model(tmp_path / "model", kv_heads=4)
+    adapters = {"a": _make.make_adapter(tmp_path / "a", spec, seed=5, r=6, targets=tuple(_make.MODULES))}
+    requests = [Request(f"r{i}", (3, 4 + i, 5), GREEDY, adapter=(None, "a")[i % 2]) for i in range(4)]
+    answers = []
+    for tp in (1, 4):
+        with running(tmp_path / "model", adapters, model__tp=tp, engine__max_seqs=2) as service:
+            answers.append({name: tokens(events) for name, events in serve(service, requests).items()})
+    assert answers[0] == answers[1] and len({tuple(t) for t in answers[0].values()}) > 2
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Service]:
+    with running(tiny_model, tiny_adapters) as one:
+        yield one
+
+
+def test_n_completions_draw_apart_and_reproducibly(service: Service):
+    params = SamplingParams(temperature=1.0, seed=4, n=3, max_tokens=8, ignore_eos=True)
+    first = serve(service, [Request("a", (3, 4, 5), params)])["a"]
+    again = serve(service, [Request("b", (3, 4, 5), params), *mixed()[:4]])["b"]
+    assert tokens(first) == tokens(again)
+    each = [tuple(tokens([e for e in first if e.index == i])) for i in range(3)]
+    assert len(set(each)) == 3 and all(len(t) == 8 for t in each)
+
+
+def test_usage_and_timing_tell_what_happened(service: Service):
+    prompt = tuple(range(20, 45))
+    for cached in (0, 24):
+        (last,) = [e for e in serve(service, [Request("a", prompt, GREEDY)])["a"] if e.usage]
+        assert last.usage is not None and last.timing is not None
+        assert (last.usage.prompt_tokens, last.usage.cached_tokens, last.usage.completion_tokens) == (25, cached, 12)
+        assert 0 <= last.timing.queue <= last.timing.ttft and last.timing.prefill > 0 and last.timing.tpot > 0
+
+
+def test_an_adapter_reloaded_under_its_name_answers_anew_and_leaves_no_kv(service: Service, tmp_path: Path, tiny_spec):
+    prompt = tuple(range(50, 75))
+    paths = [_make.make_adapter(tmp_path / str(i), tiny_spec, seed=70 + i, r=4, targets=("q", "v")) for i in (0, 1)]
+
+    def answer(name: str) -> list[int]:
+        return tokens(serve(service, [Request("x", prompt, GREEDY, adapter=name)])["x"])
+
+    free = service.cache_state().hbm.free
+    first = service.load_adapter("again", str(paths[0]))
+    one = answer("again")
+    with pytest.raises(AlreadyExists, match="again"):
+        service.load_adapter("again", str(paths[1]))
+    second = service.load_adapter("again", str(paths[1]), replace=True)
+    two = answer("again")
+    assert first.uid != second.uid and first.digest != second.digest and one != two
+    service.load_adapter("other", str(paths[0]))
+    assert answer("other") == one
+    for name in ("again", "other"):
+        service.unload_adapter(name)
+    assert service.cache_state().hbm.free == free
+    with pytest.raises(NotFound, match="'again'"):
+        answer("again")
+
+
+def test_near_names_are_named(service: Service):
+    with pytest.raises(NotFound, match="did you mean 'middle'"):
+        service.submit(Request("x", (3,), GREEDY, adapter="midle"), lambda events: None)
+
+
+def test_pinning_is_kept_under_pressure(service: Service):
+    assert service.pin_adapter("large", True).pinned
+    serve(service, [Request(f"p{i}", tuple(range(3 + i, 60 + i)), GREEDY) for i in range(24)])
+    assert service.adapter("large").tier == "HBM"
+    service.pin_adapter("large", False)
+
+
+def test_prompt_logprobs_cover_the_prompt_and_come_once(service: Service):
+    prompt = tuple(range(3, 90))
+    params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
+    events = serve(service, [Request("a", prompt, params)])["a"]
+    reports = [e.prompt_logprobs for e in events if e.prompt_logprobs is not None]
+    assert len(reports) == 1 and reports[0][0] is None
+    assert [r.token_id for r in reports[0][1:] if r] == list(prompt[1:])
+    assert all(r and len(r.top) == 2 and r.logprob <= 0 for r in reports[0][1:])
+
+
+def test_an_abort_frees_the_blocks_before_the_next_step(service: Service):
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
+    service.submit(Request("gone", (3, 4, 5), params), inbox.put)
+    inbox.get(timeout=60)
+    assert service.abort("gone")
+    assert service.cache_state().hbm.running_kv == 0
+    while not (events := inbox.get(timeout=60))[-1].finish_reason:
+        pass
+    assert events[-1].finish_reason == "abort" and not service.abort("gone")
+
+
+def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Service, tmp_path: Path, tiny_spec):
+    path = _make.make_adapter(tmp_path / "big", tiny_spec, seed=1, r=200, targets=tuple(_make.MODULES))
+    with pytest.raises(ResourceExhausted, match=r"needs \d+ blocks of the pool's 160; raise cache.hbm_blocks"):
+        service.load_adapter("big", str(path))
+    assert "big" not in [info.name for info in service.adapters()]
+
+
+def test_activated_lora_is_refused_by_name(service: Service, tmp_path: Path, tiny_spec):
+    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=1, r=2, targets=("q",), alora_invocation_tokens=[5, 6])
+    with pytest.raises(InvalidArgument, match="alora_invocation_tokens"):
+        service.load_adapter("activated", str(path))
+
+
+def test_a_stopped_service_says_so(tiny_model: Path):
+    with running(tiny_model, {}, engine__warmup=False, engine__max_seqs=2) as service:
+        pass
+    with pytest.raises(Unavailable):
+        service.submit(Request("x", (3,), GREEDY), lambda events: None)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("cache__hbm_blocks", 10**9, r"model does not fit: .* need .* GiB of the .* GiB free; lower cache.hbm_blocks"),
+        ("model__tp", 3, r"model.tp = 3: must divide the model's 2 key-value heads"),
+        ("model__tp", 16, r"model.tp = 16: this process sees 4 cpu devices"),
+        ("cache__block_tokens", 2, r"cache.block_tokens = 2: must be at least 3 to hold one rank of"),
+        ("model__path", "/nowhere/at/all", "model.path"),
+    ],
+)
+def test_a_server_that_cannot_start_says_what_to_change(key: str, value: Any, message: str, tiny_model: Path):
+    with pytest.raises((ConfigError, NotFound), match=message), running(tiny_model, {}, **{key: value}):
+        raise AssertionError("it started")
