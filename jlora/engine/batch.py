@@ -1,7 +1,9 @@
 """Turns a plan's work into the padded arrays of a launch. numpy only; the runner ships them.
 
-Shapes come from a short list of buckets, so that everything is compiled at start: decode rows
-are powers of two; a prompt chunk runs alone in the next larger chunk size, short ones together.
+A launch is a number of rows of equally many tokens. A decoding sequence is a row of one token. A
+prompt chunk takes as many rows of `ROW` tokens as it needs, so long and short prompts share a
+launch and only each one's last row has padding. The numbers of rows come from short lists, so
+that everything is compiled at start.
 """
 
 from __future__ import annotations
@@ -12,14 +14,13 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jlora.config import EngineConfig
-from jlora.engine.plan import SCORED_CHUNK, Work
+from jlora.engine.plan import ROW, SCORED_CHUNK, Work
 from jlora.engine.plan import Sequence as Seq
 from jlora.layout import PoolLayout
 from jlora.model.sampling import SampleBatch
 from jlora.model.spec import PROJECTIONS
 from jlora.model.step import Batch
 
-SHORT = (16, 64)  # chunk sizes in which several prompts share a launch
 BANNED = 96  # most end tokens that min_tokens can hold back: a request's 64 and the model's
 
 # adapter uid -> for each of its device blocks, the projection whose units it holds
@@ -28,40 +29,41 @@ Projections = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Every compiled shape: `decode` rows with one token, `chunks` (rows, tokens)."""
+    """Every compiled number of rows: `decode` with one token each, `prefill` with ROW tokens each."""
 
     decode: tuple[int, ...]
-    chunks: tuple[tuple[int, int], ...]
+    prefill: tuple[int, ...]
 
     @classmethod
     def of(cls, config: EngineConfig) -> Buckets:
-        """Powers of two up to max_seqs; chunk sizes up to max_step_tokens, half steps from 64 on."""
-        decode = [2]
-        while decode[-1] < config.max_seqs:
-            decode.append(decode[-1] * 2)
-        sizes = [16]
-        while sizes[-1] < config.max_step_tokens:
-            last = sizes[-1]
-            power = last & (last - 1) == 0
-            sizes.append(last * 3 // 2 if power and last >= 64 else (last * 2 if power else last * 4 // 3))
-        chunks = [(1, c) for c in sizes]
-        chunks += [(rows, c) for rows in (2, 4, 8) for c in SHORT if c <= sizes[-1] and rows <= config.max_seqs]
-        return cls(tuple(decode), tuple(chunks))
+        """Powers of two up to max_seqs (at least 2), and up to max_step_tokens with half steps."""
+        most = -(-config.max_step_tokens // ROW)
+        decode = [n for n in _sizes(2 * config.max_seqs) if n & (n - 1) == 0 and n > 1]
+        return cls(_up_to(config.max_seqs, decode), _up_to(most, _sizes(2 * most)))
 
-    def decode_rows(self, rows: int) -> int:
-        return next(n for n in self.decode if n >= rows)
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """(rows, tokens per row) of every forward program."""
+        return [(rows, 1) for rows in self.decode] + [(rows, ROW) for rows in self.prefill]
 
-    def chunk(self, rows: int, tokens: int) -> tuple[int, int]:
-        return min((s, c) for s, c in self.chunks if s >= rows and c >= tokens)
 
-    def groups(self, works: Sequence[Work]) -> list[list[Work]]:
-        """Splits prompt work into launches: long chunks alone, short ones of like size together."""
-        alone = [[w] for w in works if w.count > SHORT[-1] or _scores(w)]
-        most = max(rows for rows, _ in self.chunks)
-        for low, high in zip((0, *SHORT), SHORT, strict=False):
-            like = [w for w in works if low < w.count <= high and not _scores(w)]
-            alone += [like[i : i + most] for i in range(0, len(like), most)]
-        return alone
+def _sizes(limit: int) -> list[int]:
+    """1, 2, 3, 4, 6, 8, 12, 16, ... up to `limit`."""
+    powers = [1 << i for i in range(limit.bit_length())]
+    return sorted(n for n in {*powers, *(p * 3 // 2 for p in powers[1:])} if n <= max(limit, 2))
+
+
+def _up_to(most: int, sizes: Sequence[int]) -> tuple[int, ...]:
+    """The sizes up to the first that holds `most`."""
+    return tuple(n for n in sizes if n <= next(size for size in sizes if size >= most))
+
+
+def _fitting(sizes: Sequence[int], rows: int) -> int:
+    return next(n for n in sizes if n >= rows)
+
+
+def _rows(work: Work) -> int:
+    return -(-work.count // ROW)
 
 
 def _scores(work: Work) -> bool:
@@ -144,75 +146,74 @@ class BatchBuilder:
         """Every launch of a step, decode first; together they hold each work once."""
         out = []
         if decode:
-            out.append(self.launch(decode, self.buckets.decode_rows(len(decode)), 1))
-        for group in self.buckets.groups(prefill):
-            rows, chunk = self.buckets.chunk(len(group), max(w.count for w in group))
-            out.append(self.launch(group, rows, chunk))
+            out.append(self.launch(decode, _fitting(self.buckets.decode, len(decode)), 1))
+        # A scored chunk runs alone: logits are taken of every token of its launch.
+        groups = [[w] for w in prefill if _scores(w)] + [[w for w in prefill if not _scores(w)]]
+        for group in filter(None, groups):
+            out.append(self.launch(group, _fitting(self.buckets.prefill, sum(map(_rows, group))), ROW))
         return out
 
     def blank(self, rows: int, chunk: int) -> Launch:
         """A launch of nothing but padding, for warm-up; scored where scoring is possible."""
         launch = self.launch((), rows, chunk)
-        scored = rows == 1 and chunk <= SCORED_CHUNK
-        sampling = self._sampling((), len(launch.batch.last))
-        return replace(launch, sampling=sampling, score_targets=np.zeros(chunk, np.int32) if scored else None)
+        scored = chunk > 1 and (rows - 1) * chunk < SCORED_CHUNK
+        targets = np.zeros(rows * chunk, np.int32) if scored else None
+        return replace(launch, sampling=self._sampling((), len(launch.batch.last)), score_targets=targets)
 
     def launch(self, works: Sequence[Work], rows: int, chunk: int) -> Launch:
-        """Pads `works` to `rows` sequences of `chunk` tokens."""
+        """Lays `works` into `rows` rows of `chunk` tokens."""
         size = self._layout.block_tokens
         tokens = np.zeros((rows, chunk), np.int32)
         source = np.full(rows, -1, np.int32)
-        starts, lengths, counts = (np.zeros(rows, np.int32) for _ in range(3))
+        starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         table = np.zeros((rows, self._width), np.int32)
+        row_of = np.full(rows, -1, np.int32)  # index of the row's work
+        last = np.zeros(max(2, rows), np.int32)  # at least two: one-row products are slow on CPU
+        row = 0
         for i, (seq, start, count, _) in enumerate(works):
-            known = seq.tokens[start : start + count]
-            tokens[i, : len(known)] = known
-            if len(known) < count:  # the last token is still on the device
-                source[i] = seq.slot
-            starts[i], counts[i] = start, count
             blocks = seq.lease.blocks if seq.lease else ()
-            table[i, : len(blocks)] = blocks
-        lengths = starts + counts
+            table[row, : len(blocks)] = blocks
+            for at in range(start, start + count, chunk):
+                part = seq.tokens[at : min(at + chunk, start + count)]
+                tokens[row, : len(part)] = part
+                starts[row], counts[row], row_of[row] = at, min(chunk, start + count - at), i
+                table[row] = table[row - 1] if at > start else table[row]
+                row += 1
+            if start + count > len(seq.tokens):  # the last token is still on the device
+                source[row - 1] = seq.slot
+            last[i] = (row - 1) * chunk + counts[row - 1] - 1
         offsets = np.arange(chunk, dtype=np.int32)
         positions = starts[:, None] + offsets
-        inside = offsets < counts[:, None]
         page = np.take_along_axis(table, np.minimum(positions // size, self._width - 1), axis=1)
-        adapters, active = self._active(works, rows)
+        adapters, active = self._active(works, row_of)
         batch = Batch(
             tokens=tokens,
             source=source,
             starts=starts,
-            lengths=lengths,
-            write_rows=np.where(inside, page, -1).reshape(-1),
+            lengths=starts + counts,
+            write_rows=np.where(offsets < counts[:, None], page, -1).reshape(-1),
             write_slots=(positions % size).reshape(-1),
             table=table,
             adapters=adapters,
             blocks=active[0],
             owners=active[1],
             offsets=active[2],
-            last=self._last(works, rows, chunk),
+            last=last,
         )
-        sampling = self._sampling(works, len(batch.last)) if any(w.samples for w in works) else None
-        return Launch(tuple(works), batch, sampling, self._targets(works, chunk))
+        sampling = self._sampling(works, len(last)) if any(w.samples for w in works) else None
+        return Launch(tuple(works), batch, sampling, self._targets(works, rows * chunk))
 
-    def _last(self, works: Sequence[Work], rows: int, chunk: int) -> np.ndarray:
-        """Index of each sequence's last token; at least two rows (one-row products are slow on CPU)."""
-        last = np.zeros(max(2, rows), np.int32)
-        for i, work in enumerate(works):
-            last[i] = i * chunk + work.count - 1
-        return last
-
-    def _active(self, works: Sequence[Work], rows: int) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Adapter index per sequence and the adapters' blocks, grouped by projection."""
+    def _active(
+        self, works: Sequence[Work], row_of: np.ndarray
+    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """Adapter index per row and the adapters' blocks, grouped by projection."""
         nodes = {w.sequence.adapter.uid: w.sequence.adapter for w in works if w.sequence.adapter.size}
         index = {uid: i for i, uid in enumerate(nodes)}
-        adapters = np.full(rows, -1, np.int32)
-        for i, work in enumerate(works):
-            adapters[i] = index.get(work.sequence.adapter.uid, -1)
+        of_work = np.array([index.get(w.sequence.adapter.uid, -1) for w in works] + [-1], np.int32)
         key = tuple((uid, tuple(node.blocks)) for uid, node in nodes.items())
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = (key, self._group(key))
-        return adapters, self._adapters[1]
+        return of_work[row_of], self._adapters[1]
 
     def _group(self, key: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         by_projection: dict[str, list[tuple[int, int]]] = {name: [] for name in PROJECTIONS}
@@ -240,12 +241,12 @@ class BatchBuilder:
         v["logprobs"] = np.bool_(v["logprobs"].any())
         return SampleBatch(slot=slot, position=position, banned=banned, **v)
 
-    def _targets(self, works: Sequence[Work], chunk: int) -> np.ndarray | None:
+    def _targets(self, works: Sequence[Work], size: int) -> np.ndarray | None:
         """For a scored chunk, the token after each of its tokens."""
         if not works or not _scores(works[0]):
             return None
         seq, start, count, _ = works[0]
-        targets = np.zeros(chunk, np.int32)
+        targets = np.zeros(size, np.int32)
         after = seq.request.prompt[start + 1 : start + count + 1]
         targets[: len(after)] = after
         return targets

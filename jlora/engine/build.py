@@ -61,7 +61,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     swapper = Swapper(pool, lambda uid: registry.by_uid(uid).packed.data)
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
     if config.engine.warmup:
-        _warm_up(engine, len(builder.buckets.decode) + len(builder.buckets.chunks) + 1, progress)
+        _warm_up(engine, len(builder.buckets.shapes) + 1, progress)
     _load_adapters(engine, config, spec, progress)
     log.info("engine ready: %s blocks of %d tokens, %s", layout.blocks - 1, layout.block_tokens, mesh)
     return engine, spec

@@ -20,6 +20,8 @@ from jlora.cache.manager import Copy, Lease
 from jlora.cache.tree import AdapterNode
 from jlora.types import FinishReason, Request, TokenLogprob
 
+# A prompt chunk is laid out in rows of so many tokens; a step's budget counts whole rows.
+ROW = 32
 # Prompt log-probabilities need logits of every token of a chunk: short chunks bound that memory.
 SCORED_CHUNK = 64
 

@@ -66,7 +66,7 @@ class Runner:
     def warm_up(self) -> Iterator[str]:
         """Compiles and calls every program; yields a name after each. Touches no live block."""
         buckets = self._builder.buckets
-        for rows, chunk in [(n, 1) for n in buckets.decode] + list(buckets.chunks):
+        for rows, chunk in buckets.shapes:
             self._dispatch(self._builder.blank(rows, chunk))
             yield f"{rows}x{chunk}"
         self._reset(0, (), (), {})

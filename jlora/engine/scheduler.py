@@ -20,7 +20,7 @@ from dataclasses import replace
 from jlora.cache.manager import CacheManager, Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.plan import SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
+from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
@@ -114,9 +114,9 @@ class Scheduler:
         prefill: list[Work] = []
         copies: list[Copy] = []
         for sequence in self.running:
-            if budget and sequence.remaining > 1:
+            if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        while budget and self._slots:
+        while budget > 0 and self._slots:
             admitted = self._admit(now)
             if admitted is None:
                 break
@@ -172,13 +172,14 @@ class Scheduler:
                 return False
 
     def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
+        """Plans the next tokens of a sequence; what they take of the budget, in whole rows."""
         most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
         count = min(sequence.remaining, budget, most)
         samples = count == sequence.remaining
         works.append(Work(sequence, sequence.computed, count, samples))
         sequence.computed += count
         sequence.in_flight += samples
-        return count
+        return -(-count // ROW) * ROW
 
     def _admit(self, now: float) -> tuple[Sequence, list[Copy]] | None:
         """Starts the first waiting sequence that can; None if there is none or no room."""
