@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -94,7 +95,7 @@ class SlotTable:
         f, i = np.float32, np.int32
         kinds = {"temperature": f, "top_p": f, "min_p": f, "repetition": f, "presence": f, "frequency": f}
         kinds |= {"top_k": i, "completion": i, "tables": np.bool_, "logprobs": np.bool_}
-        values = {name: np.zeros(slots + 1, kind) for name, kind in kinds.items()}  # last row pads
+        values: dict[str, Any] = {name: np.zeros(slots + 1, kind) for name, kind in kinds.items()}  # last row pads
         values["seed"] = np.zeros((slots + 1, 2), np.uint32)
         for name in ("top_p", "repetition"):
             values[name][slots] = 1
@@ -237,7 +238,7 @@ class BatchBuilder:
                 ids = self.slots.banned[seq.slot]
                 if ids and start + count - seq.prompt_len < seq.request.sampling.min_tokens:
                     banned[i, : len(ids)] = ids
-        v = {name: values[slot] for name, values in self.slots.values.items()}
+        v: dict[str, Any] = {name: values[slot] for name, values in self.slots.values.items()}
         v["logprobs"] = np.bool_(v["logprobs"].any())
         return SampleBatch(slot=slot, position=position, banned=banned, **v)
 

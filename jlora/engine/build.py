@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
@@ -104,7 +105,7 @@ def uses_scan(layers: str, platform: str) -> bool:
     return platform == "tpu" if layers == "auto" else layers == "scan"
 
 
-def free_memory(device: jax.Device) -> int:
+def free_memory(device: Any) -> int:
     """Bytes that this process may still take: of the accelerator, or of the host on CPU."""
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:

@@ -121,10 +121,11 @@ class Shard(NamedTuple):
         return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, delta.shape) + delta, at)
 
 
+# layer: an int where layers are unrolled, a traced scalar where they are scanned.
 # attend(carry, layer, q [T,N,H], k [T,K,H], v [T,K,H]) -> (carry, out [T,N,H])
-Attend = Callable[[Any, jax.Array | int, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
+Attend = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 # adapt(carry, layer, x [T,in], names) -> one delta per name, [T,out] each (or None: no adapter)
-Adapt = Callable[[Any, jax.Array | int, jax.Array, tuple[str, ...]], Sequence[jax.Array | None]]
+Adapt = Callable[[Any, Any, jax.Array, tuple[str, ...]], Sequence[jax.Array | None]]
 
 
 def no_adapters(carry: Any, layer: Any, x: jax.Array, names: tuple[str, ...]) -> Sequence[None]:

@@ -10,7 +10,7 @@ draws the same tokens whatever else is in the batch, after a preemption, on any 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +34,10 @@ class SlotState(NamedTuple):
     bias: jax.Array
 
 
+# A field of a batch: numpy where the host makes it, jax.Array inside the program.
+Array = Any
+
+
 class SampleBatch(NamedTuple):
     """Per row [S] of a launch; rows that only pad have slot = number of slots (dropped).
 
@@ -46,20 +50,20 @@ class SampleBatch(NamedTuple):
         logprobs: scalar bool, some row reports log-probabilities.
     """
 
-    slot: jax.Array
-    seed: jax.Array
-    completion: jax.Array
-    position: jax.Array
-    temperature: jax.Array
-    top_k: jax.Array
-    top_p: jax.Array
-    min_p: jax.Array
-    repetition: jax.Array
-    presence: jax.Array
-    frequency: jax.Array
-    tables: jax.Array
-    banned: jax.Array
-    logprobs: jax.Array
+    slot: Array
+    seed: Array
+    completion: Array
+    position: Array
+    temperature: Array
+    top_k: Array
+    top_p: Array
+    min_p: Array
+    repetition: Array
+    presence: Array
+    frequency: Array
+    tables: Array
+    banned: Array
+    logprobs: Array
 
 
 class Sampled(NamedTuple):

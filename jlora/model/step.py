@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,9 @@ from jlora.model.llama import Joints, Params, forward, logits
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.reference import ActiveBlocks, Pages, attention, lora, read_blocks, write_blocks, write_kv
+
+# A field of a batch: numpy where the host makes it, jax.Array inside the program.
+Array = Any
 
 
 class Batch(NamedTuple):
@@ -41,18 +44,18 @@ class Batch(NamedTuple):
         last: [R] index into T of the rows to sample from.
     """
 
-    tokens: jax.Array
-    source: jax.Array
-    starts: jax.Array
-    lengths: jax.Array
-    write_rows: jax.Array
-    write_slots: jax.Array
-    table: jax.Array
-    adapters: jax.Array
-    blocks: jax.Array
-    owners: jax.Array
-    offsets: jax.Array
-    last: jax.Array
+    tokens: Array
+    source: Array
+    starts: Array
+    lengths: Array
+    write_rows: Array
+    write_slots: Array
+    table: Array
+    adapters: Array
+    blocks: Array
+    owners: Array
+    offsets: Array
+    last: Array
 
 
 class Programs(NamedTuple):
