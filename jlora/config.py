@@ -48,7 +48,7 @@ class CacheConfig:
     Attributes:
         block_tokens: tokens per block (0: by platform).
         hbm_blocks: blocks on the device (0: from hbm_fraction).
-        hbm_fraction: share of the device memory left after the weights (on CPU: see `pool_bytes`).
+        hbm_fraction: share of the device memory left after the weights (on CPU at most a quarter of it).
         prefix_reuse: keep finished requests' KV for later prompts.
     """
 

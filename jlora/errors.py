@@ -33,6 +33,10 @@ class ResourceExhausted(JloraError):
     """The queue is full, or the request can never fit the pool."""
 
 
+class QueueFull(ResourceExhausted):
+    """The queue has no room now; the same request may be taken later."""
+
+
 class FailedPrecondition(JloraError):
     """The server is not set up for this call (text without a tokenizer, say)."""
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import dataclasses
 import numbers
 import queue
+import time
 import uuid
 import weakref
 from collections import deque
@@ -33,7 +34,7 @@ from tqdm.auto import tqdm
 from jlora import config as configs
 from jlora.config import Config
 from jlora.engine.service import Service
-from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, Unavailable
+from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, QueueFull, Unavailable
 from jlora.model import checkpoint
 from jlora.serve.output import TextStream
 from jlora.serve.tokenizer import Tokenizer
@@ -233,7 +234,8 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         elif isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        request = validate(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter), self._service.limits)
+        limits = self._service.limits_for(adapter)
+        request = validate(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter), limits)
         if request.sampling.stop and self.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         return request
@@ -272,19 +274,16 @@ class LLM:
         inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]] = queue.SimpleQueue()
         waiting = deque(enumerate(requests))
         live: dict[int, _LiveRequest] = {}
-        free = self._service.config.engine.max_queue  # completions that the queue still takes
         try:
             while waiting or live:
-                while waiting and (not live or waiting[0][1].sampling.n <= free):
-                    i, request = waiting.popleft()
-                    free -= request.sampling.n
-                    live[i] = _LiveRequest(self._service, self.tokenizer, request)
-                    self._service.submit(request, lambda events, i=i: inbox.put((i, events)))
+                while waiting and self._admit(*waiting[0], live, inbox):
+                    waiting.popleft()
+                if not live:  # the queue is full of other threads' requests
+                    time.sleep(0.01)
+                    continue
                 i, events = self._receive(inbox)
                 for event in events:
                     shown = live[i].read(event)
-                    if event.finish_reason is not None:
-                        free += 1
                     if shown is not None:
                         yield i, shown
                 if not live[i].open:
@@ -292,7 +291,17 @@ class LLM:
         finally:
             with suppress(Unavailable):  # an engine that is gone has aborted them itself
                 for request in live.values():
-                    self._service.abort(request.id)
+                    self._service.abort(request.id, request.handle)
+
+    def _admit(self, i: int, request: Request, live: dict[int, _LiveRequest], inbox: queue.SimpleQueue) -> bool:
+        """Submits a request unless the queue is full."""
+        answer = _LiveRequest(self._service, self.tokenizer, request)
+        try:
+            answer.handle = self._service.submit(request, lambda events: inbox.put((i, events)))
+        except QueueFull:
+            return False
+        live[i] = answer
+        return True
 
     def _receive(self, inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]]) -> tuple[int, list[TokenEvent]]:
         """The next events; Unavailable, not a wait for ever, if the engine has died."""
@@ -309,6 +318,7 @@ class _LiveRequest:
 
     def __init__(self, service: Service, tokenizer: Tokenizer | None, request: Request) -> None:
         self.id = request.id
+        self.handle: int | None = None
         self.open = request.sampling.n  # completions that have not ended
         self._service = service
         self._texts: list[TextStream] = []
@@ -331,7 +341,7 @@ class _LiveRequest:
         late = text.stopped
         delta = text.push(event)
         if delta.stopped:
-            self._service.stop_completion(self.id, event.index, text.completion_tokens)
+            self._service.stop_completion(self.id, event.index, text.completion_tokens, self.handle)
         if not late:
             return _shown(event, delta.text, delta.finish_reason)
         if event.finish_reason is None:

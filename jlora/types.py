@@ -100,8 +100,8 @@ class Usage:
 class Timing:
     """Seconds. ttft = submit to first token; tpot = mean gap between later tokens (0 if none).
 
-    queue ends when the request first runs; the two cold starts are the part of the queue spent
-    waiting for its adapter and for its cached KV to reach the device.
+    queue ends when the request is first granted its blocks; adapter_cold_start is the host's part
+    of bringing its adapter in then, and kv_cold_start of bringing in cached KV (0: KV has no host tier).
     """
 
     queue: float = 0.0

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from jlora.adapters.adapter import Adapter
+from jlora.errors import InvalidArgument
 from jlora.layout import PoolLayout, UnitLayout
 
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
@@ -36,7 +37,11 @@ def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
 
 
 def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
-    """Lays every rank unit into its block; layers and ranks that are absent stay zero."""
+    """Lays every rank unit into its block; layers and ranks that are absent stay zero.
+
+    Raises:
+        InvalidArgument: a weight is too large for the pool's dtype.
+    """
     parts, projections = [], []
     for name, rank in rank_by_projection(adapter).items():
         unit = layout.units[name]
@@ -45,6 +50,8 @@ def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
         parts.append(np.concatenate(shards, axis=3))
         projections += [name] * count
     data = np.concatenate(parts) if parts else np.zeros((0, *layout.block_shape), NUMPY_DTYPES[layout.dtype])
+    if not np.isfinite(data.astype(np.float32, copy=False)).all():  # float32 reaches a little further than bfloat16
+        raise InvalidArgument(f"weights: do not fit {layout.dtype}: a value is too large")
     return Packed(data, tuple(projections))
 
 

@@ -60,6 +60,7 @@ class AdapterRegistry:
     def __init__(self) -> None:
         self._by_name: dict[str, Record] = {}
         self._by_uid: dict[int, Record] = {}
+        self._dying: set[int] = set()
         self._next_uid = 1
 
     def new_uid(self) -> int:
@@ -76,16 +77,23 @@ class AdapterRegistry:
         """Makes a version the one its name stands for."""
         self._by_name[record.name] = record
         self._by_uid[record.node.uid] = record
+        self._dying.discard(record.node.uid)
 
     def remove(self, name: str) -> Record:
         """Forgets the name; the version stays reachable by uid until `purge`."""
         record = self.get(name)
         del self._by_name[name]
+        self._dying.add(record.node.uid)
         return record
+
+    def versions(self, name: str) -> list[int]:
+        """uids of every version of that name that still lives, dying ones too."""
+        return [uid for uid, record in self._by_uid.items() if record.name == name]
 
     def purge(self, live: Mapping[int, AdapterNode]) -> None:
         """Drops the host copies of versions that no longer live."""
-        for uid in [uid for uid in self._by_uid if uid not in live]:
+        for uid in [uid for uid in self._dying if uid not in live]:
+            self._dying.discard(uid)
             del self._by_uid[uid]
 
     def get(self, name: str) -> Record:

@@ -77,9 +77,15 @@ class CacheManager:
         """Blocks that hold nothing."""
         return self._allocator.free
 
-    def fits(self, adapter: AdapterNode, tokens: int) -> bool:
-        """Whether a sequence of `tokens` tokens could run if it had the pool to itself."""
-        return self._blocks_for(tokens) + adapter.size <= self.total - self._pinned(besides=adapter)
+    def capacity(self, adapter: AdapterNode, pinned: AdapterNode | None = None) -> int:
+        """Tokens of the longest sequence that could run if it had the pool to itself.
+
+        Args:
+            pinned: counted as pinned even if it is not yet.
+        """
+        held = {node.uid: node.size for node in self.adapters.values() if node.pinned or node is pinned}
+        held[adapter.uid] = adapter.size
+        return max(0, self.total - sum(held.values())) * self.block_tokens
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -93,7 +99,9 @@ class CacheManager:
         """Pins or unpins; pinning brings the adapter in. None: no room now, nothing changed."""
         copies = self._bring_in(node) if pinned else []
         if copies is not None:
+            before = 0 if node.users else node.reclaimable
             node.pinned = pinned
+            self._tree.idle_blocks += (0 if node.users else node.reclaimable) - before
             self._tree.offer(node)
         return copies
 
@@ -107,8 +115,8 @@ class CacheManager:
 
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""
+        self.pin(node, False)
         node.dying = True
-        node.pinned = False
         self._bury_if_unused(node)
 
     def expect(self, node: AdapterNode) -> None:
@@ -230,6 +238,7 @@ class CacheManager:
     def check_integrity(self) -> None:
         """Raises AssertionError if an invariant of the pool or the tree is broken."""
         owned: list[int] = []
+        idle = 0
         users: dict[int, int] = {}
         for lease in self._leases.values():
             owned += lease.blocks[len(lease.path) :]
@@ -238,14 +247,17 @@ class CacheManager:
                 users[id(node)] = users.get(id(node), 0) + 1
         for adapter in self.adapters.values():
             owned += adapter.blocks
+            idle += 0 if adapter.users else adapter.reclaimable
             assert len(adapter.blocks) in (0, adapter.size)
             assert adapter.users == users.get(id(adapter), 0), "users are not the live leases"
             assert not adapter.dying or adapter.users or adapter.waiting, "a dead adapter without users is still here"
             for node in self._tree.subtree(adapter):
                 owned += node.blocks
+                idle += 0 if node.users else node.reclaimable
                 assert len(node.blocks) == 1 and (adapter.blocks or not adapter.size), "KV without its adapter"
                 assert node.users == users.get(id(node), 0), "users are not the live leases"
                 assert node.parent is not None and node.parent.users >= node.users, "a user skips its prefix"
+        assert idle == self._tree.idle_blocks, "the count of reclaimable blocks is wrong"
         self._allocator.check_integrity(owned)
 
     # -- inside -----------------------------------------------------------------------------
@@ -253,25 +265,29 @@ class CacheManager:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def _pinned(self, besides: AdapterNode) -> int:
-        return sum(n.size for n in self.adapters.values() if n.pinned and n is not besides)
-
     def _make_room(self, count: int) -> bool:
-        """Evicts unused leaves, least recently used first, until `count` blocks are free."""
-        if self.free >= count:
-            return True
-        for node in self._tree.victims():
-            self._evict(node)
-            if self.free >= count:
-                return True
-        return False
+        """Evicts unused leaves, least recently used first, until `count` blocks are free.
+
+        Evicts nothing if that could not be enough: history is not lost for a request that waits.
+        """
+        if self.free + self._tree.idle_blocks < count:
+            return False
+        victims = self._tree.victims()
+        while self.free < count:
+            self._evict(next(victims))
+        return True
 
     def _evict(self, node: Node) -> None:
-        self._allocator.give(node.blocks)
-        node.blocks = []
+        self._drop(node)
         self.counters.clean_evictions += 1
         if not isinstance(node, AdapterNode):
             self._tree.remove(node)
+
+    def _drop(self, node: Node) -> None:
+        """Frees an unused node's blocks."""
+        self._tree.idle_blocks -= node.reclaimable
+        self._allocator.give(node.blocks)
+        node.blocks = []
 
     def _bring_in(self, node: AdapterNode) -> list[Copy] | None:
         if node.blocks or not node.size:
@@ -279,6 +295,8 @@ class CacheManager:
         if not self._make_room(node.size):
             return None
         node.blocks = self._allocator.take(node.size)
+        self._tree.idle_blocks += 0 if node.users else node.reclaimable
+        self._tree.touch(node)
         self.counters.blocks_swapped_in += node.size
         return [Copy(node.uid, tuple(node.blocks))]
 
@@ -291,11 +309,9 @@ class CacheManager:
         if not node.dying or node.users or node.waiting:
             return
         for child in reversed(self._tree.subtree(node)):
-            self._allocator.give(child.blocks)
-            child.blocks = []
+            self._drop(child)
             self._tree.remove(child)
-        self._allocator.give(node.blocks)
-        node.blocks = []
+        self._drop(node)
         del self.adapters[node.uid]
 
     def _count(self, lease: Lease, tokens: int, resident: bool) -> None:

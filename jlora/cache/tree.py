@@ -41,6 +41,11 @@ class Node:
         """On the device, and nothing uses it or depends on it."""
         return bool(self.blocks) and not self.users and not self.children
 
+    @property
+    def reclaimable(self) -> int:
+        """Blocks that eviction frees here once nothing uses the node (nor, then, anything below it)."""
+        return len(self.blocks)
+
 
 class AdapterNode(Node):
     """One version of an adapter; the base model has size 0.
@@ -64,6 +69,10 @@ class AdapterNode(Node):
         self.dying = False
 
     @property
+    def reclaimable(self) -> int:
+        return 0 if self.pinned else len(self.blocks)
+
+    @property
     def evictable(self) -> bool:
         return not self.pinned and bool(self.blocks) and not self.users and not self.children
 
@@ -77,6 +86,7 @@ class Tree:
         self._order: list[tuple[int, int, int, Node]] = []  # (last use, tie, stamp, node)
         self._ties = 0
         self._compact_at = 64
+        self.idle_blocks = 0  # held by nodes that nothing uses or pins: eviction can free them all
 
     def match(self, adapter: Node, tenant: str, tokens: Sequence[int], limit: int) -> list[Node]:
         """The cached full blocks of `tokens`, top down, covering at most `limit` tokens."""
@@ -97,18 +107,23 @@ class Tree:
         if child is None:
             child = Node(parent, key, [block])
             parent.children[key] = child
+            self.idle_blocks += child.reclaimable
         return child
 
     def lock(self, node: Node) -> None:
         """One more lease goes through this node."""
+        if not node.users:
+            self.idle_blocks -= node.reclaimable
         node.users += 1
-        self._touch(node)
+        self.touch(node)
 
     def unlock(self, node: Node) -> None:
         """One lease less; an unused leaf becomes a candidate for eviction."""
         assert node.users > 0, "unlocked more often than locked"
         node.users -= 1
-        self._touch(node)
+        self.touch(node)
+        if not node.users:
+            self.idle_blocks += node.reclaimable
         self.offer(node)
 
     def offer(self, node: Node) -> None:
@@ -153,7 +168,8 @@ class Tree:
         _, _, stamp, node = entry
         return stamp == node.stamp and node.evictable
 
-    def _touch(self, node: Node) -> None:
+    def touch(self, node: Node) -> None:
+        """Makes the node the most recently used."""
         self._clock += 1
         node.last_use = self._clock
 

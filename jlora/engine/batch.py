@@ -19,10 +19,9 @@ from jlora.engine.plan import ROW, SCORED_CHUNK, Work
 from jlora.engine.plan import Sequence as Seq
 from jlora.layout import PoolLayout
 from jlora.model.sampling import SampleBatch
-from jlora.model.spec import PROJECTIONS
+from jlora.model.spec import PROJECTIONS, ModelSpec
 from jlora.model.step import Batch
-
-BANNED = 96  # most end tokens that min_tokens can hold back: a request's 64 and the model's
+from jlora.validation import MAX_STOP_TOKENS
 
 # adapter uid -> for each of its device blocks, the projection whose units it holds
 Projections = Callable[[int], Sequence[str]]
@@ -88,10 +87,11 @@ class SlotTable:
     """Sampling parameters by slot, written when a sequence gets its slot, read every step."""
 
     values: Mapping[str, np.ndarray]
+    eos_ids: frozenset[int]
     banned: list[tuple[int, ...]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, slots: int) -> SlotTable:
+    def of(cls, slots: int, eos_ids: frozenset[int]) -> SlotTable:
         f, i = np.float32, np.int32
         kinds = {"temperature": f, "top_p": f, "min_p": f, "repetition": f, "presence": f, "frequency": f}
         kinds |= {"top_k": i, "completion": i, "tables": np.bool_, "logprobs": np.bool_}
@@ -99,9 +99,9 @@ class SlotTable:
         values["seed"] = np.zeros((slots + 1, 2), np.uint32)
         for name in ("top_p", "repetition"):
             values[name][slots] = 1
-        return cls(values, [()] * slots)
+        return cls(values, eos_ids, [()] * slots)
 
-    def set(self, sequence: Seq, eos_ids: frozenset[int]) -> None:
+    def set(self, sequence: Seq) -> None:
         """Writes a sequence's parameters into its slot."""
         p, slot = sequence.request.sampling, sequence.slot
         row = {
@@ -119,7 +119,7 @@ class SlotTable:
         }
         for name, value in row.items():
             self.values[name][slot] = value
-        ends = set(p.stop_token_ids) | (set() if p.ignore_eos else eos_ids)
+        ends = set(p.stop_token_ids) | (set() if p.ignore_eos else self.eos_ids)
         self.banned[slot] = tuple(sorted(ends)) if p.min_tokens else ()
 
 
@@ -132,14 +132,15 @@ def uses_tables(sequence: Seq) -> bool:
 class BatchBuilder:
     """Assembles launches for one engine."""
 
-    def __init__(self, layout: PoolLayout, config: EngineConfig, max_len: int, vocab: int, projections: Projections):
+    def __init__(self, layout: PoolLayout, config: EngineConfig, spec: ModelSpec, projections: Projections):
         self.buckets = Buckets.of(config)
-        self.slots = SlotTable.of(config.max_seqs)
+        self.slots = SlotTable.of(config.max_seqs, frozenset(spec.eos_ids))
+        self.max_len = spec.max_len
         self._layout = layout
         self._max_seqs = config.max_seqs
-        self._width = layout.blocks_for(max_len)
-        self._vocab = vocab
-        self.max_len = max_len
+        self._width = layout.blocks_for(spec.max_len)
+        self._vocab = spec.vocab
+        self._banned = MAX_STOP_TOKENS + len(spec.eos_ids)  # most end tokens that min_tokens holds back
         self._projections = projections
         self._adapters: tuple[tuple, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
@@ -230,7 +231,7 @@ class BatchBuilder:
     def _sampling(self, works: Sequence[Work], rows: int) -> SampleBatch:
         slot = np.full(rows, self._max_seqs, np.int32)  # outside: dropped
         position = np.zeros(rows, np.int32)
-        banned = np.full((rows, BANNED), self._vocab, np.int32)
+        banned = np.full((rows, self._banned), self._vocab, np.int32)
         for i, (seq, start, count, samples) in enumerate(works):
             if samples:
                 slot[i] = seq.slot

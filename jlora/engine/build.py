@@ -14,7 +14,8 @@ import jax
 from jax.sharding import NamedSharding
 from tqdm.auto import tqdm
 
-from jlora.adapters.names import check_name, discover
+from jlora.adapters.names import at_start, check_name
+from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.manager import CacheManager
@@ -22,10 +23,10 @@ from jlora.cache.pool import DevicePool
 from jlora.cache.swapper import Swapper
 from jlora.config import Config
 from jlora.engine.batch import BatchBuilder
-from jlora.engine.engine import Engine
+from jlora.engine.engine import Engine, NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
-from jlora.errors import ConfigError, JloraError
+from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model import checkpoint, sampling, sharding, step
 from jlora.model.spec import ModelSpec
@@ -51,9 +52,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     programs = step.build(spec, layout, mesh, stacked)
     pool = DevicePool(layout, mesh, programs.write_blocks)
     registry = AdapterRegistry()
-    builder = BatchBuilder(
-        layout, config.engine, spec.max_len, spec.vocab, lambda uid: registry.by_uid(uid).packed.projections
-    )
+    builder = BatchBuilder(layout, config.engine, spec, lambda uid: registry.by_uid(uid).packed.projections)
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
     runner = Runner(params, programs, pool, state, builder)
@@ -110,16 +109,25 @@ def free_memory(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") + _page_cache()
+    return min(_available(), _cgroup_limit())
 
 
-def _page_cache() -> int:
-    """Bytes of file cache, which the kernel gives up when asked (Linux; 0 where unknown)."""
+def _available() -> int:
+    """Bytes that the machine can give without swapping (Linux; elsewhere its free pages)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
-        return 0
-    return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Cached:"))
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _cgroup_limit() -> int:
+    """Bytes that a container's limit leaves; 2^63 where there is none."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return 2**63
 
 
 def _use_compile_cache(where: str) -> None:
@@ -140,17 +148,25 @@ def _warm_up(engine: Engine, total: int, progress: bool) -> None:
 
 
 def _load_adapters(engine: Engine, config: Config, spec: ModelSpec, progress: bool) -> None:
-    paths = {**(discover(config.adapters.dir) if config.adapters.dir else {}), **config.adapters.paths}
+    paths = at_start(config.adapters.paths, config.adapters.dir)
     names: Iterable[str] = tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False)
     for name in names:
         try:
-            started = time.monotonic()
-            adapter = read_peft(paths[name], spec, config.adapters.max_rank, base_names(config, spec))
-            engine.add_adapter(check_name(name), adapter, False, False, time.monotonic() - started)
+            engine.add_adapter(read_adapter(name, paths[name], config, spec, engine.layout))
         except JloraError as e:
             raise type(e)(f"adapter {name}: {e}") from e
 
 
-def base_names(config: Config, spec: ModelSpec) -> tuple[str, ...]:
-    """Names under which an adapter's file may mean this base."""
-    return tuple(name for name in (config.model.name, config.model.path, spec.name) if name)
+def read_adapter(name: str, path: str, config: Config, spec: ModelSpec, layout: PoolLayout) -> NewAdapter:
+    """Reads, checks and packs an adapter; touches no engine, so it may take its time on any thread.
+
+    Raises:
+        JloraError: the name is not one for an adapter, or see `read_peft` and `pack`.
+    """
+    if check_name(name) == (config.model.name or spec.name):
+        raise InvalidArgument(f"name = {name!r}: is the base model's own name")
+    started = time.monotonic()
+    base_names = tuple(n for n in (config.model.name, config.model.path, spec.name) if n)
+    adapter = read_peft(path, spec, config.adapters.max_rank, base_names)
+    packed = pack(adapter, layout)
+    return NewAdapter(name, adapter, packed, time.monotonic() - started)

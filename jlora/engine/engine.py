@@ -9,13 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from jlora.adapters.adapter import Adapter
-from jlora.adapters.packing import pack, rank_by_projection
+from jlora.adapters.packing import Packed
 from jlora.adapters.registry import AdapterRegistry, Record
-from jlora.cache.manager import CacheManager, Copy
+from jlora.cache.manager import CacheManager
 from jlora.cache.swapper import Swapper
 from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.runner import Pending, Runner
@@ -49,6 +49,16 @@ class PrefetchResult:
     resident_adapter: bool
     cached_tokens: int
     coming_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class NewAdapter:
+    """An adapter read, checked and packed, on its way into the engine; `read_s`: seconds that took."""
+
+    name: str
+    adapter: Adapter
+    packed: Packed
+    read_s: float
 
 
 @dataclass(slots=True)
@@ -101,13 +111,14 @@ class Engine:
             self._ended += self._scheduler.expire(started)
             plan = self._scheduler.plan(started)
             self._swap(plan)
-            pending = self.runner.run(plan, self._scheduler.eos_ids) if plan.work else None
+            pending = self.runner.run(plan) if plan.work else None
             done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
             self._counts.host_s += time.monotonic() - started
         drawn = done.read() if done is not None else []  # waits for the device, without the lock
         with self.lock:
             committed = self._commit(done, drawn) if done is not None else []
             events, self._ended = committed + self._ended, []
+            self._registry.purge(self._manager.adapters)
         return events
 
     def _swap(self, plan: StepPlan) -> None:
@@ -124,7 +135,6 @@ class Engine:
     def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
         now = time.monotonic()
         events = self._scheduler.commit(done.plan, drawn, now)
-        self._registry.purge(self._manager.adapters)
         counts = self._counts
         counts.steps += 1
         counts.prompt += sum(w.count for w in done.plan.prefill)
@@ -134,77 +144,78 @@ class Engine:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def submit(self, request: Request) -> None:
-        """Queues a validated request. Raises NotFound, AlreadyExists, ResourceExhausted."""
+    def submit(self, request: Request) -> int:
+        """Queues a validated request; its handle. Raises NotFound, AlreadyExists, ResourceExhausted."""
         now = time.monotonic()
         if request.adapter is None:
-            self._scheduler.submit(request, self._manager.base, now)
-            return
+            return self._scheduler.submit(request, self._manager.base, now)
         record = self._registry.get(request.adapter)
-        self._scheduler.submit(request, record.node, now)
+        handle = self._scheduler.submit(request, record.node, now)
         record.hits += 1
         record.last_used = now
+        return handle
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, handle: int | None = None) -> bool:
         """Ends a request and frees its blocks at once; whether it was live."""
-        ended = self._scheduler.abort(request_id, time.monotonic())
+        ended = self._scheduler.abort(request_id, time.monotonic(), handle)
         self._ended += ended
         return bool(ended)
 
-    def stop_completion(self, request_id: str, index: int, outputs: int) -> None:
+    def stop_completion(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> None:
         """A stop string was found in a completion's text after `outputs` tokens."""
-        self._ended += self._scheduler.stop(request_id, index, outputs, time.monotonic())
+        self._ended += self._scheduler.stop(request_id, index, outputs, time.monotonic(), handle)
+
+    def capacity(self, adapter: str | None) -> int:
+        """Tokens of the longest request the pool can hold beside this adapter. Raises NotFound."""
+        node = self._manager.base if adapter is None else self._registry.get(adapter).node
+        return self._manager.capacity(node)
 
     # -- adapters ---------------------------------------------------------------------------
 
-    def add_adapter(self, name: str, adapter: Adapter, pinned: bool, replace: bool, read_s: float) -> AdapterInfo:
-        """Packs a read adapter and makes it servable; with `replace` it takes over the name.
+    def add_adapter(self, new: NewAdapter, pinned: bool = False, replace: bool = False) -> AdapterInfo:
+        """Makes a packed adapter servable; with `replace` it takes over the name.
 
         Raises:
             AlreadyExists: the name is taken and `replace` is False.
             InvalidArgument: it is an activated LoRA, which this version does not serve.
             ResourceExhausted: it can never fit the pool, or pinning it finds no room now.
         """
-        started = time.monotonic()
         if not replace:
-            self._registry.check_free(name)
+            self._registry.check_free(new.name)
+        adapter = new.adapter
         if adapter.alora_invocation_tokens:
             raise InvalidArgument("alora_invocation_tokens: activated LoRA is not served by this version of jlora")
-        size = self.layout.blocks_of_ranks(rank_by_projection(adapter))
+        size = len(new.packed.projections)
         if size >= self._manager.total:
             raise ResourceExhausted(
-                f"adapter {name!r} needs {size} blocks of the pool's {self._manager.total}; raise cache.hbm_blocks"
+                f"adapter {new.name!r} needs {size} blocks of the pool's {self._manager.total}; raise cache.hbm_blocks"
             )
         node = self._manager.add_adapter(self._registry.new_uid(), size)
-        packed = pack(adapter, self.layout)
-        cost = read_s + time.monotonic() - started
-        record = Record(name, adapter.digest, adapter.ranks, adapter.target_modules, (), packed, node, load_cost_s=cost)
-        old = self._registry.remove(name) if replace and self.has_adapter(name) else None
+        record = Record(
+            new.name, adapter.digest, adapter.ranks, adapter.target_modules, (), new.packed, node, new.read_s
+        )
+        old = self._registry.remove(new.name) if self.has_adapter(new.name) else None
         self._registry.add(record)
-        try:
-            self._bring_in(record, pinned)
-        except ResourceExhausted:
-            self._registry.remove(name)
-            self._manager.kill(node)
-            if old is not None:
-                self._registry.add(old)
-            raise
-        if old is not None:
-            self._manager.kill(old.node)
+        self._take_over(record, old, pinned)
         self._registry.purge(self._manager.adapters)
-        log.info("adapter %s loaded: uid=%d rank=%d blocks=%d", name, node.uid, adapter.rank, size)
+        log.info("adapter %s loaded: uid=%d rank=%d blocks=%d", new.name, node.uid, adapter.rank, size)
         return record.info(time.monotonic())
 
-    def remove_adapter(self, name: str) -> Record:
-        """Takes an adapter out of service; it is gone when its last user is (`is_gone`)."""
-        record = self._registry.remove(name)
-        self._manager.kill(record.node)
-        self._registry.purge(self._manager.adapters)
-        return record
+    def remove_adapter(self, name: str) -> list[int]:
+        """Takes an adapter out of service; it is gone when its last user is.
 
-    def is_gone(self, record: Record) -> bool:
-        """Whether a removed adapter's blocks, KV and host copy are all freed."""
-        return record.node.uid not in self._manager.adapters
+        Returns:
+            uids of the versions that still live: this one and those it replaced (see `are_gone`).
+        """
+        record = self._registry.remove(name)
+        uids = self._registry.versions(name)
+        self._manager.kill(record.node)
+        return uids
+
+    def are_gone(self, uids: Sequence[int]) -> bool:
+        """Whether these adapter versions' blocks, KV and host copies are all freed."""
+        self._registry.purge(self._manager.adapters)
+        return not any(uid in self._manager.adapters for uid in uids)
 
     def check_free(self, name: str) -> None:
         """Raises AlreadyExists if the name is taken."""
@@ -245,17 +256,33 @@ class Engine:
         coming = sum(len(copy.blocks) for copy in copies) * self.layout.block_bytes
         return PrefetchResult(resident, cached, coming)
 
-    def _bring_in(self, record: Record, pinned: bool) -> None:
-        if pinned:
-            self._pin(record, True)
-        else:
-            self._swapper.apply(self._manager.bring_in(record.node))
+    def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
+        """Brings a new version in and ends the old one; all as before if there is no room for it."""
+        was_pinned = old is not None and old.node.pinned
+        if old is not None:  # its blocks may make room for the new version
+            self._manager.pin(old.node, False)
+        try:
+            if pinned:
+                self._pin(record, True)
+            else:
+                self._swapper.apply(self._manager.bring_in(record.node))
+        except ResourceExhausted:
+            self._registry.remove(record.name)
+            self._manager.kill(record.node)
+            if old is not None:
+                self._registry.add(old)
+                self._swapper.apply(self._manager.pin(old.node, was_pinned) or [])
+            raise
+        if old is not None:
+            self._manager.kill(old.node)
 
     def _pin(self, record: Record, pinned: bool) -> None:
-        copies: list[Copy] | None = self._manager.pin(record.node, pinned)
+        fits = not pinned or self._scheduler.can_pin(record.node)
+        copies = self._manager.pin(record.node, pinned) if fits else None
         if copies is None:
             raise ResourceExhausted(
-                f"adapter {record.name!r} needs {record.node.size} blocks to be pinned and the pool has no room now"
+                f"adapter {record.name!r} needs {record.node.size} blocks to be pinned, which the pool cannot spare "
+                "now; try again later, or raise cache.hbm_blocks"
             )
         self._swapper.apply(copies)
 
@@ -287,6 +314,10 @@ class Engine:
             compiles_after_warmup=self.runner.compiles_after_warmup,
             host_step_s=c.host_s / max(c.steps, 1),
         )
+
+    def close(self) -> None:
+        """Frees the device; no other method may be called after it."""
+        self.runner.close()
 
     def warm_up(self) -> Iterator[str]:
         """Compiles everything; yields a name after each program."""

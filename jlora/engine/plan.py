@@ -65,6 +65,16 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def longest(self) -> int:
+        """Tokens of prompt and output together, at most."""
+        return self.prompt_len + (self.request.sampling.max_tokens or 1)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether it may read cached KV; prompt log-probabilities need every hidden state."""
+        return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
+
+    @property
     def outputs(self) -> int:
         """Output tokens sampled so far, unread ones included."""
         return len(self.tokens) + self.in_flight - self.prompt_len

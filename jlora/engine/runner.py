@@ -54,11 +54,11 @@ class Runner:
         self._vocab = state.seen.shape[1]
         self._warmed = 0
 
-    def run(self, plan: StepPlan, eos_ids: frozenset[int]) -> Pending:
+    def run(self, plan: StepPlan) -> Pending:
         """Dispatches a step and returns at once."""
         for work in plan.work:
             if not work.sequence.set_up:
-                self._set_up(work.sequence, eos_ids)
+                self._set_up(work.sequence)
         launches = self._builder.launches(plan.decode, plan.prefill)
         results = [self._dispatch(launch) for launch in launches]
         return Pending(plan, launches, [s for s, _ in results], [s for _, s in results])
@@ -74,6 +74,11 @@ class Runner:
         jax.block_until_ready(self._pool.array)
         self._warmed = self._compiled()
         yield "copies"
+
+    def close(self) -> None:
+        """Frees the device: weights, pool and slot state."""
+        for leaf in jax.tree.leaves((self._params, self._pool.array, self._state)):
+            leaf.delete()
 
     @property
     def compiles_after_warmup(self) -> int:
@@ -93,8 +98,8 @@ class Runner:
             scores = self._programs.score(self._params, hidden, launch.score_targets)
         return sampled, scores
 
-    def _set_up(self, sequence: Sequence, eos_ids: frozenset[int]) -> None:
-        self._builder.slots.set(sequence, eos_ids)
+    def _set_up(self, sequence: Sequence) -> None:
+        self._builder.slots.set(sequence)
         if uses_tables(sequence):
             prompt, output = sequence.request.prompt, sequence.tokens[sequence.prompt_len :]
             self._reset(sequence.slot, prompt, output, sequence.request.sampling.logit_bias)

@@ -3,8 +3,8 @@
 `plan(now)` decides one step, `commit(plan, drawn, now)` takes its results in. The engine calls
 plan for step N+1 before commit of step N, so plan works on counts and never on token values.
 
-Order of service: higher priority first, then arrival. Running sequences decode every step; what
-is left of `max_step_tokens` goes to prompts, oldest first. When the pool runs out of blocks the
+Order of service: higher priority first, then arrival. Running sequences decode every step, and
+up to `max_step_tokens` of prompts are computed beside them, oldest first. When the pool runs out of blocks the
 last in that order is preempted: it gives up its KV, keeps its tokens, and computes them again
 later, drawing the same tokens as if nothing had happened.
 """
@@ -21,7 +21,7 @@ from jlora.cache.manager import CacheManager, Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
-from jlora.errors import AlreadyExists, ResourceExhausted
+from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 
@@ -40,7 +40,7 @@ class Scheduler:
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
         self._random = random.Random(seed)
-        self._deadlines: list[tuple[float, str]] = []  # heap of (deadline, request id)
+        self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
     # -- requests in and out ----------------------------------------------------------------
 
@@ -54,20 +54,26 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: Request, adapter: AdapterNode, now: float) -> None:
+    def submit(self, request: Request, adapter: AdapterNode, now: float) -> int:
         """Queues a validated request.
 
+        Returns:
+            Its handle: unlike the id, never used again (see `abort`).
         Raises:
             AlreadyExists: a live request has this id.
-            ResourceExhausted: the queue is full, or the pool can never hold it.
+            QueueFull: the queue has no room now.
+            ResourceExhausted: the queue or the pool can never hold it.
         """
         sampling = request.sampling
         if request.id in self._requests:
             raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
-        if self._queued + sampling.n > self.config.max_queue:
-            raise ResourceExhausted(f"queue is full: {self._queued} waiting, limit {self.config.max_queue}")
+        limit = self.config.max_queue
+        if sampling.n > limit:
+            raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue = {limit}")
+        if self._queued + sampling.n > limit:
+            raise QueueFull(f"queue is full: {self._queued} waiting, limit {limit}")
         length = len(request.prompt) + (sampling.max_tokens or 1)
-        if not self.manager.fits(adapter, length):
+        if length > self.manager.capacity(adapter):
             raise ResourceExhausted(
                 f"prompt + max_tokens = {length} tokens (and the adapter's {adapter.size} blocks) can never fit "
                 f"the pool of {self.manager.total} blocks; raise cache.hbm_blocks"
@@ -82,28 +88,40 @@ class Scheduler:
             leader = leader or sequence
             self._requests.setdefault(request.id, []).append(sequence)
             self._enqueue(sequence)
+        assert leader is not None
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.id))
+            heapq.heappush(self._deadlines, (request.deadline, leader.order, self._requests[request.id]))
+        return leader.order
 
-    def abort(self, request_id: str, now: float) -> list[TokenEvent]:
-        """Ends a request at once; the final events of its unfinished completions (none if unknown)."""
-        sequences = list(self._requests.get(request_id, ()))
-        return [self._finish(s, "abort", now) for s in sequences if s.finished is None]
+    def abort(self, request_id: str, now: float, handle: int | None = None) -> list[TokenEvent]:
+        """Ends a request at once.
 
-    def stop(self, request_id: str, index: int, outputs: int, now: float) -> list[TokenEvent]:
+        Args:
+            handle: end it only if it is this one, not a later request under the same id.
+        Returns:
+            The final events of its unfinished completions; none if it is not live.
+        """
+        return [self._finish(s, "abort", now) for s in self._find(request_id, handle)]
+
+    def stop(
+        self, request_id: str, index: int, outputs: int, now: float, handle: int | None = None
+    ) -> list[TokenEvent]:
         """The front found a stop string after `outputs` tokens: ends that completion."""
-        return [
-            self._finish(s, "stop", now, outputs=outputs)
-            for s in list(self._requests.get(request_id, ()))
-            if s.index == index and s.finished is None
-        ]
+        found = [s for s in self._find(request_id, handle) if s.index == index]
+        return [self._finish(s, "stop", now, outputs=outputs) for s in found]
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Aborts requests whose deadline has passed."""
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            events += self.abort(heapq.heappop(self._deadlines)[1], now)
+            sequences = heapq.heappop(self._deadlines)[2]
+            events += [self._finish(s, "abort", now) for s in list(sequences)]
         return events
+
+    def can_pin(self, adapter: AdapterNode) -> bool:
+        """Whether every live request could still run with `adapter` pinned too."""
+        live = [s for sequences in self._requests.values() for s in sequences]
+        return all(s.longest <= self.manager.capacity(s.adapter, pinned=adapter) for s in live)
 
     # -- one step ---------------------------------------------------------------------------
 
@@ -148,6 +166,11 @@ class Scheduler:
         return events
 
     # -- inside -----------------------------------------------------------------------------
+
+    def _find(self, request_id: str, handle: int | None) -> list[Sequence]:
+        """The unfinished completions of a live request."""
+        found = self._requests.get(request_id, [])
+        return [s for s in found if handle is None or (s.leader or s).order == handle]
 
     def _plan_decode(self) -> list[Work]:
         decode: list[Work] = []
@@ -205,14 +228,12 @@ class Scheduler:
         """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
-        reuse = self.manager.prefix_reuse and not sequence.request.bypass_prefix_cache
-        return sequence.in_flight > 0 or (reuse and behind)
+        return sequence.in_flight > 0 or (behind and self.manager.prefix_reuse and sequence.reuses)
 
     def _start(self, sequence: Sequence, now: float) -> tuple[Sequence, list[Copy]] | None:
         request = sequence.request
-        reuse = not request.bypass_prefix_cache and request.sampling.prompt_logprobs is None
         headroom = min(len(self.running), self.manager.total // 16)
-        granted = self.manager.acquire(sequence.adapter, request.tenant, sequence.tokens, reuse, headroom)
+        granted = self.manager.acquire(sequence.adapter, request.tenant, sequence.tokens, sequence.reuses, headroom)
         if granted is None:
             return None
         sequence.lease, copies = granted
@@ -274,6 +295,9 @@ class Scheduler:
             self._leave(sequence)
         else:
             self._dequeued(sequence)
+            if len(self._waiting) > 2 * self._queued + 64:  # amortised: what was aborted does not pile up
+                self._waiting = [entry for entry in self._waiting if entry[1].finished is None]
+                heapq.heapify(self._waiting)
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:

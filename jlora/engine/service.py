@@ -11,14 +11,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
-from jlora.adapters.names import check_name
-from jlora.adapters.peft import read_peft
 from jlora.config import Config
-from jlora.engine.build import base_names, build_engine
+from jlora.engine.build import build_engine, read_adapter
 from jlora.engine.engine import Engine, EngineStats, PrefetchResult
-from jlora.errors import AlreadyExists, InvalidArgument, Unavailable
+from jlora.errors import AlreadyExists, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
 from jlora.validation import Limits
@@ -48,6 +47,7 @@ class Service:
         self._draining = False
         self._stopping = False
         self._failed = False
+        self._closed = False
         self._thread = threading.Thread(target=self._loop, name="jlora-engine", daemon=True)
         self._thread.start()
 
@@ -59,34 +59,42 @@ class Service:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def submit(self, request: Request, sink: Sink) -> None:
+    def limits_for(self, adapter: str | None) -> Limits:
+        """What a request to this adapter may ask for now; None is the base. Raises NotFound."""
+        return replace(self.limits, capacity_tokens=self._call(lambda: self._engine.capacity(adapter)))
+
+    def submit(self, request: Request, sink: Sink) -> int:
         """Queues a validated request; `sink` gets its events on the engine's thread.
 
+        Returns:
+            A handle: `abort` and `stop_completion` with it never touch a later request of the same id.
         Raises:
             NotFound, AlreadyExists, ResourceExhausted: see `Scheduler.submit`.
             Unavailable: draining or stopped.
         """
-        if self._draining:
-            raise Unavailable("the server is draining and takes no new requests")
 
-        def admit() -> None:
+        def admit() -> int:
+            if self._draining:
+                raise Unavailable("the server is draining and takes no new requests")
             if request.id in self._sinks:  # ended, but its last event is not out yet
                 raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
-            self._engine.submit(request)
+            handle = self._engine.submit(request)
             self._sinks[request.id] = (sink, set(range(request.sampling.n)))
+            return handle
 
-        self._call(admit)
+        handle = self._call(admit)
         self._work.set()
+        return handle
 
-    def abort(self, request_id: str) -> bool:
+    def abort(self, request_id: str, handle: int | None = None) -> bool:
         """Ends a request and frees its blocks; False if it is not live."""
-        found = self._call(lambda: self._engine.abort(request_id))
+        found = self._call(lambda: self._engine.abort(request_id, handle))
         self._work.set()
         return found
 
-    def stop_completion(self, request_id: str, index: int, completion_tokens: int) -> None:
+    def stop_completion(self, request_id: str, index: int, completion_tokens: int, handle: int | None = None) -> None:
         """A front found a stop string in this completion: it ends after `completion_tokens` tokens."""
-        self._call(lambda: self._engine.stop_completion(request_id, index, completion_tokens))
+        self._call(lambda: self._engine.stop_completion(request_id, index, completion_tokens, handle))
         self._work.set()
 
     def prefetch(self, request: Request) -> PrefetchResult:
@@ -96,21 +104,16 @@ class Service:
     # -- adapters ---------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> AdapterInfo:
-        """Reads, checks and packs an adapter. Raises the errors of `read_peft` and `Engine.add_adapter`."""
-        check_name(name)
-        if name == self.model_name:
-            raise InvalidArgument(f"name = {name!r}: is the base model's own name")
-        started = time.monotonic()
+        """Reads, checks and packs an adapter. Raises the errors of `read_adapter` and `Engine.add_adapter`."""
         if not replace:
             self._call(lambda: self._engine.check_free(name))  # fail before the files are read
-        adapter = read_peft(path, self.spec, self.config.adapters.max_rank, base_names(self.config, self.spec))
-        read_s = time.monotonic() - started
-        return self._call(lambda: self._engine.add_adapter(name, adapter, pinned, replace, read_s))
+        new = read_adapter(name, path, self.config, self.spec, self.layout)
+        return self._call(lambda: self._engine.add_adapter(new, pinned, replace))
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Takes it out of service, waits for its running requests, frees all it held. Raises NotFound."""
-        info, record = self._call(lambda: (self._engine.adapter(name), self._engine.remove_adapter(name)))
-        while not self._call(lambda: self._engine.is_gone(record)):
+        info, uids = self._call(lambda: (self._engine.adapter(name), self._engine.remove_adapter(name)))
+        while not self._call(lambda: self._engine.are_gone(uids)):
             time.sleep(0.01)
         return info
 
@@ -152,18 +155,22 @@ class Service:
         """Refuses new requests and waits for the live ones; whether all ended in time."""
         self._draining = True
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._call(lambda: self._engine.busy):
+        while self._thread.is_alive() and self._call(lambda: self._engine.busy):
             if end is not None and time.monotonic() >= end:
                 return False
             time.sleep(0.01)
         return True
 
     def stop(self) -> None:
-        """Aborts what is live and ends the thread. May be called twice."""
+        """Aborts what is live, ends the thread and frees the device. May be called twice."""
         self._draining = True
         self._stopping = True
         self._work.set()
         self._thread.join()
+        with self._engine.lock:
+            if not self._closed:
+                self._engine.close()
+            self._closed = True
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -186,7 +193,7 @@ class Service:
             self._stopping = True
             sinks, self._sinks = self._sinks, {}
         for request_id, (sink, open_) in sinks.items():
-            sink([TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
+            _deliver(sink, [TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
 
     def _send(self, events: Iterable[TokenEvent]) -> None:
         by_request: dict[str, list[TokenEvent]] = {}
@@ -197,7 +204,8 @@ class Service:
             open_.difference_update(e.index for e in batch if e.finish_reason is not None)
             if not open_:
                 del self._sinks[request_id]
-            sink(batch)
+            if not _deliver(sink, batch) and not self._stopping:
+                self._call(lambda r=request_id: self._engine.abort(r))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` with the engine to itself."""
@@ -206,3 +214,13 @@ class Service:
                 why = "the engine has failed; see the server's log" if self._failed else "the server has stopped"
                 raise Unavailable(why)
             return function()
+
+
+def _deliver(sink: Sink, events: list[TokenEvent]) -> bool:
+    """Hands events over; a sink that fails is its owner's loss and nobody else's."""
+    try:
+        sink(events)
+    except Exception:
+        log.exception("the receiver of request %s failed; it is aborted", events[0].request_id)
+        return False
+    return True

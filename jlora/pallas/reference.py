@@ -103,6 +103,7 @@ def _decode_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int,
         at = page[:, None] * tokens + jnp.arange(tokens, dtype=jnp.int32)
         seen = valid[:, None] & (at < pages.lengths[owner][:, None])
         s = jnp.where(seen[:, None, None], s, NEG)
+        v = jnp.where(seen[:, None, :, None], v, 0)  # a reused block may hold anything: 0 · NaN is NaN
         target = jnp.where(valid, owner, rows)
         new = m.at[target].max(s.max(-1), mode="drop")
         p = jnp.exp(s - new[owner][..., None])
@@ -137,6 +138,7 @@ def _chunk_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, 
         at = i * tile * tokens + jnp.arange(tile * tokens, dtype=jnp.int32)
         seen = (at <= last[..., None]) & (at < pages.lengths[:, None, None])
         s = jnp.where(seen[:, None], s, NEG)
+        v = jnp.where((at < pages.lengths[:, None])[:, None, :, None], v, 0)
         new = jnp.maximum(m, s.max(-1))
         p = jnp.where(seen[:, None], jnp.exp(s - new[..., None]), 0)
         decay = jnp.exp(m - new)

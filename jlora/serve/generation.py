@@ -94,6 +94,7 @@ class Generation:
             for _ in range(request.sampling.n)
         ]
         self._aborted = False
+        self._handle: int | None = None
 
     async def __aenter__(self) -> Self:
         """Submits; raises what `Service.submit` raises.
@@ -101,13 +102,16 @@ class Generation:
         On a thread, because the engine's lock may be taken for the Python part of a step. A call
         cancelled meanwhile is aborted when it has been submitted.
         """
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._engine.submit, self._request, self._inbox.put))
+        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit))
         try:
             await asyncio.shield(submitting)
         except asyncio.CancelledError:
             submitting.add_done_callback(lambda done: None if done.exception() else self._abort())
             raise
         return self
+
+    def _submit(self) -> None:
+        self._handle = self._engine.submit(self._request, self._inbox.put)
 
     async def __aexit__(self, *_: object) -> None:
         if not self._ended:
@@ -119,7 +123,7 @@ class Generation:
 
     def _abort_in_engine(self) -> None:
         try:
-            self._engine.abort(self._request.id)
+            self._engine.abort(self._request.id, self._handle)
         except Unavailable as e:  # the engine has stopped, and its requests with it
             log.info("abort of a request: %s", e)
 
@@ -164,7 +168,7 @@ class Generation:
             out.text += delta.text
             reason = delta.finish_reason  # "stop" if a stop string matched, even in the last token allowed
             if delta.stopped:
-                self._engine.stop_completion(self._request.id, event.index, c.tokens)
+                self._engine.stop_completion(self._request.id, event.index, c.tokens, self._handle)
         if reason:
             self._end(c, event, reason)
             out.finish_reason = reason

@@ -80,7 +80,7 @@ class InferenceServicer(rpc.InferenceServicer):
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
         """The validated record of a message; the call's deadline becomes the request's."""
         backend = self._backend
-        limits = backend.engine.limits  # first of all: while loading there is nothing to check against
+        engine = backend.engine  # first of all: while loading there is nothing to check against
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -90,6 +90,7 @@ class InferenceServicer(rpc.InferenceServicer):
         adapter = backend.adapter_of(message.model)
         request_id = message.request_id or uuid.uuid4().hex
         prompt = await self._prompt(message)
+        limits = await asyncio.to_thread(engine.limits_for, adapter)
         return validate(convert.engine_request(message, request_id, prompt, adapter, deadline), limits)
 
     async def _prompt(self, message: pb.GenerateRequest) -> Sequence[int]:

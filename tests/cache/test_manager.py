@@ -111,9 +111,29 @@ def test_a_pinned_adapter_is_no_victim():
     adapter = manager.add_adapter(1, 3)
     assert manager.pin(adapter, True)
     assert manager.acquire(manager.base, "", [1] * 16, True, 0) is None
-    assert not manager.fits(manager.base, 16) and manager.fits(adapter, 12)
+    assert manager.capacity(manager.base) == manager.capacity(adapter) == 12
     manager.pin(adapter, False)
     assert manager.acquire(manager.base, "", [1] * 16, True, 0) is not None
+
+
+def test_a_request_that_cannot_start_costs_no_history():
+    manager = CacheManager(10, BLOCK)
+    adapter = manager.add_adapter(1, 2)
+    run(manager, [1] * 9, adapter=adapter)
+    held = leased(manager, [2] * 16)
+    before = manager.state(1)
+    assert manager.acquire(manager.base, "", [3] * 28, True, 0) is None
+    assert not manager.grow(held, 4 * 11) and manager.pin(manager.add_adapter(2, 7), True) is None
+    assert manager.state(1) == before
+
+
+def test_an_adapter_just_brought_in_is_not_the_next_victim():
+    manager = CacheManager(8, BLOCK)
+    run(manager, [1] * 9)
+    adapter = manager.add_adapter(1, 3)
+    assert manager.bring_in(adapter)
+    leased(manager, [2] * 17)
+    assert adapter.blocks and manager.cached_tokens(manager.base, "", [1] * 9) < 8
 
 
 def test_a_dead_adapter_frees_everything_with_its_last_user():

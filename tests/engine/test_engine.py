@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from jlora import config
 from jlora.engine.service import Service
 from jlora.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
+from jlora.validation import validate
 from tests import _make
 
 BASE: Mapping[str, Any] = {
@@ -203,6 +206,53 @@ def test_an_abort_frees_the_blocks_before_the_next_step(service: Service):
     while not (events := inbox.get(timeout=60))[-1].finish_reason:
         pass
     assert events[-1].finish_reason == "abort" and not service.abort("gone")
+
+
+def test_an_adapter_that_overflows_leaves_nothing_behind_for_others(service: Service, tmp_path: Path, tiny_spec):
+    """Its KV is NaN; the blocks it gave back are another request's next, only partly rewritten."""
+    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=1, r=2, targets=("v",))
+    _make.scale_adapter(path, 1e25)
+    request = Request("x", tuple(range(30, 60)), GREEDY, bypass_prefix_cache=True)
+    want = tokens(serve(service, [request])["x"])
+    service.load_adapter("huge", str(path))
+    wrecked = [Request(f"h{i}", tuple(range(3, 80)), GREEDY, adapter="huge") for i in range(6)]
+    got = serve(service, [*wrecked, request])
+    assert tokens(got["x"]) == want
+    service.unload_adapter("huge")
+    service.flush_cache()
+    for _ in range(3):
+        assert tokens(serve(service, [request])["x"]) == want
+
+
+def test_unset_max_tokens_is_what_pool_and_adapter_leave(tiny_model: Path, tiny_adapters: dict[str, Path]):
+    with running(tiny_model, tiny_adapters, cache__hbm_blocks=26, engine__max_seqs=2) as service:
+        size = service.adapter("large").blocks
+        assert service.limits_for(None).capacity_tokens == 26 * 8
+        assert service.limits_for("large").capacity_tokens == (26 - size) * 8
+        limits = service.limits_for("large")
+        request = validate(Request("x", (3, 4), SamplingParams(temperature=0, ignore_eos=True), "large"), limits)
+        assert len(tokens(serve(service, [request])["x"])) == limits.capacity_tokens - 2
+
+
+def test_unloading_waits_for_the_versions_it_replaced_too(service: Service, tmp_path: Path, tiny_spec):
+    paths = [_make.make_adapter(tmp_path / str(i), tiny_spec, seed=80 + i, r=4, targets=("q", "v")) for i in (0, 1)]
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    service.load_adapter("twice", str(paths[0]))
+    service.submit(Request("old", (3, 4), replace(GREEDY, max_tokens=100), adapter="twice"), inbox.put)
+    inbox.get(timeout=60)
+    service.load_adapter("twice", str(paths[1]), replace=True)
+    service.unload_adapter("twice")
+    assert service.stats().live_requests == 0
+
+
+def test_a_receiver_that_fails_ends_its_own_request_only(service: Service):
+    def broken(events: list[TokenEvent]) -> None:
+        raise RuntimeError("no one is here")
+
+    service.submit(Request("broken", (3, 4), replace(GREEDY, max_tokens=100)), broken)
+    assert len(tokens(serve(service, [Request("x", (3, 4), GREEDY)])["x"])) == 12
+    while service.stats().live_requests:
+        time.sleep(0.01)
 
 
 def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Service, tmp_path: Path, tiny_spec):

@@ -177,6 +177,46 @@ def test_a_deadline_aborts_wherever_the_request_is():
     assert not bench.scheduler.live
 
 
+def test_a_deadline_never_reaches_a_later_request_of_the_same_id():
+    bench = Bench()
+    bench.submit("d", 3, max_tokens=1, deadline=9.5)
+    bench.finish()
+    bench.submit("d", 3, max_tokens=40)
+    while bench.now < 12:
+        bench.events += bench.scheduler.expire(bench.now + 1)
+        bench.step()
+    assert bench.scheduler.live == 1
+
+
+def test_a_late_abort_or_stop_by_handle_spares_a_later_request_of_the_same_id():
+    bench = Bench()
+    first = bench.scheduler.submit(Request("x", (3, 4), SamplingParams(max_tokens=1)), bench.manager.base, 0.0)
+    bench.finish()
+    second = bench.scheduler.submit(Request("x", (3, 4), SamplingParams(max_tokens=9)), bench.manager.base, 0.0)
+    assert first != second
+    assert bench.scheduler.abort("x", 1.0, first) == [] and bench.scheduler.stop("x", 0, 1, 1.0, first) == []
+    assert len(bench.scheduler.abort("x", 1.0, second)) == 1
+
+
+def test_aborted_requests_do_not_pile_up_in_the_queue():
+    bench = Bench(max_seqs=1)
+    bench.submit("runs", 3, max_tokens=50)
+    bench.step()
+    for i in range(1000):
+        bench.submit(f"q{i}", 3)
+        bench.scheduler.abort(f"q{i}", bench.now)
+    assert bench.scheduler.waiting == 0 and len(bench.scheduler._waiting) < 100
+
+
+def test_a_pin_that_would_strand_a_live_request_is_refused():
+    bench = Bench(blocks=10)
+    adapter = bench.manager.add_adapter(1, 4)
+    bench.submit("long", 20, max_tokens=10)
+    assert not bench.scheduler.can_pin(adapter)
+    bench.finish()
+    assert bench.scheduler.can_pin(adapter)
+
+
 def test_a_front_that_found_a_stop_string_gets_its_own_token_count():
     bench = Bench()
     bench.submit("a", 3, max_tokens=50)

@@ -30,7 +30,7 @@ def compiled(rows: int, chunk: int, tp: int, stacked: bool):
     def placed(x: jax.ShapeDtypeStruct, s) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s))
 
-    builder = BatchBuilder(layout, EngineConfig(max_seqs=MAX_SEQS, max_step_tokens=64), 128, spec.vocab, lambda uid: ())
+    builder = BatchBuilder(layout, EngineConfig(max_seqs=MAX_SEQS, max_step_tokens=64), spec, lambda uid: ())
     pool = placed(jax.ShapeDtypeStruct(layout.shape, np.float32), sharding.POOL)
     last = jax.eval_shape(lambda: empty_slots(MAX_SEQS, spec.vocab)).last
     lowered = programs.forward.lower(jax.tree.map(placed, params, specs), pool, last, builder.blank(rows, chunk).batch)
