@@ -49,7 +49,6 @@ from jlora.types import (
     TokenLogprob,
     Usage,
 )
-from jlora.validation import validate
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
@@ -234,8 +233,7 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         elif isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        limits = self._service.limits_for(adapter)
-        request = validate(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter), limits)
+        request = self._service.check(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter))
         if request.sampling.stop and self.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         return request

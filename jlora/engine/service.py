@@ -20,7 +20,7 @@ from jlora.engine.engine import Engine, EngineStats, PrefetchResult
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
-from jlora.validation import Limits
+from jlora.validation import Limits, validate
 
 log = logging.getLogger(__name__)
 
@@ -59,9 +59,18 @@ class Service:
 
     # -- requests ---------------------------------------------------------------------------
 
-    def limits_for(self, adapter: str | None) -> Limits:
-        """What a request to this adapter may ask for now; None is the base. Raises NotFound."""
-        return replace(self.limits, capacity_tokens=self._call(lambda: self._engine.capacity(adapter)))
+    def check(self, request: Request) -> Request:
+        """The request in canonical form, if the model and the pool beside its adapter can take it.
+
+        Raises:
+            InvalidArgument, OutOfRange, ResourceExhausted: see `validate`.
+            NotFound: no such adapter.
+        """
+        checked = validate(request, self.limits)  # first: the adapter's name must be sound to be looked up
+        capacity = self._call(lambda: self._engine.capacity(checked.adapter))
+        if capacity == self.limits.capacity_tokens:
+            return checked
+        return validate(request, replace(self.limits, capacity_tokens=capacity))
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Queues a validated request; `sink` gets its events on the engine's thread.

@@ -17,7 +17,6 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded
 from jlora.types import Request
-from jlora.validation import validate
 
 Context = grpc.aio.ServicerContext
 
@@ -90,8 +89,9 @@ class InferenceServicer(rpc.InferenceServicer):
         adapter = backend.adapter_of(message.model)
         request_id = message.request_id or uuid.uuid4().hex
         prompt = await self._prompt(message)
-        limits = await asyncio.to_thread(engine.limits_for, adapter)
-        return validate(convert.engine_request(message, request_id, prompt, adapter, deadline), limits)
+        return await asyncio.to_thread(
+            engine.check, convert.engine_request(message, request_id, prompt, adapter, deadline)
+        )
 
     async def _prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):

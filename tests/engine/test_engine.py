@@ -16,7 +16,6 @@ from jlora import config
 from jlora.engine.service import Service
 from jlora.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
-from jlora.validation import validate
 from tests import _make
 
 BASE: Mapping[str, Any] = {
@@ -227,11 +226,11 @@ def test_an_adapter_that_overflows_leaves_nothing_behind_for_others(service: Ser
 def test_unset_max_tokens_is_what_pool_and_adapter_leave(tiny_model: Path, tiny_adapters: dict[str, Path]):
     with running(tiny_model, tiny_adapters, cache__hbm_blocks=26, engine__max_seqs=2) as service:
         size = service.adapter("large").blocks
-        assert service.limits_for(None).capacity_tokens == 26 * 8
-        assert service.limits_for("large").capacity_tokens == (26 - size) * 8
-        limits = service.limits_for("large")
-        request = validate(Request("x", (3, 4), SamplingParams(temperature=0, ignore_eos=True), "large"), limits)
-        assert len(tokens(serve(service, [request])["x"])) == limits.capacity_tokens - 2
+        params = SamplingParams(temperature=0, ignore_eos=True)
+        request = service.check(Request("x", (3, 4), params, "large"))
+        assert request.sampling.max_tokens == (26 - size) * 8 - 2
+        assert len(tokens(serve(service, [request])["x"])) == request.sampling.max_tokens
+        assert service.check(Request("x", (3, 4), params)).sampling.max_tokens == 126  # the context's end
 
 
 def test_unloading_waits_for_the_versions_it_replaced_too(service: Service, tmp_path: Path, tiny_spec):
