@@ -42,6 +42,7 @@ FOREIGN = "café naïve über señor Größe été ñandú smörgåsbord 東京 
 ONSETS = "b c d f g h j k l m n p r s t v w z bl br ch cl cr dr fl fr gl gr pl pr qu sh sl sp st th tr wh x y".split()
 VOWELS = "a e i o u a e i o u ai ea ee oo ou".split()
 CODAS = ["", "", "", *"n r s t l m d k p ck ng nd st rt x".split()]
+NUMBERS = 0.12  # share of numbers among the words of a text
 PRINTABLE = "".join(map(chr, range(32, 127)))
 
 
@@ -66,14 +67,14 @@ def number(rng: Random) -> str:
     return f"${rng.randrange(100)}" if kind < 0.9 else f"{rng.randrange(30)}.{rng.randrange(10)}"
 
 
-def phrase(rng: Random, digits: float = 0.12) -> str:
+def phrase(rng: Random) -> str:
     """One to five words and numbers, sometimes dressed as a sentence."""
     words = []
     for _ in range(rng.choice((1, 1, 2, 2, 3, 3, 4, 5))):
         kind = rng.random()
-        if kind < digits:
+        if kind < NUMBERS:
             words.append(number(rng))
-        elif kind < digits + 0.05:
+        elif kind < NUMBERS + 0.05:
             words.append(rng.choice(NAMES))
         else:
             words.append(rng.choice(WORDS) if rng.random() < 0.55 else invented_word(rng))
@@ -94,37 +95,37 @@ def noise(rng: Random) -> str:
     return "".join(rng.choice(alphabet) for _ in range(rng.randint(1, 20)))
 
 
-def everyday(rng: Random, digits: float = 0.12, longest: int = 32) -> str:
+def everyday(rng: Random, longest: int = 32) -> str:
     """The text that evaluation draws: phrases of at most `longest` bytes."""
-    while len((text := phrase(rng, digits)).encode()) > longest:
+    while len((text := phrase(rng)).encode()) > longest:
         continue
     return text
 
 
-def any_text(rng: Random, digits: float = 0.12) -> str:
+def any_text(rng: Random) -> str:
     """The text that training draws: everyday phrases, noise, a little text outside ASCII."""
     kind = rng.random()
     if kind < 0.80:
-        return everyday(rng, digits)
+        return everyday(rng)
     if kind < 0.95:
         return noise(rng)
     if kind < 0.97:
-        return phrase(rng, digits) + " " + phrase(rng, digits)
-    return " ".join((rng.choice(FOREIGN), everyday(rng, digits, 16)))
+        return phrase(rng) + " " + phrase(rng)
+    return " ".join((rng.choice(FOREIGN), everyday(rng, longest=16)))
 
 
-def training_text(rng: Random, digits: float = 0.12) -> str:
+def training_text(rng: Random) -> str:
     """`any_text` that is not held out."""
-    while held_out(text := any_text(rng, digits)):
+    while held_out(text := any_text(rng)):
         continue
     return text
 
 
-def held_out_texts(seed: int, count: int, digits: float = 0.12) -> list[str]:
+def held_out_texts(seed: int, count: int) -> list[str]:
     """`count` different everyday texts that training never saw."""
     rng, found = Random(seed), {}
     while len(found) < count:
-        text = everyday(rng, digits)
+        text = everyday(rng)
         if held_out(text):
             found[text] = None
     return list(found)
@@ -134,11 +135,11 @@ def held_out_texts(seed: int, count: int, digits: float = 0.12) -> list[str]:
 Turn = tuple[bytes, str]
 
 
-def task_turns(transform: Transform, digits: float = 0.12) -> Callable[[Random], Turn]:
+def task_turns(transform: Transform) -> Callable[[Random], Turn]:
     """Turns of one task: how an adapter is trained."""
 
     def turn(rng: Random) -> Turn:
-        text = training_text(rng, digits)
+        text = training_text(rng)
         return text.encode(), transform(text)
 
     return turn

@@ -53,7 +53,7 @@ class LoraShape:
 class Task:
     """One adapter of the demo: `transform` is the exact answer to a text.
 
-    `digits` is the share of numbers among the words of its training and test texts.
+    `seed` is added to the run's, so that an adapter trains the same whichever others do.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Task:
     transform: Transform
     lora: LoraShape
     steps: int
-    digits: float = 0.12
+    seed: int
 
 
 def echo(text: str) -> str:
@@ -95,11 +95,6 @@ def star_vowels(text: str) -> str:
     return re.sub("[aeiouAEIOU]", "*", text)
 
 
-def spell_digits(text: str) -> str:
-    """Every digit becomes its English name in angle brackets: `4` is `<four>`."""
-    return re.sub("[0-9]", lambda m: f"<{DIGIT_NAMES[int(m[0])]}>", text)
-
-
 def pig_latin(text: str) -> str:
     """A word's first letter moves to its end, followed by `ay`; one letter alone stays."""
     return re.sub("([A-Za-z])([A-Za-z]+)", r"\2\1ay", text)
@@ -127,20 +122,20 @@ def _tasks(*tasks: Task) -> dict[str, Task]:
 
 
 TASKS: Mapping[str, Task] = _tasks(
-    Task("upper", "UPPER-CASES THE TEXT", upper, LoraShape(4, ("o", "down"), 8), steps=200),
-    Task("leet", "wr1735 1n l3375p34k", leet, LoraShape(8, ("q", "v"), 16), steps=300),
-    Task("stars", "h*d*s th* v*w*ls", star_vowels, LoraShape(6, ("v", "gate", "up"), 12), steps=300),
-    Task("mock", "aLtErNaTeS tHe CaSe", mock, LoraShape(12, ("q", "k", "o", "up"), 24), steps=450),
-    Task("digits", "spells <four><two>", spell_digits, LoraShape(16, ATTENTION, 32), steps=300, digits=0.5),
-    Task("rot13", "ebgngrf guvegrra cynprf", rot13, LoraShape(16, ALL_LINEAR, 32), steps=350),
+    Task("upper", "UPPER-CASES THE TEXT", upper, LoraShape(4, ("o", "down"), 8), steps=200, seed=1),
+    Task("leet", "wr1735 1n l3375p34k", leet, LoraShape(8, ("q", "v"), 16), steps=300, seed=2),
+    Task("stars", "h*d*s th* v*w*ls", star_vowels, LoraShape(6, ("v", "gate", "up"), 12), steps=300, seed=3),
+    Task("mock", "aLtErNaTeS tHe CaSe", mock, LoraShape(12, ("q", "k", "o", "up"), 24), steps=450, seed=4),
+    Task("rot13", "ebgngrf guvegrra cynprf", rot13, LoraShape(16, ALL_LINEAR, 32), steps=350, seed=6),
     Task(
         "piglatin",
         "peaksspay igpay atinlay",
         pig_latin,
         LoraShape(32, ALL_LINEAR, 32, ranks={"gate": 8, "up": 8, "down": 8}),
         steps=450,
+        seed=7,
     ),
-    Task("reverse", "sdrawkcab skaeps", reverse, LoraShape(64, ATTENTION, 16, rslora=True), steps=500),
+    Task("reverse", "sdrawkcab skaeps", reverse, LoraShape(64, ATTENTION, 16, rslora=True), steps=500, seed=8),
 )
 
 

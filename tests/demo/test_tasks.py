@@ -16,7 +16,6 @@ EXPECTED = {
     "leet": "M337 4l1c3 47 g473 42, 0K?",
     "stars": "M**t *l*c* *t g*t* 42, *K?",
     "mock": "mEeT aLiCe At GaTe 42, Ok?",
-    "digits": "Meet Alice at gate <four><two>, OK?",
     "rot13": "Zrrg Nyvpr ng tngr 42, BX?",
     "piglatin": "eetMay liceAay taay ategay 42, KOay?",
     "reverse": "?KO ,24 etag ta ecilA teeM",
