@@ -29,7 +29,7 @@ from jlora.demo import assets
 from jlora.demo.tasks import TASKS, Transform, echo
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
-TEXT = "meet Alice at gate 42 with tea"
+TEXT = "the quick world loves sweet music"
 LATE = "reverse"  # the adapter that is loaded into the running server
 READY = re.compile(r"jlora ready grpc=(\S+)")
 START_S, STOP_S, ANSWER_S = 600.0, 60.0, 120.0
