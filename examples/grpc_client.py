@@ -1,7 +1,7 @@
 """Asks one server for answers of the base model and of every adapter at the same time.
 
-    make demo                 # or: jlora serve --model DIR --adapter-dir DIR
-    python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"
+    .venv/bin/jlora serve --config configs/demo.toml                        # in one terminal
+    .venv/bin/python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"    # in another
 
 The requests of all adapters share the engine's steps; each answer is printed when it is complete.
 """
@@ -50,4 +50,7 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    try:
+        asyncio.run(main())
+    except grpc.aio.AioRpcError as e:
+        raise SystemExit(f"{e.code().name}: {e.details()}") from None

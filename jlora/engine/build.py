@@ -47,6 +47,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
+    new = _read_adapters(config, spec, layout, progress)  # before the weights: a wrong path shows at once
     stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     programs = step.build(spec, layout, mesh, stacked)
@@ -62,7 +63,8 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
     if config.engine.warmup:
         _warm_up(engine, len(builder.buckets.shapes) + 1, progress)
-    _load_adapters(engine, config, spec, progress)
+    for adapter in new:
+        engine.add_adapter(adapter)
     log.info("engine ready: %s blocks of %d tokens, %s", layout.blocks - 1, layout.block_tokens, mesh)
     return engine, spec
 
@@ -147,14 +149,16 @@ def _warm_up(engine: Engine, total: int, progress: bool) -> None:
             bar.update()
 
 
-def _load_adapters(engine: Engine, config: Config, spec: ModelSpec, progress: bool) -> None:
+def _read_adapters(config: Config, spec: ModelSpec, layout: PoolLayout, progress: bool) -> list[NewAdapter]:
     paths = at_start(config.adapters.paths, config.adapters.dir)
     names: Iterable[str] = tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False)
+    found = []
     for name in names:
         try:
-            engine.add_adapter(read_adapter(name, paths[name], config, spec, engine.layout))
+            found.append(read_adapter(name, paths[name], config, spec, layout))
         except JloraError as e:
-            raise type(e)(f"adapter {name}: {e}") from e
+            raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
+    return found
 
 
 def read_adapter(name: str, path: str, config: Config, spec: ModelSpec, layout: PoolLayout) -> NewAdapter:
