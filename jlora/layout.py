@@ -89,10 +89,6 @@ class PoolLayout:
         """Blocks that hold the KV of `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
-    def blocks_of_ranks(self, ranks: Mapping[str, int]) -> int:
-        """Blocks of an adapter with these ranks (projection -> largest rank over the layers)."""
-        return sum(-(-rank // self.units[name].per_block) for name, rank in ranks.items())
-
 
 def smallest_block_tokens(spec: ModelSpec, at_least: int) -> int:
     """The first power of two >= `at_least` whose blocks hold a unit of every projection."""
