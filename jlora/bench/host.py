@@ -2,14 +2,13 @@
 
 A tiny model, so that little of the time is the device's; everything the host does is the same as
 for a large one: planning, packing the batch, dispatch, reading and committing the tokens.
-Measured over decode steps with all slots taken and the queue as long as stated.
+Measured over decode steps with all slots taken and the queue as long as stated. The engine is
+stepped here, from one thread, so that exactly those steps are counted.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,9 +18,9 @@ from jlora.bench import ours, rounds
 from jlora.bench.rounds import Journal, Sample, Side
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import TINY, Plan, Workload, adapter_names, prepare
-from jlora.engine.engine import EngineStats
-from jlora.engine.service import Service
-from jlora.types import Request, SamplingParams, TokenEvent
+from jlora.engine.build import build_engine
+from jlora.engine.engine import Engine
+from jlora.types import Request, SamplingParams
 
 PROMPT = 16
 # Room for sequences that outlast the measurement.
@@ -50,15 +49,15 @@ def run(setup: Setup, loads: Sequence[Load]) -> dict[str, Any]:
     workload = prepare(setup.plan, setup.work / "workload")
     settings = {**setup.describe(), "loads": [[load.running, load.queued, load.steps] for load in loads]}
     journal = Journal(setup.work / "host.jsonl", settings)
-    services = {n: _start(setup, workload, n) for n in sorted({load.running for load in loads})}
+    engines = {n: _build(setup, workload, n) for n in sorted({load.running for load in loads})}
     try:
-        sides = [Side(_name(load), lambda load=load: _measure(services[load.running], setup, load)) for load in loads]
+        sides = [Side(_name(load), lambda load=load: _measure(engines[load.running], setup, load)) for load in loads]
         for side in sides:
             side.run()
         done = rounds.interleave(sides, journal, setup.budget, "host")
     finally:
-        for service in services.values():
-            service.stop()
+        for engine in engines.values():
+            engine.close()
     rows = [
         {
             "running": load.running,
@@ -77,26 +76,29 @@ def _name(load: Load) -> str:
     return f"{load.running} running, {load.queued} queued"
 
 
-def _start(setup: Setup, workload: Workload, running: int) -> Service:
+def _build(setup: Setup, workload: Workload, running: int) -> Engine:
     settings = {**setup.settings, "engine.max_seqs": running, "engine.max_queue": 8192}
-    return Service.start(ours.configure(workload, setup.dtype, settings), progress=True)
+    return build_engine(ours.configure(workload, setup.dtype, settings))[0]
 
 
-def _measure(service: Service, setup: Setup, load: Load) -> Sample:
-    """Fills the slots and the queue, lets `steps` steps pass, and empties both."""
+def _measure(engine: Engine, setup: Setup, load: Load) -> Sample:
+    """Fills the slots and the queue, counts `steps` steps of decode, and empties both."""
     requests = _requests(setup, load)
-    prompt_tokens = service.stats().prompt_tokens + load.running * PROMPT
-    # Each call waits for the engine's next round; many at once share one.
-    with ThreadPoolExecutor(64) as callers:
-        list(callers.map(lambda request: service.submit(request, _ignore), requests))
-        try:
-            before = _wait(service, lambda s: s.waiting == load.queued and s.prompt_tokens >= prompt_tokens)
-            after = _wait(service, lambda s: s.steps >= before.steps + load.steps)
-        finally:
-            list(callers.map(lambda request: service.abort(request.id), reversed(requests)))
-    _wait(service, lambda s: s.live_requests == 0)
+    prompt_tokens = engine.stats().prompt_tokens + load.running * PROMPT
+    for request in requests:
+        engine.submit(request)
+    while engine.stats().prompt_tokens < prompt_tokens:
+        engine.step()
+    before = engine.stats()
+    for _ in range(load.steps):
+        engine.step()
+    after = engine.stats()
+    for request in reversed(requests):  # the queue first, or it would move up
+        engine.abort(request.id)
+    while engine.busy:
+        engine.step()
     host = after.host_step_s * after.steps - before.host_step_s * before.steps
-    return {"step_s": host / (after.steps - before.steps), "steps": after.steps - before.steps}
+    return {"step_s": host / load.steps, "steps": after.steps - before.steps, "waiting": after.waiting}
 
 
 def _requests(setup: Setup, load: Load) -> list[Request]:
@@ -105,16 +107,3 @@ def _requests(setup: Setup, load: Load) -> list[Request]:
     sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
     request = Request("", tuple(range(3, 3 + PROMPT)), sampling, bypass_prefix_cache=True)
     return [replace(request, id=f"host-{i}", adapter=names[i % len(names)]) for i in range(load.running + load.queued)]
-
-
-def _ignore(events: list[TokenEvent]) -> None:
-    """The tokens are of no interest."""
-
-
-def _wait(service: Service, ready: Callable[[EngineStats], bool]) -> EngineStats:
-    end = time.monotonic() + 120
-    while not ready(stats := service.stats()):
-        if time.monotonic() > end:
-            raise RuntimeError(f"the load never came about: {stats}")
-        time.sleep(0.001)
-    return stats
