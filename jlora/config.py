@@ -43,19 +43,36 @@ class AdaptersConfig:
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """The unified pool. 0 means: chosen from the device's memory and the model's shapes.
+    """The two tiers and what decides between them. 0 means: chosen from memory and model.
 
     Attributes:
+        policy: what leaves the device first (see `POLICIES` and docs/architecture.md).
+        share: of the device's blocks for adapters, with a policy that splits them (vllm-fair).
         block_tokens: tokens per block (0: by platform).
         hbm_blocks: blocks on the device (0: from hbm_fraction).
         hbm_fraction: share of the device memory left after the weights (on CPU at most a quarter of it).
+        host_blocks: blocks in host memory (0: from host_gib); adapters have their master copies here.
+        host_gib: size of the host tier (0: a quarter of the memory available, as far as it is useful).
         prefix_reuse: keep finished requests' KV for later prompts.
+        upper, lower: shares of the device in use between which fastlibra keeps it (paper, section 4.3).
+        monitor_s: seconds between two rounds of the monitor.
+        tau_s: time scale of fastlibra's sigmoid in seconds (0: the median reuse interval; 1: as printed).
+        link_gbps: slows copies down to so many gigabytes per second each way (0: as fast as it is).
     """
 
+    policy: str = "jlora"
+    share: float = 0.2
     block_tokens: int = 0
     hbm_blocks: int = 0
     hbm_fraction: float = 0.85
+    host_blocks: int = 0
+    host_gib: float = 0.0
     prefix_reuse: bool = True
+    upper: float = 0.95
+    lower: float = 0.70
+    monitor_s: float = 0.1
+    tau_s: float = 0.0
+    link_gbps: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +116,11 @@ class Config:
     engine: EngineConfig = EngineConfig()
     serve: ServeConfig = ServeConfig()
 
+
+# Every cache policy by name: jlora's own, the paper's, its ablations, and the baselines.
+POLICIES = (
+    "jlora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "lru", "vllm", "vllm-fair", "slora",
+)  # fmt: skip
 
 _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 
@@ -169,6 +191,15 @@ def validate(config: Config) -> Config:
         ("cache.block_tokens", c.block_tokens, 0 <= c.block_tokens <= 1024, "in [0, 1024]"),
         ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks == 0 or c.hbm_blocks >= 2, "0 or at least 2"),
         ("cache.hbm_fraction", c.hbm_fraction, 0 < c.hbm_fraction <= 1, "in (0, 1]"),
+        ("cache.policy", c.policy, c.policy in POLICIES, f"one of {', '.join(POLICIES)}"),
+        ("cache.share", c.share, 0 < c.share < 1, "in (0, 1)"),
+        ("cache.host_blocks", c.host_blocks, c.host_blocks >= 0, "0 or more"),
+        ("cache.host_gib", c.host_gib, 0 <= c.host_gib < 2**20, "0 or more GiB"),
+        ("cache.upper", c.upper, 0 < c.upper <= 1, "in (0, 1]"),
+        ("cache.lower", c.lower, 0 <= c.lower <= c.upper, "in [0, cache.upper]"),
+        ("cache.monitor_s", c.monitor_s, 0 < c.monitor_s <= 60, "in (0, 60] seconds"),
+        ("cache.tau_s", c.tau_s, 0 <= c.tau_s < 1e6, "0 or more seconds"),
+        ("cache.link_gbps", c.link_gbps, 0 <= c.link_gbps < 1e6, "0 or more gigabytes per second"),
         ("engine.max_seqs", e.max_seqs, 1 <= e.max_seqs <= 1024, "in [1, 1024]"),
         ("engine.max_step_tokens", e.max_step_tokens, e.max_step_tokens >= 1, "at least 1"),
         ("engine.max_queue", e.max_queue, e.max_queue >= 1, "at least 1"),

@@ -100,8 +100,9 @@ class Usage:
 class Timing:
     """Seconds. ttft = submit to first token; tpot = mean gap between later tokens (0 if none).
 
-    queue ends when the request is first granted its blocks; adapter_cold_start is the host's part
-    of bringing its adapter in then, and kv_cold_start of bringing in cached KV (0: KV has no host tier).
+    queue ends when the request is first granted its blocks; adapter_cold_start and kv_cold_start
+    are from then until its adapter and its cached KV had come to the device (0: they were there).
+    The two overlap; prefill counts from the later one.
     """
 
     queue: float = 0.0
@@ -158,7 +159,7 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """Blocks of one tier by class; they always sum to `total`."""
+    """Blocks of one tier by class; they always sum to `total`. On the host all KV counts as history."""
 
     total: int
     free: int
@@ -169,15 +170,30 @@ class TierState:
 
 @dataclass(frozen=True, slots=True)
 class CacheState:
-    """A snapshot of the unified pool and its counters since start."""
+    """A snapshot of both tiers and the counters since start.
 
+    Attributes:
+        policy: the name of the cache policy.
+        in_flight: blocks being copied between the tiers; they are counted in their class too.
+        invalid_kv: device blocks of KV whose prefix or adapter is not there; 0 unless the policy is
+            one without dependencies.
+        kv_hit_tokens: found in either tier; kv_host_hit_tokens: of these, on the host only.
+        blocks_lost: evicted or dropped without a copy elsewhere; computed again if needed.
+        recomputed_tokens: known on the host but computed again, because copying took far longer.
+    """
+
+    policy: str
     hbm: TierState
     host: TierState
+    in_flight: int
     invalid_kv: int
     adapter_hits: int
     adapter_lookups: int
     kv_hit_tokens: int
+    kv_host_hit_tokens: int
     kv_lookup_tokens: int
     bytes_swapped_in: int
     bytes_swapped_out: int
     clean_evictions: int
+    blocks_lost: int
+    recomputed_tokens: int

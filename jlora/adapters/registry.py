@@ -10,7 +10,6 @@ import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jlora.adapters.packing import Packed
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, NotFound
 from jlora.types import AdapterInfo
@@ -18,14 +17,21 @@ from jlora.types import AdapterInfo
 
 @dataclass(slots=True)
 class Record:
-    """One loaded adapter version. `load_cost_s`: seconds to read and pack it."""
+    """One loaded adapter version.
+
+    Attributes:
+        projections: for each of its blocks, the projection whose units it holds.
+        bytes: of its packed form.
+        load_cost_s: seconds to read and pack it.
+    """
 
     name: str
     digest: str
     ranks: Mapping[str, int]
     target_modules: tuple[str, ...]
     alora_invocation_tokens: tuple[int, ...]
-    packed: Packed
+    projections: tuple[str, ...]
+    bytes: int
     node: AdapterNode
     load_cost_s: float
     hits: int = 0
@@ -41,12 +47,12 @@ class Record:
             rank=max(self.ranks.values(), default=0),
             ranks=self.ranks,
             target_modules=self.target_modules,
-            bytes=self.packed.data.nbytes,
+            bytes=self.bytes,
             blocks=node.size,
-            tier="HBM" if node.blocks else "HOST",
+            tier="LOADING" if node.coming else "HBM" if node.device else "HOST",
             pinned=node.pinned,
             running=node.users,
-            waiting=node.waiting,
+            waiting=node.wanted,
             hits=self.hits,
             last_used_s=now - self.last_used if self.last_used else -1.0,
             load_cost_s=self.load_cost_s,
@@ -91,7 +97,7 @@ class AdapterRegistry:
         return [uid for uid, record in self._by_uid.items() if record.name == name]
 
     def purge(self, live: Mapping[int, AdapterNode]) -> None:
-        """Drops the host copies of versions that no longer live."""
+        """Forgets versions that no longer live."""
         for uid in [uid for uid in self._dying if uid not in live]:
             self._dying.discard(uid)
             del self._by_uid[uid]

@@ -1,81 +1,121 @@
-"""The one owner of the pool's blocks: leases, prefix reuse, eviction. Plain Python, no jax.
+"""The cache as its users know it: adapters, leases, copies. Plain Python, no jax.
 
 A request holds a *lease* while it runs: its adapter's blocks, the cached prefix, and blocks of
-its own for what it will compute. Blocks that fill up with known tokens are *published* into the
-tree, where later requests find them; when the lease ends they simply stay, until something
-needs the room.
+its own for what it will compute. What lies on the host is brought in by copies; the lease is
+`ready` when they have landed, and others run meanwhile. Blocks that fill up with known tokens are
+*published* into the tree, where later requests find them; when the lease ends they simply stay.
+
+Nothing here touches a device. Copies to make are handed out by `take_copies` and reported back by
+`landed`; the simulator does the same with a model of a link.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jlora.cache.blocks import BlockAllocator
-from jlora.cache.tree import AdapterNode, Node, Tree
-from jlora.types import CacheState, TierState
+from jlora.cache.blocks import Tier
+from jlora.cache.policies import Policy
+from jlora.cache.residency import Counters, Residency
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
+
+# A prefix is computed again only if copying it would take so many times as long: near saturation
+# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
+RECOMPUTE = 3.0
+# Hints may have copies of at most this share of the device under way.
+HINT_SHARE = 0.25
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Lease:
-    """What one running sequence holds.
+    """What one sequence holds from its admission to its end.
 
     Attributes:
         blocks: its block table: the published path's blocks, then its own.
         path: the published nodes it goes through, one per leading block.
-        cached: prompt tokens whose KV was found in the tree.
+        cached: prompt tokens whose KV was known, on the device or on the host.
+        coming: nodes of its own path or its adapter whose copy has not been seen to land.
     """
 
     adapter: AdapterNode
     tenant: str
     reuse: bool
+    granted: float = 0.0
     blocks: list[int] = field(default_factory=list)
     path: list[Node] = field(default_factory=list)
     cached: int = 0
+    coming: list[Node] = field(default_factory=list)
+    adapter_s: float = 0.0  # from the grant until the adapter had landed
+    kv_s: float = 0.0  # and until the prefix had
 
 
 @dataclass(frozen=True, slots=True)
-class Copy:
-    """Host to device: adapter `uid` into `blocks`."""
+class Want:
+    """What a queued sequence will need; others leave before it."""
 
-    uid: int
-    blocks: tuple[int, ...]
+    adapter: AdapterNode
+    leaf: Node | None
 
 
-@dataclass(slots=True)
-class Counters:
-    """Totals since start."""
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The two tiers: blocks of `block_tokens` tokens on the device and on the host."""
 
-    adapter_hits: int = 0
-    adapter_lookups: int = 0
-    kv_hit_tokens: int = 0
-    kv_lookup_tokens: int = 0
-    clean_evictions: int = 0
-    blocks_swapped_in: int = 0
+    device: int
+    host: int
+    block_tokens: int
 
 
 class CacheManager:
-    """Leases over one tier of `blocks` blocks of `block_tokens` tokens."""
+    """Leases over two tiers, under one policy. `clock` gives seconds; the simulator has its own."""
 
-    def __init__(self, blocks: int, block_tokens: int, prefix_reuse: bool = True):
-        self.block_tokens = block_tokens
-        self.prefix_reuse = prefix_reuse
+    def __init__(self, sizes: Sizes, policy: Policy, clock: Callable[[], float], prefix_reuse: bool = True):
+        self.block_tokens = sizes.block_tokens
+        self.prefix_reuse = prefix_reuse and policy.history
+        self.policy = policy
+        self.tree = Tree(sizes.block_tokens)
+        device, host = Tier(sizes.device, policy.share), Tier(sizes.host)
+        self.cells = Residency(self.tree, device, host, policy, clock)
         self.base = AdapterNode(uid=0, size=0)
         self.adapters: dict[int, AdapterNode] = {0: self.base}
-        self.counters = Counters()
-        self._allocator = BlockAllocator(blocks)
-        self._tree = Tree(block_tokens)
-        self._leases: dict[int, Lease] = {}
+        self.leases: dict[int, Lease] = {}
+        self._clock = clock
 
     @property
     def total(self) -> int:
-        """Blocks that can be handed out."""
-        return self._allocator.total
+        """Device blocks that can be handed out."""
+        return self.cells.device.total
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
-        return self._allocator.free
+        """Device blocks that hold nothing."""
+        return self.cells.device.free
+
+    @property
+    def counters(self) -> Counters:
+        """Totals since start."""
+        return self.cells.counters
+
+    @property
+    def epoch(self) -> int:
+        """Unchanged since a refusal: asking again is no use."""
+        return self.cells.epoch
+
+    @property
+    def leaving(self) -> bool:
+        """Whether blocks come free by themselves: their write-back is under way."""
+        return self.cells.leaving(None) > 0
+
+    @property
+    def flying(self) -> bool:
+        """Whether copies are under way."""
+        return bool(self.cells.flying)
+
+    @property
+    def adapter_limit(self) -> int:
+        """Blocks of the largest adapter that leaves room for at least one block of KV."""
+        return min(self.cells.device.limit[ADAPTER], self.total - 1)
 
     def capacity(self, adapter: AdapterNode, pinned: AdapterNode | None = None) -> int:
         """Tokens of the longest sequence that could run if it had the pool to itself.
@@ -85,239 +125,267 @@ class CacheManager:
         """
         held = {node.uid: node.size for node in self.adapters.values() if node.pinned or node is pinned}
         held[adapter.uid] = adapter.size
-        return max(0, self.total - sum(held.values())) * self.block_tokens
+        device = self.cells.device
+        if sum(held.values()) > device.limit[ADAPTER]:
+            return 0
+        return max(0, min(device.limit[KV], device.total - sum(held.values()))) * self.block_tokens
 
     # -- adapters ---------------------------------------------------------------------------
 
-    def add_adapter(self, uid: int, size: int) -> AdapterNode:
-        """Registers an adapter of `size` blocks; its blocks come with the first lease."""
+    def add_adapter(self, uid: int, size: int) -> AdapterNode | None:
+        """Registers an adapter of `size` blocks and gives it its master copy's place on the host.
+
+        Returns:
+            Its node, with `host` blocks to fill; None if the host tier has no room for it.
+        """
+        cells = self.cells
+        if not cells.make_host_room(size, worth=float("inf")):
+            return None
         node = AdapterNode(uid, size)
+        node.host = cells.host.take(ADAPTER, size)
         self.adapters[uid] = node
+        cells.offer(node)
         return node
 
-    def pin(self, node: AdapterNode, pinned: bool) -> list[Copy] | None:
-        """Pins or unpins; pinning brings the adapter in. None: no room now, nothing changed."""
-        copies = self._bring_in(node) if pinned else []
-        if copies is not None:
-            before = 0 if node.users else node.reclaimable
-            node.pinned = pinned
-            self._tree.idle_blocks += (0 if node.users else node.reclaimable) - before
-            self._tree.offer(node)
-        return copies
+    def pin(self, node: AdapterNode, pinned: bool) -> bool:
+        """Pins or unpins; pinning brings the adapter in. False: no room now, nothing changed."""
+        if pinned and not node.device and not self._bring_adapter(node, demand=True):
+            return False
+        self.cells.pin(node, pinned)
+        return True
 
-    def bring_in(self, node: AdapterNode) -> list[Copy]:
-        """Loads an adapter into blocks that are free anyway; evicts nothing."""
-        if node.blocks or node.size > self.free:
-            return []
-        copies = self._bring_in(node) or []
-        self._tree.offer(node)
-        return copies
+    def bring_in(self, node: AdapterNode) -> None:
+        """Starts an adapter's copy into blocks that are free anyway; evicts nothing."""
+        if not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
+            self._bring_adapter(node, demand=False)
 
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""
-        self.pin(node, False)
+        self.cells.pin(node, False)
         node.dying = True
         self._bury_if_unused(node)
 
-    def expect(self, node: AdapterNode) -> None:
-        """A queued sequence will need this adapter version: it may leave the device, but not die."""
-        node.waiting += 1
+    # -- the queue ----------------------------------------------------------------------------
 
-    def unexpect(self, node: AdapterNode) -> None:
+    def expect(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool) -> Want:
+        """A queued sequence will need this adapter version and this prefix."""
+        leaf = None
+        if reuse and self.prefix_reuse:
+            path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            leaf = path[-1] if path else None
+        self.cells.want(adapter)
+        if leaf is not None:
+            self.cells.want(leaf)
+        return Want(adapter, leaf)
+
+    def unexpect(self, want: Want) -> None:
         """The queued sequence runs or is gone."""
-        node.waiting -= 1
-        self._bury_if_unused(node)
+        if want.leaf is not None:
+            self.cells.unwant(want.leaf)
+        self.cells.unwant(want.adapter)
+        self._leave_if_idle(want.adapter)
+        self._bury_if_unused(want.adapter)
+
+    def hint(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int]) -> int:
+        """`Prefetch`: starts the copies that a request would need, where idle blocks allow; blocks under way."""
+        cells = self.cells
+        path = self.tree.match(adapter, tenant, tokens, len(tokens) - 1) if self.prefix_reuse else []
+        missing = [node for node in path if not node.device]
+        need = 0 if adapter.device else adapter.size
+        if cells.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
+            return 0
+        for node in (adapter, *path):  # what the hint names is no victim of the room it needs
+            cells.lock(node)
+        before = cells.backlog["in"]
+        if cells.make_room(need, len(missing)):
+            self._bring_adapter(adapter, demand=False)
+            cells.bring(adapter, missing, demand=False)
+        for node in (*reversed(path), adapter):
+            cells.unlock(node)
+        return cells.backlog["in"] - before
 
     # -- leases -----------------------------------------------------------------------------
 
     def acquire(
         self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool, headroom: int
-    ) -> tuple[Lease, list[Copy]] | None:
-        """A lease for a sequence whose known tokens are `tokens`.
+    ) -> Lease | None:
+        """A lease for a sequence whose known tokens are `tokens`; None if there is no room now.
 
         Args:
             reuse: whether it may read from and publish into the tree.
             headroom: blocks that must stay available beside it.
-        Returns:
-            The lease and the copies to make before it runs; None if there is no room now.
         """
-        lease = Lease(adapter, tenant, reuse and self.prefix_reuse)
+        cells = self.cells
+        lease = Lease(adapter, tenant, reuse and self.prefix_reuse, self._clock())
         if lease.reuse:  # at least one token is always computed: its hidden state is needed
-            lease.path = self._tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            lease.path = self._worth_copying(path)
         for node in (adapter, *lease.path):
-            self._tree.lock(node)
-        resident = bool(adapter.blocks) or adapter.size == 0
-        need = self._blocks_for(len(tokens)) - len(lease.path)
-        copies = None
-        if self._make_room(need + (0 if resident else adapter.size) + headroom):
-            copies = self._bring_in(adapter)
-        if copies is None:
+            cells.lock(node)
+        missing = [node for node in lease.path if not node.device]
+        own = self._blocks_for(len(tokens)) - len(lease.path)
+        if not cells.make_room(0 if adapter.device else adapter.size, len(missing) + own + headroom):
             self._unlock(lease)
             return None
-        lease.blocks = [node.blocks[0] for node in lease.path] + self._allocator.take(need)
+        self._count(lease, len(tokens), len(missing))
+        self._bring_adapter(adapter, demand=True)
+        cells.bring(adapter, missing, demand=True)
+        lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
+        cells.device.running += own
         lease.cached = len(lease.path) * self.block_tokens
-        self._leases[id(lease)] = lease
-        self._count(lease, len(tokens), resident)
-        return lease, copies
+        lease.coming = [node for node in (adapter, *lease.path) if node.coming]
+        for node in lease.coming:
+            cells.promote(node)
+        self.leases[id(lease)] = lease
+        return lease
+
+    def ready(self, lease: Lease) -> bool:
+        """Whether everything the lease goes through is on the device; keeps its waiting times."""
+        if not lease.coming:
+            return True
+        left = [node for node in lease.coming if node.coming]
+        if len(left) < len(lease.coming):
+            waited = self._clock() - lease.granted
+            landed = {node.kind for node in lease.coming} - {node.kind for node in left}
+            lease.adapter_s = waited if ADAPTER in landed else lease.adapter_s
+            lease.kv_s = waited if KV in landed else lease.kv_s
+            lease.coming = left
+        return not left
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Makes the lease hold `tokens` tokens; False if there is no room now."""
         need = self._blocks_for(tokens) - len(lease.blocks)
         if need <= 0:
             return True
-        if not self._make_room(need):
+        if not self.cells.make_room(kv=need):
             return False
-        lease.blocks += self._allocator.take(need)
+        lease.blocks += self.cells.device.take(KV, need)
+        self.cells.device.running += need
         return True
 
     def publish(self, lease: Lease, tokens: Sequence[int], computed: int) -> None:
         """Puts the lease's full blocks among the first `computed` tokens into the tree.
 
-        Where another sequence published the same tokens first, the lease moves over to that
-        block and gives its own back: one prefix, one copy.
+        Where the tree has the same tokens on the device already, the lease moves over to that block
+        and gives its own back: one prefix, one copy. Where it has them on the host only (or lost
+        them), the lease's block becomes the node's.
         """
         if not lease.reuse or lease.adapter.dying:
             return
-        size = self.block_tokens
+        cells, size = self.cells, self.block_tokens
         for index in range(len(lease.path), computed // size):
             parent = lease.path[-1] if lease.path else lease.adapter
             own = lease.blocks[index]
-            node = self._tree.insert(parent, lease.tenant, tokens, index * size, own)
-            if node.blocks[0] != own:
-                lease.blocks[index] = node.blocks[0]
-                self._allocator.give([own])
-            self._tree.lock(node)
+            node = self.tree.insert(parent, lease.tenant, tokens, index * size)
+            if node.coming:  # its copy was cheaper for another request; wait for it to land
+                return
+            cells.device.running -= 1
+            if node.device:
+                lease.blocks[index] = node.device[0]
+                cells.device.give(KV, [own])
+                cells.epoch += 1
+            else:
+                cells.adopt(node, own)
+            cells.lock(node)
             lease.path.append(node)
 
     def release(self, lease: Lease) -> None:
         """Ends a lease: published blocks stay as history, its own are free."""
-        del self._leases[id(lease)]
-        self._allocator.give(lease.blocks[len(lease.path) :])
+        del self.leases[id(lease)]
+        cells = self.cells
+        own = lease.blocks[len(lease.path) :]
+        cells.device.running -= len(own)
+        cells.device.give(KV, own)
+        cells.epoch += 1
+        if not self.policy.writes_back and not lease.adapter.dying:
+            self._write_through(lease)
         self._unlock(lease)
 
     def cached_tokens(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int]) -> int:
-        """How many of `tokens` are in the tree now; changes nothing."""
-        return len(self._tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)) * self.block_tokens
+        """How many of `tokens` are on the device now; changes nothing."""
+        path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+        return next((i for i, node in enumerate(path) if not node.on_device), len(path)) * self.block_tokens
 
     def flush(self) -> int:
-        """Drops all KV that no lease uses; returns the blocks freed."""
+        """Drops all KV that no lease or copy uses, in both tiers; device blocks freed."""
         before = self.free
-        kept = []
-        for node in self._tree.victims():
-            if isinstance(node, AdapterNode):
-                kept.append(node)
-            else:
-                self._evict(node)
-        for node in kept:
-            self._tree.offer(node)
+        for adapter in self.adapters.values():
+            for node in reversed(list(self.tree.below(adapter))):
+                if node.parent is not None and not (node.users or node.moving or node.children):
+                    self.cells.forget(node)
         return self.free - before
 
-    # -- what users see ---------------------------------------------------------------------
+    # -- copies -------------------------------------------------------------------------------
 
-    def state(self, block_bytes: int) -> CacheState:
-        """A snapshot: blocks by class and counters."""
-        kv = [node for adapter in self.adapters.values() for node in self._tree.subtree(adapter)]
-        private = sum(len(lease.blocks) - len(lease.path) for lease in self._leases.values())
-        history = sum(1 for node in kv if not node.users)
-        adapters = sum(len(node.blocks) for node in self.adapters.values())
-        hbm = TierState(self.total, self.free, adapters, history, private + len(kv) - history)
-        c = self.counters
-        return CacheState(
-            hbm=hbm,
-            host=TierState(0, 0, 0, 0, 0),
-            invalid_kv=sum(1 for n in self.adapters.values() if n.size and n.children and not n.blocks),
-            adapter_hits=c.adapter_hits,
-            adapter_lookups=c.adapter_lookups,
-            kv_hit_tokens=c.kv_hit_tokens,
-            kv_lookup_tokens=c.kv_lookup_tokens,
-            bytes_swapped_in=c.blocks_swapped_in * block_bytes,
-            bytes_swapped_out=0,
-            clean_evictions=c.clean_evictions,
-        )
+    def take_copies(self) -> tuple[Copy, ...]:
+        """The copies decided since the last call; they must be started before the next step."""
+        copies = tuple(self.cells.outbox)
+        self.cells.outbox.clear()
+        return copies
 
-    def check_integrity(self) -> None:
-        """Raises AssertionError if an invariant of the pool or the tree is broken."""
-        owned: list[int] = []
-        idle = 0
-        users: dict[int, int] = {}
-        for lease in self._leases.values():
-            owned += lease.blocks[len(lease.path) :]
-            assert lease.blocks[: len(lease.path)] == [node.blocks[0] for node in lease.path]
-            for node in (lease.adapter, *lease.path):
-                users[id(node)] = users.get(id(node), 0) + 1
-        for adapter in self.adapters.values():
-            owned += adapter.blocks
-            idle += 0 if adapter.users else adapter.reclaimable
-            assert len(adapter.blocks) in (0, adapter.size)
-            assert adapter.users == users.get(id(adapter), 0), "users are not the live leases"
-            assert not adapter.dying or adapter.users or adapter.waiting, "a dead adapter without users is still here"
-            for node in self._tree.subtree(adapter):
-                owned += node.blocks
-                idle += 0 if node.users else node.reclaimable
-                assert len(node.blocks) == 1 and (adapter.blocks or not adapter.size), "KV without its adapter"
-                assert node.users == users.get(id(node), 0), "users are not the live leases"
-                assert node.parent is not None and node.parent.users >= node.users, "a user skips its prefix"
-        assert idle == self._tree.idle_blocks, "the count of reclaimable blocks is wrong"
-        self._allocator.check_integrity(owned)
+    def landed(self, copies: Sequence[Copy]) -> None:
+        """These copies are complete."""
+        for copy in copies:
+            self.cells.landed(copy)
+            self._leave_if_idle(copy.adapter)
+            self._bury_if_unused(copy.adapter)
 
     # -- inside -----------------------------------------------------------------------------
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def _make_room(self, count: int) -> bool:
-        """Evicts unused leaves, least recently used first, until `count` blocks are free.
+    def _worth_copying(self, path: list[Node]) -> list[Node]:
+        """The path up to the first block on the host, if copying the rest takes far longer than computing it."""
+        missing = [i for i, node in enumerate(path) if not node.device]
+        if not missing:
+            return path
+        meter, backlog = self.policy.meter, self.cells.backlog["in"]
+        tokens = (len(path) - missing[0]) * self.block_tokens
+        if meter.load_s(KV, backlog + len(missing)) <= RECOMPUTE * tokens * meter.token_s:
+            return path
+        self.counters.recomputed_tokens += tokens
+        return path[: missing[0]]
 
-        Evicts nothing if that could not be enough: history is not lost for a request that waits.
-        """
-        if self.free + self._tree.idle_blocks < count:
+    def _bring_adapter(self, node: AdapterNode, demand: bool) -> bool:
+        """Starts an adapter's copy if it is not there; False if no room could be made."""
+        if node.device or not node.size:
+            return True
+        if not self.cells.make_room(adapter=node.size):
             return False
-        victims = self._tree.victims()
-        while self.free < count:
-            self._evict(next(victims))
+        self.cells.bring(node, [node], demand)
         return True
 
-    def _evict(self, node: Node) -> None:
-        self._drop(node)
-        self.counters.clean_evictions += 1
-        if not isinstance(node, AdapterNode):
-            self._tree.remove(node)
-
-    def _drop(self, node: Node) -> None:
-        """Frees an unused node's blocks."""
-        self._tree.idle_blocks -= node.reclaimable
-        self._allocator.give(node.blocks)
-        node.blocks = []
-
-    def _bring_in(self, node: AdapterNode) -> list[Copy] | None:
-        if node.blocks or not node.size:
-            return []
-        if not self._make_room(node.size):
-            return None
-        node.blocks = self._allocator.take(node.size)
-        self._tree.idle_blocks += 0 if node.users else node.reclaimable
-        self._tree.touch(node)
-        self.counters.blocks_swapped_in += node.size
-        return [Copy(node.uid, tuple(node.blocks))]
+    def _write_through(self, lease: Lease) -> None:
+        """Copies the lease's part of the tree to the host while there is room."""
+        cells = self.cells
+        fresh = [node for node in lease.path if not node.host and node.device and not node.moving]
+        cells.save(lease.adapter, fresh[: cells.host.free])
 
     def _unlock(self, lease: Lease) -> None:
         for node in (*reversed(lease.path), lease.adapter):
-            self._tree.unlock(node)
+            self.cells.unlock(node)
+        self._leave_if_idle(lease.adapter)
         self._bury_if_unused(lease.adapter)
 
+    def _leave_if_idle(self, node: AdapterNode) -> None:
+        if not self.policy.keeps(node) and self.cells.evictable(node):
+            self.cells.evict(node)
+
     def _bury_if_unused(self, node: AdapterNode) -> None:
-        if not node.dying or node.users or node.waiting:
+        if not node.dying or node.users or node.wanted or node.flying or node.uid not in self.adapters:
             return
-        for child in reversed(self._tree.subtree(node)):
-            self._drop(child)
-            self._tree.remove(child)
-        self._drop(node)
+        for child in reversed(list(self.tree.below(node))):
+            if child.parent is not None:  # else it went with its last child
+                self.cells.forget(child)
+        self.cells.forget(node)
         del self.adapters[node.uid]
 
-    def _count(self, lease: Lease, tokens: int, resident: bool) -> None:
+    def _count(self, lease: Lease, tokens: int, from_host: int) -> None:
         c = self.counters
         c.kv_lookup_tokens += tokens
-        c.kv_hit_tokens += lease.cached
+        c.kv_hit_tokens += len(lease.path) * self.block_tokens
+        c.kv_host_hit_tokens += from_host * self.block_tokens
         if lease.adapter.size:
             c.adapter_lookups += 1
-            c.adapter_hits += resident
+            c.adapter_hits += lease.adapter.on_device

@@ -1,50 +1,88 @@
-"""The dependency tree: root → adapters → KV (FASTLIBRA, section 4.1). Plain Python, no jax.
+"""The dependency tree: adapters on top, KV below, one node per block of tokens.
 
-The second layer has one node per adapter version, the base model being the adapter of size
-zero. Below it every node is one full block of KV, keyed by the tokens it holds. A path from an
-adapter down is a conversation; siblings share what is above them. A KV node is on the device
-only while its parent is, so whatever may be evicted is a leaf.
+    root ─┬─ base (size 0) ── KV ── KV ─┬─ KV         a path from an adapter down is a conversation;
+          ├─ adapter 1 ────── KV        └─ KV         siblings share what is above them
+          └─ adapter 2 ────── KV ── KV
 
-Nodes that nothing uses and nothing depends on wait in a heap, least recently used first.
+A KV node is one full block of tokens, so a split needs no surgery: it is a second child. A node's
+data may lie on the device, on the host, on both, or be on its way between them:
+
+    computed here ──▶ DEVICE ──save──▶ BOTH ──evict──▶ HOST ──bring──▶ BOTH      (FASTLIBRA, section 4)
+                        └────────evict without a host copy────────▶ gone
+
+A node whose data is gone stays while something below it has data: computing the block again
+brings what lies below back into use. This module knows structure only; who moves and why is
+decided in `residency` and `policies`. Plain Python, no jax.
 """
 
 from __future__ import annotations
 
-import heapq
+from array import array
 from collections.abc import Iterator, Sequence
+
+ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
 
 class Node:
     """One block of KV, or (`AdapterNode`) an adapter.
 
     Attributes:
-        key: the block's tokens; a first block's key starts with the tenant's salt.
-        blocks: device blocks; one for KV, any number for an adapter, none while it is not resident.
-        children: KV nodes by key.
+        key: the block's tokens as int32 bytes; a first block's key is (tenant, tokens).
+        children: KV nodes by key; None while there are none (most nodes of a large tree).
+        device, host: block ids in each tier, () where it has none; one for KV.
+        coming: `device` blocks are taken but the copy into them has not landed.
+        saving: `host` blocks are taken but the copy into them has not landed.
         users: leases that go through this node.
-        last_use: logical time of the last lock or unlock.
+        wanted: queued sequences that will need it.
+        resident: children that hold device blocks.
+        shared: more than one conversation goes through it.
+        count: visits, decayed as the policy likes; last_use: the policy's clock, seconds.
+        stamp: version of the node's entries in cost orders; older entries are stale.
     """
 
-    __slots__ = ("parent", "key", "blocks", "children", "users", "last_use", "stamp")
+    __slots__ = (
+        "parent", "key", "children", "device", "host", "coming", "saving", "users",
+        "wanted", "resident", "shared", "count", "last_use", "stamp",
+    )  # fmt: skip
+    kind = KV
+    pinned = False
+    size = 1
 
-    def __init__(self, parent: Node | None, key: tuple, blocks: list[int]):
+    def __init__(self, parent: Node | None, key: bytes | tuple[str, bytes]):
         self.parent = parent
         self.key = key
-        self.blocks = blocks
-        self.children: dict[tuple, Node] = {}
+        self.children: dict[bytes | tuple[str, bytes], Node] | None = None
+        self.device: tuple[int, ...] = ()
+        self.host: tuple[int, ...] = ()
+        self.coming = False
+        self.saving = False
         self.users = 0
-        self.last_use = 0
-        self.stamp = 0  # version of this node's entry in the eviction order; older entries are stale
+        self.wanted = 0
+        self.resident = 0
+        self.shared = False
+        self.count = 0.0
+        self.last_use = 0.0
+        self.stamp = 0
 
     @property
-    def evictable(self) -> bool:
-        """On the device, and nothing uses it or depends on it."""
-        return bool(self.blocks) and not self.users and not self.children
+    def on_device(self) -> bool:
+        """Its data can be read by a step dispatched now."""
+        return bool(self.device) and not self.coming
 
     @property
-    def reclaimable(self) -> int:
-        """Blocks that eviction frees here once nothing uses the node (nor, then, anything below it)."""
-        return len(self.blocks)
+    def on_host(self) -> bool:
+        """A complete copy lies in the host tier."""
+        return bool(self.host) and not self.saving
+
+    @property
+    def has_data(self) -> bool:
+        """Whether a request may count on it, perhaps after a copy."""
+        return bool(self.device) or self.on_host
+
+    @property
+    def moving(self) -> bool:
+        """A copy of it is under way."""
+        return self.coming or self.saving
 
 
 class AdapterNode(Node):
@@ -52,127 +90,95 @@ class AdapterNode(Node):
 
     Attributes:
         uid: new for every load; 0 is the base.
-        size: blocks it takes on the device.
-        waiting: queued sequences that will need it.
+        size: blocks it takes in each tier.
+        flying: copies under way in its subtree, its own included.
         pinned: never evicted.
         dying: unloaded or replaced: no new lease, freed with its last user.
     """
 
-    __slots__ = ("uid", "size", "waiting", "pinned", "dying")
+    __slots__ = ("uid", "size", "flying", "pinned", "dying")
+    kind = ADAPTER
 
     def __init__(self, uid: int, size: int):
-        super().__init__(None, (), [])
+        super().__init__(None, b"")
         self.uid = uid
         self.size = size
-        self.waiting = 0
+        self.flying = 0
         self.pinned = False
         self.dying = False
+        self.shared = True
 
     @property
-    def reclaimable(self) -> int:
-        return 0 if self.pinned else len(self.blocks)
-
-    @property
-    def evictable(self) -> bool:
-        return not self.pinned and bool(self.blocks) and not self.users and not self.children
+    def ready(self) -> bool:
+        """A step may use it: it is on the device, or there is nothing of it (the base)."""
+        return self.on_device or not self.size
 
 
 class Tree:
-    """Radix tree over token blocks with an eviction order. Holds no block allocator."""
+    """Match, insert and remove, over blocks of `block_tokens` tokens."""
 
     def __init__(self, block_tokens: int):
         self.block_tokens = block_tokens
-        self._clock = 0
-        self._order: list[tuple[int, int, int, Node]] = []  # (last use, tie, stamp, node)
-        self._ties = 0
-        self._compact_at = 64
-        self.idle_blocks = 0  # held by nodes that nothing uses or pins: eviction can free them all
+        self._bytes = 4 * block_tokens
 
     def match(self, adapter: Node, tenant: str, tokens: Sequence[int], limit: int) -> list[Node]:
-        """The cached full blocks of `tokens`, top down, covering at most `limit` tokens."""
+        """The known full blocks of `tokens`, top down, covering at most `limit` tokens.
+
+        Ends at the first block without data. O(blocks of the prompt), whatever the tree's size.
+        """
         path: list[Node] = []
-        node, size = adapter, self.block_tokens
-        for start in range(0, limit - size + 1, size):
-            child = node.children.get(self._key(node, tenant, tokens, start))
-            if child is None:
+        if adapter.children is None:
+            return path
+        stop = limit // self.block_tokens * self.block_tokens
+        data = array("i", tokens[:stop]).tobytes()
+        children, step = adapter.children, self._bytes
+        for at in range(0, len(data), step):
+            key = data[at : at + step]
+            child = children.get(key if at else (tenant, key))
+            if child is None or not (child.device or (child.host and not child.saving)):
                 break
             path.append(child)
-            node = child
+            if child.children is None:
+                break
+            children = child.children
         return path
 
-    def insert(self, parent: Node, tenant: str, tokens: Sequence[int], start: int, block: int) -> Node:
-        """The child of `parent` for the block of tokens at `start`; an existing one wins over `block`."""
-        key = self._key(parent, tenant, tokens, start)
-        child = parent.children.get(key)
+    def insert(self, parent: Node, tenant: str, tokens: Sequence[int], start: int) -> Node:
+        """The child of `parent` for the block of tokens at `start`, made if there is none."""
+        key = array("i", tokens[start : start + self.block_tokens]).tobytes()
+        if parent.children is None:
+            parent.children = {}
+        full = key if start else (tenant, key)
+        child = parent.children.get(full)
         if child is None:
-            child = Node(parent, key, [block])
-            parent.children[key] = child
-            self.idle_blocks += child.reclaimable
+            child = parent.children[full] = Node(parent, full)
+            if len(parent.children) > 1:
+                _share(parent)
         return child
 
-    def lock(self, node: Node) -> None:
-        """One more lease goes through this node."""
-        if not node.users:
-            self.idle_blocks -= node.reclaimable
-        node.users += 1
-        self.touch(node)
-
-    def unlock(self, node: Node) -> None:
-        """One lease less; an unused leaf becomes a candidate for eviction."""
-        assert node.users > 0, "unlocked more often than locked"
-        node.users -= 1
-        self.touch(node)
-        if not node.users:
-            self.idle_blocks += node.reclaimable
-        self.offer(node)
-
-    def offer(self, node: Node) -> None:
-        """Puts the node in the eviction order if nothing uses or depends on it."""
-        if not node.evictable:
-            return
-        node.stamp += 1
-        self._ties += 1
-        heapq.heappush(self._order, (node.last_use, self._ties, node.stamp, node))
-        if len(self._order) > self._compact_at:  # drop stale entries; amortised O(1)
-            self._order = [entry for entry in self._order if self._current(entry)]
-            heapq.heapify(self._order)
-            self._compact_at = 2 * len(self._order) + 64
-
-    def victims(self) -> Iterator[Node]:
-        """Evictable nodes, least recently used first; each one yielded must be removed or kept in use."""
-        while self._order:
-            entry = heapq.heappop(self._order)
-            if self._current(entry):
-                yield entry[3]
-
-    def remove(self, node: Node) -> None:
-        """Takes a KV leaf out of the tree; its parent may become a candidate."""
-        assert node.parent is not None and not node.children and not node.users
+    def remove(self, node: Node) -> Node:
+        """Takes a leaf out of the tree; its parent."""
         parent = node.parent
+        assert parent is not None and parent.children and not node.children and not node.users
         del parent.children[node.key]
+        if not parent.children:
+            parent.children = None
         node.stamp += 1
         node.parent = None
-        self.offer(parent)
+        return parent
 
-    def subtree(self, node: Node) -> list[Node]:
+    def below(self, node: Node) -> Iterator[Node]:
         """All KV nodes below `node`, parents before children."""
-        found: list[Node] = []
-        stack = list(node.children.values())
+        stack = list(node.children.values()) if node.children else []
         while stack:
             child = stack.pop()
-            found.append(child)
-            stack.extend(child.children.values())
-        return found
+            if child.children:
+                stack.extend(child.children.values())
+            yield child
 
-    def _current(self, entry: tuple[int, int, int, Node]) -> bool:
-        _, _, stamp, node = entry
-        return stamp == node.stamp and node.evictable
 
-    def touch(self, node: Node) -> None:
-        """Makes the node the most recently used."""
-        self._clock += 1
-        node.last_use = self._clock
-
-    def _key(self, parent: Node, tenant: str, tokens: Sequence[int], start: int) -> tuple:
-        key = tuple(tokens[start : start + self.block_tokens])
-        return (tenant, *key) if start == 0 else key
+def _share(node: Node | None) -> None:
+    """A branch: everything above it serves several conversations. Each node is marked once."""
+    while node is not None and not node.shared:
+        node.shared = True
+        node = node.parent

@@ -212,7 +212,7 @@ class BatchBuilder:
         nodes = {w.sequence.adapter.uid: w.sequence.adapter for w in works if w.sequence.adapter.size}
         index = {uid: i for i, uid in enumerate(nodes)}
         of_work = np.array([index.get(w.sequence.adapter.uid, -1) for w in works] + [-1], np.int32)
-        key = tuple((uid, tuple(node.blocks)) for uid, node in nodes.items())
+        key = tuple((uid, node.device) for uid, node in nodes.items())
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = (key, self._group(key))
         return of_work[row_of], self._adapters[1]

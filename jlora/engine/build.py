@@ -18,9 +18,11 @@ from jlora.adapters.names import at_start, check_name
 from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
 from jlora.adapters.registry import AdapterRegistry
-from jlora.cache.manager import CacheManager
-from jlora.cache.pool import DevicePool
+from jlora.cache.catalog import make_policy
+from jlora.cache.manager import CacheManager, Sizes
+from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
+from jlora.cache.transfer import Meter
 from jlora.config import Config
 from jlora.engine.batch import BatchBuilder
 from jlora.engine.engine import Engine, NewAdapter
@@ -32,6 +34,8 @@ from jlora.model import checkpoint, sampling, sharding, step
 from jlora.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
+
+ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
 
 
 def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSpec]:
@@ -51,22 +55,32 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     programs = step.build(spec, layout, mesh, stacked)
-    pool = DevicePool(layout, mesh, programs.write_blocks)
+    pool = DevicePool(layout, mesh, programs.write_blocks, programs.read_blocks)
     registry = AdapterRegistry()
-    builder = BatchBuilder(layout, config.engine, spec, lambda uid: registry.by_uid(uid).packed.projections)
+    builder = BatchBuilder(layout, config.engine, spec, lambda uid: registry.by_uid(uid).projections)
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
     runner = Runner(params, programs, pool, state, builder)
-    manager = CacheManager(layout.blocks - 1, layout.block_tokens, config.cache.prefix_reuse)
-    scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed)
-    swapper = Swapper(pool, lambda uid: registry.by_uid(uid).packed.data)
+    host_blocks = choose_host_blocks(config, layout, sum(len(a.packed.projections) for a in new))
+    manager = make_manager(config, layout, host_blocks)
+    scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed, config.cache.monitor_s)
+    swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps)
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
     if config.engine.warmup:
         _warm_up(engine, len(builder.buckets.shapes) + 1, progress)
     for adapter in new:
         engine.add_adapter(adapter)
-    log.info("engine ready: %s blocks of %d tokens, %s", layout.blocks - 1, layout.block_tokens, mesh)
+    sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
+    log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
     return engine, spec
+
+
+def make_manager(config: Config, layout: PoolLayout, host_blocks: int) -> CacheManager:
+    """The cache that `config.cache` asks for, on the machine's own clock."""
+    block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
+    policy = make_policy(config.cache, Meter(block_s))
+    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
+    return CacheManager(sizes, policy, time.monotonic, config.cache.prefix_reuse)
 
 
 def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:
@@ -99,6 +113,31 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
             "or choose a smaller model.path"
         )
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int:
+    """Blocks of the host tier: as configured, else what memory allows, as far as it is useful.
+
+    Args:
+        adapters: blocks of the adapters loaded at start; their master copies live there.
+    Raises:
+        ConfigError: the adapters do not fit, or the tier is larger than the memory.
+    """
+    cache = config.cache
+    room = min(_available(), _cgroup_limit()) // layout.block_bytes
+    useful = 2 * adapters + 8 * layout.blocks  # as many adapters again, and a long history
+    blocks = cache.host_blocks or int(cache.host_gib * 2**30) // layout.block_bytes or min(room // 4, useful)
+    if blocks > room:
+        raise ConfigError(
+            f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "
+            f"{room * layout.block_bytes / 2**30:.2f} GiB are available; lower cache.host_blocks or cache.host_gib"
+        )
+    if blocks < adapters:
+        raise ConfigError(
+            f"the adapters need {adapters} blocks of host memory ({layout.block_bytes} bytes each), and the host tier "
+            f"has {blocks}; raise cache.host_blocks or cache.host_gib"
+        )
+    return blocks
 
 
 def uses_scan(layers: str, platform: str) -> bool:

@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.packing import Packed
 from jlora.adapters.registry import AdapterRegistry, Record
+from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
 from jlora.cache.swapper import Swapper
-from jlora.engine.plan import Drawn, StepPlan
+from jlora.cache.tree import AdapterNode
+from jlora.engine.plan import ROW, Drawn
 from jlora.engine.runner import Pending, Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import InvalidArgument, NotFound, ResourceExhausted
@@ -25,6 +27,8 @@ from jlora.layout import PoolLayout
 from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
 
 log = logging.getLogger(__name__)
+
+WAIT_S = 0.01  # a step with nothing to run sleeps so long, or until a copy lands
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +67,7 @@ class NewAdapter:
 
 @dataclass(slots=True)
 class _Counts:
+    committed: float = 0.0  # when the last step was
     steps: int = 0
     generated: int = 0
     prompt: int = 0
@@ -108,12 +113,15 @@ class Engine:
         """Plans and dispatches one step, takes in the one before; the events it brought."""
         with self.lock:
             started = time.monotonic()
+            self._manager.landed(self._swapper.landed())
             self._ended += self._scheduler.expire(started)
             plan = self._scheduler.plan(started)
-            self._swap(plan)
+            self._swapper.start(plan.copies)
             pending = self.runner.run(plan) if plan.work else None
             done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
             self._counts.host_s += time.monotonic() - started
+        if pending is None and done is None:
+            self._swapper.wait(WAIT_S)
         drawn = done.read() if done is not None else []  # waits for the device, without the lock
         with self.lock:
             committed = self._commit(done, drawn) if done is not None else []
@@ -121,23 +129,23 @@ class Engine:
             self._registry.purge(self._manager.adapters)
         return events
 
-    def _swap(self, plan: StepPlan) -> None:
-        if not plan.copies:
-            return
-        started = time.monotonic()
-        self._swapper.apply(plan.copies)
-        cost = time.monotonic() - started
-        loading = {copy.uid for copy in plan.copies}
-        for work in plan.prefill:
-            if work.sequence.adapter.uid in loading:
-                work.sequence.cold_start += cost
+    def tend(self) -> None:
+        """What an idle engine does: takes in copies that have landed, starts those worth starting."""
+        with self.lock:
+            self._manager.landed(self._swapper.landed())
+            self._swapper.start(self._scheduler.tend(time.monotonic()))
+            self._registry.purge(self._manager.adapters)
 
     def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
         now = time.monotonic()
         events = self._scheduler.commit(done.plan, drawn, now)
         counts = self._counts
+        prompt = sum(w.count for w in done.plan.prefill)
+        if prompt >= ROW:  # what a prompt token costs beside the running sequences
+            self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
+        counts.committed = now
         counts.steps += 1
-        counts.prompt += sum(w.count for w in done.plan.prefill)
+        counts.prompt += prompt
         counts.generated += sum(w.samples for w in done.plan.work)
         counts.host_s += time.monotonic() - now
         return events
@@ -178,27 +186,31 @@ class Engine:
         Raises:
             AlreadyExists: the name is taken and `replace` is False.
             InvalidArgument: it is an activated LoRA, which this version does not serve.
-            ResourceExhausted: it can never fit the pool, or pinning it finds no room now.
+            ResourceExhausted: it can never fit the pool, the host tier is full, or pinning it finds no
+                room now.
         """
         if not replace:
             self._registry.check_free(new.name)
         adapter = new.adapter
         if adapter.alora_invocation_tokens:
             raise InvalidArgument("alora_invocation_tokens: activated LoRA is not served by this version of jlora")
-        size = len(new.packed.projections)
-        if size >= self._manager.total:
-            raise ResourceExhausted(
-                f"adapter {new.name!r} needs {size} blocks of the pool's {self._manager.total}; raise cache.hbm_blocks"
-            )
-        node = self._manager.add_adapter(self._registry.new_uid(), size)
+        node = self._place(new)
         record = Record(
-            new.name, adapter.digest, adapter.ranks, adapter.target_modules, (), new.packed, node, new.read_s
+            name=new.name,
+            digest=adapter.digest,
+            ranks=adapter.ranks,
+            target_modules=adapter.target_modules,
+            alora_invocation_tokens=(),
+            projections=new.packed.projections,
+            bytes=new.packed.data.nbytes,
+            node=node,
+            load_cost_s=new.read_s,
         )
         old = self._registry.remove(new.name) if self.has_adapter(new.name) else None
         self._registry.add(record)
         self._take_over(record, old, pinned)
         self._registry.purge(self._manager.adapters)
-        log.info("adapter %s loaded: uid=%d rank=%d blocks=%d", new.name, node.uid, adapter.rank, size)
+        log.info("adapter %s loaded: uid=%d rank=%d blocks=%d", new.name, node.uid, adapter.rank, node.size)
         return record.info(time.monotonic())
 
     def remove_adapter(self, name: str) -> list[int]:
@@ -245,16 +257,30 @@ class Engine:
         return [record.info(now) for record in self._registry.all()]
 
     def prefetch(self, request: Request) -> PrefetchResult:
-        """Brings the request's adapter in if blocks are free anyway; says what is there."""
-        node, copies = self._manager.base, []
-        if request.adapter is not None:
-            node = self._registry.get(request.adapter).node
-            copies = self._manager.bring_in(node)
-        resident = not copies and (bool(node.blocks) or not node.size)
-        self._swapper.apply(copies)
+        """A hint: starts the copies the request would need, over idle blocks only; says what is there."""
+        node = self._manager.base if request.adapter is None else self._registry.get(request.adapter).node
+        resident = node.ready
         cached = self._manager.cached_tokens(node, request.tenant, request.prompt)
-        coming = sum(len(copy.blocks) for copy in copies) * self.layout.block_bytes
-        return PrefetchResult(resident, cached, coming)
+        coming = self._manager.hint(node, request.tenant, request.prompt)
+        return PrefetchResult(resident, cached, coming * self.layout.block_bytes)
+
+    def _place(self, new: NewAdapter) -> AdapterNode:
+        """The adapter's node, its master copy written into the host tier."""
+        size = len(new.packed.projections)
+        most = self._manager.adapter_limit
+        if size > most:
+            raise ResourceExhausted(
+                f"adapter {new.name!r} needs {size} blocks, and at most {most} of the pool's {self._manager.total} "
+                "can hold an adapter; raise cache.hbm_blocks"
+            )
+        node = self._manager.add_adapter(self._registry.new_uid(), size)
+        if node is None:
+            raise ResourceExhausted(
+                f"adapter {new.name!r} needs {size} blocks of the host tier, which is full of adapters; "
+                "unload one, or raise cache.host_blocks"
+            )
+        self._swapper.fill(node.host, new.packed.data)
+        return node
 
     def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
         """Brings a new version in and ends the old one; all as before if there is no room for it."""
@@ -265,40 +291,38 @@ class Engine:
             if pinned:
                 self._pin(record, True)
             else:
-                self._swapper.apply(self._manager.bring_in(record.node))
+                self._manager.bring_in(record.node)
         except ResourceExhausted:
             self._registry.remove(record.name)
             self._manager.kill(record.node)
             if old is not None:
                 self._registry.add(old)
-                self._swapper.apply(self._manager.pin(old.node, was_pinned) or [])
+                self._manager.pin(old.node, was_pinned)
             raise
         if old is not None:
             self._manager.kill(old.node)
 
     def _pin(self, record: Record, pinned: bool) -> None:
         fits = not pinned or self._scheduler.can_pin(record.node)
-        copies = self._manager.pin(record.node, pinned) if fits else None
-        if copies is None:
+        if not (fits and self._manager.pin(record.node, pinned)):
             raise ResourceExhausted(
                 f"adapter {record.name!r} needs {record.node.size} blocks to be pinned, which the pool cannot spare "
                 "now; try again later, or raise cache.hbm_blocks"
             )
-        self._swapper.apply(copies)
 
     # -- the cache and the counters -----------------------------------------------------------
 
     def cache_state(self) -> CacheState:
         """Blocks by class and counters."""
-        return self._manager.state(self.layout.block_bytes)
+        return inspect.state(self._manager, self.layout.block_bytes)
 
     def flush_cache(self) -> int:
         """Drops KV that no request uses; blocks freed."""
         return self._manager.flush()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if the pool or the tree is inconsistent."""
-        self._manager.check_integrity()
+        """Raises AssertionError if a tier or the tree is inconsistent."""
+        inspect.check_integrity(self._manager)
 
     def stats(self) -> EngineStats:
         """Counters since start."""
@@ -316,7 +340,8 @@ class Engine:
         )
 
     def close(self) -> None:
-        """Frees the device; no other method may be called after it."""
+        """Ends the copies and frees the device; no other method may be called after it."""
+        self._swapper.close()
         self.runner.close()
 
     def warm_up(self) -> Iterator[str]:

@@ -2,9 +2,9 @@
 
 A sequence's life:
 
-    waiting ──admit──▶ running ──last token──▶ done
-       ▲                  │
-       └────preempt───────┘          (its tokens stay known; its KV is computed again)
+    waiting ──admit──▶ loading ──copies landed──▶ running ──last token──▶ done
+       ▲                  │                          │
+       └──────────────────┴────────preempt───────────┘    (its tokens stay known; its KV may come back)
 
 `tokens` are the tokens the host knows; `in_flight` counts those sampled by dispatched steps but
 not read yet; `computed` counts those whose KV has been dispatched. What remains to compute is
@@ -16,7 +16,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jlora.cache.manager import Copy, Lease
+from jlora.cache.manager import Lease, Want
+from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.types import FinishReason, Request, TokenLogprob
 
@@ -36,6 +37,9 @@ class Sequence:
         leader: the request's completion 0, whose prompt KV the others wait for and share.
         slot: its place in the device's slot state while it runs, else -1.
         max_len: prompt plus the most output tokens it may have.
+        lease: what it holds of the cache from its admission on; want: what it needs while it waits.
+        refused: the cache's epoch when it was last refused a lease.
+        adapter_s, kv_s: seconds its first lease waited for the adapter and for cached KV.
         set_up: the slot's tables on the device are this sequence's.
     """
 
@@ -51,10 +55,13 @@ class Sequence:
     in_flight: int = 0
     slot: int = -1
     lease: Lease | None = None
+    want: Want | None = None
+    refused: int = -1
     set_up: bool = False
     finished: FinishReason | None = None
     cached: int = 0
-    cold_start: float = 0.0
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -101,7 +108,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: adapter copies to make first, then decode and prompt work."""
+    """One step: copies to start, then decode and prompt work."""
 
     decode: tuple[Work, ...]
     prefill: tuple[Work, ...]

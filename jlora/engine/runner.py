@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -21,9 +22,10 @@ BIASES = 1024  # most logit_bias entries of a request
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A dispatched step: its launches and the device arrays that will hold their results."""
+    """A dispatched step: when that was, its launches, the device arrays that will hold their results."""
 
     plan: StepPlan
+    dispatched: float
     launches: list[Launch]
     sampled: list[Sampled | None]
     scores: list[tuple[jax.Array, jax.Array, jax.Array] | None]
@@ -61,7 +63,7 @@ class Runner:
                 self._set_up(work.sequence)
         launches = self._builder.launches(plan.decode, plan.prefill)
         results = [self._dispatch(launch) for launch in launches]
-        return Pending(plan, launches, [s for s, _ in results], [s for _, s in results])
+        return Pending(plan, time.monotonic(), launches, [s for s, _ in results], [s for _, s in results])
 
     def warm_up(self) -> Iterator[str]:
         """Compiles and calls every program; yields a name after each. Touches no live block."""

@@ -4,9 +4,10 @@
 plan for step N+1 before commit of step N, so plan works on counts and never on token values.
 
 Order of service: higher priority first, then arrival. Running sequences decode every step, and
-up to `max_step_tokens` of prompts are computed beside them, oldest first. When the pool runs out of blocks the
-last in that order is preempted: it gives up its KV, keeps its tokens, and computes them again
-later, drawing the same tokens as if nothing had happened.
+up to `max_step_tokens` of prompts are computed beside them, oldest first. A sequence whose adapter
+or prefix lies on the host holds its lease and waits for the copies, and those behind it go ahead.
+When the pool runs out of blocks the last in order of service is preempted: it gives up its lease,
+keeps its tokens, and computes them again later, drawing the same tokens as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import random
 from collections.abc import Collection
 from dataclasses import replace
 
-from jlora.cache.manager import CacheManager, Copy
+from jlora.cache.manager import CacheManager
+from jlora.cache.tending import Tending
+from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
@@ -28,11 +31,19 @@ from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob,
 class Scheduler:
     """Who runs, with how many tokens, on which blocks."""
 
-    def __init__(self, manager: CacheManager, config: EngineConfig, eos_ids: Collection[int], seed: int = 0):
+    def __init__(
+        self,
+        manager: CacheManager,
+        config: EngineConfig,
+        eos_ids: Collection[int],
+        seed: int = 0,
+        monitor_s: float = 0.1,
+    ):
         self.manager = manager
         self.config = config
         self.eos_ids = frozenset(eos_ids)
         self.running: list[Sequence] = []  # in order of service
+        self.loading: list[Sequence] = []  # hold a lease whose copies have not landed, or want for a slot
         self.preemptions = 0
         self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; finished ones are skipped
         self._queued = 0
@@ -40,6 +51,7 @@ class Scheduler:
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
         self._random = random.Random(seed)
+        self._tending = Tending(manager, monitor_s)
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
     # -- requests in and out ----------------------------------------------------------------
@@ -125,23 +137,28 @@ class Scheduler:
 
     # -- one step ---------------------------------------------------------------------------
 
+    def tend(self, now: float) -> tuple[Copy, ...]:
+        """A round of the cache's monitor if one is due; the copies to start."""
+        if self._tending.due(now):
+            self._tending.round(now, len(self.running))
+        return self.manager.take_copies()
+
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
         decode = self._plan_decode()
+        self._board()
         budget = self.config.max_step_tokens
         prefill: list[Work] = []
-        copies: list[Copy] = []
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        while budget > 0 and self._slots:
-            admitted = self._admit(now)
-            if admitted is None:
+        while budget > 0 and self._slots and len(self.loading) < self.config.max_seqs:
+            sequence = self._admit(now)
+            if sequence is None:
                 break
-            sequence, new = admitted
-            copies += new
-            budget -= self._add_chunk(prefill, sequence, budget)
-        return StepPlan(tuple(decode), tuple(prefill), tuple(copies))
+            if self._run_if_ready(sequence):  # else its copies are under way, and the next one may go ahead
+                budget -= self._add_chunk(prefill, sequence, budget)
+        return StepPlan(tuple(decode), tuple(prefill), self.tend(now))
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in what the step brought back, in the order of `plan.work`."""
@@ -189,7 +206,9 @@ class Scheduler:
             assert sequence.lease is not None
             if self.manager.grow(sequence.lease, sequence.computed + 1):
                 return True
-            victim = next(s for s in reversed(self.running) if s.order not in planned)
+            if self.manager.leaving:  # room comes when what is being written out has landed
+                return False
+            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=_rank)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -204,8 +223,29 @@ class Scheduler:
         sequence.in_flight += samples
         return -(-count // ROW) * ROW
 
-    def _admit(self, now: float) -> tuple[Sequence, list[Copy]] | None:
-        """Starts the first waiting sequence that can; None if there is none or no room."""
+    def _board(self) -> None:
+        """Sequences whose copies have landed take their slots, in order of service."""
+        for sequence in sorted(self.loading, key=_rank):
+            if self._slots and self._run_if_ready(sequence):
+                self.loading.remove(sequence)
+
+    def _run_if_ready(self, sequence: Sequence) -> bool:
+        """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
+        assert sequence.lease is not None
+        if not self.manager.ready(sequence.lease):
+            if sequence not in self.loading:
+                self.loading.append(sequence)
+            return False
+        if not sequence.first_token:
+            sequence.adapter_s, sequence.kv_s = sequence.lease.adapter_s, sequence.lease.kv_s
+        sequence.slot = self._slots.pop()
+        sequence.set_up = False
+        self.running.append(sequence)
+        self.running.sort(key=_rank)
+        return True
+
+    def _admit(self, now: float) -> Sequence | None:
+        """Leases for the first waiting sequence that can; None if there is none or no room."""
         skipped = []
         started = None
         while self._waiting:
@@ -216,8 +256,9 @@ class Scheduler:
             if self._not_yet(sequence):
                 skipped.append(entry)
                 continue
-            started = self._start(sequence, now)
-            if started is None:
+            if self._lease(sequence, now):
+                started = sequence
+            else:
                 skipped.append(entry)
             break
         for entry in skipped:
@@ -230,23 +271,23 @@ class Scheduler:
         behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
         return sequence.in_flight > 0 or (behind and self.manager.prefix_reuse and sequence.reuses)
 
-    def _start(self, sequence: Sequence, now: float) -> tuple[Sequence, list[Copy]] | None:
-        request = sequence.request
+    def _lease(self, sequence: Sequence, now: float) -> bool:
+        """Whether the cache grants the sequence what it needs; asks again only after something changed."""
+        if sequence.refused == self.manager.epoch:
+            return False
+        tenant = sequence.request.tenant
         headroom = min(len(self.running), self.manager.total // 16)
-        granted = self.manager.acquire(sequence.adapter, request.tenant, sequence.tokens, sequence.reuses, headroom)
-        if granted is None:
-            return None
-        sequence.lease, copies = granted
-        sequence.computed = sequence.lease.cached
-        sequence.slot = self._slots.pop()
-        sequence.set_up = False
+        lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom)
+        if lease is None:
+            sequence.refused = self.manager.epoch
+            return False
+        sequence.lease = lease
+        sequence.computed = lease.cached
         if not sequence.admitted:
             sequence.admitted = now
-            sequence.cached = sequence.lease.cached
+            sequence.cached = lease.cached
         self._dequeued(sequence)
-        self.running.append(sequence)
-        self.running.sort(key=_rank)
-        return sequence, copies
+        return True
 
     def _preempt(self, sequence: Sequence) -> None:
         self._leave(sequence)
@@ -254,21 +295,28 @@ class Scheduler:
         self._enqueue(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a running sequence off the device's books."""
-        self.running.remove(sequence)
-        self._slots.append(sequence.slot)
+        """Takes a leased sequence off the device's books."""
+        if sequence.slot >= 0:
+            self.running.remove(sequence)
+            self._slots.append(sequence.slot)
+        else:
+            self.loading.remove(sequence)
         assert sequence.lease is not None
         self.manager.release(sequence.lease)
         sequence.lease, sequence.slot, sequence.computed = None, -1, 0
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._queued += 1
-        self.manager.expect(sequence.adapter)
+        tenant = sequence.request.tenant
+        sequence.want = self.manager.expect(sequence.adapter, tenant, sequence.tokens, sequence.reuses)
+        sequence.refused = -1
         heapq.heappush(self._waiting, (_rank(sequence), sequence))
 
     def _dequeued(self, sequence: Sequence) -> None:
         self._queued -= 1
-        self.manager.unexpect(sequence.adapter)
+        assert sequence.want is not None
+        self.manager.unexpect(sequence.want)
+        sequence.want = None
 
     def _token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
         sequence.last_token = now
@@ -316,12 +364,14 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 def _timing(s: Sequence, now: float) -> Timing:
     admitted = s.admitted or now
+    started = admitted + max(s.adapter_s, s.kv_s)
     first = s.first_token or now
     gaps = len(s.tokens) - s.prompt_len - 1
     return Timing(
         queue=admitted - s.arrived,
-        adapter_cold_start=s.cold_start,
-        prefill=first - admitted if s.admitted else 0.0,
+        adapter_cold_start=s.adapter_s,
+        kv_cold_start=s.kv_s,
+        prefill=max(0.0, first - started) if s.admitted else 0.0,
         ttft=first - s.arrived,
         tpot=(s.last_token - first) / gaps if gaps > 0 else 0.0,
     )

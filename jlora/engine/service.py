@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Sink = Callable[[list[TokenEvent]], None]
 
-IDLE_S = 0.2  # how often an idle engine shows that it is alive
+IDLE_S = 0.1  # how often an idle engine tends its cache and shows that it is alive
 
 
 class Service:
@@ -108,7 +108,9 @@ class Service:
 
     def prefetch(self, request: Request) -> PrefetchResult:
         """A hint that the request is coming. Raises NotFound."""
-        return self._call(lambda: self._engine.prefetch(request))
+        result = self._call(lambda: self._engine.prefetch(request))
+        self._work.set()
+        return result
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -117,7 +119,9 @@ class Service:
         if not replace:
             self._call(lambda: self._engine.check_free(name))  # fail before the files are read
         new = read_adapter(name, path, self.config, self.spec, self.layout)
-        return self._call(lambda: self._engine.add_adapter(new, pinned, replace))
+        info = self._call(lambda: self._engine.add_adapter(new, pinned, replace))
+        self._work.set()
+        return info
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Takes it out of service, waits for its running requests, frees all it held. Raises NotFound."""
@@ -128,7 +132,9 @@ class Service:
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         """Raises NotFound, ResourceExhausted."""
-        return self._call(lambda: self._engine.pin_adapter(name, pinned))
+        info = self._call(lambda: self._engine.pin_adapter(name, pinned))
+        self._work.set()
+        return info
 
     def adapters(self) -> list[AdapterInfo]:
         """In order of name."""
@@ -189,7 +195,9 @@ class Service:
                 self._beat = time.monotonic()
                 if self._engine.busy:
                     self._send(self._engine.step())
-                elif self._work.wait(IDLE_S):
+                    continue
+                self._engine.tend()
+                if self._work.wait(IDLE_S):
                     self._work.clear()
         except Exception:
             log.exception("the engine failed; every live request is aborted")

@@ -22,7 +22,7 @@ from jlora.model import sampling, sharding
 from jlora.model.llama import Joints, Params, forward, logits
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
-from jlora.pallas.reference import ActiveBlocks, Pages, attention, lora, write_blocks, write_kv
+from jlora.pallas.reference import ActiveBlocks, Pages, attention, lora, read_blocks, write_blocks, write_kv
 
 # A field of a batch: numpy where the host makes it, jax.Array inside the program.
 Array = Any
@@ -66,6 +66,7 @@ class Programs(NamedTuple):
     score: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
     reset_slot: Callable[..., SlotState]
     write_blocks: Callable[..., jax.Array]
+    read_blocks: Callable[..., jax.Array]
 
 
 def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Programs:
@@ -76,6 +77,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
     score(params, hidden [T, D], targets [T]) -> logprob [T], top ids [T, 20], top logprobs [T, 20]
     reset_slot(state, slot, prompt, output, (bias ids, bias values)) -> state
     write_blocks(pool, ids [n], data [n, L, B, 2K, H]) -> pool
+    read_blocks(pool, ids [n]) -> data [n, L, B, 2K, H]
     """
     weights = sharding.param_specs(spec)
     weights = sharding.stacked_specs(weights) if stacked else weights
@@ -94,6 +96,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
         on_mesh(partial(_score, spec, shard), (weights, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
+        on_mesh(partial(read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
     )
 
 

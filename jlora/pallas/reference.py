@@ -3,7 +3,7 @@
     attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
     lora        delta = Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
     write_kv    the new tokens' keys and values into their slots
-    write_blocks   whole blocks over all layers, for swapping
+    write_blocks, read_blocks   whole blocks over all layers, for swapping
 
 All read and write the one pool `[L * P, B, 2K, H]` of `jlora.layout`. Loops have dynamic trip
 counts: work and bytes follow the real contexts and the adapters in the batch, so neither needs
@@ -220,3 +220,9 @@ def write_blocks(pool: jax.Array, ids: jax.Array, data: jax.Array) -> jax.Array:
     n, layers = data.shape[:2]
     rows = block_rows(ids, layers, pool.shape[0] // layers)
     return pool.at[rows].set(data.reshape(n * layers, *data.shape[2:]), mode="drop")
+
+
+def read_blocks(pool: jax.Array, ids: jax.Array, layers: int) -> jax.Array:
+    """Copies of blocks `ids` [n], over all layers: [n, L, B, 2K, H]."""
+    rows = block_rows(ids, layers, pool.shape[0] // layers)
+    return pool[rows].reshape(ids.shape[0], layers, *pool.shape[1:])

@@ -1,0 +1,166 @@
+"""FASTLIBRA's cost model and its ablations, as published. Plain Python, no jax.
+
+    Eval        = LoRA_Eval * Retain_Eval                                   (Equation 6)
+    Retain_Eval = cost_i * prob_i * (1 - sigmoid(t_i / tau))                (Equation 5)
+    LoRA_Eval   = max(1, Low_lora / Now_lora), for adapters                 (Equation 4)
+    Low_lora    = sum over adapters of 1 - (1 - prob_i)^BS                  (Equation 3)
+
+What the paper leaves open, decided here: LoRA_Eval multiplies adapter nodes; prob_i is the node's
+share of the visits in a window that slides by exponential decay; t is divided by a time scale
+tau (tau = 1 is the paper's literal form), by default the median reuse interval seen so far;
+cost_i is the measured transfer time of the node; BS is the mean batch of the last 5 s.
+
+1 - sigmoid(t) is e^-t / (1 + e^-t): naively it is 0 after 37 s in float64 and ties would decide, so
+everything is kept in logarithms. Its tail has the exact static key `ln cost + ln C + t/tau'`;
+near t = 0, where the tail is not exact, the first few candidates are compared by the equation itself.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from jlora.cache.policies import Policy, Pulse
+from jlora.cache.transfer import Meter
+from jlora.cache.tree import ADAPTER, Node
+
+WINDOW_S = 300.0  # visits older than this count for less than 1/e
+BATCH_S = 5.0  # BS is the mean over so long
+FIRST_TAU_S = 60.0  # before any reuse was seen
+
+
+class Knobs(NamedTuple):
+    """`cache.upper`, `cache.lower` (shares of the pool) and `cache.tau_s` (seconds; 0: fitted)."""
+
+    upper: float = 0.95
+    lower: float = 0.70
+    tau_s: float = 0.0
+
+
+class Fastlibra(Policy):
+    """The paper's swapper: every 100 ms, greedy, between two thresholds (section 4.3)."""
+
+    name = "fastlibra"
+    lookahead = 8
+
+    def __init__(self, meter: Meter, knobs: Knobs):
+        super().__init__(meter)
+        self.upper = knobs.upper
+        self.lower = knobs.lower
+        self.tau = knobs.tau_s or FIRST_TAU_S
+        self._median = None if knobs.tau_s else Median(FIRST_TAU_S)
+        self._visits = 0.0  # decayed, of all nodes, as of _visited
+        self._visited = 0.0
+        self._batch = 0.0  # BS
+        self._ticked: float | None = None
+        self._lora_eval = 1.0
+
+    def visit(self, node: Node, now: float) -> None:
+        if self._median is not None and node.last_use:
+            self._median.add(now - node.last_use)
+        node.count = 1 + node.count * _decay(now - node.last_use)
+        node.last_use = now
+        self._visits = 1 + self._visits * _decay(now - self._visited)
+        self._visited = now
+
+    def leave(self, node: Node, now: float) -> None:
+        node.count *= _decay(now - node.last_use)
+        node.last_use = now
+
+    def key(self, node: Node) -> tuple[int, float]:
+        own = math.log(max(node.count, 1e-12)) + node.last_use / WINDOW_S
+        return node.kind, math.log(self._cost(node)) + own + node.last_use / self.tau
+
+    def value(self, node: Node, now: float) -> float:
+        """ln Eval (Equation 6)."""
+        age = max(0.0, now - node.last_use)
+        prob = math.log(max(node.count, 1e-12)) - age / WINDOW_S - self._all(now)
+        lora = math.log(self._lora_eval) if node.kind == ADAPTER else 0.0
+        return lora + math.log(self._cost(node)) + prob + _log_retain(age / self.tau)
+
+    def tick(self, pulse: Pulse, now: float) -> bool:
+        weight = 1.0 if self._ticked is None else 1 - math.exp((self._ticked - now) / BATCH_S)
+        self._batch += weight * (pulse.running - self._batch)
+        self._ticked = now
+        self._lora_eval = self._reward(pulse, now)
+        return self._fit_tau()
+
+    def _reward(self, pulse: Pulse, now: float) -> float:
+        """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""
+        visits = [node.count * _decay(now - node.last_use) for node in pulse.adapters]
+        total = sum(visits)
+        if not total:
+            return 1.0
+        low = sum(1 - (1 - v / total) ** self._batch for v in visits)
+        return max(1.0, low / max(pulse.on_device, 1))
+
+    def _cost(self, node: Node) -> float:
+        """Seconds to transfer the node."""
+        return self.meter.load_s(node.kind, node.size)
+
+    def _all(self, now: float) -> float:
+        """ln of all visits in the window."""
+        return math.log(max(self._visits, 1e-12)) - max(0.0, now - self._visited) / WINDOW_S
+
+    def _fit_tau(self) -> bool:
+        """Follows the median reuse interval, in leaps: a new tau means new keys for all."""
+        if self._median is None:
+            return False
+        median = min(max(self._median.value, 0.1), 3600.0)
+        if 0.5 < median / self.tau < 2:
+            return False
+        self.tau = median
+        return True
+
+
+class Wom(Fastlibra):
+    """Without dependency maintenance: any idle node may leave, whatever hangs below it."""
+
+    name = "fastlibra-wom"
+
+    def binds(self, node: Node) -> bool:
+        return False
+
+
+class Wos(Fastlibra):
+    """Without the cost model: LRU between the same thresholds."""
+
+    name = "fastlibra-wos"
+    lookahead = 1
+
+    def key(self, node: Node) -> tuple[int, float]:
+        return node.kind, node.last_use
+
+    def value(self, node: Node, now: float) -> float:
+        return node.last_use
+
+
+class Wol(Fastlibra):
+    """Without LoRA_Eval: adapters get no reward."""
+
+    name = "fastlibra-wol"
+
+    def _reward(self, pulse: Pulse, now: float) -> float:
+        return 1.0
+
+
+class Median:
+    """A running median in one number: a step towards each value, in proportion to itself."""
+
+    STEP = 0.02
+
+    def __init__(self, first: float):
+        self.value = first
+
+    def add(self, value: float) -> None:
+        """Takes in one positive value."""
+        self.value *= 1 + self.STEP if value > self.value else 1 - self.STEP
+
+
+def _decay(age: float) -> float:
+    return math.exp(-max(0.0, age) / WINDOW_S)
+
+
+def _log_retain(x: float) -> float:
+    """ln(1 - sigmoid(x)), exact for every x >= 0."""
+    return -x - math.log1p(math.exp(-x))

@@ -1,0 +1,144 @@
+"""Looking at a cache without changing it: what users see, and the invariants. No jax.
+
+The five invariants (docs/architecture.md):
+
+    1  every block of a tier has exactly one owner: free + adapters + KV + leases = total
+    2  users of a node = live leases through it
+    3  a KV node is on the device only if its whole prefix and its adapter are
+       (as far as the policy binds them)
+    4  what is being copied is in flight, and nothing else is
+    5  nothing outlives its adapter version
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jlora.cache.manager import CacheManager
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
+from jlora.types import CacheState, TierState
+
+
+def state(manager: CacheManager, block_bytes: int) -> CacheState:
+    """A snapshot: blocks by class and counters. O(1), except under ablations without dependencies."""
+    cells, c = manager.cells, manager.counters
+    device, host = cells.device, cells.host
+    bound = all(manager.policy.binds(node) for node in (manager.base, Node(manager.base, b"")))
+    return CacheState(
+        policy=manager.policy.name,
+        hbm=TierState(
+            device.total, device.free, device.used[ADAPTER], device.used[KV] - device.running, device.running
+        ),
+        host=TierState(host.total, host.free, host.used[ADAPTER], host.used[KV], 0),
+        in_flight=sum(cells.backlog.values()),
+        invalid_kv=0 if bound else invalid_kv(manager),
+        adapter_hits=c.adapter_hits,
+        adapter_lookups=c.adapter_lookups,
+        kv_hit_tokens=c.kv_hit_tokens,
+        kv_host_hit_tokens=c.kv_host_hit_tokens,
+        kv_lookup_tokens=c.kv_lookup_tokens,
+        bytes_swapped_in=c.blocks_in * block_bytes,
+        bytes_swapped_out=c.blocks_out * block_bytes,
+        clean_evictions=c.clean_evictions,
+        blocks_lost=c.blocks_lost,
+        recomputed_tokens=c.recomputed_tokens,
+    )
+
+
+def invalid_kv(manager: CacheManager) -> int:
+    """KV blocks on the device that nothing can use as they are: their prefix or their adapter is not there."""
+    return sum(
+        bool(node.device) and not _rooted(node)
+        for adapter in manager.adapters.values()
+        for node in manager.tree.below(adapter)
+    )
+
+
+def _rooted(node: Node) -> bool:
+    """Whether everything above the node holds device blocks."""
+    above = node.parent
+    while above is not None:
+        if not above.device and above.size:
+            return False
+        above = above.parent
+    return True
+
+
+def check_integrity(manager: CacheManager) -> None:
+    """Raises AssertionError if an invariant is broken. O(nodes + blocks)."""
+    users: Counter[Node] = Counter()
+    private: list[int] = []
+    for lease in manager.leases.values():
+        head = [node.device[0] for node in lease.path]
+        assert lease.blocks[: len(head)] == head, "a lease's table is not its path's blocks"
+        private += lease.blocks[len(head) :]
+        users.update((lease.adapter, *lease.path))
+    nodes: list[Node] = []
+    for uid, adapter in manager.adapters.items():
+        assert adapter.uid == uid and (not adapter.dying or adapter.users or adapter.wanted or adapter.flying), (
+            "an adapter version outlives its last user"
+        )
+        nodes += [adapter, *manager.tree.below(adapter)]
+    for node in nodes:
+        _check_node(manager, node, users[node])
+    assert not set(users) - set(nodes), "a lease goes through a node that is not in the tree"
+    _check_tiers(manager, nodes, private)
+    _check_flights(manager, nodes)
+
+
+def _check_node(manager: CacheManager, node: Node, users: int) -> None:
+    policy, parent = manager.policy, node.parent
+    assert node.users == users, f"a node has {node.users} users, and {users} leases go through it"
+    assert len(node.device) in (0, node.size) and len(node.host) in (0, node.size), "a node is there in part"
+    assert not node.coming or (node.device and node.on_host), "a copy comes from nowhere"
+    assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
+    assert node.wanted >= 0
+    below = node.children.values() if node.children else ()
+    assert node.resident == sum(bool(child.device) for child in below), "children on the device are miscounted"
+    if isinstance(node, AdapterNode):
+        assert node.host or not node.size, "an adapter lost its master copy"
+        return
+    assert parent is not None and parent.children and parent.children[node.key] is node, "a child without its parent"
+    assert parent.users >= node.users, "a lease skips a part of its prefix"
+    assert node.device or node.host or node.children, "an empty leaf"
+    if node.device and policy.binds(parent):
+        assert parent.device or not parent.size, "KV is on the device without what it depends on"
+
+
+def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -> None:
+    cells = manager.cells
+    device, host = cells.device, cells.host
+    device.allocator.check_integrity([b for node in nodes for b in node.device] + private)
+    host.allocator.check_integrity([b for node in nodes for b in node.host])
+    for tier, place in ((device, "device"), (host, "host")):
+        held = [sum(len(getattr(n, place)) for n in nodes if n.kind == kind) for kind in (ADAPTER, KV)]
+        held[KV] += len(private) if tier is device else 0
+        assert tier.used == held, f"{place} blocks are miscounted: {tier.used}, not {held}"
+        assert all(used <= limit for used, limit in zip(tier.used, tier.limit, strict=True)), "a share is exceeded"
+    idle = [0, 0]
+    for node in nodes:
+        if not (node.users or node.moving or node.pinned):
+            idle[node.kind] += len(node.device)
+    assert device.idle == idle, f"idle blocks are miscounted: {device.idle}, not {idle}"
+    running = len(private) + sum(len(n.device) for n in nodes if n.kind == KV and n.users)
+    assert device.running == running, f"running KV is miscounted: {device.running}, not {running}"
+
+
+def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
+    cells = manager.cells
+    moving = {node for node in nodes if node.moving}
+    assert set(cells.flying) == moving, "what is in flight and what is marked so differ"
+    copies = {id(copy): copy for copy in cells.flying.values()}.values()
+    for direction in ("in", "out"):
+        blocks = sum(len(copy.source) for copy in copies if copy.direction == direction)
+        assert cells.backlog[direction] == blocks, "blocks in flight are miscounted"
+    for adapter in manager.adapters.values():
+        assert adapter.flying == sum(copy.adapter is adapter for copy in copies), "copies of an adapter are miscounted"
+
+
+def check_idle(manager: CacheManager) -> None:
+    """The invariants of a replica at rest: nothing is leased, wanted or in flight (call after the last copy)."""
+    check_integrity(manager)
+    assert not manager.leases and not manager.cells.flying, "something is leased or in flight at rest"
+    for adapter in manager.adapters.values():
+        assert not adapter.wanted and not any(node.wanted for node in manager.tree.below(adapter)), "wanted at rest"

@@ -1,0 +1,168 @@
+"""What a cache policy decides, the baselines, and jlora's own. Plain Python, no jax.
+
+A policy ranks; it never moves anything and holds nothing of the tree. The mechanism
+(`residency`, `tending`) is the same for all: asynchronous copies, one pool, one tree. What a
+published system does differently is a few answers in its class:
+
+    share         a fixed share of the device for adapters, or one pool for all
+    writes_back   whether an evicted block is written out first, on the request's time
+    history       whether KV of finished requests is kept at all
+    keeps(node)   whether an adapter that nobody uses stays
+    binds(node)   whether a node must stay while something below it is on the device
+    key, value    which idle node is worth least
+
+`fastlibra` and its ablations are in `jlora.cache.fastlibra`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from jlora.cache.transfer import Meter
+from jlora.cache.tree import KV, Node
+
+
+class Pulse(NamedTuple):
+    """What a policy may know of the replica, a few times a second.
+
+    Attributes:
+        running: sequences in the batch now.
+        adapters: adapter nodes in service.
+        on_device: how many of them hold device blocks.
+    """
+
+    running: int
+    adapters: list[Node]
+    on_device: int
+
+
+class Policy:
+    """Least recently used, over one pool: the base that the others refine.
+
+    Keys are static (see `order`) and come in two heaps; `value` is exact and compares candidates of
+    both. Any increasing function of worth will do.
+    """
+
+    name = "lru"
+    share: float | None = None  # of the device blocks, for adapters
+    writes_back = False
+    history = True
+    upper: float | None = None  # share of the pool in use above which the monitor evicts
+    lower = 0.95  # share in use below which the monitor fetches ahead, while the link is idle
+    lookahead = 1  # candidates per heap whose exact value is compared
+
+    def __init__(self, meter: Meter):
+        self.meter = meter
+
+    def keeps(self, node: Node) -> bool:
+        """Whether an adapter that nobody uses stays on the device."""
+        return True
+
+    def binds(self, node: Node) -> bool:
+        """Whether `node` must stay on the device while something below it is there."""
+        return True
+
+    def visit(self, node: Node, now: float) -> None:
+        """A request goes through the node."""
+        node.last_use = now
+
+    def leave(self, node: Node, now: float) -> None:
+        """A request that went through the node has ended: used until now."""
+        node.last_use = now
+
+    def key(self, node: Node) -> tuple[int, float]:
+        """(heap 0 or 1, static key): smaller keys are worth less."""
+        return node.kind, node.last_use
+
+    def value(self, node: Node, now: float) -> float:
+        """What keeping the node is worth at `now`."""
+        return node.last_use
+
+    def tick(self, pulse: Pulse, now: float) -> bool:
+        """Takes in the replica's state; True if every key has changed and must be made again."""
+        return False
+
+
+class Jlora(Policy):
+    """Two-class rate density: load seconds saved per second, per block.
+
+        v_i(now) = rate_i(now) * load_i / blocks_i
+        adapters and shared prefixes   rate = C exp(-(now - t) / T) / T,  C <- 1 + C exp(-(now - t) / T)
+        KV of one conversation         rate = beta / (now - t + a0)
+
+    Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
+    asked for next. A conversation goes on soon or never: only its age tells. `load` is *measured*,
+    its fixed part included. Both classes have exact static keys: `ln C + t/T + ln(load/blocks)` and
+    `t`. The constants stay within a few per cent over a factor of 2 to 3 (docs/architecture.md).
+    """
+
+    name = "jlora"
+    T = 100.0  # seconds
+    BETA = 0.5
+    A0 = 5.0  # seconds
+
+    def visit(self, node: Node, now: float) -> None:
+        if node.shared:
+            node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)
+        node.last_use = now
+
+    def leave(self, node: Node, now: float) -> None:
+        if node.shared:  # the decay of what was counted so far goes on
+            node.count *= math.exp((node.last_use - now) / self.T)
+        node.last_use = now
+
+    def key(self, node: Node) -> tuple[int, float]:
+        if not node.shared:
+            return 1, node.last_use
+        return 0, math.log(max(node.count, 1e-12)) + node.last_use / self.T + math.log(self._density(node))
+
+    def value(self, node: Node, now: float) -> float:
+        age = max(0.0, now - node.last_use)
+        if node.shared:
+            rate = node.count * math.exp(-age / self.T) / self.T
+        else:
+            rate = self.BETA / (age + self.A0)
+        return rate * self._density(node)
+
+    def _density(self, node: Node) -> float:
+        """Seconds of load time that a block of the node saves."""
+        return self.meter.load_s(node.kind, node.size) / node.size
+
+
+class Vllm(Policy):
+    """vLLM as the FASTLIBRA paper ran it (section 6.1): a static split, LRU in each half.
+
+    Adapters and KV know nothing of each other, so an adapter may leave while its KV stays
+    ("invalid KV"). Loads happen on demand only; evicted KV is written out first.
+    """
+
+    name = "vllm"
+    share = 0.2
+    writes_back = True
+    lower = 0.0
+
+    def binds(self, node: Node) -> bool:
+        return node.kind == KV
+
+
+class VllmFair(Vllm):
+    """The same split with this library's mechanism: clean eviction, and a share of your choice."""
+
+    name = "vllm-fair"
+    writes_back = False
+
+    def __init__(self, meter: Meter, share: float):
+        super().__init__(meter)
+        self.share = share
+
+
+class Slora(Policy):
+    """S-LoRA: one pool, no KV of finished requests, an adapter leaves with its last request."""
+
+    name = "slora"
+    history = False
+    lower = 0.0
+
+    def keeps(self, node: Node) -> bool:
+        return node.wanted > 0

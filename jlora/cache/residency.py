@@ -1,0 +1,401 @@
+"""Where every node's data is, and every change of it: the mechanism below all policies.
+
+Eviction never writes: adapters have a master copy on the host, KV is copied out when it is idle
+anyway. So to evict is to forget a block id. Copies are only *decided* here; they go out with the
+next plan, and `landed` takes them in. Plain Python, no jax.
+
+What a node may do is in its flags: a lease or a copy under way keeps it where it is, a pin keeps
+it on the device, and a child on the device keeps its parent there (unless the policy is an
+ablation without dependencies).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from jlora.cache.blocks import Tier
+from jlora.cache.order import Order
+from jlora.cache.policies import Policy
+from jlora.cache.transfer import Copy, Direction
+from jlora.cache.tree import KV, AdapterNode, Node, Tree
+
+log = logging.getLogger(__name__)
+
+Clock = Callable[[], float]
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start, in blocks and tokens."""
+
+    adapter_hits: int = 0
+    adapter_lookups: int = 0
+    kv_hit_tokens: int = 0
+    kv_host_hit_tokens: int = 0
+    kv_lookup_tokens: int = 0
+    clean_evictions: int = 0
+    blocks_in: int = 0
+    blocks_out: int = 0
+    blocks_lost: int = 0  # evicted without a host copy, or dropped from the host: computed again if needed
+    recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
+
+
+@dataclass(slots=True)
+class Residency:
+    """Both tiers, the orders of candidates, and the copies under way."""
+
+    tree: Tree
+    device: Tier
+    host: Tier
+    policy: Policy
+    clock: Clock
+    counters: Counters = field(default_factory=Counters)
+    outbox: list[Copy] = field(default_factory=list)
+    flying: dict[Node, Copy] = field(default_factory=dict)
+    backlog: dict[Direction, int] = field(default_factory=lambda: {"in": 0, "out": 0})  # blocks under way
+    epoch: int = 0  # grows whenever something that was refused may now be granted
+    _leaving: list[int] = field(default_factory=lambda: [0, 0])  # blocks whose write-back is under way, by kind
+    _victims: tuple[Order, Order] = field(init=False)
+    _wanted: tuple[Order, Order] = field(init=False)
+    _roots: tuple[Order, Order] = field(init=False)
+    _drops: tuple[Order, Order] = field(init=False)
+    _doubles: list[tuple[int, Node]] = field(default_factory=list)  # in both tiers, the latest used last
+
+    def __post_init__(self) -> None:
+        self._victims = (Order(self.evictable), Order(self.evictable))
+        self._wanted = (Order(self.evictable), Order(self.evictable))
+        self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
+        self._drops = (Order(_droppable), Order(_droppable))
+
+    # -- use ----------------------------------------------------------------------------------
+
+    def lock(self, node: Node) -> None:
+        """One more lease goes through this node."""
+        if not node.users:
+            self._account(node, -1)
+            node.users = 1
+            self._account(node, 1)
+        else:
+            node.users += 1
+        self.policy.visit(node, self.clock())
+
+    def unlock(self, node: Node) -> None:
+        """One lease less; a node that nobody uses becomes a candidate."""
+        assert node.users > 0, "unlocked more often than locked"
+        self.policy.leave(node, self.clock())
+        if node.users > 1:
+            node.users -= 1
+            return
+        self._account(node, -1)
+        node.users = 0
+        self._account(node, 1)
+        self.offer(node)
+        self.epoch += 1
+
+    def want(self, node: Node) -> None:
+        """A queued sequence will need the node: others leave before it."""
+        node.wanted += 1
+        if node.wanted == 1:
+            self.offer(node)
+
+    def unwant(self, node: Node) -> None:
+        """The queued sequence runs or is gone."""
+        node.wanted -= 1
+        if not node.wanted:
+            self.offer(node)
+
+    def pin(self, node: AdapterNode, pinned: bool) -> None:
+        """A pinned adapter is no victim."""
+        self._account(node, -1)
+        node.pinned = pinned
+        self._account(node, 1)
+        self.offer(node)
+        self.epoch += 1
+
+    # -- room -----------------------------------------------------------------------------------
+
+    def make_room(self, adapter: int = 0, kv: int = 0) -> bool:
+        """Evicts the least valuable candidates until so many blocks of each kind can be taken.
+
+        Evicts nothing if that could not be enough: history is not lost for a request that waits
+        anyway. With a policy that writes back, room comes only when the writing is done.
+        """
+        missing = self.device.missing(adapter, kv)
+        for kind, count in missing:
+            if count > self.device.reclaimable(kind) + self.leaving(kind):
+                return False
+        return all([self._free(kind, count) for kind, count in missing])
+
+    def leaving(self, kind: int | None) -> int:
+        """Blocks of a kind (None: of all) whose write-back is under way."""
+        return sum(self._leaving) if kind is None else self._leaving[kind]
+
+    def worst(self, kind: int | None = None) -> Node | None:
+        """The candidate worth least; what the queue needs only if nothing else is left."""
+        return self._cheapest(self._victims, kind) or self._cheapest(self._wanted, kind)
+
+    def evict(self, node: Node) -> None:
+        """Forgets a candidate's device blocks; without a copy on the host its data is gone."""
+        assert self.evictable(node), "evicted what is in use, pinned or depended on"
+        log.debug("evict %s: %d blocks, worth %.3g", _name(node), len(node.device), self.value(node))
+        self._leave_device(node)
+        self.counters.clean_evictions += 1
+        if not node.host:
+            self.counters.blocks_lost += 1
+            self._prune(node)
+
+    def make_host_room(self, count: int, worth: float) -> bool:
+        """Frees host blocks: copies of what is hot on the device first, then what is worth less than `worth`."""
+        while self.host.free < count:
+            node = self._hottest_double()
+            if node is None:
+                node = self._cheapest(self._drops, None)
+                if node is None or self.value(node) >= worth:
+                    return False
+                self.counters.blocks_lost += 1
+            self._leave_host(node)
+            self._prune(node)
+            self.offer(node)
+        return True
+
+    # -- copies ---------------------------------------------------------------------------------
+
+    def bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
+        """Starts a copy to the device of nodes of one kind; the caller has made room."""
+        if not nodes:
+            return
+        source = tuple(block for node in nodes for block in node.host)
+        target = self.device.take(nodes[0].kind, len(source))
+        copy = Copy("in", adapter, tuple(nodes), source, target, demand)
+        at = 0
+        for node in nodes:
+            node.coming = True
+            node.device = target[at : at + node.size]
+            at += node.size
+            self.flying[node] = copy
+            if node.parent is not None:
+                node.parent.resident += 1
+            if node.kind == KV and node.users:
+                self.device.running += 1
+            node.stamp += 1
+        self._start(copy)
+
+    def save(self, adapter: AdapterNode, nodes: Sequence[Node], leave: bool = False) -> None:
+        """Starts a copy to the host; the caller has made room there."""
+        if not nodes:
+            return
+        source = tuple(block for node in nodes for block in node.device)
+        target = self.host.take(nodes[0].kind, len(source))
+        copy = Copy("out", adapter, tuple(nodes), source, target, leave=leave)
+        at = 0
+        for node in nodes:
+            self._account(node, -1)
+            node.saving = True
+            self._account(node, 1)
+            node.host = target[at : at + node.size]
+            at += node.size
+            self.flying[node] = copy
+            node.stamp += 1
+        if leave:
+            self._leaving[copy.kind] += len(source)
+        self._start(copy)
+
+    def landed(self, copy: Copy) -> None:
+        """A copy is complete: on the device its scatter was dispatched, on the host it was written."""
+        self.backlog[copy.direction] -= len(copy.source)
+        copy.adapter.flying -= 1
+        self.policy.meter.observe(copy)
+        for node in copy.nodes:
+            del self.flying[node]
+            self._account(node, -1)
+            if copy.direction == "in":
+                node.coming = False
+            else:
+                node.saving = False
+            self._account(node, 1)
+        if copy.direction == "in":
+            self.counters.blocks_in += len(copy.source)
+        else:
+            self.counters.blocks_out += len(copy.source)
+        if copy.leave:
+            self._leaving[copy.kind] -= len(copy.source)
+        for node in reversed(copy.nodes):  # children first: each may make its parent a leaf
+            if copy.leave and self.evictable(node):
+                self.evict(node)
+            else:
+                self.offer(node)
+        self.epoch += 1
+
+    def promote(self, node: Node) -> None:
+        """A request waits for a copy that was only a prefetch: it overtakes the others."""
+        copy = self.flying.get(node)
+        if copy is not None:
+            copy.demand = True
+
+    def adopt(self, node: Node, block: int) -> None:
+        """The node's data was computed into this device block: the node owns it from now on."""
+        assert not node.device
+        node.device = (block,)
+        if node.parent is not None:
+            node.parent.resident += 1
+        self._account(node, 1)
+        node.stamp += 1
+
+    def forget(self, node: Node) -> None:
+        """Drops an unused leaf from both tiers, and KV from the tree."""
+        assert not node.users and not node.moving
+        if node.device:
+            self._leave_device(node)
+        if node.host:
+            self._leave_host(node)
+        self._prune(node)
+
+    # -- candidates -------------------------------------------------------------------------------
+
+    def evictable(self, node: Node) -> bool:
+        """On the device, and nothing uses it, copies it or depends on it."""
+        free = node.device and not node.users and not node.coming and not node.saving and not node.pinned
+        return bool(free) and (not node.resident or not self.policy.binds(node))
+
+    def offer(self, node: Node) -> None:
+        """Enters the node in the orders it belongs to, in place of its older entries."""
+        node.stamp += 1
+        if node.users or node.coming or node.saving:
+            return
+        if node.device:
+            if self.evictable(node):
+                heap, key = self.policy.key(node)
+                (self._wanted if node.wanted else self._victims)[heap].push(node, key)
+            if node.host and node.kind == KV:
+                self._push_double(node)
+        elif node.host:
+            heap, key = self.policy.key(node)
+            self._roots[heap].push(node, key)
+            if _droppable(node):
+                self._drops[heap].push(node, key)
+
+    def coldest(self, count: int) -> list[Node]:
+        """KV leaves that will leave next and have no copy on the host, coldest first."""
+        found = [n for heap in self._victims for n in heap.first(count) if n.kind == KV and not n.host]
+        return sorted(found, key=self.value)[:count]
+
+    def best_root(self) -> Node | None:
+        """The most valuable node on the host whose parent is on the device."""
+        now = self.clock()
+        tops = [node for heap in self._roots for node in heap.first(self.policy.lookahead)]
+        return max(tops, key=lambda n: self.policy.value(n, now), default=None)
+
+    def value(self, node: Node) -> float:
+        """What the policy says the node is worth now."""
+        return self.policy.value(node, self.clock())
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _start(self, copy: Copy) -> None:
+        copy.adapter.flying += 1
+        self.backlog[copy.direction] += len(copy.source)
+        self.outbox.append(copy)
+        log.debug(
+            "copy %s %s: %d blocks, demand=%s", copy.direction, _name(copy.nodes[0]), len(copy.source), copy.demand
+        )
+
+    def _free(self, kind: int | None, count: int) -> bool:
+        """Evicts `count` blocks of a kind; False if some of them come free only when a copy has landed."""
+        if count <= 0:
+            return True
+        waits = self.leaving(kind) > 0
+        count -= self.leaving(kind)
+        while count > 0:
+            node = self.worst(kind)
+            if node is None:  # what is idle hangs above a copy under way
+                return False
+            count -= len(node.device)
+            if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), self.value(node)):
+                self.save(self.adapter_of(node), [node], leave=True)
+                waits = True
+            else:
+                self.evict(node)
+        return not waits
+
+    def adapter_of(self, node: Node) -> AdapterNode:
+        """The adapter at the top of a node's path."""
+        while node.parent is not None:
+            node = node.parent
+        assert isinstance(node, AdapterNode)
+        return node
+
+    def _cheapest(self, orders: tuple[Order, Order], kind: int | None) -> Node | None:
+        now, ahead = self.clock(), self.policy.lookahead
+        heaps = orders if kind is None else (orders[kind],)
+        tops = [node for heap in heaps for node in heap.first(ahead)]
+        return min(tops, key=lambda n: self.policy.value(n, now), default=None)
+
+    def _leave_device(self, node: Node) -> None:
+        self._account(node, -1)
+        self.device.give(node.kind, node.device)
+        node.device = ()
+        parent = node.parent
+        if parent is not None:
+            parent.resident -= 1
+            if not parent.resident:
+                self.offer(parent)
+        self.offer(node)
+        self.epoch += 1
+
+    def _leave_host(self, node: Node) -> None:
+        self.host.give(node.kind, node.host)
+        node.host = ()
+        node.stamp += 1
+        self.epoch += 1
+
+    def _prune(self, node: Node) -> None:
+        """Takes a KV node without data and without children out of the tree, and such parents too."""
+        while node.kind == KV and not (node.device or node.host or node.children or node.users):
+            node = self.tree.remove(node)
+        self.offer(node)
+
+    def _account(self, node: Node, sign: int) -> None:
+        """Counts the node's device blocks as idle or running, as it is now."""
+        size = len(node.device)
+        if not size:
+            return
+        if node.users:
+            if node.kind == KV:
+                self.device.running += sign * size
+        elif not (node.coming or node.saving or node.pinned):
+            self.device.idle[node.kind] += sign * size
+
+    def _push_double(self, node: Node) -> None:
+        doubles = self._doubles
+        doubles.append((node.stamp, node))
+        if len(doubles) > 2 * self.device.total + 64:
+            self._doubles = [entry for entry in doubles if _is_double(entry)]
+
+    def _hottest_double(self) -> Node | None:
+        while self._doubles:
+            entry = self._doubles.pop()
+            if _is_double(entry):
+                return entry[1]
+        return None
+
+
+def _is_double(entry: tuple[int, Node]) -> bool:
+    stamp, node = entry
+    return stamp == node.stamp and bool(node.device) and bool(node.host) and not node.moving
+
+
+def _is_root(node: Node) -> bool:
+    """On the host only, below something that is on the device (or at the top)."""
+    parent = node.parent
+    return node.on_host and not node.device and (parent is None or parent.on_device or not parent.size)
+
+
+def _droppable(node: Node) -> bool:
+    """KV on the host only that nothing uses and nothing lies below."""
+    return node.kind == KV and node.on_host and not node.device and not node.children and not node.users
+
+
+def _name(node: Node) -> str:
+    return f"adapter {node.uid}" if isinstance(node, AdapterNode) else f"kv@{id(node):x}"

@@ -1,0 +1,86 @@
+"""What the cache does between requests: thresholds, backups, fetching ahead. No jax.
+
+    every monitor_s:
+        use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 4.3)
+        use below `lower`        fetch the most valuable roots while the link idles
+        host full, link idle     back up the coldest, over copies of what is hot
+
+The backup is why eviction never has to write: what is about to leave has its copy already.
+"""
+
+from __future__ import annotations
+
+from jlora.cache.manager import CacheManager
+from jlora.cache.policies import Pulse
+from jlora.cache.tree import AdapterNode
+
+BACKUPS = 16  # blocks per round: a short copy, so that a demand for the link never waits long
+FETCHES = 16
+
+
+class Tending:
+    """The monitor of one cache."""
+
+    def __init__(self, manager: CacheManager, every_s: float):
+        self._manager = manager
+        self._every = every_s
+        self._next = 0.0
+
+    def due(self, now: float) -> bool:
+        """Whether a round should be made."""
+        return now >= self._next
+
+    def round(self, now: float, running: int) -> None:
+        """One round of the monitor; the copies it decides go out with the next plan."""
+        self._next = now + self._every
+        manager, policy = self._manager, self._manager.policy
+        nodes = list(manager.adapters.values())
+        pulse = Pulse(running, [*nodes], sum(1 for node in nodes if node.device))
+        if policy.tick(pulse, now):
+            self._rekey()
+        self._evict_above(policy.upper)
+        self._fetch_below(policy.lower)
+        if not policy.writes_back and manager.prefix_reuse:
+            self._back_up()
+
+    def _rekey(self) -> None:
+        """Every key has changed: the orders are made again."""
+        for adapter in self._manager.adapters.values():
+            self._manager.cells.offer(adapter)
+            for node in self._manager.tree.below(adapter):
+                self._manager.cells.offer(node)
+
+    def _evict_above(self, upper: float | None) -> None:
+        cells = self._manager.cells
+        while upper is not None and cells.device.total - cells.device.free > upper * cells.device.total:
+            node = cells.worst()
+            if node is None:
+                return
+            cells.evict(node)
+
+    def _fetch_below(self, lower: float) -> None:
+        """Into free blocks only: nothing that is there has to leave for a guess."""
+        cells = self._manager.cells
+        if cells.backlog["in"]:
+            return
+        started = 0
+        while started < FETCHES and cells.device.total - cells.device.free < lower * cells.device.total:
+            node = cells.best_root()
+            if node is None or len(node.host) > cells.device.room(node.kind):
+                return
+            adapter = node if isinstance(node, AdapterNode) else cells.adapter_of(node)
+            if adapter.dying:
+                return
+            cells.bring(adapter, [node], demand=False)
+            started += node.size
+
+    def _back_up(self) -> None:
+        """Copies the coldest leaves out while nothing else uses the link."""
+        cells = self._manager.cells
+        if cells.backlog["out"]:
+            return
+        for node in cells.coldest(BACKUPS):
+            adapter = cells.adapter_of(node)
+            if adapter.dying or not cells.make_host_room(1, worth=cells.value(node)):
+                return
+            cells.save(adapter, [node])

@@ -1,0 +1,89 @@
+"""One copy between the tiers, and what copies have been seen to cost. Plain Python, no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from jlora.cache.tree import AdapterNode, Node
+
+Direction = Literal["in", "out"]  # host to device; device to host
+
+
+@dataclass(slots=True, eq=False)
+class Copy:
+    """Blocks of one adapter or of one run of its KV, over all layers, as one merged transfer.
+
+    Attributes:
+        source, target: block ids in the tier it leaves and the tier it enters, of all nodes in order.
+        demand: a request waits for it; a prefetch that somebody comes to wait for is promoted.
+        leave: evict the nodes once their host copy is complete (write-back policies only).
+        seconds: how long the link was busy with it; set by whoever carried it out.
+    """
+
+    direction: Direction
+    adapter: AdapterNode
+    nodes: tuple[Node, ...]
+    source: tuple[int, ...]
+    target: tuple[int, ...]
+    demand: bool = False
+    leave: bool = False
+    seconds: float = 0.0
+
+    @property
+    def kind(self) -> int:
+        """ADAPTER or KV."""
+        return self.nodes[0].kind
+
+
+class _Fit:
+    """seconds = fixed + blocks * each, by exponentially weighted least squares."""
+
+    __slots__ = ("n", "x", "y", "xx", "xy", "fixed", "each")
+    KEEP = 0.95  # weight of the past at every observation: about the last 20 copies count
+
+    def __init__(self, fixed: float, each: float):
+        self.n = self.x = self.y = self.xx = self.xy = 0.0
+        self.fixed, self.each = fixed, each
+
+    def add(self, blocks: int, seconds: float) -> None:
+        k = self.KEEP
+        self.n, self.x, self.y = k * self.n + 1, k * self.x + blocks, k * self.y + seconds
+        self.xx, self.xy = k * self.xx + blocks * blocks, k * self.xy + blocks * seconds
+        spread = self.n * self.xx - self.x * self.x
+        if spread > 1e-6 * self.xx * self.n:
+            each = (self.n * self.xy - self.x * self.y) / spread
+            self.each = min(max(each, 0.0), self.y / self.x)
+        else:  # every copy had one size: the known slope, unless it explains too much
+            self.each = min(self.each, self.y / self.x)
+        self.fixed = max(0.0, (self.y - self.each * self.x) / self.n)
+
+
+class Meter:
+    """Measured seconds of loads, per kind of node, and of recomputing a token.
+
+    The part of a load that does not depend on its size matters most to the ranking, and only a
+    measurement knows it (`fixed` of the fit).
+
+    Args:
+        block_s: what a block's copy is believed to take before anything was measured.
+    """
+
+    def __init__(self, block_s: float, token_s: float = 1e-4):
+        self.token_s = token_s
+        self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
+
+    def observe(self, copy: Copy) -> None:
+        """Takes in a copy to the device that has landed."""
+        if copy.direction == "in" and copy.seconds > 0:
+            self._fits[copy.kind].add(len(copy.source), copy.seconds)
+
+    def observe_prefill(self, tokens: int, seconds: float) -> None:
+        """Takes in a step that computed `tokens` prompt tokens."""
+        if tokens > 0 and seconds > 0:
+            self.token_s += 0.1 * (seconds / tokens - self.token_s)
+
+    def load_s(self, kind: int, blocks: int) -> float:
+        """Expected seconds of one copy of so many blocks; always above 0."""
+        fit = self._fits[kind]
+        return max(fit.fixed + blocks * fit.each, 1e-9)
