@@ -121,7 +121,7 @@ class Engine:
             done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
             self._counts.host_s += time.monotonic() - started
         if pending is None and done is None:
-            self._swapper.wait(WAIT_S)
+            self.rest()
         drawn = done.read() if done is not None else []  # waits for the device, without the lock
         with self.lock:
             committed = self._commit(done, drawn) if done is not None else []
@@ -135,6 +135,15 @@ class Engine:
             self._manager.landed(self._swapper.landed())
             self._swapper.start(self._scheduler.tend(time.monotonic()))
             self._registry.purge(self._manager.adapters)
+
+    @property
+    def copying(self) -> bool:
+        """Whether copies between the tiers are under way."""
+        return self._manager.flying
+
+    def rest(self) -> None:
+        """Sleeps a little, or until a copy lands. Call without the lock."""
+        self._swapper.wait(WAIT_S)
 
     def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
         now = time.monotonic()

@@ -119,9 +119,8 @@ class Service:
         if not replace:
             self._call(lambda: self._engine.check_free(name))  # fail before the files are read
         new = read_adapter(name, path, self.config, self.spec, self.layout)
-        info = self._call(lambda: self._engine.add_adapter(new, pinned, replace))
-        self._work.set()
-        return info
+        self._call(lambda: self._engine.add_adapter(new, pinned, replace))
+        return self._settled(name)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Takes it out of service, waits for its running requests, frees all it held. Raises NotFound."""
@@ -131,10 +130,9 @@ class Service:
         return info
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
-        """Raises NotFound, ResourceExhausted."""
-        info = self._call(lambda: self._engine.pin_adapter(name, pinned))
-        self._work.set()
-        return info
+        """Pins, and waits until it is on the device; or unpins. Raises NotFound, ResourceExhausted."""
+        self._call(lambda: self._engine.pin_adapter(name, pinned))
+        return self._settled(name)
 
     def adapters(self) -> list[AdapterInfo]:
         """In order of name."""
@@ -197,7 +195,9 @@ class Service:
                     self._send(self._engine.step())
                     continue
                 self._engine.tend()
-                if self._work.wait(IDLE_S):
+                if self._engine.copying:
+                    self._engine.rest()
+                elif self._work.wait(IDLE_S):
                     self._work.clear()
         except Exception:
             log.exception("the engine failed; every live request is aborted")
@@ -223,6 +223,13 @@ class Service:
                 del self._sinks[request_id]
             if not _deliver(sink, batch) and not self._stopping:
                 self._call(lambda r=request_id: self._engine.abort(r))
+
+    def _settled(self, name: str) -> AdapterInfo:
+        """The adapter once its copy, if one is under way, has landed."""
+        self._work.set()
+        while (info := self.adapter(name)).tier == "LOADING":
+            time.sleep(0.002)
+        return info
 
     def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` with the engine to itself."""

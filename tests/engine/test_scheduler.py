@@ -6,8 +6,12 @@ from collections.abc import Callable
 
 import pytest
 
-from jlora.cache.manager import CacheManager
-from jlora.config import EngineConfig
+from jlora.cache.catalog import make_policy
+from jlora.cache.inspect import check_idle, check_integrity, state
+from jlora.cache.manager import CacheManager, Sizes
+from jlora.cache.transfer import Copy, Meter
+from jlora.cache.tree import AdapterNode
+from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import AlreadyExists, ResourceExhausted
@@ -18,16 +22,31 @@ BLOCK = 4
 
 
 class Bench:
-    """A scheduler with a device that answers one step late, as the engine runs it."""
+    """A scheduler with a device that answers one step late, and a link that takes `delay` steps."""
 
-    def __init__(self, blocks: int = 64, draw: Callable[[Sequence, int], int] = lambda s, p: 7, **config: int):
-        self.manager = CacheManager(blocks, BLOCK)
+    def __init__(
+        self,
+        blocks: int = 64,
+        draw: Callable[[Sequence, int], int] = lambda s, p: 7,
+        delay: int = 0,
+        policy: str = "jlora",
+        **config: int,
+    ):
+        self.now = 0.0
+        made = make_policy(CacheConfig(policy=policy), Meter(1e-6, token_s=1.0))
+        self.manager = CacheManager(Sizes(blocks, 256, BLOCK), made, lambda: self.now)
         self.scheduler = Scheduler(self.manager, EngineConfig(**config), [EOS])
         self.draw = draw
+        self.delay = delay
         self.events: list[TokenEvent] = []
         self.plans: list[StepPlan] = []
-        self.now = 0.0
         self._in_flight: StepPlan | None = None
+        self._link: list[tuple[int, Copy]] = []  # (step at which it lands, copy)
+
+    def adapter(self, uid: int, size: int) -> AdapterNode:
+        node = self.manager.add_adapter(uid, size)
+        assert node is not None
+        return node
 
     def submit(self, name: str, prompt: int | list[int], max_tokens: int = 4, **kwargs) -> None:
         tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
@@ -38,19 +57,24 @@ class Bench:
 
     def step(self) -> None:
         self.now += 1
+        steps = len(self.plans)
+        self.manager.landed([copy for at, copy in self._link if at <= steps])
+        self._link = [(at, copy) for at, copy in self._link if at > steps]
         plan = self.scheduler.plan(self.now)
+        self._link += [(steps + 1 + self.delay, copy) for copy in plan.copies]
         self.plans.append(plan)
         done, self._in_flight = self._in_flight, plan if plan.work else None
         if done is not None:
             drawn = [Drawn(self.draw(w.sequence, w.start + w.count) if w.samples else None) for w in done.work]
             self.events += self.scheduler.commit(done, drawn, self.now)
-        self.manager.check_integrity()
+        check_integrity(self.manager)
 
     def finish(self, limit: int = 500) -> None:
-        while self.scheduler.live or self._in_flight:
+        while self.scheduler.live or self._in_flight or self._link or self.manager.flying:
             self.step()
             limit -= 1
             assert limit, "the scheduler does not get on"
+        check_idle(self.manager)
 
     def tokens(self, name: str, index: int = 0) -> list[int]:
         mine = [e for e in self.events if e.request_id == name and e.index == index]
@@ -150,7 +174,7 @@ def test_abort_frees_blocks_at_once_and_ends_every_completion():
         bench.step()
     events = bench.scheduler.abort("a", bench.now)
     assert sorted((e.index, e.finish_reason) for e in events) == [(0, "abort"), (1, "abort")]
-    assert bench.manager.state(1).hbm.running_kv == 0
+    assert state(bench.manager, 1).hbm.running_kv == 0
     assert bench.scheduler.abort("a", bench.now) == []
     bench.finish()
 
@@ -210,7 +234,7 @@ def test_aborted_requests_do_not_pile_up_in_the_queue():
 
 def test_a_pin_that_would_strand_a_live_request_is_refused():
     bench = Bench(blocks=10)
-    adapter = bench.manager.add_adapter(1, 4)
+    adapter = bench.adapter(1, 4)
     bench.submit("long", 20, max_tokens=10)
     assert not bench.scheduler.can_pin(adapter)
     bench.finish()
@@ -242,7 +266,7 @@ def test_queue_full_duplicate_and_never_fitting_are_refused_and_disturb_nothing(
 
 def test_a_request_bound_to_a_replaced_adapter_keeps_its_version():
     bench = Bench(max_seqs=1)
-    old = bench.manager.add_adapter(1, 2)
+    old = bench.adapter(1, 2)
     bench.submit("runs", 3, max_tokens=6, adapter=old)
     bench.submit("waits", 3, max_tokens=6, adapter=old)
     bench.step()
