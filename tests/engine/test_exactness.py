@@ -1,0 +1,160 @@
+"""The same answers whatever the cache does, on the real engine, with freed blocks full of NaN.
+
+Every device block that is given back is overwritten with NaN at once, in the order of the device's
+work. So a read of a block that nobody owns, of one whose copy has not landed, or of a stale one
+cannot go unseen: it changes the answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jlora.cache.inspect import invalid_kv
+from jlora.config import POLICIES
+from jlora.engine.service import Service
+from jlora.types import CacheState, Request
+from tests import _make
+from tests.engine.test_engine import GREEDY, SEEDED, mixed, running, serve, tokens
+
+# Small enough that the adapters and the prompts of one batch never fit together.
+TIGHT: dict[str, Any] = {"cache__hbm_blocks": 60, "cache__monitor_s": 0.001}
+UNBOUND = ("fastlibra-wom", "vllm", "vllm-fair")
+
+
+@contextmanager
+def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterator[Service]:
+    """A running service whose freed device blocks hold NaN."""
+    with running(model, adapters, **settings) as service:
+        engine = service._engine
+        pool, allocator = engine.runner._pool, engine._manager.cells.device.allocator
+        give = allocator.give
+
+        def give_and_poison(blocks: Sequence[int]) -> None:
+            give(blocks)
+            nan = np.full((len(blocks), *service.layout.block_shape), np.nan, np.float32)
+            pool.place(pool.stage(blocks, nan))
+
+        with engine.lock:
+            give_and_poison(allocator.take(allocator.free))
+            allocator.give = give_and_poison  # pyright: ignore[reportAttributeAccessIssue]
+        yield service
+
+
+def check(service: Service, rounds: int, expected: dict[str, list[int]]) -> CacheState:
+    for _ in range(rounds):
+        got = serve(service, mixed())
+        assert {name: tokens(events) for name, events in got.items()} == expected
+    return service.cache_state()
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_model: Path, tiny_adapters: dict[str, Path]) -> dict[str, list[int]]:
+    """The answers to `mixed()` (greedy, seeded and with penalties) without any caching, each request alone."""
+    with running(tiny_model, tiny_adapters, cache__prefix_reuse=False) as service:
+        return {request.id: tokens(serve(service, [request])[request.id]) for request in mixed()}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping(
+    policy: str, tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    # A split needs room for the largest adapter in its half.
+    settings = {**TIGHT, "cache__hbm_blocks": 150, "cache__share": 0.3} if policy.startswith("vllm") else TIGHT
+    with poisoned(tiny_model, tiny_adapters, cache__policy=policy, **settings) as service:
+        state = check(service, 3, expected)
+        assert state.policy == policy
+        assert state.bytes_swapped_in > service.layout.block_bytes * 40
+        assert (state.kv_hit_tokens > 0) == (policy != "slora")
+        if policy not in UNBOUND:
+            assert invalid_kv(service._engine._manager) == state.invalid_kv == 0
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"cache__prefix_reuse": False},
+        {"cache__link_gbps": 0.01},  # every copy takes many steps
+        {"cache__hbm_blocks": 30},  # preemption too
+        {"model__tp": 2},
+        {"engine__overlap": False},
+        {"engine__max_step_tokens": 5},
+    ],
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
+)
+def test_answers_do_not_depend_on_how_the_cache_is_used(
+    settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with poisoned(tiny_model, tiny_adapters, **{**TIGHT, **settings}) as service:
+        state = check(service, 3, expected)
+        assert (state.kv_host_hit_tokens > 0) == settings.get("cache__prefix_reuse", True)
+
+
+def test_what_a_full_host_tier_drops_is_computed_again_with_equal_answers(
+    tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with running(tiny_model, tiny_adapters) as service:
+        adapters = service.cache_state().host.adapters
+    with poisoned(tiny_model, tiny_adapters, **TIGHT, cache__host_blocks=adapters + 6) as service:
+        state = check(service, 3, expected)
+        assert state.blocks_lost > 0 and state.host.free + state.host.adapters + state.host.history_kv == adapters + 6
+
+
+def test_an_adapter_reloaded_under_its_name_answers_as_the_new_one_at_once(tmp_path: Path, tiny_model: Path, tiny_spec):
+    def make(seed: int) -> Path:
+        return _make.make_adapter(tmp_path / f"v{seed}", tiny_spec, seed=seed, r=6, targets=("q", "v", "down"))
+
+    paths = [make(seed) for seed in range(4)]
+    requests = [Request(f"r{i}", tuple(range(3 + i, 40 + i)), (GREEDY, SEEDED)[i % 2], adapter="x") for i in range(4)]
+    wanted = []
+    for path in paths:
+        with running(tiny_model, {"x": path}, cache__prefix_reuse=False) as service:
+            wanted.append({r.id: tokens(serve(service, [r])[r.id]) for r in requests})
+    assert len({str(w) for w in wanted}) == len(wanted)  # each version answers in its own way
+    with poisoned(tiny_model, {"x": paths[0]}, cache__hbm_blocks=40, cache__monitor_s=0.001) as service:
+        for version in (0, 1, 2, 3, 0, 2):
+            service.load_adapter("x", str(paths[version]), replace=True)
+            for _ in range(2):  # the second time from the cache
+                got = serve(service, requests)
+                assert {name: tokens(events) for name, events in got.items()} == wanted[version]
+        assert service.cache_state().kv_hit_tokens > 0
+
+
+def test_two_tenants_with_equal_prompts_get_equal_answers_and_share_nothing(tiny_model: Path, tiny_adapters):
+    prompt = tuple(range(3, 67))
+    alone = Request("alone", prompt, GREEDY, adapter="small", bypass_prefix_cache=True)
+    with poisoned(tiny_model, tiny_adapters, **TIGHT) as service:
+        wanted = tokens(serve(service, [alone])["alone"])
+        cached = {}
+        for turn in range(2):
+            for tenant in ("red", "blue"):
+                request = replace(alone, id=f"{tenant}{turn}", tenant=tenant, bypass_prefix_cache=False)
+                events = serve(service, [request])[request.id]
+                assert tokens(events) == wanted
+                cached[request.id] = events[-1].usage.cached_tokens
+        assert cached == {"red0": 0, "blue0": 0, "red1": 56, "blue1": 56}
+
+
+def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapters: dict[str, Path]):
+    prompt = tuple(range(3, 67))
+    first, other = Request("first", prompt, GREEDY, adapter="large"), Request("other", prompt, GREEDY, adapter="middle")
+    with poisoned(tiny_model, tiny_adapters, cache__hbm_blocks=100, cache__link_gbps=0.02) as service:
+        serve(service, [first])
+        while service.cache_state().in_flight:  # its KV is being written to the host
+            pass
+        with service._engine.lock:  # push it out, as others' requests would
+            cells = service._engine._manager.cells
+            while (node := cells.worst()) is not None:
+                cells.evict(node)
+        timing = serve(service, [replace(first, id="again")])["again"][-1].timing
+        assert timing.adapter_cold_start > 0 and timing.kv_cold_start > 0
+        assert timing.ttft >= timing.queue + max(timing.adapter_cold_start, timing.kv_cold_start)
+        warm = serve(service, [replace(first, id="warm")])["warm"][-1].timing
+        assert warm.adapter_cold_start == 0 and warm.kv_cold_start == 0
+        assert serve(service, [other])["other"][-1].timing.kv_cold_start == 0
