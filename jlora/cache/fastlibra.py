@@ -13,6 +13,8 @@ cost_i is the measured transfer time of the node; BS is the mean batch of the la
 1 - sigmoid(t) is e^-t / (1 + e^-t): naively it is 0 after 37 s in float64 and ties would decide, so
 everything is kept in logarithms. Its tail has the exact static key `ln cost + ln C + t/tau'`;
 near t = 0, where the tail is not exact, the first few candidates are compared by the equation itself.
+When tau changes, time goes on in the new unit from where it was in the old one: keys of before and
+after can be compared, so that the keys of a large tree can be made again little by little.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ class Fastlibra(Policy):
         self.lower = knobs.lower
         self.tau = knobs.tau_s or FIRST_TAU_S
         self._median = None if knobs.tau_s else Median(FIRST_TAU_S)
+        self._since, self._units = 0.0, 0.0  # when tau was set, and the time then, in units of tau
         self._visits = 0.0  # decayed, of all nodes, as of _visited
         self._visited = 0.0
         self._batch = 0.0  # BS
@@ -69,7 +72,8 @@ class Fastlibra(Policy):
 
     def key(self, node: Node) -> tuple[int, float]:
         own = math.log(max(node.count, 1e-12)) + node.last_use / WINDOW_S
-        return node.kind, math.log(self._cost(node)) + own + node.last_use / self.tau
+        age = self._units + (node.last_use - self._since) / self.tau
+        return node.kind, math.log(self._cost(node)) + own + age
 
     def value(self, node: Node, now: float) -> float:
         """ln Eval (Equation 6)."""
@@ -83,7 +87,7 @@ class Fastlibra(Policy):
         self._batch += weight * (pulse.running - self._batch)
         self._ticked = now
         self._lora_eval = self._reward(pulse, now)
-        return self._fit_tau()
+        return self._fit_tau(now)
 
     def _reward(self, pulse: Pulse, now: float) -> float:
         """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""
@@ -102,14 +106,15 @@ class Fastlibra(Policy):
         """ln of all visits in the window."""
         return math.log(max(self._visits, 1e-12)) - max(0.0, now - self._visited) / WINDOW_S
 
-    def _fit_tau(self) -> bool:
+    def _fit_tau(self, now: float) -> bool:
         """Follows the median reuse interval, in leaps: a new tau means new keys for all."""
         if self._median is None:
             return False
         median = min(max(self._median.value, 0.1), 3600.0)
         if 0.5 < median / self.tau < 2:
             return False
-        self.tau = median
+        self._units += (now - self._since) / self.tau
+        self._since, self.tau = now, median
         return True
 
 
@@ -145,15 +150,24 @@ class Wol(Fastlibra):
 
 
 class Median:
-    """A running median in one number: a step towards each value, in proportion to itself."""
+    """A running median in one number: a step towards each value, in proportion to itself.
 
-    STEP = 0.02
+    The blocks of a path were last used together and are again: values in a row that are all but
+    equal count once, or one long prompt would move the median by itself.
+    """
+
+    STEP = 0.01
+    EQUAL = 0.01
 
     def __init__(self, first: float):
         self.value = first
+        self._last = 0.0
 
     def add(self, value: float) -> None:
         """Takes in one positive value."""
+        if abs(value - self._last) <= self.EQUAL * value:
+            return
+        self._last = value
         self.value *= 1 + self.STEP if value > self.value else 1 - self.STEP
 
 

@@ -93,12 +93,13 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     assert not node.coming or (node.device and node.on_host), "a copy comes from nowhere"
     assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
     assert node.wanted >= 0
-    below = node.children.values() if node.children else ()
-    assert node.resident == sum(bool(child.device) for child in below), "children on the device are miscounted"
+    assert node.resident == sum(bool(child.device) for child in node.branches()), (
+        "children on the device are miscounted"
+    )
     if isinstance(node, AdapterNode):
         assert node.host or not node.size, "an adapter lost its master copy"
         return
-    assert parent is not None and parent.children and parent.children[node.key] is node, "a child without its parent"
+    assert parent is not None and parent.child(node.key) is node, "a child without its parent"
     assert parent.users >= node.users, "a lease skips a part of its prefix"
     assert node.device or node.host or node.children, "an empty leaf"
     if node.device and policy.binds(parent):

@@ -10,12 +10,16 @@ The backup is why eviction never has to write: what is about to leave has its co
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator
+
 from jlora.cache.manager import CacheManager
 from jlora.cache.policies import Pulse
-from jlora.cache.tree import AdapterNode
+from jlora.cache.tree import AdapterNode, Node
 
 BACKUPS = 16  # blocks per round: a short copy, so that a demand for the link never waits long
 FETCHES = 16
+REKEYS = 1000  # nodes per round: a tree of a million must not hold up a step
 
 
 class Tending:
@@ -25,6 +29,7 @@ class Tending:
         self._manager = manager
         self._every = every_s
         self._next = 0.0
+        self._stale: Iterator[Node] = iter(())  # nodes whose keys are to be made again
 
     def due(self, now: float) -> bool:
         """Whether a round should be made."""
@@ -35,20 +40,21 @@ class Tending:
         self._next = now + self._every
         manager, policy = self._manager, self._manager.policy
         nodes = list(manager.adapters.values())
-        pulse = Pulse(running, [*nodes], sum(1 for node in nodes if node.device))
+        pulse = Pulse(running, nodes, sum(1 for node in nodes if node.device))
         if policy.tick(pulse, now):
-            self._rekey()
+            self._stale = self._every_node()
+        for node in itertools.islice(self._stale, REKEYS):
+            manager.cells.offer(node)
         self._evict_above(policy.upper)
         self._fetch_below(policy.lower)
         if not policy.writes_back and manager.prefix_reuse:
             self._back_up()
 
-    def _rekey(self) -> None:
-        """Every key has changed: the orders are made again."""
-        for adapter in self._manager.adapters.values():
-            self._manager.cells.offer(adapter)
-            for node in self._manager.tree.below(adapter):
-                self._manager.cells.offer(node)
+    def _every_node(self) -> Iterator[Node]:
+        """Lazily; a node that comes or goes meanwhile has the right key, or none."""
+        for adapter in list(self._manager.adapters.values()):
+            yield adapter
+            yield from self._manager.tree.below(adapter)
 
     def _evict_above(self, upper: float | None) -> None:
         cells = self._manager.cells

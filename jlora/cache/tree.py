@@ -18,9 +18,11 @@ decided in `residency` and `policies`. Plain Python, no jax.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
+
+Key = bytes | tuple[str, bytes]
 
 
 class Node:
@@ -28,13 +30,14 @@ class Node:
 
     Attributes:
         key: the block's tokens as int32 bytes; a first block's key is (tenant, tokens).
-        children: KV nodes by key; None while there are none (most nodes of a large tree).
+        children: KV nodes below: None, the only one (a dict for it would double a node's memory),
+            or several by key. Read it through `child` and `branches`.
         device, host: block ids in each tier, () where it has none; one for KV.
         coming: `device` blocks are taken but the copy into them has not landed.
         saving: `host` blocks are taken but the copy into them has not landed.
         users: leases that go through this node.
         wanted: queued sequences that will need it.
-        resident: children that hold device blocks.
+        resident: children that hold device blocks and are not about to leave.
         shared: more than one conversation goes through it.
         count: visits, decayed as the policy likes; last_use: the policy's clock, seconds.
         stamp: version of the node's entries in cost orders; older entries are stale.
@@ -48,10 +51,10 @@ class Node:
     pinned = False
     size = 1
 
-    def __init__(self, parent: Node | None, key: bytes | tuple[str, bytes]):
+    def __init__(self, parent: Node | None, key: Key):
         self.parent = parent
         self.key = key
-        self.children: dict[bytes | tuple[str, bytes], Node] | None = None
+        self.children: Node | dict[Key, Node] | None = None
         self.device: tuple[int, ...] = ()
         self.host: tuple[int, ...] = ()
         self.coming = False
@@ -63,6 +66,20 @@ class Node:
         self.count = 0.0
         self.last_use = 0.0
         self.stamp = 0
+
+    def child(self, key: Key) -> Node | None:
+        """The child for these tokens."""
+        below = self.children
+        if isinstance(below, dict):
+            return below.get(key)
+        return below if below is not None and below.key == key else None
+
+    def branches(self) -> Collection[Node]:
+        """All children."""
+        below = self.children
+        if isinstance(below, dict):
+            return below.values()
+        return () if below is None else (below,)
 
     @property
     def on_device(self) -> bool:
@@ -127,41 +144,49 @@ class Tree:
         Ends at the first block without data. O(blocks of the prompt), whatever the tree's size.
         """
         path: list[Node] = []
-        if adapter.children is None:
-            return path
         stop = limit // self.block_tokens * self.block_tokens
         data = array("i", tokens[:stop]).tobytes()
-        children, step = adapter.children, self._bytes
+        below, step = adapter.children, self._bytes
         for at in range(0, len(data), step):
-            key = data[at : at + step]
-            child = children.get(key if at else (tenant, key))
-            if child is None or not (child.device or (child.host and not child.saving)):
+            key = data[at : at + step] if at else (tenant, data[:step])
+            if isinstance(below, dict):
+                below = below.get(key)
+            elif below is None or below.key != key:
                 break
-            path.append(child)
-            if child.children is None:
+            if below is None or not (below.device or (below.host and not below.saving)):
                 break
-            children = child.children
+            path.append(below)
+            below = below.children
         return path
 
     def insert(self, parent: Node, tenant: str, tokens: Sequence[int], start: int) -> Node:
         """The child of `parent` for the block of tokens at `start`, made if there is none."""
-        key = array("i", tokens[start : start + self.block_tokens]).tobytes()
-        if parent.children is None:
-            parent.children = {}
-        full = key if start else (tenant, key)
-        child = parent.children.get(full)
-        if child is None:
-            child = parent.children[full] = Node(parent, full)
-            if len(parent.children) > 1:
-                _share(parent)
+        data = array("i", tokens[start : start + self.block_tokens]).tobytes()
+        key = data if start else (tenant, data)
+        child = parent.child(key)
+        if child is not None:
+            return child
+        child = Node(parent, key)
+        below = parent.children
+        if isinstance(below, dict):
+            below[key] = child
+        elif below is None:
+            parent.children = child
+        else:
+            parent.children = {below.key: below, key: child}
+            _share(parent)
         return child
 
     def remove(self, node: Node) -> Node:
         """Takes a leaf out of the tree; its parent."""
         parent = node.parent
-        assert parent is not None and parent.children and not node.children and not node.users
-        del parent.children[node.key]
-        if not parent.children:
+        assert parent is not None and parent.child(node.key) is node and not node.children and not node.users
+        below = parent.children
+        if isinstance(below, dict):
+            del below[node.key]
+            if len(below) == 1:
+                (parent.children,) = below.values()
+        else:
             parent.children = None
         node.stamp += 1
         node.parent = None
@@ -169,11 +194,10 @@ class Tree:
 
     def below(self, node: Node) -> Iterator[Node]:
         """All KV nodes below `node`, parents before children."""
-        stack = list(node.children.values()) if node.children else []
+        stack = [*node.branches()]
         while stack:
             child = stack.pop()
-            if child.children:
-                stack.extend(child.children.values())
+            stack.extend(child.branches())
             yield child
 
 
