@@ -95,7 +95,8 @@ class Fastlibra(Policy):
         total = sum(visits)
         if not total:
             return 1.0
-        low = sum(1 - (1 - v / total) ** self._batch for v in visits)
+        loras = [v for v, node in zip(visits, pulse.adapters, strict=True) if node.size]  # the base is always in
+        low = sum(1 - (1 - v / total) ** self._batch for v in loras)
         return max(1.0, low / max(pulse.on_device, 1))
 
     def _cost(self, node: Node) -> float:

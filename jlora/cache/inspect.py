@@ -48,7 +48,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
 def invalid_kv(manager: CacheManager) -> int:
     """KV blocks on the device that nothing can use as they are: their prefix or their adapter is not there."""
     return sum(
-        bool(node.device) and not _rooted(node)
+        bool(node.device) and node not in manager.cells.departing and not _rooted(node)
         for adapter in manager.adapters.values()
         for node in manager.tree.below(adapter)
     )
@@ -93,16 +93,16 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     assert not node.coming or (node.device and node.on_host), "a copy comes from nowhere"
     assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
     assert node.wanted >= 0
-    assert node.resident == sum(bool(child.device) for child in node.branches()), (
-        "children on the device are miscounted"
-    )
+    departing = manager.cells.departing
+    staying = sum(bool(child.device) and child not in departing for child in node.branches())
+    assert node.resident == staying, "children on the device are miscounted"
     if isinstance(node, AdapterNode):
         assert node.host or not node.size, "an adapter lost its master copy"
         return
     assert parent is not None and parent.child(node.key) is node, "a child without its parent"
     assert parent.users >= node.users, "a lease skips a part of its prefix"
     assert node.device or node.host or node.children, "an empty leaf"
-    if node.device and policy.binds(parent):
+    if node.device and node not in departing and policy.binds(parent):
         assert parent.device or not parent.size, "KV is on the device without what it depends on"
 
 
@@ -129,6 +129,7 @@ def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
     cells = manager.cells
     moving = {node for node in nodes if node.moving}
     assert set(cells.flying) == moving, "what is in flight and what is marked so differ"
+    assert all(node.saving and not node.users for node in cells.departing), "what is to leave is in use"
     copies = {id(copy): copy for copy in cells.flying.values()}.values()
     for direction in ("in", "out"):
         blocks = sum(len(copy.source) for copy in copies if copy.direction == direction)

@@ -52,10 +52,14 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """What a queued sequence will need; others leave before it."""
+    """What a queued sequence will need; others leave before it.
+
+    Attributes:
+        nodes: the adapter, and the last nodes of its prefix that are on the device and on the host.
+    """
 
     adapter: AdapterNode
-    leaf: Node | None
+    nodes: tuple[Node, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +148,7 @@ class CacheManager:
         node = AdapterNode(uid, size)
         node.host = cells.host.take(ADAPTER, size)
         self.adapters[uid] = node
+        cells.visit([node])  # who loads an adapter is about to use it
         cells.offer(node)
         return node
 
@@ -152,6 +157,7 @@ class CacheManager:
         if pinned and not node.device and not self._bring_adapter(node, demand=True):
             return False
         self.cells.pin(node, pinned)
+        self._leave_if_idle(node)
         return True
 
     def bring_in(self, node: AdapterNode) -> None:
@@ -169,20 +175,20 @@ class CacheManager:
 
     def expect(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool) -> Want:
         """A queued sequence will need this adapter version and this prefix."""
-        leaf = None
+        assert self.adapters.get(adapter.uid) is adapter, "a sequence is queued for an adapter version that is gone"
+        nodes: list[Node] = [adapter]
         if reuse and self.prefix_reuse:
             path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
-            leaf = path[-1] if path else None
-        self.cells.want(adapter)
-        if leaf is not None:
-            self.cells.want(leaf)
-        return Want(adapter, leaf)
+            resident = [node for node in path if node.device]
+            nodes += {*resident[-1:], *path[-1:]}  # what is above them is kept by them
+        for node in nodes:
+            self.cells.want(node)
+        return Want(adapter, tuple(nodes))
 
     def unexpect(self, want: Want) -> None:
         """The queued sequence runs or is gone."""
-        if want.leaf is not None:
-            self.cells.unwant(want.leaf)
-        self.cells.unwant(want.adapter)
+        for node in want.nodes:
+            self.cells.unwant(node)
         self._leave_if_idle(want.adapter)
         self._bury_if_unused(want.adapter)
 
@@ -200,8 +206,9 @@ class CacheManager:
         if cells.make_room(need, len(missing)):
             self._bring_adapter(adapter, demand=False)
             cells.bring(adapter, missing, demand=False)
+            cells.visit((adapter, *path))
         for node in (*reversed(path), adapter):
-            cells.unlock(node)
+            cells.unlock(node, used=False)
         return cells.backlog["in"] - before
 
     # -- leases -----------------------------------------------------------------------------
@@ -215,19 +222,25 @@ class CacheManager:
             reuse: whether it may read from and publish into the tree.
             headroom: blocks that must stay available beside it.
         """
+        assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
         cells = self.cells
         lease = Lease(adapter, tenant, reuse and self.prefix_reuse, self._clock())
+        known: list[Node] = []
         if lease.reuse:  # at least one token is always computed: its hidden state is needed
-            path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
-            lease.path = self._worth_copying(path)
+            known = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            lease.path = self._worth_copying(known)
         for node in (adapter, *lease.path):
             cells.lock(node)
         missing = [node for node in lease.path if not node.device]
         own = self._blocks_for(len(tokens)) - len(lease.path)
         if not cells.make_room(0 if adapter.device else adapter.size, len(missing) + own + headroom):
-            self._unlock(lease)
+            epoch = cells.epoch
+            self._unlock(lease, used=False)
+            cells.epoch = epoch  # a refusal gives nobody a chance
             return None
+        cells.visit((adapter, *lease.path))
         self._count(lease, len(tokens), len(missing))
+        self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
         self._bring_adapter(adapter, demand=True)
         cells.bring(adapter, missing, demand=True)
         lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
@@ -287,6 +300,7 @@ class CacheManager:
             else:
                 cells.adopt(node, own)
             cells.lock(node)
+            cells.visit([node])
             lease.path.append(node)
 
     def release(self, lease: Lease) -> None:
@@ -344,7 +358,6 @@ class CacheManager:
         tokens = (len(path) - missing[0]) * self.block_tokens
         if meter.load_s(KV, backlog + len(missing)) <= RECOMPUTE * tokens * meter.token_s:
             return path
-        self.counters.recomputed_tokens += tokens
         return path[: missing[0]]
 
     def _bring_adapter(self, node: AdapterNode, demand: bool) -> bool:
@@ -362,9 +375,9 @@ class CacheManager:
         fresh = [node for node in lease.path if not node.host and node.device and not node.moving]
         cells.save(lease.adapter, fresh[: cells.host.free])
 
-    def _unlock(self, lease: Lease) -> None:
+    def _unlock(self, lease: Lease, used: bool = True) -> None:
         for node in (*reversed(lease.path), lease.adapter):
-            self.cells.unlock(node)
+            self.cells.unlock(node, used)
         self._leave_if_idle(lease.adapter)
         self._bury_if_unused(lease.adapter)
 

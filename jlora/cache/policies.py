@@ -28,7 +28,7 @@ class Pulse(NamedTuple):
 
     Attributes:
         running: sequences in the batch now.
-        adapters: adapter nodes in service.
+        adapters: adapter nodes in service, the base (size 0) among them.
         on_device: how many of them hold device blocks.
     """
 
@@ -103,13 +103,11 @@ class Jlora(Policy):
     A0 = 5.0  # seconds
 
     def visit(self, node: Node, now: float) -> None:
-        if node.shared:
-            node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)
+        node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)  # it may come to be shared
         node.last_use = now
 
     def leave(self, node: Node, now: float) -> None:
-        if node.shared:  # the decay of what was counted so far goes on
-            node.count *= math.exp((node.last_use - now) / self.T)
+        node.count *= math.exp((node.last_use - now) / self.T)  # what was counted so far goes on to decay
         node.last_use = now
 
     def key(self, node: Node) -> tuple[int, float]:

@@ -12,14 +12,15 @@ ablation without dependencies).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jlora.cache.blocks import Tier
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Copy, Direction
-from jlora.cache.tree import KV, AdapterNode, Node, Tree
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +57,29 @@ class Residency:
     flying: dict[Node, Copy] = field(default_factory=dict)
     backlog: dict[Direction, int] = field(default_factory=lambda: {"in": 0, "out": 0})  # blocks under way
     epoch: int = 0  # grows whenever something that was refused may now be granted
-    _leaving: list[int] = field(default_factory=lambda: [0, 0])  # blocks whose write-back is under way, by kind
+    departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
     _victims: tuple[Order, Order] = field(init=False)
     _wanted: tuple[Order, Order] = field(init=False)
-    _roots: tuple[Order, Order] = field(init=False)
+    _absent: tuple[Order, Order] = field(init=False)
     _drops: tuple[Order, Order] = field(init=False)
-    _doubles: list[tuple[int, Node]] = field(default_factory=list)  # in both tiers, the latest used last
+    _doubles: tuple[Order, Order] = field(init=False)
 
     def __post_init__(self) -> None:
         self._victims = (Order(self.evictable), Order(self.evictable))
         self._wanted = (Order(self.evictable), Order(self.evictable))
-        self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
+        self._absent = (Order(_is_absent, sign=-1), Order(_is_absent, sign=-1))
         self._drops = (Order(_droppable), Order(_droppable))
+        self._doubles = (Order(_is_double, sign=-1), Order(_is_double, sign=-1))
 
     # -- use ----------------------------------------------------------------------------------
+
+    def visit(self, nodes: Iterable[Node]) -> None:
+        """A request was granted these nodes: the policy counts it, and what was to leave stays."""
+        now = self.clock()
+        for node in nodes:
+            self.policy.visit(node, now)
+            if node in self.departing:
+                self._stay(node)
 
     def lock(self, node: Node) -> None:
         """One more lease goes through this node."""
@@ -79,12 +89,16 @@ class Residency:
             self._account(node, 1)
         else:
             node.users += 1
-        self.policy.visit(node, self.clock())
 
-    def unlock(self, node: Node) -> None:
-        """One lease less; a node that nobody uses becomes a candidate."""
+    def unlock(self, node: Node, used: bool = True) -> None:
+        """One lease less; a node that nobody uses becomes a candidate.
+
+        Args:
+            used: whether it was in use until now; a lease that was refused used nothing.
+        """
         assert node.users > 0, "unlocked more often than locked"
-        self.policy.leave(node, self.clock())
+        if used:
+            self.policy.leave(node, self.clock())
         if node.users > 1:
             node.users -= 1
             return
@@ -129,12 +143,13 @@ class Residency:
         return all([self._free(kind, count) for kind, count in missing])
 
     def leaving(self, kind: int | None) -> int:
-        """Blocks of a kind (None: of all) whose write-back is under way."""
-        return sum(self._leaving) if kind is None else self._leaving[kind]
+        """Blocks of a kind (None: of all) whose write-back is under way; adapters need none."""
+        return 0 if kind == ADAPTER else len(self.departing)
 
-    def worst(self, kind: int | None = None) -> Node | None:
-        """The candidate worth least; what the queue needs only if nothing else is left."""
-        return self._cheapest(self._victims, kind) or self._cheapest(self._wanted, kind)
+    def worst(self, kind: int | None = None, needed: bool = False) -> Node | None:
+        """The candidate worth least; with `needed` also what the queue needs, if nothing else is left."""
+        found = self._cheapest(self._victims, kind)
+        return self._cheapest(self._wanted, kind) if found is None and needed else found
 
     def evict(self, node: Node) -> None:
         """Forgets a candidate's device blocks; without a copy on the host its data is gone."""
@@ -147,10 +162,16 @@ class Residency:
             self._prune(node)
 
     def make_host_room(self, count: int, worth: float) -> bool:
-        """Frees host blocks: copies of what is hot on the device first, then what is worth less than `worth`."""
+        """Frees host blocks for something worth `worth` (inf: whatever it takes).
+
+        Copies of what is worth more on the device go first: they are needed last. Then leaves that
+        are worth less go for good. False, and nothing lost, if even all KV would not be enough.
+        """
+        if count > self.host.free + self.host.used[KV]:
+            return False
         while self.host.free < count:
-            node = self._hottest_double()
-            if node is None:
+            node = self._dearest(self._doubles)
+            if node is None or self.value(node) <= worth < math.inf:
                 node = self._cheapest(self._drops, None)
                 if node is None or self.value(node) >= worth:
                     return False
@@ -175,20 +196,23 @@ class Residency:
             node.device = target[at : at + node.size]
             at += node.size
             self.flying[node] = copy
-            if node.parent is not None:
-                node.parent.resident += 1
+            self._count_resident(node, 1)
             if node.kind == KV and node.users:
                 self.device.running += 1
             node.stamp += 1
         self._start(copy)
 
     def save(self, adapter: AdapterNode, nodes: Sequence[Node], leave: bool = False) -> None:
-        """Starts a copy to the host; the caller has made room there."""
+        """Starts a copy to the host; the caller has made room there.
+
+        Args:
+            leave: evict the nodes when it is complete, unless they are used again by then.
+        """
         if not nodes:
             return
         source = tuple(block for node in nodes for block in node.device)
         target = self.host.take(nodes[0].kind, len(source))
-        copy = Copy("out", adapter, tuple(nodes), source, target, leave=leave)
+        copy = Copy("out", adapter, tuple(nodes), source, target)
         at = 0
         for node in nodes:
             self._account(node, -1)
@@ -198,8 +222,9 @@ class Residency:
             at += node.size
             self.flying[node] = copy
             node.stamp += 1
-        if leave:
-            self._leaving[copy.kind] += len(source)
+            if leave:
+                self.departing.add(node)
+                self._count_resident(node, -1)
         self._start(copy)
 
     def landed(self, copy: Copy) -> None:
@@ -219,11 +244,10 @@ class Residency:
             self.counters.blocks_in += len(copy.source)
         else:
             self.counters.blocks_out += len(copy.source)
-        if copy.leave:
-            self._leaving[copy.kind] -= len(copy.source)
         for node in reversed(copy.nodes):  # children first: each may make its parent a leaf
-            if copy.leave and self.evictable(node):
-                self.evict(node)
+            if node in self.departing:
+                self._stay(node)
+                self._leave_device(node)
             else:
                 self.offer(node)
         self.epoch += 1
@@ -238,8 +262,7 @@ class Residency:
         """The node's data was computed into this device block: the node owns it from now on."""
         assert not node.device
         node.device = (block,)
-        if node.parent is not None:
-            node.parent.resident += 1
+        self._count_resident(node, 1)
         self._account(node, 1)
         node.stamp += 1
 
@@ -262,17 +285,19 @@ class Residency:
     def offer(self, node: Node) -> None:
         """Enters the node in the orders it belongs to, in place of its older entries."""
         node.stamp += 1
-        if node.users or node.coming or node.saving:
+        if node.moving:
             return
         if node.device:
             if self.evictable(node):
                 heap, key = self.policy.key(node)
                 (self._wanted if node.wanted else self._victims)[heap].push(node, key)
-            if node.host and node.kind == KV:
-                self._push_double(node)
+            if _is_double(node):
+                heap, key = self.policy.key(node)
+                self._doubles[heap].push(node, key)
         elif node.host:
             heap, key = self.policy.key(node)
-            self._roots[heap].push(node, key)
+            if self.policy.lower:
+                self._absent[heap].push(node, key)
             if _droppable(node):
                 self._drops[heap].push(node, key)
 
@@ -282,10 +307,18 @@ class Residency:
         return sorted(found, key=self.value)[:count]
 
     def best_root(self) -> Node | None:
-        """The most valuable node on the host whose parent is on the device."""
-        now = self.clock()
-        tops = [node for heap in self._roots for node in heap.first(self.policy.lookahead)]
-        return max(tops, key=lambda n: self.policy.value(n, now), default=None)
+        """Where fetching ahead begins: the first absent node on the way to the most valuable absent one."""
+        while True:
+            best = self._dearest(self._absent)
+            if best is None:
+                return None
+            root = _first_absent(best)
+            if root.on_host and not self.adapter_of(root).dying:
+                return root
+            best.stamp += 1  # out of reach until a block above is computed again: no use looking at it
+            if _droppable(best):
+                heap, key = self.policy.key(best)
+                self._drops[heap].push(best, key)
 
     def value(self, node: Node) -> float:
         """What the policy says the node is worth now."""
@@ -308,7 +341,7 @@ class Residency:
         waits = self.leaving(kind) > 0
         count -= self.leaving(kind)
         while count > 0:
-            node = self.worst(kind)
+            node = self.worst(kind, needed=True)
             if node is None:  # what is idle hangs above a copy under way
                 return False
             count -= len(node.device)
@@ -332,15 +365,29 @@ class Residency:
         tops = [node for heap in heaps for node in heap.first(ahead)]
         return min(tops, key=lambda n: self.policy.value(n, now), default=None)
 
+    def _dearest(self, orders: tuple[Order, Order]) -> Node | None:
+        now, ahead = self.clock(), self.policy.lookahead
+        tops = [node for heap in orders for node in heap.first(ahead)]
+        return max(tops, key=lambda n: self.policy.value(n, now), default=None)
+
+    def _count_resident(self, node: Node, change: int) -> None:
+        """A child more or less that keeps its parent on the device; the last one frees it."""
+        parent = node.parent
+        if parent is not None:
+            parent.resident += change
+            if not parent.resident:
+                self.offer(parent)
+
+    def _stay(self, node: Node) -> None:
+        """What was to leave when it is written out stays."""
+        self.departing.discard(node)
+        self._count_resident(node, 1)
+
     def _leave_device(self, node: Node) -> None:
         self._account(node, -1)
         self.device.give(node.kind, node.device)
         node.device = ()
-        parent = node.parent
-        if parent is not None:
-            parent.resident -= 1
-            if not parent.resident:
-                self.offer(parent)
+        self._count_resident(node, -1)
         self.offer(node)
         self.epoch += 1
 
@@ -367,34 +414,31 @@ class Residency:
         elif not (node.coming or node.saving or node.pinned):
             self.device.idle[node.kind] += sign * size
 
-    def _push_double(self, node: Node) -> None:
-        doubles = self._doubles
-        doubles.append((node.stamp, node))
-        if len(doubles) > 2 * self.device.total + 64:
-            self._doubles = [entry for entry in doubles if _is_double(entry)]
 
-    def _hottest_double(self) -> Node | None:
-        while self._doubles:
-            entry = self._doubles.pop()
-            if _is_double(entry):
-                return entry[1]
-        return None
+def _is_double(node: Node) -> bool:
+    """KV in both tiers."""
+    return node.kind == KV and bool(node.device) and bool(node.host) and not node.moving
 
 
-def _is_double(entry: tuple[int, Node]) -> bool:
-    stamp, node = entry
-    return stamp == node.stamp and bool(node.device) and bool(node.host) and not node.moving
+def _is_absent(node: Node) -> bool:
+    """On the host only."""
+    return node.on_host and not node.device
 
 
-def _is_root(node: Node) -> bool:
-    """On the host only, below something that is on the device (or at the top)."""
-    parent = node.parent
-    return node.on_host and not node.device and (parent is None or parent.on_device or not parent.size)
+def _first_absent(node: Node) -> Node:
+    """The topmost node of the way down to `node` that holds no device blocks."""
+    found, above = node, node.parent
+    while above is not None:
+        if above.size and not above.device:
+            found = above
+        above = above.parent
+    return found
 
 
 def _droppable(node: Node) -> bool:
-    """KV on the host only that nothing uses and nothing lies below."""
-    return node.kind == KV and node.on_host and not node.device and not node.children and not node.users
+    """KV on the host only that nothing uses or waits for and nothing lies below."""
+    alone = not node.children and not node.users and not node.wanted
+    return node.kind == KV and node.on_host and not node.device and alone
 
 
 def _name(node: Node) -> str:

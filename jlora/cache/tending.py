@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.policies import Pulse
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import Node
 
 BACKUPS = 16  # blocks per round: a short copy, so that a demand for the link never waits long
 FETCHES = 16
@@ -59,7 +59,7 @@ class Tending:
     def _evict_above(self, upper: float | None) -> None:
         cells = self._manager.cells
         while upper is not None and cells.device.total - cells.device.free > upper * cells.device.total:
-            node = cells.worst()
+            node = cells.worst()  # never what the queue needs: free room is not worth that
             if node is None:
                 return
             cells.evict(node)
@@ -74,10 +74,7 @@ class Tending:
             node = cells.best_root()
             if node is None or len(node.host) > cells.device.room(node.kind):
                 return
-            adapter = node if isinstance(node, AdapterNode) else cells.adapter_of(node)
-            if adapter.dying:
-                return
-            cells.bring(adapter, [node], demand=False)
+            cells.bring(cells.adapter_of(node), [node], demand=False)
             started += node.size
 
     def _back_up(self) -> None:

@@ -17,7 +17,6 @@ class Copy:
     Attributes:
         source, target: block ids in the tier it leaves and the tier it enters, of all nodes in order.
         demand: a request waits for it; a prefetch that somebody comes to wait for is promoted.
-        leave: evict the nodes once their host copy is complete (write-back policies only).
         seconds: how long the link was busy with it; set by whoever carried it out.
     """
 
@@ -27,7 +26,6 @@ class Copy:
     source: tuple[int, ...]
     target: tuple[int, ...]
     demand: bool = False
-    leave: bool = False
     seconds: float = 0.0
 
     @property
