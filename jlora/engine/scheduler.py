@@ -290,9 +290,9 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
+        self._enqueue(sequence)  # first: its adapter version may live on for this sequence alone
         self._leave(sequence)
         self.preemptions += 1
-        self._enqueue(sequence)
 
     def _leave(self, sequence: Sequence) -> None:
         """Takes a leased sequence off the device's books."""
