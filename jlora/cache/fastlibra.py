@@ -91,7 +91,7 @@ class Fastlibra(Policy):
 
     def _reward(self, pulse: Pulse, now: float) -> float:
         """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""
-        visits = [node.count * _decay(now - node.last_use) for node in pulse.adapters]
+        visits = [n.count * math.exp((n.last_use - now) / WINDOW_S) for n in pulse.adapters if n.count]
         total = sum(visits)
         if not total:
             return 1.0

@@ -11,6 +11,7 @@ ablation without dependencies).
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -24,6 +25,7 @@ from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
 
 log = logging.getLogger(__name__)
 
+BRANCHES = 64  # below a node that comes in, offered to follow it
 Clock = Callable[[], float]
 
 
@@ -40,6 +42,7 @@ class Counters:
     blocks_in: int = 0
     blocks_out: int = 0
     blocks_lost: int = 0  # evicted without a host copy, or dropped from the host: computed again if needed
+    streamed: int = 0  # leases whose first step started before their copies had landed
     recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
 
 
@@ -60,14 +63,14 @@ class Residency:
     departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
     _victims: tuple[Order, Order] = field(init=False)
     _wanted: tuple[Order, Order] = field(init=False)
-    _absent: tuple[Order, Order] = field(init=False)
+    _roots: tuple[Order, Order] = field(init=False)
     _drops: tuple[Order, Order] = field(init=False)
     _doubles: tuple[Order, Order] = field(init=False)
 
     def __post_init__(self) -> None:
         self._victims = (Order(self.evictable), Order(self.evictable))
         self._wanted = (Order(self.evictable), Order(self.evictable))
-        self._absent = (Order(_is_absent, sign=-1), Order(_is_absent, sign=-1))
+        self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
         self._drops = (Order(_droppable), Order(_droppable))
         self._doubles = (Order(_is_double, sign=-1), Order(_is_double, sign=-1))
 
@@ -183,13 +186,13 @@ class Residency:
 
     # -- copies ---------------------------------------------------------------------------------
 
-    def bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
+    def bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool, streams: bool = False) -> None:
         """Starts a copy to the device of nodes of one kind; the caller has made room."""
         if not nodes:
             return
         source = tuple(block for node in nodes for block in node.host)
         target = self.device.take(nodes[0].kind, len(source))
-        copy = Copy("in", adapter, tuple(nodes), source, target, demand)
+        copy = Copy("in", adapter, tuple(nodes), source, target, demand, streams)
         at = 0
         for node in nodes:
             node.coming = True
@@ -201,6 +204,8 @@ class Residency:
                 self.device.running += 1
             node.stamp += 1
         self._start(copy)
+        for node in nodes:
+            self._offer_below(node)
 
     def save(self, adapter: AdapterNode, nodes: Sequence[Node], leave: bool = False) -> None:
         """Starts a copy to the host; the caller has made room there.
@@ -265,6 +270,7 @@ class Residency:
         self._count_resident(node, 1)
         self._account(node, 1)
         node.stamp += 1
+        self._offer_below(node)
 
     def forget(self, node: Node) -> None:
         """Drops an unused leaf from both tiers, and KV from the tree."""
@@ -296,8 +302,8 @@ class Residency:
                 self._doubles[heap].push(node, key)
         elif node.host:
             heap, key = self.policy.key(node)
-            if self.policy.lower:
-                self._absent[heap].push(node, key)
+            if self.policy.lower and _is_root(node):
+                self._roots[heap].push(node, key)
             if _droppable(node):
                 self._drops[heap].push(node, key)
 
@@ -307,18 +313,15 @@ class Residency:
         return sorted(found, key=self.value)[:count]
 
     def best_root(self) -> Node | None:
-        """Where fetching ahead begins: the first absent node on the way to the most valuable absent one."""
+        """The most valuable node on the host below something that is on the device or coming."""
         while True:
-            best = self._dearest(self._absent)
-            if best is None:
-                return None
-            root = _first_absent(best)
-            if root.on_host and not self.adapter_of(root).dying:
+            root = self._dearest(self._roots)
+            if root is None or not self.adapter_of(root).dying:
                 return root
-            best.stamp += 1  # out of reach until a block above is computed again: no use looking at it
-            if _droppable(best):
-                heap, key = self.policy.key(best)
-                self._drops[heap].push(best, key)
+            root.stamp += 1  # nobody will ask for it
+            if _droppable(root):
+                heap, key = self.policy.key(root)
+                self._drops[heap].push(root, key)
 
     def value(self, node: Node) -> float:
         """What the policy says the node is worth now."""
@@ -351,6 +354,12 @@ class Residency:
             else:
                 self.evict(node)
         return not waits
+
+    def _offer_below(self, node: Node) -> None:
+        """What hangs below a node that comes in may follow it; of many branches the latest."""
+        for child in itertools.islice(reversed(node.branches()), BRANCHES):
+            if child.host and not child.device:
+                self.offer(child)
 
     def adapter_of(self, node: Node) -> AdapterNode:
         """The adapter at the top of a node's path."""
@@ -420,19 +429,10 @@ def _is_double(node: Node) -> bool:
     return node.kind == KV and bool(node.device) and bool(node.host) and not node.moving
 
 
-def _is_absent(node: Node) -> bool:
-    """On the host only."""
-    return node.on_host and not node.device
-
-
-def _first_absent(node: Node) -> Node:
-    """The topmost node of the way down to `node` that holds no device blocks."""
-    found, above = node, node.parent
-    while above is not None:
-        if above.size and not above.device:
-            found = above
-        above = above.parent
-    return found
+def _is_root(node: Node) -> bool:
+    """On the host only, and nothing above it is missing."""
+    parent = node.parent
+    return node.on_host and not node.device and (parent is None or bool(parent.device) or not parent.size)
 
 
 def _droppable(node: Node) -> bool:

@@ -19,7 +19,7 @@ from jlora.cache.tree import Node
 
 BACKUPS = 16  # blocks per round: a short copy, so that a demand for the link never waits long
 FETCHES = 16
-REKEYS = 1000  # nodes per round: a tree of a million must not hold up a step
+REKEYS = 500  # nodes per round: a tree of a million must not hold up a step
 
 
 class Tending:
