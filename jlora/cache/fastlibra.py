@@ -91,11 +91,12 @@ class Fastlibra(Policy):
 
     def _reward(self, pulse: Pulse, now: float) -> float:
         """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""
-        visits = [n.count * math.exp((n.last_use - now) / WINDOW_S) for n in pulse.adapters if n.count]
+        asked = [node for node in pulse.adapters if node.count]
+        visits = [node.count * _decay(now - node.last_use) for node in asked]
         total = sum(visits)
         if not total:
             return 1.0
-        loras = [v for v, node in zip(visits, pulse.adapters, strict=True) if node.size]  # the base is always in
+        loras = [v for v, node in zip(visits, asked, strict=True) if node.size]  # the base is always in
         low = sum(1 - (1 - v / total) ** self._batch for v in loras)
         return max(1.0, low / max(pulse.on_device, 1))
 
