@@ -179,6 +179,7 @@ class CacheState:
             one without dependencies.
         kv_hit_tokens: found in either tier; kv_host_hit_tokens: of these, on the host only.
         blocks_lost: evicted or dropped without a copy elsewhere; computed again if needed.
+        streamed: requests whose first step started before their copies had landed.
         recomputed_tokens: known on the host but computed again, because copying took far longer.
     """
 
@@ -196,4 +197,5 @@ class CacheState:
     bytes_swapped_out: int
     clean_evictions: int
     blocks_lost: int
+    streamed: int
     recomputed_tokens: int

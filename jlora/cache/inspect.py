@@ -41,6 +41,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         bytes_swapped_out=c.blocks_out * block_bytes,
         clean_evictions=c.clean_evictions,
         blocks_lost=c.blocks_lost,
+        streamed=c.streamed,
         recomputed_tokens=c.recomputed_tokens,
     )
 

@@ -23,6 +23,10 @@ from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
 # A prefix is computed again only if copying it would take so many times as long: near saturation
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
 RECOMPUTE = 3.0
+# A step starts before its copies have landed if they need at most this share of its time.
+STREAM = 0.9
+# Shorter copies come as one piece: a group of layers costs a transfer of its own.
+STREAM_FROM_S = 1e-3
 # Hints may have copies of at most this share of the device under way.
 HINT_SHARE = 0.25
 
@@ -74,10 +78,18 @@ class Sizes:
 class CacheManager:
     """Leases over two tiers, under one policy. `clock` gives seconds; the simulator has its own."""
 
-    def __init__(self, sizes: Sizes, policy: Policy, clock: Callable[[], float], prefix_reuse: bool = True):
+    def __init__(
+        self,
+        sizes: Sizes,
+        policy: Policy,
+        clock: Callable[[], float],
+        prefix_reuse: bool = True,
+        streams: bool = False,
+    ):
         self.block_tokens = sizes.block_tokens
         self.prefix_reuse = prefix_reuse and policy.history
         self.policy = policy
+        self._streams = streams
         self.tree = Tree(sizes.block_tokens)
         device, host = Tier(sizes.device, policy.share), Tier(sizes.host)
         self.cells = Residency(self.tree, device, host, policy, clock)
@@ -205,7 +217,7 @@ class CacheManager:
         before = cells.backlog["in"]
         if cells.make_room(need, len(missing)):
             self._bring_adapter(adapter, demand=False)
-            cells.bring(adapter, missing, demand=False)
+            self._bring(adapter, missing, demand=False)
             cells.visit((adapter, *path))
         for node in (*reversed(path), adapter):
             cells.unlock(node, used=False)
@@ -242,7 +254,7 @@ class CacheManager:
         self._count(lease, len(tokens), len(missing))
         self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
         self._bring_adapter(adapter, demand=True)
-        cells.bring(adapter, missing, demand=True)
+        self._bring(adapter, missing, demand=True)
         lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
         cells.device.running += own
         lease.cached = len(lease.path) * self.block_tokens
@@ -252,18 +264,30 @@ class CacheManager:
         self.leases[id(lease)] = lease
         return lease
 
-    def ready(self, lease: Lease) -> bool:
-        """Whether everything the lease goes through is on the device; keeps its waiting times."""
+    def ready(self, lease: Lease, tokens: int = 0) -> bool:
+        """Whether a step may read what the lease goes through; keeps its waiting times.
+
+        Args:
+            tokens: prompt tokens of the lease's first step: what is still on its way may be streamed
+                into that step if it needs less time than the step.
+        """
         if not lease.coming:
             return True
         left = [node for node in lease.coming if node.coming]
-        if len(left) < len(lease.coming):
+        streamed = bool(left) and self._fits_in_step(left, tokens)
+        if len(left) < len(lease.coming) or streamed:
             waited = self._clock() - lease.granted
-            landed = {node.kind for node in lease.coming} - {node.kind for node in left}
+            landed = {node.kind for node in lease.coming} - {node.kind for node in left if not streamed}
             lease.adapter_s = waited if ADAPTER in landed else lease.adapter_s
             lease.kv_s = waited if KV in landed else lease.kv_s
             lease.coming = left
-        return not left
+        self.counters.streamed += streamed
+        return streamed or not left
+
+    def unlanded(self, leases: Sequence[Lease]) -> tuple[Copy, ...]:
+        """The copies under way that these leases read: what a step with them must stream."""
+        found = {self.cells.flying[node]: None for lease in leases for node in lease.coming if node.coming}
+        return tuple(found)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Makes the lease hold `tokens` tokens; False if there is no room now."""
@@ -360,13 +384,28 @@ class CacheManager:
             return path
         return path[: missing[0]]
 
+    def _bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
+        """Starts a copy to the device: in groups of layers, if a request waits for it and it is long."""
+        blocks = sum(node.size for node in nodes)
+        long = blocks > 0 and self.policy.meter.load_s(nodes[0].kind, blocks) > STREAM_FROM_S
+        self.cells.bring(adapter, nodes, demand, streams=self._streams and demand and long)
+
+    def _fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
+        """Whether what is left of the nodes' copies takes less time than computing so many tokens."""
+        copies = {self.cells.flying[node] for node in nodes}
+        if tokens < 2 or not all(copy.streams and copy.started for copy in copies):
+            return False
+        now, meter = self._clock(), self.policy.meter
+        left = sum(max(0.0, meter.load_s(c.kind, len(c.source)) + c.started - now) for c in copies)
+        return left <= STREAM * tokens * meter.token_s
+
     def _bring_adapter(self, node: AdapterNode, demand: bool) -> bool:
         """Starts an adapter's copy if it is not there; False if no room could be made."""
         if node.device or not node.size:
             return True
         if not self.cells.make_room(adapter=node.size):
             return False
-        self.cells.bring(node, [node], demand)
+        self._bring(node, [node], demand)
         return True
 
     def _write_through(self, lease: Lease) -> None:

@@ -6,7 +6,7 @@ rows of all layers go over the link as one piece, in either direction.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jlora.layout import PoolLayout
+from jlora.model.step import Programs
 
 PIECES = (64, 16, 4, 1)  # blocks per copy program: few compiled shapes, no padding
 Staged = list[tuple[np.ndarray, jax.Array]]  # (block ids, data [n, L, B, 2K, H])
@@ -23,21 +24,26 @@ class DevicePool:
     """Holds `array` [L * P, B, 2K, H], sharded over heads, and copies blocks in and out.
 
     Args:
-        write: the jitted, donating `write_blocks(pool, ids, data)`.
-        read: the jitted `read_blocks(pool, ids)` -> data.
+        programs: `write_blocks`, `read_blocks` and `write_layers` of `jlora.model.step.Programs`.
+        groups: equal groups of layers that a streamed copy comes in.
     """
 
-    def __init__(self, layout: PoolLayout, mesh: Mesh, write: Callable[..., jax.Array], read: Callable[..., jax.Array]):
+    def __init__(self, layout: PoolLayout, mesh: Mesh, programs: Programs, groups: int):
         self.layout = layout
-        self._write = write
-        self._read = read
+        self.groups = groups
+        self._programs = programs
         self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
         sharding = NamedSharding(mesh, PartitionSpec(None, None, "tp"))
         zeros = jax.jit(lambda: jnp.zeros(layout.shape, layout.dtype), out_shardings=sharding)
         self.array = zeros()
 
+    @property
+    def group_layers(self) -> int:
+        """Layers of a group."""
+        return self.layout.layers // self.groups
+
     def stage(self, ids: Sequence[int], data: np.ndarray) -> Staged:
-        """Transfers data [n, L, B, 2K, H] and waits for it; touches no pool, so any thread may call it.
+        """Transfers data [n, l, B, 2K, H] and waits for it; touches no pool, so any thread may call it.
 
         `data` must never be written again: on CPU a transfer may alias the numpy buffer.
         """
@@ -50,11 +56,17 @@ class DevicePool:
     def place(self, staged: Staged) -> None:
         """Enqueues the scatter of staged blocks: after what was dispatched before, ahead of what comes."""
         for ids, data in staged:
-            self.array = self._write(self.array, ids, data)
+            self.array = self._programs.write_blocks(self.array, ids, data)
+
+    def place_group(self, staged: Staged, group: int) -> None:
+        """The same for data of one group of layers."""
+        first = np.int32(group * self.group_layers)
+        for ids, data in staged:
+            self.array = self._programs.write_layers(self.array, ids, data, first)
 
     def gather(self, ids: Sequence[int]) -> list[jax.Array]:
         """Enqueues a snapshot of blocks as they are after what was dispatched before, and its transfer."""
-        found = [self._read(self.array, piece) for _, piece in _pieces(ids)]
+        found = [self._programs.read_blocks(self.array, piece) for _, piece in _pieces(ids)]
         for array in found:
             array.copy_to_host_async()
         return found
@@ -62,9 +74,11 @@ class DevicePool:
     def warm_up(self) -> None:
         """Compiles every copy size; writes nothing (ids outside the pool are dropped)."""
         for size in PIECES:
+            nowhere = [-1] * size
             zeros = np.zeros((size, *self.layout.block_shape), self.array.dtype)
-            self.array = self._write(self.array, np.full(size, -1, np.int32), jax.device_put(zeros, self._staging))
-            self._read(self.array, np.zeros(size, np.int32))
+            self.place(self.stage(nowhere, zeros))
+            self.place_group(self.stage(nowhere, zeros[:, : self.group_layers]), 0)
+            self.gather([0] * size)
 
 
 class HostPool:
@@ -80,9 +94,9 @@ class HostPool:
         """Stores data [n, L, B, 2K, H]."""
         self.array[list(ids)] = data
 
-    def read(self, ids: Sequence[int]) -> np.ndarray:
-        """A fresh copy [n, L, B, 2K, H]."""
-        return self.array[list(ids)]
+    def read(self, ids: Sequence[int], layers: slice = slice(None)) -> np.ndarray:
+        """A fresh copy [n, l, B, 2K, H] of some layers."""
+        return self.array[list(ids), layers]
 
 
 def _pieces(ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:

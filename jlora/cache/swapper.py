@@ -4,6 +4,9 @@ Two lanes, one per direction of the link, each with a thread. On the way in, a l
 tier and transfers to the device while a step runs; the engine's thread enqueues the scatter
 between two steps (`landed`). On the way out, the engine's thread enqueues a snapshot of the blocks
 (`start`), and the lane waits for it and writes the host tier. Demand overtakes prefetch.
+
+A long copy that a request waits for comes in groups of layers, lower layers first: the step that
+reads it may be dispatched before the last group has arrived (`place`).
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import jax
 import numpy as np
@@ -23,8 +26,9 @@ from jlora.cache.transfer import Copy
 @dataclass(slots=True)
 class _Job:
     copy: Copy
-    snapshot: list[jax.Array]  # on the way out
-    staged: Staged  # on the way in
+    snapshot: list[jax.Array] = field(default_factory=list)  # on the way out
+    staged: list[Staged] = field(default_factory=list)  # on the way in: the whole, or group after group
+    placed: int = 0  # how many of these the device has been told to take in
 
 
 class Swapper:
@@ -39,11 +43,12 @@ class Swapper:
         self._host = host
         self._arrived = threading.Condition()
         self._done: list[_Job] = []
+        self._streams: dict[Copy, _Job] = {}  # under way, in groups
         self._error: BaseException | None = None
-        block_s = pool.layout.block_bytes / (gbps * 1e9) if gbps else 0.0
+        self._block_s = pool.layout.block_bytes / (gbps * 1e9) if gbps else 0.0
         self._lanes = {
-            "in": _Lane("in", self._carry_in, self._finish, block_s),
-            "out": _Lane("out", self._carry_out, self._finish, block_s),
+            "in": _Lane("in", self._carry_in, self._finish),
+            "out": _Lane("out", self._carry_out, self._finish),
         }
 
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
@@ -53,8 +58,12 @@ class Swapper:
     def start(self, copies: Iterable[Copy]) -> None:
         """Begins copies; those on their way out see the pool as it is after what was dispatched so far."""
         for copy in copies:
-            snapshot = self._pool.gather(copy.source) if copy.direction == "out" else []
-            self._lanes[copy.direction].put(_Job(copy, snapshot, []))
+            job = _Job(copy)
+            if copy.direction == "out":
+                job.snapshot = self._pool.gather(copy.source)
+            elif copy.streams:
+                self._streams[copy] = job
+            self._lanes[copy.direction].put(job)
 
     def landed(self) -> list[Copy]:
         """The copies that are complete since the last call; a step dispatched from now on sees them.
@@ -67,8 +76,28 @@ class Swapper:
             if self._error is not None:
                 raise self._error
         for job in done:
-            self._pool.place(job.staged)
+            if self._streams.pop(job.copy, None) is None:
+                for staged in job.staged:
+                    self._pool.place(staged)
+            else:
+                self._place_groups(job, len(job.staged))
         return [job.copy for job in done]
+
+    def place(self, copy: Copy, group: int) -> None:
+        """Enqueues what has come of a streamed copy up to this group of layers; waits until it has come."""
+        job = self._streams.get(copy)
+        if job is None:  # it has landed as a whole
+            return
+        with self._arrived:
+            self._arrived.wait_for(lambda: len(job.staged) > group or self._error is not None)
+            if self._error is not None:
+                raise self._error
+        self._place_groups(job, group + 1)
+
+    def _place_groups(self, job: _Job, count: int) -> None:
+        for group in range(job.placed, count):
+            self._pool.place_group(job.staged[group], group)
+        job.placed = max(job.placed, count)
 
     def wait(self, seconds: float) -> None:
         """Sleeps until a copy is complete, at most so long."""
@@ -81,7 +110,20 @@ class Swapper:
             lane.close()
 
     def _carry_in(self, job: _Job) -> None:
-        job.staged = self._pool.stage(job.copy.target, self._host.read(job.copy.source))
+        copy, blocks = job.copy, len(job.copy.source)
+        if not copy.streams:
+            staged = self._pool.stage(copy.target, self._host.read(copy.source))
+            self._lanes["in"].slow_down(blocks * self._block_s)
+            job.staged = [staged]
+            return
+        size, groups = self._pool.group_layers, self._pool.groups
+        for group in range(groups):
+            part = self._host.read(copy.source, slice(group * size, (group + 1) * size))
+            staged = self._pool.stage(copy.target, part)
+            self._lanes["in"].slow_down((group + 1) / groups * blocks * self._block_s)
+            with self._arrived:
+                job.staged.append(staged)
+                self._arrived.notify_all()
 
     def _carry_out(self, job: _Job) -> None:
         at = 0
@@ -89,6 +131,7 @@ class Swapper:
             data = np.asarray(array)
             self._host.write(job.copy.target[at : at + len(data)], data)
             at += len(data)
+        self._lanes["out"].slow_down(at * self._block_s)
 
     def _finish(self, job: _Job | None, error: BaseException | None) -> None:
         with self._arrived:
@@ -106,11 +149,10 @@ class _Lane:
         name: str,
         carry: Callable[[_Job], None],
         finish: Callable[[_Job | None, BaseException | None], None],
-        block_s: float,
     ):
         self._carry = carry
         self._finish = finish
-        self._block_s = block_s
+        self._began = 0.0
         self._jobs: list[_Job] = []
         self._changed = threading.Condition()
         self._closed = False
@@ -131,10 +173,9 @@ class _Lane:
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                began = time.perf_counter()
+                job.copy.started = self._began = time.monotonic()
                 self._carry(job)
-                self._slow_down(began, len(job.copy.source))
-                job.copy.seconds = time.perf_counter() - began
+                job.copy.seconds = time.monotonic() - self._began
                 self._finish(job, None)
         except Exception as error:  # handed to the engine's thread, which ends with it
             self._finish(None, error)
@@ -147,9 +188,8 @@ class _Lane:
             first = next((i for i, job in enumerate(self._jobs) if job.copy.demand), 0)
             return self._jobs.pop(first)
 
-    def _slow_down(self, began: float, blocks: int) -> None:
-        """Makes a copy last as long as the link that is emulated would take."""
-        end = began + blocks * self._block_s
+    def slow_down(self, seconds: float) -> None:
+        """Sleeps until the copy has lasted as long as on the link that is emulated."""
         with self._changed:
-            while not self._closed and (left := end - time.perf_counter()) > 0:
+            while not self._closed and (left := self._began + seconds - time.monotonic()) > 0:
                 self._changed.wait(left)

@@ -17,7 +17,9 @@ class Copy:
     Attributes:
         source, target: block ids in the tier it leaves and the tier it enters, of all nodes in order.
         demand: a request waits for it; a prefetch that somebody comes to wait for is promoted.
-        seconds: how long the link was busy with it; set by whoever carried it out.
+        streams: comes in groups of layers, so that a step may start before its end.
+        started: when the link took it up, 0 before; set, as the next, by whoever carries it out.
+        seconds: how long the link was busy with it.
     """
 
     direction: Direction
@@ -26,6 +28,8 @@ class Copy:
     source: tuple[int, ...]
     target: tuple[int, ...]
     demand: bool = False
+    streams: bool = False
+    started: float = 0.0
     seconds: float = 0.0
 
     @property

@@ -55,14 +55,15 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     programs = step.build(spec, layout, mesh, stacked)
-    pool = DevicePool(layout, mesh, programs.write_blocks, programs.read_blocks)
+    groups = step.layer_groups(spec.layers)
+    pool = DevicePool(layout, mesh, programs, groups)
     registry = AdapterRegistry()
     builder = BatchBuilder(layout, config.engine, spec, lambda uid: registry.by_uid(uid).projections)
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
     runner = Runner(params, programs, pool, state, builder)
     host_blocks = choose_host_blocks(config, layout, sum(len(a.packed.projections) for a in new))
-    manager = make_manager(config, layout, host_blocks)
+    manager = make_manager(config, layout, host_blocks, streams=groups > 1)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed, config.cache.monitor_s)
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps)
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
@@ -75,12 +76,12 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     return engine, spec
 
 
-def make_manager(config: Config, layout: PoolLayout, host_blocks: int) -> CacheManager:
+def make_manager(config: Config, layout: PoolLayout, host_blocks: int, streams: bool) -> CacheManager:
     """The cache that `config.cache` asks for, on the machine's own clock."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
-    return CacheManager(sizes, policy, time.monotonic, config.cache.prefix_reuse)
+    return CacheManager(sizes, policy, time.monotonic, config.cache.prefix_reuse, streams)
 
 
 def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:

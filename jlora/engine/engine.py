@@ -117,9 +117,10 @@ class Engine:
             self._ended += self._scheduler.expire(started)
             plan = self._scheduler.plan(started)
             self._swapper.start(plan.copies)
-            pending = self.runner.run(plan) if plan.work else None
-            done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
-            self._counts.host_s += time.monotonic() - started
+            launches = self.runner.build(plan)
+        pending = self.runner.run(plan, launches, self._swapper) if plan.work else None
+        done, self._in_flight = (self._in_flight, pending) if self._overlap else (pending, None)
+        self._counts.host_s += time.monotonic() - started
         if pending is None and done is None:
             self.rest()
         drawn = done.read() if done is not None else []  # waits for the device, without the lock

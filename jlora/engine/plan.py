@@ -108,11 +108,15 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: copies to start, then decode and prompt work."""
+    """One step: copies to start, then decode and prompt work.
+
+    `streams` are copies under way that the prompt work reads: its layers wait for theirs.
+    """
 
     decode: tuple[Work, ...]
     prefill: tuple[Work, ...]
     copies: tuple[Copy, ...]
+    streams: tuple[Copy, ...] = ()
 
     @property
     def work(self) -> tuple[Work, ...]:

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import jax
 import numpy as np
 
 from jlora.cache.pool import DevicePool
+from jlora.cache.transfer import Copy
 from jlora.engine.batch import BatchBuilder, Launch, uses_tables
 from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
-from jlora.model.step import Programs
+from jlora.model.step import Programs, group_layers
 from jlora.types import TokenLogprob
 
 BIASES = 1024  # most logit_bias entries of a request
+
+
+class Arrivals(Protocol):
+    """Where streamed copies come in (`Swapper`)."""
+
+    def place(self, copy: Copy, group: int) -> None:
+        """Enqueues what has come of the copy up to this group of layers; waits until it has."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,20 +66,29 @@ class Runner:
         self._vocab = state.seen.shape[1]
         self._warmed = 0
 
-    def run(self, plan: StepPlan) -> Pending:
-        """Dispatches a step and returns at once."""
+    def build(self, plan: StepPlan) -> list[Launch]:
+        """A step's launches: reads the sequences as they are now."""
         for work in plan.work:
             if not work.sequence.set_up:
                 self._set_up(work.sequence)
-        launches = self._builder.launches(plan.decode, plan.prefill)
-        results = [self._dispatch(launch) for launch in launches]
+        return self._builder.launches(plan.decode, plan.prefill)
+
+    def run(self, plan: StepPlan, launches: list[Launch], arrivals: Arrivals) -> Pending:
+        """Dispatches a step; returns at once, or when the last of `plan.streams` has come."""
+        results = []
+        for launch in launches:
+            streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
+            results.append(self._dispatch(launch, streams, arrivals))
         return Pending(plan, time.monotonic(), launches, [s for s, _ in results], [s for _, s in results])
 
     def warm_up(self) -> Iterator[str]:
         """Compiles and calls every program; yields a name after each. Touches no live block."""
         buckets = self._builder.buckets
         for rows, chunk in buckets.shapes:
-            self._dispatch(self._builder.blank(rows, chunk))
+            blank = self._builder.blank(rows, chunk)
+            self._dispatch(blank)
+            if chunk > 1 and self._pool.groups > 1:
+                self._streamed(blank, (), None)
             yield f"{rows}x{chunk}"
         self._reset(0, (), (), {})
         self._pool.warm_up()
@@ -90,15 +109,32 @@ class Runner:
     def _compiled(self) -> int:
         return sum(f._cache_size() for f in self._programs)  # pyright: ignore[reportFunctionMemberAccess]
 
-    def _dispatch(self, launch: Launch):
+    def _dispatch(self, launch: Launch, streams: Iterable[Copy] = (), arrivals: Arrivals | None = None):
         sampled = scores = None
-        batch = launch.batch
-        self._pool.array, rows, hidden = self._programs.forward(self._params, self._pool.array, self._state.last, batch)
+        if streams:
+            rows, hidden = self._streamed(launch, streams, arrivals)
+        else:
+            pool, last = self._pool.array, self._state.last
+            self._pool.array, rows, hidden = self._programs.forward(self._params, pool, last, launch.batch)
         if launch.sampling is not None:
             self._state, sampled = self._programs.sample(self._params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
             scores = self._programs.score(self._params, hidden, launch.score_targets)
         return sampled, scores
+
+    def _streamed(self, launch: Launch, streams: Iterable[Copy], arrivals: Arrivals | None):
+        """A forward in groups of layers, each behind the arrival of what it reads."""
+        programs, size = self._programs, self._pool.group_layers
+        batch = jax.device_put(launch.batch)  # once for all groups
+        x = programs.embed(self._params["embed"], self._state.last, batch)
+        for group in range(self._pool.groups):
+            for copy in streams:
+                assert arrivals is not None
+                arrivals.place(copy, group)
+            weights = group_layers(self._params, group, size)
+            first = np.int32(group * size)
+            self._pool.array, x = programs.layers(weights, self._pool.array, x, first, batch)
+        return programs.finish(self._params["norm"], x, batch)
 
     def _set_up(self, sequence: Sequence) -> None:
         self._builder.slots.set(sequence)

@@ -158,7 +158,8 @@ class Scheduler:
                 break
             if self._run_if_ready(sequence):  # else its copies are under way, and the next one may go ahead
                 budget -= self._add_chunk(prefill, sequence, budget)
-        return StepPlan(tuple(decode), tuple(prefill), self.tend(now))
+        leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
+        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in what the step brought back, in the order of `plan.work`."""
@@ -232,7 +233,7 @@ class Scheduler:
     def _run_if_ready(self, sequence: Sequence) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
-        if not self.manager.ready(sequence.lease):
+        if not self.manager.ready(sequence.lease, min(sequence.remaining, self.config.max_step_tokens)):
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False

@@ -152,16 +152,52 @@ def forward(
     Returns:
         carry, and the final normalised hidden states [T, D] (replicated over shards).
     """
+    x = embed(params, tokens, joints.shard)
+    carry, x = over_layers(spec, Run(params["layers"], 0, spec.layers), positions, (carry, x), joints)
+    return carry, rms_norm(x, params["norm"], spec.norm_eps)
+
+
+def embed(params: Params, tokens: jax.Array, shard: Shard = Shard()) -> jax.Array:
+    """[T] token ids -> [T, D]: what the first layer reads."""
+    return shard.gather(params["embed"][tokens])
+
+
+class Run(NamedTuple):
+    """Some consecutive layers: all of them in `forward`, a group of them in a streamed step.
+
+    Attributes:
+        layers: the run's layers as a list, or every layer of the model as one stacked tree.
+        first: index of the run's first layer; may be traced.
+        count: how many layers it has.
+    """
+
+    layers: Any
+    first: jax.Array | int
+    count: int
+
+
+def over_layers(
+    spec: ModelSpec, run: Run, positions: jax.Array, state: tuple[Any, jax.Array], joints: Joints
+) -> tuple[Any, jax.Array]:
+    """Takes (carry, x [T, D]) through a run of layers: a list is unrolled, a stacked tree scanned."""
     rotate = rope(spec, positions)
-    x = joints.shard.gather(params["embed"][tokens])
 
     def layer(state: tuple[Any, jax.Array], w: Mapping[str, jax.Array], index: jax.Array | int):
         carry, x = state
         carry, x = _attention(spec, w, index, carry, x, rotate, joints)
         return carry, _mlp(spec, w, index, carry, x, joints)
 
-    carry, x = _over_layers(layer, (carry, x), params["layers"])
-    return carry, rms_norm(x, params["norm"], spec.norm_eps)
+    if isinstance(run.layers, list):
+        for offset, w in enumerate(run.layers):
+            # Orders each layer's pool reads before the next layer's write: no pool copies.
+            state = lax.optimization_barrier(layer(state, w, run.first + offset))
+        return state
+
+    def body(state, index):
+        w = jax.tree.map(lambda stacked: lax.dynamic_index_in_dim(stacked, index, keepdims=False), run.layers)
+        return layer(state, w, index), None
+
+    return lax.scan(body, state, run.first + jnp.arange(run.count, dtype=jnp.int32))[0]
 
 
 def logits(spec: ModelSpec, params: Params, hidden: jax.Array, shard: Shard = Shard()) -> jax.Array:
@@ -196,21 +232,6 @@ def _row_parallel(weight, index, carry, x, joints, name):
 
 def _plus(x: jax.Array, delta: jax.Array | None) -> jax.Array:
     return x if delta is None else x + delta
-
-
-def _over_layers(layer, state, layers):
-    """A list of layers is unrolled; a stacked tree is scanned (one compiled body)."""
-    if isinstance(layers, list):
-        for index, w in enumerate(layers):
-            # Orders each layer's pool reads before the next layer's write: no pool copies.
-            state = lax.optimization_barrier(layer(state, w, index))
-        return state
-    count = jax.tree.leaves(layers)[0].shape[0]
-
-    def body(state, xs):
-        return layer(state, *xs), None
-
-    return lax.scan(body, state, (layers, jnp.arange(count, dtype=jnp.int32)))[0]
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

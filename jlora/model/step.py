@@ -4,6 +4,9 @@ They are two programs, not one, so that compiled shapes add up instead of multip
 forward is shaped by (sequences, chunk), sampling by the number of rows alone. Contexts, pages
 and adapters have dynamic trip counts inside and are no shape at all.
 
+A launch whose adapter or prefix is still arriving is run in groups of layers instead (`embed`,
+`layers` once per group, `finish`): the first group starts when its part has arrived.
+
 Every program takes the pool or the slot state donated and gives it back updated in place.
 """
 
@@ -19,10 +22,19 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
-from jlora.model.llama import Joints, Params, forward, logits
+from jlora.model.llama import Joints, Params, Run, embed, forward, logits, over_layers, rms_norm
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
-from jlora.pallas.reference import ActiveBlocks, Pages, attention, lora, read_blocks, write_blocks, write_kv
+from jlora.pallas.reference import (
+    ActiveBlocks,
+    Pages,
+    attention,
+    lora,
+    read_blocks,
+    write_blocks,
+    write_kv,
+    write_layers,
+)
 
 # A field of a batch: numpy where the host makes it, jax.Array inside the program.
 Array = Any
@@ -67,6 +79,21 @@ class Programs(NamedTuple):
     reset_slot: Callable[..., SlotState]
     write_blocks: Callable[..., jax.Array]
     read_blocks: Callable[..., jax.Array]
+    embed: Callable[..., jax.Array]
+    layers: Callable[..., tuple[jax.Array, jax.Array]]
+    finish: Callable[..., tuple[jax.Array, jax.Array]]
+    write_layers: Callable[..., jax.Array]
+
+
+def layer_groups(layers: int) -> int:
+    """In how many equal groups of layers a streamed launch runs: the most up to 4."""
+    return max(groups for groups in range(1, 5) if layers % groups == 0)
+
+
+def group_layers(params: Params, group: int, size: int) -> Any:
+    """What `Programs.layers` takes as a group's weights: its part of a list, or the whole stacked tree."""
+    layers = params["layers"]
+    return layers[group * size : (group + 1) * size] if isinstance(layers, list) else layers
 
 
 def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Programs:
@@ -78,10 +105,16 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
     reset_slot(state, slot, prompt, output, (bias ids, bias values)) -> state
     write_blocks(pool, ids [n], data [n, L, B, 2K, H]) -> pool
     read_blocks(pool, ids [n]) -> data [n, L, B, 2K, H]
+    embed(params["embed"], last, batch) -> x [T, D]
+    layers(group's weights, pool, x, first layer, batch) -> pool, x
+    finish(params["norm"], x, batch) -> rows [R, D], hidden [T, D]
+    write_layers(pool, ids [n], data [n, L / groups, B, 2K, H], first layer) -> pool
     """
     weights = sharding.param_specs(spec)
     weights = sharding.stacked_specs(weights) if stacked else weights
     pool, rep = sharding.POOL, sharding.REPLICATED
+    size = spec.layers // layer_groups(spec.layers)
+    group = weights["layers"] if stacked else weights["layers"][:size]
 
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Callable:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
@@ -97,6 +130,10 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
         on_mesh(partial(read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
+        on_mesh(partial(_embed, shard), (weights["embed"], rep, rep), rep),
+        on_mesh(partial(_layers, spec, layout, shard), (group, pool, rep, rep, rep), (pool, rep), donate=1),
+        on_mesh(partial(_finish, spec), (rep, rep, rep), (rep, rep)),
+        on_mesh(partial(write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
     )
 
 
@@ -105,14 +142,45 @@ def _is_spec(x: object) -> bool:
 
 
 def _forward(spec: ModelSpec, layout: PoolLayout, shard, params: Params, pool: jax.Array, last: jax.Array, b: Batch):
-    rows, chunk = b.tokens.shape
+    joints = _joints(layout, shard, pool.shape[0], b)
+    pool, hidden = forward(spec, params, _tokens(last, b), _positions(b), pool, joints)
+    return pool, hidden[b.last], hidden
+
+
+def _embed(shard, table: jax.Array, last: jax.Array, b: Batch):
+    return embed({"embed": table}, _tokens(last, b), shard)
+
+
+def _layers(
+    spec: ModelSpec, layout: PoolLayout, shard, group, pool: jax.Array, x: jax.Array, first: jax.Array, b: Batch
+):
+    run = Run(group, first, spec.layers // layer_groups(spec.layers))
+    return over_layers(spec, run, _positions(b), (pool, x), _joints(layout, shard, pool.shape[0], b))
+
+
+def _finish(spec: ModelSpec, norm: jax.Array, x: jax.Array, b: Batch):
+    hidden = rms_norm(x, norm, spec.norm_eps)
+    return hidden[b.last], hidden
+
+
+def _tokens(last: jax.Array, b: Batch) -> jax.Array:
+    """[T] input ids; a decoding row's last token may still be on the device only."""
     tokens = b.tokens
-    if chunk == 1:
+    if tokens.shape[1] == 1:
         tokens = jnp.where(b.source[:, None] >= 0, last[jnp.maximum(b.source, 0)][:, None], tokens)
-    positions = (b.starts[:, None] + jnp.arange(chunk, dtype=jnp.int32)).reshape(-1)
+    return tokens.reshape(-1)
+
+
+def _positions(b: Batch) -> jax.Array:
+    return (b.starts[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32)).reshape(-1)
+
+
+def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
+    """How a launch's layers reach the pool: pages for attention, active blocks for the adapters."""
+    rows, chunk = b.tokens.shape
     adapters = jnp.repeat(b.adapters, chunk, total_repeat_length=rows * chunk)
     inside = (b.write_rows >= 0) & (b.write_rows < layout.blocks)
-    outside = pool.shape[0] + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct: indices stay unique
+    outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct: indices stay unique
     pages = Pages(b.table, b.lengths, b.starts)
 
     def attend(pool, layer, q, k, v):
@@ -130,9 +198,7 @@ def _forward(spec: ModelSpec, layout: PoolLayout, shard, params: Params, pool: j
         units = [layout.units[name] for name in names]
         return lora(x, pool, layer * layout.blocks, active, adapters, units, shard.psum)
 
-    joints = Joints(attend, adapt, shard)
-    pool, hidden = forward(spec, params, tokens.reshape(-1), positions, pool, joints)
-    return pool, hidden[b.last], hidden
+    return Joints(attend, adapt, shard)
 
 
 def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: SampleBatch):

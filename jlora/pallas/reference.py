@@ -3,7 +3,7 @@
     attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
     lora        delta = Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
     write_kv    the new tokens' keys and values into their slots
-    write_blocks, read_blocks   whole blocks over all layers, for swapping
+    write_blocks, read_blocks   whole blocks over all layers, for swapping; write_layers: some layers
 
 All read and write the one pool `[L * P, B, 2K, H]` of `jlora.layout`. Loops have dynamic trip
 counts: work and bytes follow the real contexts and the adapters in the batch, so neither needs
@@ -226,3 +226,13 @@ def read_blocks(pool: jax.Array, ids: jax.Array, layers: int) -> jax.Array:
     """Copies of blocks `ids` [n], over all layers: [n, L, B, 2K, H]."""
     rows = block_rows(ids, layers, pool.shape[0] // layers)
     return pool[rows].reshape(ids.shape[0], layers, *pool.shape[1:])
+
+
+def write_layers(pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Array, layers: int) -> jax.Array:
+    """Writes data [n, l, B, 2K, H] into l layers of blocks `ids` [n], from layer `first` on."""
+    n, count = data.shape[:2]
+    blocks = pool.shape[0] // layers
+    rows = ids[:, None] + (first + jnp.arange(count, dtype=jnp.int32)) * blocks
+    inside = (ids >= 0) & (ids < blocks)
+    rows = jnp.where(inside[:, None], rows, pool.shape[0]).reshape(-1)
+    return pool.at[rows].set(data.reshape(n * count, *data.shape[2:]), mode="drop")

@@ -7,6 +7,7 @@ cannot go unseen: it changes the answer.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 from jlora.cache.inspect import invalid_kv
+from jlora.cache.transfer import Copy
 from jlora.config import POLICIES
 from jlora.engine.service import Service
 from jlora.types import CacheState, Request
@@ -34,16 +36,30 @@ def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
     with running(model, adapters, **settings) as service:
         engine = service._engine
         pool, allocator = engine.runner._pool, engine._manager.cells.device.allocator
-        give = allocator.give
+        give, landed = allocator.give, engine._swapper.landed
+        freed: list[int] = []
 
-        def give_and_poison(blocks: Sequence[int]) -> None:
+        def poison() -> None:
+            nan = np.full((len(freed), *service.layout.block_shape), np.nan, np.float32)
+            pool.place(pool.stage(freed, nan))
+            freed.clear()
+
+        def watched_give(blocks: Sequence[int]) -> None:
             give(blocks)
-            nan = np.full((len(blocks), *service.layout.block_shape), np.nan, np.float32)
-            pool.place(pool.stage(blocks, nan))
+            freed.extend(blocks)
+            if threading.current_thread() is service._thread:  # others may not touch the pool:
+                poison()
+
+        def watched_landed() -> list[Copy]:  # what they freed is poisoned when the next step begins
+            poison()
+            return landed()
 
         with engine.lock:
-            give_and_poison(allocator.take(allocator.free))
-            allocator.give = give_and_poison  # pyright: ignore[reportAttributeAccessIssue]
+            freed.extend(range(1, allocator.total + 1))
+            for adapter in engine._manager.adapters.values():  # those that are there already
+                freed = [b for b in freed if b not in adapter.device]
+            allocator.give = watched_give  # pyright: ignore[reportAttributeAccessIssue]
+            engine._swapper.landed = watched_landed
         yield service
 
 
@@ -81,6 +97,7 @@ def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping
     [
         {"cache__prefix_reuse": False},
         {"cache__link_gbps": 0.01},  # every copy takes many steps
+        {"cache__link_gbps": 0.05, "engine__layers": "unroll"},
         {"cache__hbm_blocks": 30},  # preemption too
         {"model__tp": 2},
         {"engine__overlap": False},
@@ -158,3 +175,26 @@ def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapter
         warm = serve(service, [replace(first, id="warm")])["warm"][-1].timing
         assert warm.adapter_cold_start == 0 and warm.kv_cold_start == 0
         assert serve(service, [other])["other"][-1].timing.kv_cold_start == 0
+
+
+@pytest.mark.parametrize("layers", ["scan", "unroll"])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same(
+    layers: str, tp: int, tiny_model: Path, tiny_adapters: dict[str, Path]
+):
+    prompt = tuple(3 + i % 80 for i in range(100))
+    settings = {"engine__layers": layers, "model__tp": tp, "engine__max_step_tokens": 64}
+    long = Request("long", prompt, GREEDY, adapter="large")
+    with poisoned(tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=0.01) as service:
+        manager = service._engine._manager
+        wanted = tokens(serve(service, [replace(long, bypass_prefix_cache=True)])["long"])
+        serve(service, [replace(long, prompt=prompt[:48])])
+        while service.cache_state().in_flight:
+            pass
+        with service._engine.lock:
+            while (node := manager.cells.worst()) is not None:
+                manager.cells.evict(node)
+            manager.policy.meter.token_s = 1.0  # as if a step took far longer than the copies
+        again = serve(service, [replace(long, id="again")])["again"]
+        assert tokens(again) == wanted
+        assert again[-1].usage.cached_tokens == 48 and service.cache_state().streamed == 1
