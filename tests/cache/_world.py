@@ -37,7 +37,7 @@ POLICIES: dict[str, Callable[[Meter], Policy]] = {
     "fastlibra-wol": lambda meter: Wol(meter, Knobs()),
     "lru": Policy,
     "vllm": Vllm,
-    "vllm-fair": lambda meter: VllmFair(meter, 0.4),
+    "vllm-fair": lambda meter: VllmFair(meter, 0.2),
     "slora": Slora,
 }
 UNBOUND = {"fastlibra-wom", "vllm", "vllm-fair"}  # KV may lose what it depends on
@@ -70,8 +70,8 @@ class World:
     queue: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
     flights: list[tuple[Copy, list[Content | None]]] = field(default_factory=list)
-    device: dict[int, Content] = field(default_factory=dict)
-    host: dict[int, Content] = field(default_factory=dict)
+    device: dict[int, Content | None] = field(default_factory=dict)
+    host: dict[int, Content | None] = field(default_factory=dict)
     operations: int = 0
     finished: int = 0
     invalid: int = 0  # the most invalid KV seen at once
@@ -300,7 +300,7 @@ class World:
         lease = job.lease
         assert lease is not None
         found = [self.device.get(block) for block in lease.adapter.device]
-        assert found == [("adapter", lease.adapter.uid, i) for i in range(lease.adapter.size)], "wrong adapter read"
+        assert found == [("adapter", job.adapter.uid, i) for i in range(job.adapter.size)], "wrong adapter read"
         for index in range(-(-job.computed // BLOCK)):
             expected = self._kv(job, min(job.computed, (index + 1) * BLOCK))
             assert self.device.get(lease.blocks[index]) == expected, "wrong KV read"

@@ -1,0 +1,156 @@
+"""The suite can fail: each classic bug of such a cache, planted in one method, is caught by the driver.
+
+Beside them the same runs without a plant, which pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from jlora.cache.blocks import BlockAllocator
+from jlora.cache.manager import CacheManager, Lease
+from jlora.cache.residency import Residency
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import KV, AdapterNode, Node
+from tests.cache._world import drive
+
+SEEDS, OPERATIONS = 12, 500
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def leaked_reference(patch: pytest.MonkeyPatch) -> None:
+    """Every tenth lease ends without giving up the last node of its path."""
+    real, calls = CacheManager.release, []
+
+    def release(manager: CacheManager, lease: Lease) -> None:
+        calls.append(lease)
+        if lease.path and len(calls) % 10 == 0:
+            lease.path[-1].users += 1
+        real(manager, lease)
+
+    patch.setattr(CacheManager, "release", release)
+
+
+def leaked_block(patch: pytest.MonkeyPatch) -> None:
+    """A block that a lease gives back for a shared one is forgotten."""
+    real = Residency.landed
+
+    def landed(cells: Residency, copy: Copy) -> None:
+        real(cells, copy)
+        if copy.direction == "in" and cells.device.free > 3:
+            cells.device.allocator.take(1)
+
+    patch.setattr(Residency, "landed", landed)
+
+
+def child_without_parent(patch: pytest.MonkeyPatch) -> None:
+    """A node may leave although something below it is on the device."""
+
+    def evictable(cells: Residency, node: Node) -> bool:
+        return bool(node.device) and not (node.users or node.moving or node.pinned)
+
+    patch.setattr(Residency, "evictable", evictable)
+
+
+def double_free(patch: pytest.MonkeyPatch) -> None:
+    """A lease gives back its published blocks too, while the allocator looks away."""
+    real = CacheManager.release
+
+    def release(manager: CacheManager, lease: Lease) -> None:
+        shared = [node.device[0] for node in lease.path if node.users == 1]
+        real(manager, lease)
+        manager.cells.device.give(KV, shared[-1:])
+
+    def give(allocator: BlockAllocator, blocks: Sequence[int]) -> None:
+        allocator._free.extend(blocks)
+        for block in blocks:
+            allocator._used[block] = 0
+
+    patch.setattr(CacheManager, "release", release)
+    patch.setattr(BlockAllocator, "give", give)
+
+
+def stale_version(patch: pytest.MonkeyPatch) -> None:
+    """A reload under the same name keeps KV that the version before it has on the host."""
+    real = CacheManager.add_adapter
+
+    def add_adapter(manager: CacheManager, uid: int, size: int) -> AdapterNode | None:
+        fresh = real(manager, uid, size)
+        for old in [a for a in manager.adapters.values() if fresh is not None and a.size == size and a is not fresh]:
+            for child in list(old.branches()):
+                if child.on_host and not child.device:
+                    assert isinstance(child.key, tuple)
+                    tokens = memoryview(child.key[1]).cast("i")
+                    manager.tree.insert(fresh, child.key[0], tokens, 0).host = child.host
+                    child.host = ()
+                    manager.cells._prune(child)
+        return fresh
+
+    patch.setattr(CacheManager, "add_adapter", add_adapter)
+
+
+def stale_content(patch: pytest.MonkeyPatch) -> None:
+    """An adapter's copy to the device is taken from where another version lies."""
+    real = Residency.bring
+
+    def bring(cells: Residency, adapter: AdapterNode, nodes: Sequence[Node], *rest: bool, **named: bool) -> None:
+        real(cells, adapter, nodes, *rest, **named)
+        if nodes and nodes[0].kind != KV and adapter.size > 1:
+            copy = cells.outbox[-1]
+            copy.source = (copy.source[-1], *copy.source[1:])
+
+    patch.setattr(Residency, "bring", bring)
+
+
+def read_before_copy(patch: pytest.MonkeyPatch) -> None:
+    """A lease is ready as soon as its copies have been decided."""
+    patch.setattr(CacheManager, "ready", lambda manager, lease, tokens=0: True)
+
+
+def host_before_copy(patch: pytest.MonkeyPatch) -> None:
+    """A copy on the host counts before it is complete."""
+    real = Residency.save
+
+    def save(cells: Residency, adapter: AdapterNode, nodes: Sequence[Node], leave: bool = False) -> None:
+        real(cells, adapter, nodes, leave)
+        for node in nodes:
+            node.saving = False
+
+    patch.setattr(Residency, "save", save)
+
+
+def lost_wakeup(patch: pytest.MonkeyPatch) -> None:
+    """Blocks come free, and nobody who was refused is told."""
+    patch.setattr(CacheManager, "epoch", property(lambda manager: 0))
+
+
+def lost_landing(patch: pytest.MonkeyPatch) -> None:
+    """A copy that has landed is never reported to those who wait for it."""
+    real, calls = CacheManager.landed, []
+
+    def landed(manager: CacheManager, copies: Sequence[Copy]) -> None:
+        calls.extend(copies)
+        real(manager, [copy for copy in copies if copy.direction == "out" or len(calls) % 5])
+
+    patch.setattr(CacheManager, "landed", landed)
+
+
+PLANTS: list[Plant] = [
+    leaked_reference, leaked_block, child_without_parent, double_free, stale_version, stale_content,
+    read_before_copy, host_before_copy, lost_wakeup, lost_landing,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_caught(plant: Plant, monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError):
+        for seed in range(SEEDS):
+            drive("jlora", seed, OPERATIONS)
+
+
+def test_without_a_plant_the_same_runs_pass():
+    for seed in range(SEEDS):
+        drive("jlora", seed, OPERATIONS)

@@ -1,0 +1,61 @@
+"""Whatever happens, in whatever order: the books balance, what is read is right, nobody waits forever.
+
+The same operations twice: long runs of a seeded driver, and hypothesis, which looks for a short
+sequence that breaks something. What is checked after every operation is in `_world`.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
+
+from tests.cache._world import ACTIONS, POLICIES, UNBOUND, World, drive
+
+SEEDS, OPERATIONS = 6, 700  # with nine policies: 37,800 operations
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_long_random_runs_keep_every_invariant_and_end_at_rest(policy: str):
+    worlds = [drive(policy, seed, OPERATIONS) for seed in range(SEEDS)]
+    assert sum(world.operations for world in worlds) == SEEDS * OPERATIONS
+    assert all(world.finished > 10 for world in worlds)
+    # The runs are no idle talk: history is found in both tiers, copies go both ways, room is made.
+    totals = [world.manager.counters for world in worlds]
+    assert sum(c.adapter_hits for c in totals) and sum(c.blocks_in for c in totals)
+    if policy != "slora":
+        assert sum(c.kv_hit_tokens for c in totals) > sum(c.kv_host_hit_tokens for c in totals) > 0
+        assert sum(c.blocks_out for c in totals) and sum(c.blocks_lost for c in totals)
+    assert sum(c.clean_evictions for c in totals)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_invalid_kv_is_seen_where_dependencies_are_not_kept_and_nowhere_else(policy: str):
+    worst = max(drive(policy, seed, 300).invalid for seed in range(10, 14))
+    assert (worst > 0) == (policy in UNBOUND)
+
+
+class Machine(RuleBasedStateMachine):
+    """Hypothesis draws the operations of `_world`."""
+
+    def __init__(self, policy: str) -> None:
+        super().__init__()
+        self.world = World(policy, device_blocks=20, host_blocks=20)
+
+    @rule(action=st.sampled_from(list(ACTIONS)), numbers=st.tuples(*[st.integers(0, 99)] * 3))
+    def act(self, action: str, numbers: tuple[int, ...]) -> None:
+        self.world.do(action, numbers)
+
+    def teardown(self) -> None:
+        self.world.close()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_hypothesis_finds_no_sequence_that_breaks_it(policy: str):
+    run_state_machine_as_test(
+        lambda: Machine(policy),
+        settings=settings(
+            max_examples=40, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
