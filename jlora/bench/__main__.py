@@ -2,6 +2,7 @@
 
     jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
     jlora bench throughput | latency | host                one of them
+    jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -18,7 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import host, latency, report, throughput
+from jlora.bench import cache, growth, host, latency, report, throughput
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -26,11 +27,12 @@ from jlora.errors import JloraError
 from jlora.serve.flags import Parser
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
-    "all": ("throughput", "latency", "host"),
+    "all": ("throughput", "latency", "host", "cache"),
     "peers": ("throughput", "latency"),
     "throughput": ("throughput",),
     "latency": ("latency",),
     "host": ("host",),
+    "cache": ("cache",),
 }
 
 
@@ -41,10 +43,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "throughput": _throughput,
         "latency": _latency,
         "host": _host,
+        "cache": _cache,
     }
     try:
         for name in GROUPS[args.name]:
-            for dtype in args.dtype if name != "host" else args.dtype[:1]:
+            for dtype in {"host": args.dtype[:1], "cache": ["python"]}.get(name, args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -96,6 +99,13 @@ def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     setup = _setup(args, dtype, rounds=5)
     setup = replace(setup, plan=host.HOST, work=setup.work / "host")
     return host.run(setup, host.QUICK_LOADS if args.quick else host.LOADS)
+
+
+def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    result = cache.run(cache.QUICK if args.quick else cache.FULL)
+    args.out.mkdir(parents=True, exist_ok=True)
+    growth.draw(result, args.out / growth.FIGURE)
+    return result
 
 
 if __name__ == "__main__":

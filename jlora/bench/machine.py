@@ -42,3 +42,9 @@ def _processor() -> str:
     cpuinfo = Path("/proc/cpuinfo")
     names = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")] if cpuinfo.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.processor() or "unknown"
+
+
+def resident_bytes() -> int:
+    """Memory that this process holds now; 0 where the system does not say."""
+    statm = Path("/proc/self/statm")
+    return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import machine, rounds
+from jlora.bench import growth, machine, rounds
 
 PAGE = "cpu.md"
-NAMES = {"throughput": "R1", "latency": "R1b", "host": "host time"}
+NAMES = {"throughput": "R1", "latency": "R1b", "host": "host time", "cache": "R7"}
 
 
 def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
@@ -45,7 +45,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "# CPU results\n\nMade by `jlora bench`; the JSON files beside this page hold every round. "
         "A control outside 0.97–1.03 voids the numbers of its row.\n"
     ]
-    sections = {"throughput": throughput, "latency": latency, "host": host}
+    sections = {"throughput": throughput, "latency": latency, "host": host, "cache": cache}
     for name, section in sections.items():
         chosen = [r for r in records if r["benchmark"] == name]
         if chosen:
@@ -133,6 +133,11 @@ def host(records: Sequence[Mapping[str, Any]]) -> str:
         f"Without a queue: {'; '.join(fits)}.\n"
     )
     return text + "\n" + table(["running", "queued", "µs per step"], rows)
+
+
+def cache(records: Sequence[Mapping[str, Any]]) -> str:
+    """The tables of R7, with its figure."""
+    return growth.section(records[0])
 
 
 def origin(record: Mapping[str, Any]) -> str:
