@@ -25,6 +25,7 @@ BASE: Mapping[str, Any] = {
     "engine.max_step_tokens": 16,
     "engine.layers": "scan",
 }
+UNBOUND = ("fastlibra-wom", "vllm", "vllm-fair")  # policies that let KV outstay what it depends on
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, logprobs=0)
 SEEDED = SamplingParams(temperature=1.0, top_p=0.9, seed=11, max_tokens=12, ignore_eos=True)
 TABLES = SamplingParams(
@@ -42,7 +43,8 @@ def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Itera
         yield service
         service.check_integrity()
         state = service.cache_state()
-        assert state.hbm.running_kv == 0 and state.invalid_kv == 0
+        assert state.hbm.running_kv == 0
+        assert state.invalid_kv == 0 or state.policy in UNBOUND
         assert service.stats().compiles_after_warmup == 0
     finally:
         service.stop()

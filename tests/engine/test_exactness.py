@@ -23,11 +23,10 @@ from jlora.config import POLICIES
 from jlora.engine.service import Service
 from jlora.types import CacheState, Request
 from tests import _make
-from tests.engine.test_engine import GREEDY, SEEDED, mixed, running, serve, tokens
+from tests.engine.test_engine import GREEDY, SEEDED, UNBOUND, mixed, running, serve, tokens
 
 # Small enough that the adapters and the prompts of one batch never fit together.
 TIGHT: dict[str, Any] = {"cache__hbm_blocks": 60, "cache__monitor_s": 0.001}
-UNBOUND = ("fastlibra-wom", "vllm", "vllm-fair")
 
 
 @contextmanager
@@ -81,12 +80,12 @@ def expected(tiny_model: Path, tiny_adapters: dict[str, Path]) -> dict[str, list
 def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping(
     policy: str, tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
-    # A split needs room for the largest adapter in its half.
-    settings = {**TIGHT, "cache__hbm_blocks": 150, "cache__share": 0.3} if policy.startswith("vllm") else TIGHT
+    # The adapters' part of a split must hold the largest one, and not all of them.
+    settings = {**TIGHT, "cache__hbm_blocks": 105} if policy.startswith("vllm") else TIGHT
     with poisoned(tiny_model, tiny_adapters, cache__policy=policy, **settings) as service:
-        state = check(service, 3, expected)
+        state = check(service, 2, expected)
         assert state.policy == policy
-        assert state.bytes_swapped_in > service.layout.block_bytes * 40
+        assert state.bytes_swapped_in > service.layout.block_bytes * state.host.adapters  # each more than once
         assert (state.kv_hit_tokens > 0) == (policy != "slora")
         if policy not in UNBOUND:
             assert invalid_kv(service._engine._manager) == state.invalid_kv == 0
