@@ -24,7 +24,7 @@ from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
-from jlora.engine.batch import BatchBuilder
+from jlora.engine.batch import BatchBuilder, Projections
 from jlora.engine.engine import Engine, NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
@@ -52,28 +52,35 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     new = _read_adapters(config, spec, layout, progress)  # before the weights: a wrong path shows at once
-    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
-    params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
-    programs = step.build(spec, layout, mesh, stacked)
-    groups = step.layer_groups(spec.layers)
-    pool = DevicePool(layout, mesh, programs, groups)
     registry = AdapterRegistry()
-    builder = BatchBuilder(layout, config.engine, spec, lambda uid: registry.by_uid(uid).projections)
-    replicated = NamedSharding(mesh, sharding.REPLICATED)
-    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
-    runner = Runner(params, programs, pool, state, builder)
+    runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(a.packed.projections) for a in new))
-    manager = make_manager(config, layout, host_blocks, streams=groups > 1)
+    manager = make_manager(config, layout, host_blocks, streams=pool.groups > 1)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed, config.cache.monitor_s)
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps)
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
     if config.engine.warmup:
-        _warm_up(engine, len(builder.buckets.shapes) + 1, progress)
+        warm_up(runner, progress)
     for adapter in new:
         engine.add_adapter(adapter)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
     return engine, spec
+
+
+def build_device(
+    config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections, progress: bool
+) -> tuple[Runner, DevicePool]:
+    """Loads the weights and makes the pool: the part of an engine that lives on the device."""
+    mesh = sharding.make_mesh(config.model.tp)
+    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
+    directory = checkpoint.resolve(config.model.path)
+    params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
+    programs = step.build(spec, layout, mesh, stacked)
+    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers))
+    replicated = NamedSharding(mesh, sharding.REPLICATED)
+    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
+    return Runner(params, programs, pool, state, BatchBuilder(layout, config.engine, spec, projections)), pool
 
 
 def make_manager(config: Config, layout: PoolLayout, host_blocks: int, streams: bool) -> CacheManager:
@@ -182,9 +189,10 @@ def _use_compile_cache(where: str) -> None:
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
-def _warm_up(engine: Engine, total: int, progress: bool) -> None:
-    with tqdm(total=total, desc="compiling", disable=not progress, leave=False) as bar:
-        for name in engine.warm_up():
+def warm_up(runner: Runner, progress: bool) -> None:
+    """Compiles every program."""
+    with tqdm(total=runner.programs, desc="compiling", disable=not progress, leave=False) as bar:
+        for name in runner.warm_up():
             bar.set_postfix_str(name)
             bar.update()
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jlora.adapters.adapter import Adapter
@@ -353,7 +353,3 @@ class Engine:
         """Ends the copies and frees the device; no other method may be called after it."""
         self._swapper.close()
         self.runner.close()
-
-    def warm_up(self) -> Iterator[str]:
-        """Compiles everything; yields a name after each program."""
-        return self.runner.warm_up()

@@ -102,6 +102,11 @@ class Runner:
             leaf.delete()
 
     @property
+    def programs(self) -> int:
+        """How many names `warm_up` yields."""
+        return len(self._builder.buckets.shapes) + 1
+
+    @property
     def compiles_after_warmup(self) -> int:
         """Programs compiled since warm-up: 0, or a shape was missed."""
         return self._compiled() - self._warmed

@@ -27,6 +27,8 @@ from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
+LOOKAHEAD = 64  # waiting sequences that admission looks past, at most
+
 
 class Scheduler:
     """Who runs, with how many tokens, on which blocks."""
@@ -152,7 +154,7 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        while budget > 0 and self._slots and len(self.loading) < self.config.max_seqs:
+        while budget > 0 and self._slots:
             sequence = self._admit(now)
             if sequence is None:
                 break
@@ -246,15 +248,22 @@ class Scheduler:
         return True
 
     def _admit(self, now: float) -> Sequence | None:
-        """Leases for the first waiting sequence that can; None if there is none or no room."""
+        """Leases for the first waiting sequence that can; None if there is none or no room.
+
+        While many wait for copies, the next ones whose adapters are on the host let others go ahead.
+        """
         skipped = []
         started = None
-        while self._waiting:
+        crowded = len(self.loading) >= self.config.max_seqs
+        cold = 0
+        while self._waiting and cold < LOOKAHEAD:
             entry = heapq.heappop(self._waiting)
             sequence = entry[1]
             if sequence.finished is not None:
                 continue
-            if self._not_yet(sequence):
+            held_back = crowded and not sequence.adapter.ready
+            if held_back or self._not_yet(sequence):
+                cold += held_back
                 skipped.append(entry)
                 continue
             if self._lease(sequence, now):

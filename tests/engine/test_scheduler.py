@@ -30,11 +30,12 @@ class Bench:
         draw: Callable[[Sequence, int], int] = lambda s, p: 7,
         delay: int = 0,
         policy: str = "jlora",
+        streams: bool = False,
         **config: int,
     ):
         self.now = 0.0
-        made = make_policy(CacheConfig(policy=policy), Meter(1e-6, token_s=1.0))
-        self.manager = CacheManager(Sizes(blocks, 256, BLOCK), made, lambda: self.now)
+        made = make_policy(CacheConfig(policy=policy), Meter(1e-2, token_s=1.0))
+        self.manager = CacheManager(Sizes(blocks, 256, BLOCK), made, lambda: self.now, streams=streams)
         self.scheduler = Scheduler(self.manager, EngineConfig(**config), [EOS])
         self.draw = draw
         self.delay = delay
@@ -295,3 +296,92 @@ def test_host_work_per_step_does_not_grow_with_the_queue():
     bench.manager.acquire = counting  # pyright: ignore[reportAttributeAccessIssue]
     bench.step()
     assert calls == 1 and sorted(before) == sorted(bench.scheduler._waiting)
+
+
+# -- two tiers ----------------------------------------------------------------------------------
+
+
+def test_a_request_that_waits_for_its_copies_blocks_nobody_and_takes_no_slot():
+    bench = Bench(delay=5, max_seqs=2)
+    cold = [bench.adapter(uid, 3) for uid in (1, 2)]
+    for uid, node in enumerate(cold, 1):
+        bench.submit(f"cold{uid}", 9, max_tokens=2, adapter=node)
+    bench.submit("warm1", 5, max_tokens=2)
+    bench.submit("warm2", 5, max_tokens=2)
+    bench.step()
+    assert set(work(bench.plans[0])) == {"warm1", "warm2"}
+    assert [s.request.id for s in bench.scheduler.loading] == ["cold1", "cold2"]
+    bench.finish()
+    first = {name: next(i for i, p in enumerate(bench.plans) if name in work(p)) for name in ("cold1", "cold2")}
+    assert first == {"cold1": 6, "cold2": 6}  # the step after both copies have landed
+
+
+def test_waiting_times_tell_adapter_and_kv_apart_and_only_the_first_lease_counts():
+    bench = Bench(blocks=32, delay=3)
+    node = bench.adapter(1, 3)
+    bench.submit("first", 12, max_tokens=1, adapter=node)
+    bench.finish()
+    while (victim := bench.manager.cells.worst()) is not None:
+        bench.manager.cells.evict(victim)
+    bench.submit("again", 12, max_tokens=1, adapter=node)
+    bench.submit("base", 12, max_tokens=1)
+    bench.finish()
+    timing = {e.request_id: e.timing for e in bench.events if e.timing}
+    assert timing["first"].adapter_cold_start == 4 and timing["first"].kv_cold_start == 0
+    assert timing["again"].adapter_cold_start == timing["again"].kv_cold_start == 4
+    assert timing["again"].prefill == timing["again"].ttft - timing["again"].queue - 4
+    assert timing["base"].adapter_cold_start == timing["base"].kv_cold_start == 0
+
+
+def test_an_abort_while_its_copies_are_on_the_way_leaves_nothing_behind():
+    bench = Bench(delay=4)
+    node = bench.adapter(1, 3)
+    bench.submit("gone", 9, adapter=node)
+    bench.step()
+    assert bench.scheduler.loading and bench.manager.flying
+    bench.scheduler.abort("gone", bench.now)
+    bench.manager.kill(node)
+    assert 1 in bench.manager.adapters  # its blocks are being written
+    bench.finish()
+    assert 1 not in bench.manager.adapters and state(bench.manager, 1).hbm.free == 64
+
+
+def test_decoding_takes_room_from_those_that_still_load():
+    bench = Bench(blocks=8, delay=30)
+    node = bench.adapter(1, 2)
+    bench.submit("runs", 8, max_tokens=20)
+    bench.submit("loads", 8, max_tokens=4, adapter=node)
+    bench.finish()
+    assert bench.scheduler.preemptions > 0
+    assert len(bench.tokens("runs")) == 20 and len(bench.tokens("loads")) == 4
+
+
+def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
+    bench = Bench(delay=3, streams=True)
+    bench.manager.policy.meter.token_s = 1.0
+    node = bench.adapter(1, 3)
+    bench.submit("early", 9, max_tokens=2, adapter=node)
+    bench.step()
+    (copy,) = bench.plans[0].copies
+    assert copy.streams and not work(bench.plans[0])
+    copy.started = bench.now
+    bench.step()
+    assert bench.plans[1].streams == (copy,) and "early" in work(bench.plans[1])
+    bench.finish()
+    assert bench.manager.counters.streamed == 1
+    assert not any(p.streams for p in bench.plans[4:])
+
+
+def test_a_refused_lease_is_asked_for_again_only_after_something_changed(monkeypatch: pytest.MonkeyPatch):
+    bench = Bench(blocks=8)
+    bench.submit("holder", 24, max_tokens=6)
+    bench.step()
+    calls = []
+    acquire = bench.manager.acquire
+    monkeypatch.setattr(bench.manager, "acquire", lambda *a: calls.append(1) or acquire(*a))
+    bench.submit("waits", 20, max_tokens=2)
+    for _ in range(4):
+        bench.step()
+    assert len(calls) <= 2 and not bench.tokens("waits")
+    bench.finish()
+    assert len(bench.tokens("waits")) == 2
