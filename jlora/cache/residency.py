@@ -308,8 +308,18 @@ class Residency:
                 self._drops[heap].push(node, key)
 
     def coldest(self, count: int) -> list[Node]:
-        """KV leaves that will leave next and have no copy on the host, coldest first."""
-        found = [n for heap in self._victims for n in heap.first(count) if n.kind == KV and not n.host]
+        """KV that will leave next and has no copy on the host, coldest first: leaves, and what they leave behind."""
+        found: dict[Node, None] = {}
+        for leaf in (leaf for heap in self._victims for leaf in heap.first(count)):
+            node: Node | None = leaf
+            for _ in range(count):
+                if node is None or node.kind != KV or node.users or node.moving:
+                    break
+                if node is not leaf and node.resident > 1:
+                    break
+                if not node.host and node.device:
+                    found[node] = None
+                node = node.parent
         return sorted(found, key=self.value)[:count]
 
     def best_root(self) -> Node | None:

@@ -65,7 +65,8 @@ class World:
     policy: str
     device_blocks: int = 32
     host_blocks: int = 40
-    now: float = 0.0
+    streams: bool = False  # a step may start before its copies have landed
+    now: float = 1.0
     uid: int = 0
     queue: list[Job] = field(default_factory=list)
     running: list[Job] = field(default_factory=list)
@@ -79,7 +80,7 @@ class World:
     def __post_init__(self) -> None:
         policy = POLICIES[self.policy](Meter(EACH_S, TOKEN_S))
         sizes = Sizes(self.device_blocks, self.host_blocks, BLOCK)
-        self.manager = CacheManager(sizes, policy, clock=lambda: self.now)
+        self.manager = CacheManager(sizes, policy, clock=lambda: self.now, streams=self.streams)
         self.tending = Tending(self.manager, every_s=0.1)
         self.names: list[AdapterNode | None] = [self.manager.base]
         self.names += [self._load(size) for size in range(1, NAMES)]
@@ -117,7 +118,7 @@ class World:
         """Every running request that is ready computes up to `count` tokens; publishing may lag a step."""
         for job in list(self.running):
             assert job.lease is not None
-            if self.manager.ready(job.lease):
+            if self.manager.ready(job.lease, min(1 + count % 8, len(job.tokens) - job.computed)):
                 self._compute(job, 1 + count % 8, late % 2)
 
     def abort(self, which: int) -> None:
@@ -136,6 +137,7 @@ class World:
     def start_copies(self) -> None:
         """Copies decided so far go out; those to the host see the device as it is now."""
         for copy in self.manager.take_copies():
+            copy.started = self.now
             memory = self.host if copy.direction == "in" else self.device
             self.flights.append((copy, [memory.get(block) for block in copy.source]))
 
@@ -281,6 +283,10 @@ class World:
             self._enqueue(job)  # first: its adapter version may live for this request alone
             self._leave(job)
             return
+        data = dict(self.flights)
+        for copy in self.manager.unlanded([lease]):  # streamed into the step
+            assert copy.streams and copy in data, "a step reads what is not on its way"
+            self.device.update(zip(copy.target, data[copy], strict=True))
         self._read(job)
         for index in range(known // BLOCK, -(-end // BLOCK)):
             assert index >= len(lease.path), "a step writes into what others read"
@@ -339,7 +345,9 @@ ACTIONS: dict[str, tuple[int, int]] = {
 def drive(policy: str, seed: int, operations: int) -> World:
     """Random operations from a seed, then the end of everything; the world they leave."""
     draw = random.Random(f"{policy} {seed}")
-    world = World(policy, device_blocks=draw.choice((24, 32)), host_blocks=draw.choice((16, 28, 90)))
+    world = World(
+        policy, device_blocks=draw.choice((24, 32)), host_blocks=draw.choice((16, 28, 90)), streams=seed % 2 > 0
+    )
     names = list(ACTIONS)
     weights = [ACTIONS[name][1] for name in names]
     for action in draw.choices(names, weights, k=operations):

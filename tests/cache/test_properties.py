@@ -27,7 +27,7 @@ def test_long_random_runs_keep_every_invariant_and_end_at_rest(policy: str):
     if policy != "slora":
         assert sum(c.kv_hit_tokens for c in totals) > sum(c.kv_host_hit_tokens for c in totals) > 0
         assert sum(c.blocks_out for c in totals) and sum(c.blocks_lost for c in totals)
-    assert sum(c.clean_evictions for c in totals)
+    assert sum(c.clean_evictions for c in totals) and sum(c.streamed for c in totals)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -41,7 +41,7 @@ class Machine(RuleBasedStateMachine):
 
     def __init__(self, policy: str) -> None:
         super().__init__()
-        self.world = World(policy, device_blocks=20, host_blocks=20)
+        self.world = World(policy, device_blocks=20, host_blocks=20, streams=True)
 
     @rule(action=st.sampled_from(list(ACTIONS)), numbers=st.tuples(*[st.integers(0, 99)] * 3))
     def act(self, action: str, numbers: tuple[int, ...]) -> None:
