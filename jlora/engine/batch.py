@@ -36,9 +36,12 @@ class Buckets:
 
     @classmethod
     def of(cls, config: EngineConfig) -> Buckets:
-        """Powers of two up to max_seqs (at least 2), and up to max_step_tokens with half steps."""
+        """Powers of two with half steps: rows up to max_seqs (at least 2), prompts up to max_step_tokens.
+
+        Decode has half steps only above 16 rows: below, a step costs the reading of the weights.
+        """
         most = -(-config.max_step_tokens // ROW)
-        decode = [n for n in _sizes(2 * config.max_seqs) if n & (n - 1) == 0 and n > 1]
+        decode = [n for n in _sizes(2 * config.max_seqs) if n > 16 or n in (2, 4, 8, 16)]
         return cls(_up_to(config.max_seqs, decode), _up_to(most, _sizes(2 * most)))
 
     @property
