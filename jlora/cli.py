@@ -76,6 +76,12 @@ def _chat(argv: Sequence[str]) -> int:
     return chat(argv)
 
 
+def _top(argv: Sequence[str]) -> int:
+    from jlora.serve.top import main as top
+
+    return top(argv)
+
+
 def _convert(argv: Sequence[str]) -> int:
     parser = Parser("jlora convert", "Writes a Hugging Face model as Orbax, which loads sharded and faster.")
     parser.add_argument("source", metavar="SRC", help="model directory or hub id")
@@ -105,6 +111,7 @@ COMMANDS: Mapping[str, Command] = {
     "serve": Command("serve a model and its adapters over gRPC", _serve),
     "generate": Command("one text from a running server, streamed", _generate),
     "chat": Command("talk to a running server", _chat),
+    "top": Command("watch a running server: tiers, adapters, requests", _top),
     "convert": Command("write a model in the form that loads fastest", _convert),
     "bench": Command("measure this machine", _bench),
     "demo": Command("start the built-in model with its adapters and show them at work", _demo),

@@ -56,7 +56,7 @@ def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert"])
+@pytest.mark.parametrize("command", ["serve", "generate", "chat", "convert", "top"])
 def test_every_command_explains_itself_and_refuses_unknown_flags(command: str, capsys: pytest.CaptureFixture[str]):
     with pytest.raises(SystemExit) as e:
         cli.main([command, "--help"])

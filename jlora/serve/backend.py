@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from jlora.engine.service import Service
 from jlora.errors import FailedPrecondition, InvalidArgument, Unavailable
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.recent import Recent
 from jlora.serve.tokenizer import Tokenizer
 
 # Texts longer than this are tokenized on a thread, so that the event loop goes on meanwhile.
@@ -29,12 +30,14 @@ class Backend:
         tokenizer: None while loading, and for a model that serves token ids only.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
+        recent: times to first token of requests that ended lately.
     """
 
     service: Service | None = None
     tokenizer: Tokenizer | None = None
     draining: bool = False
     started: float = field(default_factory=time.monotonic)
+    recent: Recent = field(default_factory=Recent)
 
     @property
     def engine(self) -> Service:

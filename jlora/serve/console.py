@@ -39,10 +39,10 @@ def generate(argv: Sequence[str]) -> int:
     else:
         request.text = text
     try:
-        with _channel(args.server) as channel:
+        with connect(args.server) as channel:
             _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args, sys.stdout)
     except grpc.RpcError as e:
-        return _complain("generate", args.server, e)
+        return complain("generate", args.server, e)
     return 0
 
 
@@ -55,13 +55,13 @@ def chat(argv: Sequence[str]) -> int:
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # gives input() line editing
     try:
-        with _channel(args.server) as channel:
+        with connect(args.server) as channel:
             conversation = Conversation(channel, args)
             print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
             while conversation.turn(sys.stdin, sys.stdout):
                 continue
     except grpc.RpcError as e:
-        return _complain("chat", args.server, e)
+        return complain("chat", args.server, e)
     return 0
 
 
@@ -130,7 +130,7 @@ class Conversation:
         try:
             text = _show(call, self.args, out)
         except grpc.RpcError as e:
-            _complain("chat", self.args.server, e)
+            complain("chat", self.args.server, e)
         except KeyboardInterrupt:
             call.cancel()
             print("\n(stopped)", file=out)
@@ -206,11 +206,12 @@ def _read_line(source: TextIO, out: TextIO) -> str | None:
     return line.strip() if line else None
 
 
-def _channel(server: str) -> grpc.Channel:
+def connect(server: str) -> grpc.Channel:
+    """A channel to HOST:PORT."""
     return grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
 
 
-def _complain(command: str, server: str, error: grpc.RpcError) -> int:
+def complain(command: str, server: str, error: grpc.RpcError) -> int:
     """One line on stderr; exit code 1."""
     code, details = error.code(), error.details()
     if code == grpc.StatusCode.UNAVAILABLE and "connect" in (details or "").lower():

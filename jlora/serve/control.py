@@ -36,6 +36,7 @@ class ControlServicer(rpc.ControlServicer):
         engine, tokenizer = self._backend.engine, self._backend.tokenizer
         stats = await asyncio.to_thread(engine.stats)
         state = await asyncio.to_thread(engine.cache_state)
+        recent = self._backend.recent.summary()
         devices = jax.devices()[: engine.config.model.tp]
         return pb.ServerInfo(
             version=__version__,
@@ -58,10 +59,13 @@ class ControlServicer(rpc.ControlServicer):
             draining=self._backend.draining,
             text=tokenizer is not None,
             chat=tokenizer is not None and tokenizer.has_chat,
+            recent_requests=recent.count,
+            recent_ttft_mean_s=recent.mean_s,
+            recent_ttft_p99_s=recent.p99_s,
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
-        """A snapshot of the pool."""
+        """A snapshot of both tiers."""
         return convert.cache_state(await asyncio.to_thread(self._backend.engine.cache_state))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:

@@ -131,4 +131,10 @@ def cache_state(state: CacheState) -> pb.CacheState:
         bytes_swapped_in=state.bytes_swapped_in,
         bytes_swapped_out=state.bytes_swapped_out,
         clean_evictions=state.clean_evictions,
+        policy=state.policy,
+        in_flight=state.in_flight,
+        kv_host_hit_tokens=state.kv_host_hit_tokens,
+        blocks_lost=state.blocks_lost,
+        recomputed_tokens=state.recomputed_tokens,
+        streamed=state.streamed,
     )

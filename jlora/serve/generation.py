@@ -86,6 +86,7 @@ class Generation:
 
     def __init__(self, backend: Backend, request: Request, eager: bool):
         self._engine = backend.engine
+        self._recent = backend.recent
         self._request = request
         self._inbox = Inbox(eager)
         tokenizer, eos = backend.tokenizer, self._engine.spec.eos_ids
@@ -187,6 +188,8 @@ class Generation:
             raise DeadlineExceeded("the deadline passed before the request ended")
         response.usage.CopyFrom(convert.total_usage([c.usage for c in self._completions if c.usage]))
         response.timing.CopyFrom(convert.joint_timing(c.timing for c in self._completions if c.timing))
+        if response.usage.completion_tokens:  # else there was no first token
+            self._recent.add(response.timing.ttft_s)
 
 
 async def gather(deltas: AsyncIterator[pb.GenerateResponse], n: int) -> pb.GenerateResponse:

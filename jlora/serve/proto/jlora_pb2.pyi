@@ -314,7 +314,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat")
+    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -342,6 +342,9 @@ class ServerInfo(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     CHAT_FIELD_NUMBER: _ClassVar[int]
+    RECENT_REQUESTS_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TTFT_MEAN_S_FIELD_NUMBER: _ClassVar[int]
+    RECENT_TTFT_P99_S_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     platform: str
@@ -362,7 +365,10 @@ class ServerInfo(_message.Message):
     draining: bool
     text: bool
     chat: bool
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ...) -> None: ...
+    recent_requests: int
+    recent_ttft_mean_s: float
+    recent_ttft_p99_s: float
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ...) -> None: ...
 
 class GetCacheStateRequest(_message.Message):
     __slots__ = ()
@@ -383,7 +389,7 @@ class TierState(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., adapters: _Optional[int] = ..., history_kv: _Optional[int] = ..., running_kv: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions")
+    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed")
     HBM_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     INVALID_KV_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +400,12 @@ class CacheState(_message.Message):
     BYTES_SWAPPED_IN_FIELD_NUMBER: _ClassVar[int]
     BYTES_SWAPPED_OUT_FIELD_NUMBER: _ClassVar[int]
     CLEAN_EVICTIONS_FIELD_NUMBER: _ClassVar[int]
+    POLICY_FIELD_NUMBER: _ClassVar[int]
+    IN_FLIGHT_FIELD_NUMBER: _ClassVar[int]
+    KV_HOST_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_LOST_FIELD_NUMBER: _ClassVar[int]
+    RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STREAMED_FIELD_NUMBER: _ClassVar[int]
     hbm: TierState
     host: TierState
     invalid_kv: int
@@ -404,7 +416,13 @@ class CacheState(_message.Message):
     bytes_swapped_in: int
     bytes_swapped_out: int
     clean_evictions: int
-    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ...) -> None: ...
+    policy: str
+    in_flight: int
+    kv_host_hit_tokens: int
+    blocks_lost: int
+    recomputed_tokens: int
+    streamed: int
+    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id",)

@@ -1,0 +1,190 @@
+"""`jlora top` against a real server: what it shows, how it leaves, and what it says when nobody answers."""
+
+from __future__ import annotations
+
+import os
+import pty
+import select
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import time
+from pathlib import Path
+
+import pytest
+
+from jlora import cli
+from jlora.serve import top
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.recent import MOST, WINDOW_S, Recent
+from jlora.serve.top import Reading, bar, render
+from tests.serve._server import Served, request, wait_until
+
+ROOT = Path(__file__).resolve().parents[2]
+WIDE = (160, 50)
+
+
+def reading(at: float = 0.0, adapters: tuple[pb.AdapterInfo, ...] = (), **cache: int) -> Reading:
+    tier = pb.TierState(total=100, free=40, adapters=20, history_kv=30, running_kv=10)
+    info = pb.ServerInfo(version="1", model="base", platform="cpu", tp=1, dtype="float32", uptime_s=100.0)
+    return Reading(info, pb.CacheState(policy="jlora", hbm=tier, host=tier, **cache), adapters, at)
+
+
+def line(lines: list[str], start: str) -> str:
+    return next(text for text in lines if text.startswith(start))
+
+
+# -- against a server ---------------------------------------------------------------------------
+
+
+def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixture[str]):
+    message = request(range(5, 45), 4)
+    message.model = "upper"
+    for _ in range(2):
+        served.generate(message)
+    assert cli.main(["top", served.address, "--once"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    state = served.control.GetCacheState(pb.GetCacheStateRequest())
+    assert "policy jlora" in lines[0] and served.service.model_name in lines[0]
+    assert f"{state.hbm.total} blocks" in line(lines, "HBM") and f"{state.hbm.adapters} adapters" in line(lines, "HBM")
+    assert f"{state.host.total} blocks" in line(lines, "host")
+    assert "in the last minute" in line(lines, "TTFT") and "ms" in line(lines, "TTFT")
+    assert "invalid KV 0" in line(lines, "evictions")
+    assert line(lines, "3 adapters")
+    assert line(lines, "upper").split()[1] == "HBM"
+    names = [text.split()[0] for text in lines if text.split() and text.split()[0] in ("upper", "lower", "wide")]
+    assert names[0] == "upper", "the adapter used last comes first"
+
+
+def test_the_server_reports_recent_times_to_first_token(served: Served):
+    before = served.control.GetServerInfo(pb.GetServerInfoRequest()).recent_requests
+    answer = served.generate(request((5, 6, 7), 4))
+    info = served.control.GetServerInfo(pb.GetServerInfoRequest())
+    assert info.recent_requests == before + 1
+    assert info.recent_ttft_p99_s >= info.recent_ttft_mean_s > 0
+    assert info.recent_ttft_p99_s >= answer.timing.ttft_s - 1e-9
+
+
+def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
+    """Field by field: what the engine says is what the client reads."""
+    served.generate(request(range(50, 90), 2))
+    wait_until(lambda: not served.service.stats().running)
+    theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.service.cache_state()
+    names = {field.name for field in pb.CacheState.DESCRIPTOR.fields} - {"hbm", "host", "in_flight"}
+    assert {name: getattr(theirs, name) for name in names} == {name: getattr(ours, name) for name in names}
+
+
+@pytest.mark.parametrize("leave", ["q", "ctrl-c"])
+def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served, leave: str):
+    main, side = pty.openpty()
+    try:
+        before = termios.tcgetattr(side)
+        command = [sys.executable, "-m", "jlora.cli", "top", served.address, "--interval", "0.1"]
+        process = subprocess.Popen(
+            command, stdin=side, stdout=side, stderr=side, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
+        )
+        seen = read_until(main, lambda text: text.count("policy jlora") >= 3)
+        assert top.ENTER in seen
+        if leave == "q":
+            os.write(main, b"xq")
+        else:
+            process.send_signal(signal.SIGINT)
+        rest = read_until(main, lambda text: top.LEAVE in text)
+        assert process.wait(20) == 0 and "Traceback" not in rest
+        assert termios.tcgetattr(side) == before
+    finally:
+        os.close(main)
+        os.close(side)
+
+
+def read_until(descriptor: int, enough) -> str:
+    text, end = "", time.monotonic() + 60
+    while not enough(text):
+        assert time.monotonic() < end, f"only saw {text[-400:]!r}"
+        if select.select([descriptor], [], [], 0.2)[0]:
+            text += os.read(descriptor, 65536).decode()
+    return text
+
+
+def test_no_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]):
+    with socket.socket() as probe:  # bound and not listening: nobody else can answer there
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"
+        assert cli.main(["top", address]) == 1
+    said = capsys.readouterr()
+    assert said.out == "" and said.err == (
+        f"jlora top: no server answers at {address}; start one with `jlora serve --model DIR_OR_ID`\n"
+    )
+
+
+def test_an_interval_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as e:
+        cli.main(["top", "--interval", "0"])
+    assert e.value.code == 2 and "--interval" in capsys.readouterr().err
+
+
+# -- the picture ----------------------------------------------------------------------------------
+
+
+def test_rates_are_differences_of_two_readings():
+    before = reading(at=10.0, bytes_swapped_in=1_000_000, bytes_swapped_out=0)
+    now = reading(at=12.0, bytes_swapped_in=5_000_000, bytes_swapped_out=3_000, in_flight=7)
+    swapped = line(render(now, before, WIDE), "swapped")
+    assert "in 2 MB/s" in swapped and "out 1.5 kB/s" in swapped and "in flight 7 blocks" in swapped
+    assert "in 50 kB/s  out 30 B/s (mean since start)" in line(render(now, None, WIDE), "swapped")
+
+
+def test_a_server_that_started_again_has_no_negative_rates():
+    before, now = reading(at=1.0, bytes_swapped_in=900), reading(at=2.0, bytes_swapped_in=100)
+    assert "in 1 B/s" in line(render(now, before, WIDE), "swapped")
+
+
+def test_hit_rates_tell_device_from_host():
+    now = reading(adapter_hits=3, adapter_lookups=4, kv_hit_tokens=70, kv_host_hit_tokens=20, kv_lookup_tokens=100)
+    assert line(render(now, None, WIDE), "hits") == "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
+
+
+def test_bars_are_as_wide_as_asked_and_show_what_is_there_at_all():
+    assert bar([("#", 20), ("=", 10), ("-", 30), (".", 40)], 10) == "##=---...."
+    for counts in ((1, 0, 0, 100_000), (1, 1, 1, 1), (7, 11, 13, 0), (0, 0, 0, 0), (3, 5, 1000, 1)):
+        made = bar(list(zip("#=-.", counts, strict=True)), 20)
+        assert len(made) == 20
+        assert all((char in made) == bool(count) for char, count in zip("#=-.", counts, strict=True))
+
+
+def test_the_picture_fits_the_screen_and_says_what_it_left_out():
+    adapters = tuple(pb.AdapterInfo(name=f"a{i:03}", tier="HOST", last_used_s=-1) for i in range(300))
+    adapters += (pb.AdapterInfo(name="hot", tier="HBM", last_used_s=2.0, waiting=5, pinned=True),)
+    lines = render(reading(adapters=adapters), None, (80, 24))
+    assert len(lines) <= 24 and all(len(text) <= 80 for text in lines)
+    assert "301 adapters: 1 HBM, 0 LOADING, 300 HOST" in lines
+    table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST") + 2 :]
+    assert table[0].split()[:3] == ["hot", "HBM", "pin"]
+    assert table[-1] == f"and {301 - (len(table) - 1)} more"
+
+
+# -- recent times -----------------------------------------------------------------------------------
+
+
+def test_recent_times_are_of_the_last_minute_only():
+    now = [0.0]
+    recent = Recent(lambda: now[0])
+    assert recent.summary() == (0, 0.0, 0.0)
+    recent.add(9.0)
+    now[0] = WINDOW_S - 1
+    for i in range(1, 101):
+        recent.add(i / 100)
+    assert recent.summary().count == 101 and recent.summary().p99_s == 1.0
+    now[0] = WINDOW_S + 1
+    assert recent.summary() == (100, pytest.approx(0.505), 0.99)
+    now[0] = 10 * WINDOW_S
+    assert recent.summary().count == 0
+
+
+def test_recent_times_are_bounded():
+    recent = Recent(lambda: 0.0)
+    for _ in range(MOST + 5):
+        recent.add(1.0)
+    assert recent.summary() == (MOST, 1.0, 1.0)
