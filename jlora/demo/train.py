@@ -16,7 +16,7 @@ import json
 import math
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from random import Random
@@ -86,14 +86,14 @@ def loss_of(params: Any, adapt: llama.Adapt, ids: jax.Array, weights: jax.Array)
 def lora_joint(lora: export.Lora, shape: LoraShape) -> llama.Adapt:
     """The `adapt` joint of one adapter: scale * (x A^T) B on the projections it has."""
 
-    def adapt(carry: Any, layer: int, x: jax.Array, names: tuple[str, ...]) -> list[jax.Array | None]:
-        def delta(name: str) -> jax.Array | None:
+    def adapt(carry: Any, layer: int, x: jax.Array, products: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+        def adapted(name: str, y: jax.Array) -> jax.Array:
             if name not in lora[layer]:
-                return None
+                return y
             a, b = lora[layer][name]
-            return (x @ a.T) @ b * shape.scale_of(name)
+            return y + (x @ a.T) @ b * shape.scale_of(name)
 
-        return [delta(name) for name in names]
+        return {name: adapted(name, y) for name, y in products.items()}
 
     return adapt
 

@@ -12,7 +12,7 @@ Letters: T tokens, D width, N query heads, K KV heads, H head width, F MLP width
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -113,24 +113,25 @@ class Shard(NamedTuple):
         part = x.shape[-1] // self.size
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * part, part, x.ndim - 1)
 
-    def add_slice(self, x: jax.Array, delta: jax.Array) -> jax.Array:
-        """Adds `delta` to this shard's part of the last dimension of a partial sum."""
+    def replace(self, x: jax.Array, part: jax.Array) -> jax.Array:
+        """x with `part` as this shard's part of the last dimension."""
         if self.size == 1:
-            return x + delta
-        at = (0,) * (x.ndim - 1) + (lax.axis_index(self.axis) * delta.shape[-1],)
-        return lax.dynamic_update_slice(x, lax.dynamic_slice(x, at, delta.shape) + delta, at)
+            return part
+        at = (0,) * (x.ndim - 1) + (lax.axis_index(self.axis) * part.shape[-1],)
+        return lax.dynamic_update_slice(x, part, at)
 
 
 # layer: an int where layers are unrolled, a traced scalar where they are scanned.
 # attend(carry, layer, q [T,N,H], k [T,K,H], v [T,K,H]) -> (carry, out [T,N,H])
 Attend = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
-# adapt(carry, layer, x [T,in], names) -> one delta per name, [T,out] each (or None: no adapter)
-Adapt = Callable[[Any, Any, jax.Array, tuple[str, ...]], Sequence[jax.Array | None]]
+# adapt(carry, layer, x [T,in], products) -> the same with the adapters added
+# products: the base's x W [T,out] by projection; given to be added to, so that no adapter costs nothing
+Adapt = Callable[[Any, Any, jax.Array, Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
-def no_adapters(carry: Any, layer: Any, x: jax.Array, names: tuple[str, ...]) -> Sequence[None]:
+def no_adapters(carry: Any, layer: Any, x: jax.Array, products: Mapping[str, jax.Array]) -> Mapping[str, jax.Array]:
     """The base model alone."""
-    return [None] * len(names)
+    return products
 
 
 class Joints(NamedTuple):
@@ -208,30 +209,24 @@ def logits(spec: ModelSpec, params: Params, hidden: jax.Array, shard: Shard = Sh
 
 def _attention(spec, w, index, carry, x, rotate, joints):
     h = rms_norm(x, w["attn_norm"], spec.norm_eps)
-    deltas = joints.adapt(carry, index, h, ("q", "k", "v"))
-    q, k, v = (_plus(h @ w[n], d).reshape(len(h), -1, spec.head_dim) for n, d in zip("qkv", deltas, strict=True))
+    products = joints.adapt(carry, index, h, {name: h @ w[name] for name in "qkv"})
+    q, k, v = (products[name].reshape(len(h), -1, spec.head_dim) for name in "qkv")
     carry, out = joints.attend(carry, index, rotate(q), rotate(k), v)
     return carry, x + _row_parallel(w["o"], index, carry, out.reshape(len(h), -1), joints, "o")
 
 
 def _mlp(spec, w, index, carry, x, joints):
     h = rms_norm(x, w["mlp_norm"], spec.norm_eps)
-    deltas = joints.adapt(carry, index, h, ("gate", "up"))
-    gate, up = (_plus(h @ w[n], d) for n, d in zip(("gate", "up"), deltas, strict=True))
-    return x + _row_parallel(w["down"], index, carry, jax.nn.silu(gate) * up, joints, "down")
+    products = joints.adapt(carry, index, h, {name: h @ w[name] for name in ("gate", "up")})
+    hidden = jax.nn.silu(products["gate"]) * products["up"]
+    return x + _row_parallel(w["down"], index, carry, hidden, joints, "down")
 
 
 def _row_parallel(weight, index, carry, x, joints, name):
-    """x is split over shards: the base product is a partial sum, the delta one slice of it."""
-    (delta,) = joints.adapt(carry, index, x, (name,))
+    """x is split over shards: the base product is a partial sum, the adapters add to one slice of it."""
     y = x @ weight
-    if delta is not None:
-        y = joints.shard.add_slice(y, delta)
-    return joints.shard.psum(y)
-
-
-def _plus(x: jax.Array, delta: jax.Array | None) -> jax.Array:
-    return x if delta is None else x + delta
+    part = joints.adapt(carry, index, x, {name: joints.shard.slice(y)})[name]
+    return joints.shard.psum(joints.shard.replace(y, part))
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

@@ -27,6 +27,7 @@ from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.reference import (
     ActiveBlocks,
+    Adapted,
     Pages,
     attention,
     lora,
@@ -191,12 +192,12 @@ def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
         out = attention(q.reshape(rows, chunk, *q.shape[1:]), pool, first, pages)
         return pool, out.reshape(rows * chunk, *q.shape[1:])
 
-    def adapt(pool, layer, x, names):
-        at = [PROJECTIONS.index(name) for name in names]
-        active = [ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for i in at]
-        x = x if names[0] in ROW_PARALLEL else shard.slice(x)
-        units = [layout.units[name] for name in names]
-        return lora(x, pool, layer * layout.blocks, active, adapters, units, shard.psum)
+    def adapt(pool, layer, x, products):
+        at = {name: PROJECTIONS.index(name) for name in products}
+        active = {name: ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for name, i in at.items()}
+        projections = [Adapted(y, active[name], layout.units[name]) for name, y in products.items()]
+        x = x if all(name in ROW_PARALLEL for name in products) else shard.slice(x)
+        return dict(zip(products, lora(x, pool, layer * layout.blocks, projections, adapters, shard.psum), strict=True))
 
     return Joints(attend, adapt, shard)
 

@@ -1,7 +1,7 @@
 """The ops of a step in plain jnp: the specification, the CPU path, the kernels' oracle.
 
     attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
-    lora        delta = Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
+    lora        y += Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
     write_kv    the new tokens' keys and values into their slots
     write_blocks, read_blocks   whole blocks over all layers, for swapping; write_layers: some layers
 
@@ -58,6 +58,20 @@ class ActiveBlocks(NamedTuple):
     owners: jax.Array
     start: jax.Array
     stop: jax.Array
+
+
+class Adapted(NamedTuple):
+    """A projection on its way to its adapters.
+
+    Attributes:
+        base: [T, b] this shard's slice of the base product.
+        active: the projection's adapter blocks.
+        unit: how its rank units lie in a block.
+    """
+
+    base: jax.Array
+    active: ActiveBlocks
+    unit: UnitLayout
 
 
 def write_kv(pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -179,35 +193,32 @@ def lora(
     x: jax.Array,
     pool: jax.Array,
     first_row: jax.Array | int,
-    active: Sequence[ActiveBlocks],
+    projections: Sequence[Adapted],
     adapters: jax.Array,
-    units: Sequence[UnitLayout],
     psum: Callable[[jax.Array], jax.Array] = lambda h: h,
 ) -> list[jax.Array]:
-    """The deltas of projections that share an input (q, k, v; gate, up), for T tokens.
+    """Adds the adapters to projections that share an input (q, k, v; gate, up), for T tokens.
 
     Args:
         x: [T, a] this shard's slice of the input.
-        active, units: per projection, its active blocks and how its units lie in a block.
         adapters: [T] adapter index of each token, -1 for none.
         psum: adds the partial x·Aᵀ of all shards; called once per tile for all projections.
     Returns:
-        Per projection [T, b], this shard's slice of the output.
+        Per projection [T, b]: its base product with the deltas added, the very same where there are none.
     """
-    tiles = [max(1, TILE_UNITS // unit.per_block) for unit in units]
+    tiles = [max(1, TILE_UNITS // p.unit.per_block) for p in projections]
 
-    def body(i, deltas):
-        parts = [_tile(pool, first_row, *p, i) for p in zip(active, units, tiles, strict=True)]
+    def body(i, outs):
+        parts = [_tile(pool, first_row, p.active, p.unit, tile, i) for p, tile in zip(projections, tiles, strict=True)]
         h = psum(jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1))
         ends = np.cumsum([a.shape[0] for a, _, _ in parts])[:-1]
-        out = []
-        for delta, part, (_, b, owner) in zip(deltas, jnp.split(h, ends, axis=1), parts, strict=True):
-            out.append(delta + jnp.where(adapters[:, None] == owner, part, 0) @ b)
-        return out
+        added = []
+        for out, part, (_, b, owner) in zip(outs, jnp.split(h, ends, axis=1), parts, strict=True):
+            added.append(out + jnp.where(adapters[:, None] == owner, part, 0) @ b)
+        return added
 
-    trips = [-(-(p.stop - p.start) // tile) for p, tile in zip(active, tiles, strict=True)]
-    start = [jnp.zeros((x.shape[0], unit.b), x.dtype) for unit in units]
-    return lax.fori_loop(0, functools.reduce(jnp.maximum, trips), body, start)
+    trips = [-(-(p.active.stop - p.active.start) // tile) for p, tile in zip(projections, tiles, strict=True)]
+    return lax.fori_loop(0, functools.reduce(jnp.maximum, trips), body, [p.base for p in projections])
 
 
 def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i):

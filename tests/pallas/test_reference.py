@@ -11,6 +11,7 @@ from jlora.layout import PoolLayout, UnitLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas.reference import (
     ActiveBlocks,
+    Adapted,
     Pages,
     attention,
     lora,
@@ -102,8 +103,15 @@ def test_lora_sums_only_the_blocks_of_each_tokens_adapter():
     x = rng.standard_normal((5, 16), dtype=np.float32)
     tokens = [0, -1, 2, 1, 0]
 
-    got = jax.jit(lambda *a: lora(*a, units=units))(x, jnp.asarray(pool), BLOCKS, active, jnp.array(tokens))
-    for delta, mats, owner in zip(got, matrices, owners, strict=True):
+    base = [rng.standard_normal((5, unit.b), dtype=np.float32) for unit in units]
+
+    @jax.jit
+    def run(x, base, pool, active, tokens):
+        return lora(x, pool, BLOCKS, [Adapted(*p) for p in zip(base, active, units, strict=True)], tokens)
+
+    got = run(x, base, jnp.asarray(pool), active, jnp.array(tokens))
+    for out, start, mats, owner in zip(got, base, matrices, owners, strict=True):
+        delta = out - start
         want = np.zeros(delta.shape, np.float32)
         for i, token in enumerate(tokens):
             want[i] = sum((x[i] @ a.T @ b for (a, b), o in zip(mats, owner, strict=True) if o == token), want[i])
