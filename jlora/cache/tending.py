@@ -41,7 +41,7 @@ class Tending:
         manager, policy = self._manager, self._manager.policy
         nodes = list(manager.adapters.values())
         pulse = Pulse(running, nodes, sum(1 for node in nodes if node.device))
-        if policy.tick(pulse, now):
+        if policy.tick(pulse, manager.cells.clock()):  # the clock of its visits
             self._stale = self._every_node()
         for node in itertools.islice(self._stale, REKEYS):
             manager.cells.offer(node)
