@@ -291,9 +291,9 @@ class CacheManager:
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Makes the lease hold `tokens` tokens; False if there is no room now."""
-        need = self._blocks_for(tokens) - len(lease.blocks)
-        if need <= 0:
+        if tokens <= len(lease.blocks) * self.block_tokens:  # nearly always: asked for every token
             return True
+        need = self._blocks_for(tokens) - len(lease.blocks)
         if not self.cells.make_room(kv=need):
             return False
         lease.blocks += self.cells.device.take(KV, need)
@@ -307,10 +307,11 @@ class CacheManager:
         and gives its own back: one prefix, one copy. Where it has them on the host only (or lost
         them), the lease's block becomes the node's.
         """
-        if not lease.reuse or lease.adapter.dying:
+        first, size = len(lease.path), self.block_tokens
+        if computed < (first + 1) * size or not lease.reuse or lease.adapter.dying:
             return
-        cells, size = self.cells, self.block_tokens
-        for index in range(len(lease.path), computed // size):
+        cells = self.cells
+        for index in range(first, computed // size):
             parent = lease.path[-1] if lease.path else lease.adapter
             own = lease.blocks[index]
             node = self.tree.insert(parent, lease.tenant, tokens, index * size)

@@ -200,7 +200,9 @@ class Scheduler:
                 continue
             if self._make_room(sequence, planned):
                 planned.add(sequence.order)
-                self._add_chunk(decode, sequence, 1)
+                decode.append(Work(sequence, sequence.computed, 1, True))
+                sequence.computed += 1
+                sequence.in_flight += 1
         return decode
 
     def _make_room(self, sequence: Sequence, planned: set[int]) -> bool:
