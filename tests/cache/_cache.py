@@ -1,0 +1,83 @@
+"""A small cache to try things on: its copies land when told, its clock moves when told."""
+
+from __future__ import annotations
+
+from jlora.cache.inspect import check_integrity
+from jlora.cache.manager import CacheManager, Lease, Sizes
+from jlora.cache.tending import Tending
+from jlora.cache.transfer import Copy, Meter
+from jlora.cache.tree import AdapterNode, Node
+from tests.cache._world import POLICIES
+
+BLOCK = 4  # tokens
+BLOCK_S, TOKEN_S = 1e-3, 1e-3  # computing a block takes four times as long as copying it
+A, B, C, D = [1] * 9, [2] * 9, [3] * 9, [4] * 9  # prompts: two full blocks each, and one token more
+
+
+class Cache:
+    """A manager with a link whose copies land when told, and a clock that moves when told."""
+
+    def __init__(self, device: int = 16, host: int = 64, policy: str = "lru"):
+        self.now = 1.0
+        meter = Meter(BLOCK_S, TOKEN_S)
+        made = POLICIES[policy](meter)
+        self.manager = CacheManager(Sizes(device, host, BLOCK), made, lambda: self.now)
+        self.cells = self.manager.cells
+        self.tending = Tending(self.manager, 0.1)
+        self.flying: list[Copy] = []
+
+    def adapter(self, uid: int, size: int) -> AdapterNode:
+        node = self.manager.add_adapter(uid, size)
+        assert node is not None
+        return node
+
+    def lease(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> Lease | None:
+        self.now += 1.0
+        lease = self.manager.acquire(adapter or self.manager.base, "", tokens, reuse, headroom=0)
+        check_integrity(self.manager)
+        return lease
+
+    def leased(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> Lease:
+        lease = self.lease(tokens, adapter, reuse)
+        assert lease is not None
+        return lease
+
+    def copies(self) -> list[Copy]:
+        """The copies under way."""
+        self.flying += self.manager.take_copies()
+        return self.flying
+
+    def land(self, *copies: Copy) -> None:
+        """These copies are complete; without any, all that are under way."""
+        done = list(copies) or list(self.copies())
+        self.flying = [copy for copy in self.copies() if copy not in done]
+        self.manager.landed(done)
+        check_integrity(self.manager)
+
+    def run(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> int:
+        """A whole request, all its copies included; how many of its tokens were cached."""
+        lease = self.leased(tokens, adapter, reuse)
+        self.land()
+        assert self.manager.ready(lease)
+        self.manager.publish(lease, tokens, len(tokens))
+        self.now += 1.0
+        self.manager.release(lease)
+        self.land()
+        return lease.cached
+
+    def tend(self, running: int = 0) -> None:
+        self.now += 0.2
+        self.tending.round(self.now, running)
+        check_integrity(self.manager)
+
+    def path(self, tokens: list[int], adapter: AdapterNode | None = None) -> list[Node]:
+        return self.manager.tree.match(adapter or self.manager.base, "", tokens, len(tokens))
+
+    def tiers(self, tokens: list[int], adapter: AdapterNode | None = None) -> str:
+        """Where each block of a prompt is: d(evice), h(ost), b(oth)."""
+        names = {(True, False): "d", (False, True): "h", (True, True): "b"}
+        return "".join(names[bool(n.device), bool(n.host)] for n in self.path(tokens, adapter))
+
+    def drop_from_device(self, tokens: list[int]) -> None:
+        for node in reversed(self.path(tokens)):
+            self.cells.evict(node)

@@ -1,0 +1,266 @@
+"""Two tiers: what moves between them, what is written when, and what the monitor does."""
+
+from __future__ import annotations
+
+import pytest
+
+from jlora.cache.inspect import check_idle, check_integrity, invalid_kv
+from jlora.cache.tree import ADAPTER, KV
+from tests.cache._cache import A, B, C, Cache, D
+
+# -- two tiers ---------------------------------------------------------------------------------
+
+
+def test_history_is_written_through_and_its_eviction_writes_nothing():
+    cache = Cache(device=4)
+    cache.run(A)
+    assert cache.tiers(A) == "bb" and cache.manager.counters.blocks_out == 2
+    lease = cache.leased([9] * 16)
+    assert cache.tiers(A) == "hh" and not cache.copies()
+    counters = cache.manager.counters
+    assert (counters.clean_evictions, counters.blocks_out, counters.blocks_lost) == (2, 2, 0)
+    cache.manager.release(lease)
+
+
+def test_kv_comes_back_from_the_host_in_one_copy_and_the_lease_waits_for_it():
+    cache = Cache()
+    cache.run(A)
+    source = tuple(node.host[0] for node in cache.path(A))
+    cache.drop_from_device(A)
+    lease = cache.leased(A)
+    (copy,) = cache.copies()
+    assert (copy.direction, copy.source, copy.target) == ("in", source, tuple(lease.blocks[:2]))
+    assert copy.demand and lease.cached == 8 and not cache.manager.ready(lease)
+    cache.now += 3.0
+    cache.land()
+    assert cache.manager.ready(lease) and (lease.kv_s, lease.adapter_s) == (3.0, 0.0)
+    assert cache.manager.counters.kv_host_hit_tokens == 8 and cache.tiers(A) == "bb"
+
+
+def test_a_waiting_lease_stops_nobody_else():
+    cache = Cache()
+    cache.run(A)
+    cache.drop_from_device(A)
+    waiting, other = cache.leased(A), cache.leased(B)
+    assert not cache.manager.ready(waiting) and cache.manager.ready(other)
+
+
+def test_adapter_and_prefix_come_in_copies_of_their_own_and_their_waits_are_told_apart():
+    cache = Cache()
+    adapter = cache.adapter(1, 3)
+    cache.run(A, adapter)
+    for node in (*reversed(cache.path(A, adapter)), adapter):
+        cache.cells.evict(node)
+    lease = cache.leased(A, adapter)
+    first, second = cache.copies()
+    assert (first.kind, first.target, second.kind) == (ADAPTER, adapter.device, KV)
+    cache.now += 1.0
+    cache.land(second)
+    assert not cache.manager.ready(lease)
+    cache.now += 1.0
+    cache.land(first)
+    assert cache.manager.ready(lease) and (lease.kv_s, lease.adapter_s) == (1.0, 2.0)
+
+
+def test_a_second_request_waits_for_the_copy_that_the_first_one_started():
+    cache = Cache()
+    adapter = cache.adapter(1, 3)
+    first, second = cache.leased(A, adapter), cache.leased(B, adapter)
+    assert len(cache.copies()) == 1 and not cache.manager.ready(second)
+    cache.land()
+    assert cache.manager.ready(first) and cache.manager.ready(second)
+    assert cache.manager.counters.adapter_hits == 0 and cache.manager.counters.adapter_lookups == 2
+
+
+def test_a_copy_outlives_the_request_that_asked_for_it():
+    cache = Cache()
+    cache.run(A)
+    cache.drop_from_device(A)
+    cache.manager.release(cache.leased(A))
+    check_integrity(cache.manager)
+    cache.land()
+    assert cache.tiers(A) == "bb"
+    check_idle(cache.manager)
+
+
+def test_publishing_gives_a_block_to_a_node_that_only_the_host_has():
+    cache = Cache()
+    cache.run(A)
+    lease = cache.leased(A, reuse=True)
+    cache.manager.release(lease)
+    other = cache.leased([1] * 4 + [7])  # holds nothing of the second block
+    cache.manager.release(other)
+    cache.drop_from_device(A)
+    cache.cells.policy.meter.token_s = 1e-9  # computing is cheap now: the host's copy is not used
+    lease = cache.leased(A)
+    assert lease.cached == 0 and not cache.copies()
+    cache.manager.publish(lease, A, 9)
+    check_integrity(cache.manager)
+    assert cache.tiers(A) == "bb" and [node.device[0] for node in lease.path] == lease.blocks[:2]
+
+
+def test_publishing_revives_a_node_whose_data_was_lost_with_what_hangs_below():
+    cache = Cache(policy="fastlibra-wom")
+    cache.run(A)
+    top, leaf = cache.path(A)
+    cache.cells.make_host_room(64, worth=float("inf"))
+    cache.cells.evict(top)
+    assert not top.has_data and leaf.device and cache.path(A) == [] and invalid_kv(cache.manager) == 1
+    assert cache.run(A) == 0
+    assert cache.path(A) == [top, leaf] and invalid_kv(cache.manager) == 0
+    check_idle(cache.manager)
+
+
+def test_publishing_waits_for_a_copy_of_the_same_tokens():
+    cache = Cache()
+    cache.run(A)
+    cache.drop_from_device(A)
+    reuse = cache.cells.policy.meter.token_s
+    cache.cells.policy.meter.token_s = 1e-9
+    computing = cache.leased(A)
+    cache.cells.policy.meter.token_s = reuse
+    copying = cache.leased(A)
+    cache.manager.publish(computing, A, 9)
+    assert computing.path == [] and not cache.manager.ready(copying)
+    cache.land()
+    cache.manager.publish(computing, A, 9)
+    assert computing.blocks[:2] == copying.blocks[:2]
+    check_integrity(cache.manager)
+
+
+def test_when_the_host_is_full_the_coldest_are_backed_up_over_copies_of_what_is_worth_more():
+    cache = Cache(device=16, host=4)
+    cache.run(A)
+    cache.run(B)  # host full: A and B are there
+    cache.run(C)
+    cache.run(A)
+    assert [cache.tiers(x) for x in (A, B, C)] == ["bb", "bb", "dd"]
+    for _ in range(4):
+        cache.tend()
+        cache.land()
+    assert [cache.tiers(x) for x in (A, B, C)] == ["dd", "bb", "bb"]
+
+
+def test_backing_up_comes_to_rest():
+    cache = Cache(device=16, host=3)
+    for prompt in (A, B, C, D):
+        cache.run(prompt)
+    for _ in range(20):
+        cache.tend()
+        cache.land()
+    out = cache.manager.counters.blocks_out
+    cache.tend()
+    assert not cache.copies() and cache.manager.counters.blocks_out == out
+    assert cache.tiers(A) == "bb"  # what leaves first has its copy
+
+
+def test_the_least_valuable_leaves_are_dropped_when_the_host_is_full_too():
+    cache = Cache(device=4, host=4)
+    for prompt in (A, B, C):
+        cache.run(prompt)
+        for _ in range(3):
+            cache.tend()
+            cache.land()
+    assert [cache.tiers(x) for x in (A, B, C)] == ["", "bb", "bb"]
+    assert cache.manager.counters.blocks_lost == 2
+    assert [cache.run(A), cache.run(A)] == [0, 8]  # computed again, and found again
+    check_idle(cache.manager)
+
+
+def test_an_adapter_takes_the_place_of_history_on_the_host_copies_of_what_is_on_the_device_first():
+    cache = Cache(device=16, host=6)
+    cache.run(A)
+    cache.drop_from_device(A)
+    cache.run(B)
+    cache.adapter(1, 4)
+    assert [cache.tiers(x) for x in (A, B)] == ["hh", "dd"]
+    cache.adapter(2, 1)
+    assert cache.tiers(A) == "h"
+    assert cache.manager.add_adapter(3, 2) is None and cache.tiers(A) == "h"  # refused, and nothing lost for it
+
+
+@pytest.mark.parametrize(("ratio", "copied"), [(2.9, True), (3.1, False)])
+def test_a_prefix_is_computed_again_only_if_copying_takes_over_three_times_as_long(ratio: float, copied: bool):
+    cache = Cache()
+    cache.run(A)
+    cache.drop_from_device(A)
+    meter = cache.cells.policy.meter
+    meter.token_s = meter.load_s(KV, 2) / (8 * ratio)
+    lease = cache.leased(A)
+    assert bool(cache.copies()) == copied and lease.cached == (8 if copied else 0)
+    assert cache.manager.counters.recomputed_tokens == (0 if copied else 8)
+
+
+# -- the monitor -------------------------------------------------------------------------------
+
+
+def test_the_monitor_keeps_use_below_the_upper_threshold():
+    cache = Cache(device=40, policy="fastlibra")
+    for letter in range(10):
+        cache.run([letter] * 16)
+    assert cache.manager.free == 0
+    cache.tend()
+    assert cache.manager.free == 2 and cache.manager.counters.blocks_lost == 0
+
+
+def test_the_monitor_evicts_nothing_that_the_queue_needs():
+    cache = Cache(device=8, policy="fastlibra")
+    cache.run([1] * 32)
+    want = cache.manager.expect(cache.manager.base, "", [1] * 33, True)
+    cache.tend()
+    assert cache.manager.free == 0
+    cache.manager.unexpect(want)
+    cache.tend()
+    assert cache.manager.free == 1
+
+
+def test_the_monitor_fetches_the_most_valuable_below_the_lower_threshold_while_the_link_is_idle():
+    cache = Cache(device=10, policy="fastlibra")
+    for prompt in (A, B, C, D):
+        cache.run(prompt)
+        cache.drop_from_device(prompt)
+    cache.tend()
+    assert [cache.tiers(x) for x in (A, B, C, D)] == ["bh", "bb", "bb", "bb"]
+    assert len(cache.copies()) == 7 and not any(copy.demand for copy in cache.copies())
+    assert cache.manager.free == 3  # 70 % and not a block more
+    cache.land()
+    cache.tend()
+    assert not cache.copies()
+
+
+def test_nothing_is_fetched_ahead_beside_a_copy_under_way():
+    cache = Cache(device=20, policy="fastlibra")
+    cache.run(A)
+    cache.drop_from_device(A)
+    cache.leased(B, cache.adapter(1, 2))
+    cache.tend()
+    assert [copy.demand for copy in cache.copies()] == [True]
+    cache.land()
+    cache.tend()
+    assert cache.tiers(A) == "bb"
+
+
+def test_fetching_goes_down_a_path_and_starts_with_the_adapter():
+    cache = Cache(device=20, policy="fastlibra")
+    adapter = cache.adapter(1, 2)
+    cache.run([1] * 17, adapter)
+    for node in (*reversed(cache.path([1] * 17, adapter)), adapter):
+        cache.cells.evict(node)
+    for _ in range(8):
+        cache.tend()
+        cache.land()
+    assert adapter.ready and cache.tiers([1] * 17, adapter) == "bbbb"
+
+
+def test_fetching_evicts_nothing_and_leaves_the_dead_alone():
+    cache = Cache(device=10, policy="jlora")
+    adapter = cache.adapter(1, 6)
+    cache.run([1] * 24)
+    cache.tend()
+    assert not adapter.device and cache.manager.counters.clean_evictions == 0
+    other = cache.adapter(2, 1)
+    want = cache.manager.expect(other, "", A, True)
+    cache.manager.kill(other)
+    cache.tend()
+    assert not other.device
+    cache.manager.unexpect(want)
