@@ -1,0 +1,75 @@
+"""What a trace says of itself, and a user's own file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jlora.errors import ConfigError
+from jlora.sim.trace import COLUMNS, Trace, Turn, facts, read_csv
+
+HEAD = ",".join(COLUMNS)
+
+
+def write(tmp_path: Path, *rows: str) -> Path:
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join([HEAD, *rows]) + "\n")
+    return path
+
+
+def test_a_csv_becomes_turns_that_continue_their_session(tmp_path: Path):
+    trace = read_csv(write(tmp_path, "10.0,8,4,de,s1", "12.5,15,2,de,s1", "11.0,6,1,,"), vocab=100)
+    assert [turn.at for turn in trace.turns] == [0.0, 1.0, 2.5]
+    first, other, second = trace.turns
+    assert first.session == second.session != other.session
+    assert (len(first.adds), len(second.adds), second.turn) == (8, 15 - (8 + 4), 1)
+    assert trace.adapters == ("de",) and first.adapter == 0 and other.adapter is None
+    assert all(3 <= token < 100 for turn in trace.turns for token in turn.adds)
+
+
+def test_a_prompt_shorter_than_its_session_starts_anew(tmp_path: Path):
+    trace = read_csv(write(tmp_path, "0,8,4,de,s1", "1,12,2,de,s1", "2,20,2,fr,s1"), vocab=100)
+    assert len({turn.session for turn in trace.turns}) == 3
+    assert [len(turn.adds) for turn in trace.turns] == [8, 12, 20]
+
+
+@pytest.mark.parametrize(
+    "text, says",
+    [
+        ("arrival_s,prompt_tokens\n0,1\n", "no column 'output_tokens'"),
+        (f"{HEAD}\n0,1,1,a,s\n1,many,1,a,s\n", "line 3"),
+        (f"{HEAD}\n0,0,1,a,s\n", "at least 1"),
+    ],
+)
+def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        read_csv(path, vocab=100)
+    with pytest.raises(ConfigError, match="no.csv"):
+        read_csv(tmp_path / "no.csv", vocab=100)
+
+
+def test_facts_count_what_a_cache_of_any_size_would_find():
+    # Two sessions share a first block of 4; the second turn of session 0 comes back to 3 full blocks.
+    shared = (3, 4, 5, 6)
+    turns = (
+        Turn(0.0, 0, 0, (*shared, 7, 8), 4, 0),  # prompt 6, context 10
+        Turn(1.0, 1, 0, (*shared, 9), 1, 0),  # finds 1 block of 5 tokens
+        Turn(2.0, 0, 1, (10, 11, 12), 1, 0),  # prompt 13: the first block and the one after it
+    )
+    found = facts(Trace("t", turns, ("a",)), block_tokens=4, sizes=[5])
+    # The answer's ids are not the session's prompt's until it asks again: its blocks are known from then.
+    assert found.bound == pytest.approx((4 + 4) / (6 + 5 + 13))
+    assert found.requests == 3 and found.sessions == 2 and found.top10 == 1
+    # From 0 to 2 the shared block and the adapter are both needed again.
+    assert (found.kv_blocks, found.adapter_blocks) == (1, 5)
+
+
+def test_history_is_cached_but_not_counted():
+    turns = (Turn(-1.0, 0, -1, tuple(range(3, 12)), 1, None), Turn(1.0, 0, 0, (40,), 1, None))
+    found = facts(Trace("t", turns, ()), block_tokens=4, sizes=[])
+    assert found.requests == 1 and found.prompt[0] == 11
+    assert found.bound == pytest.approx(8 / 11)
+    assert found.kv_blocks == 2
