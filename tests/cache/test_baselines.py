@@ -38,6 +38,14 @@ def test_vllm_writes_out_first_and_room_comes_only_when_that_has_landed():
     assert cache.manager.counters.blocks_out == 10 and cache.manager.counters.blocks_lost == 0
 
 
+def test_vllm_writes_nothing_before_room_is_needed_and_fetches_nothing_ahead():
+    cache = Cache(device=20, policy="vllm")
+    cache.run([1] * 16, cache.adapter(1, 2))
+    cache.adapter(2, 1)
+    cache.tend()
+    assert not cache.copies()
+
+
 def test_a_request_that_comes_while_its_kv_is_written_out_keeps_it():
     cache = Cache(device=20, policy="vllm")
     cache.run([1] * 52)

@@ -167,6 +167,19 @@ def test_the_least_valuable_leaves_are_dropped_when_the_host_is_full_too():
     check_idle(cache.manager)
 
 
+def test_what_the_queue_needs_is_not_dropped_from_the_host():
+    cache = Cache(device=16, host=4)
+    for prompt in (A, B):
+        cache.run(prompt)
+        cache.drop_from_device(prompt)
+    want = cache.manager.expect(cache.manager.base, "", A, True)
+    cache.adapter(1, 2)
+    assert [cache.tiers(x) for x in (A, B)] == ["hh", ""]  # B is worth more, but nobody waits for it
+    cache.manager.unexpect(want)
+    cache.adapter(2, 1)
+    assert cache.tiers(A) == "h"
+
+
 def test_an_adapter_takes_the_place_of_history_on_the_host_copies_of_what_is_on_the_device_first():
     cache = Cache(device=16, host=6)
     cache.run(A)
