@@ -123,6 +123,9 @@ class Jlora(Policy):
             rate = self.BETA / (age + self.A0)
         return rate * self._density(node)
 
+    def tick(self, pulse: Pulse, now: float) -> bool:
+        return self.meter.moved()
+
     def _density(self, node: Node) -> float:
         """Seconds of load time that a block of the node saves."""
         return self.meter.load_s(node.kind, node.size) / node.size

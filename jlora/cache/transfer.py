@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 Direction = Literal["in", "out"]  # host to device; device to host
 
@@ -61,6 +61,10 @@ class _Fit:
         self.fixed = max(0.0, (self.y - self.each * self.x) / self.n)
 
 
+TYPICAL = 8  # blocks of the copy whose price tells whether prices have moved
+FAR = 1.5
+
+
 class Meter:
     """Measured seconds of loads, per kind of node, and of recomputing a token.
 
@@ -74,6 +78,7 @@ class Meter:
     def __init__(self, block_s: float, token_s: float = 1e-4):
         self.token_s = token_s
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
+        self._priced = [self.load_s(kind, TYPICAL) for kind in (ADAPTER, KV)]
 
     def observe(self, copy: Copy) -> None:
         """Takes in a copy to the device that has landed."""
@@ -84,6 +89,14 @@ class Meter:
         """Takes in a step that computed `tokens` prompt tokens."""
         if tokens > 0 and seconds > 0:
             self.token_s += 0.1 * (seconds / tokens - self.token_s)
+
+    def moved(self) -> bool:
+        """Whether loads cost far more or less than when this last said so: what was priced then is priced wrong."""
+        now = [self.load_s(kind, TYPICAL) for kind in (ADAPTER, KV)]
+        if all(1 / FAR < a / b < FAR for a, b in zip(now, self._priced, strict=True)):
+            return False
+        self._priced = now
+        return True
 
     def load_s(self, kind: int, blocks: int) -> float:
         """Expected seconds of one copy of so many blocks; always above 0."""

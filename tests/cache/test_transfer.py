@@ -65,3 +65,11 @@ def test_the_time_of_a_token_follows_the_steps():
         meter.observe_prefill(100, 0.05)
     meter.observe_prefill(0, 5.0)
     assert meter.token_s == pytest.approx(0.0005, rel=0.01)
+
+
+def test_the_meter_says_once_when_loads_have_come_to_cost_something_else():
+    meter = Meter(1e-3)
+    assert not meter.moved()
+    for blocks in (1, 4, 16, 2, 8) * 8:
+        meter.observe(copied(KV, blocks, 0.05 + 1e-3 * blocks))
+    assert meter.moved() and not meter.moved()
