@@ -54,7 +54,7 @@ class CacheConfig:
         host_blocks: blocks in host memory (0: from host_gib); adapters have their master copies here.
         host_gib: size of the host tier (0: a quarter of the memory available, as far as it is useful).
         prefix_reuse: keep finished requests' KV for later prompts.
-        upper, lower: shares of the device in use between which fastlibra keeps it (paper, section 4.3).
+        upper, lower: shares of the device in use between which fastlibra keeps it (paper, section 5.3).
         monitor_s: seconds between two rounds of the monitor.
         tau_s: time scale of fastlibra's sigmoid in seconds (0: the median reuse interval; 1: as printed).
         link_gbps: slows copies down to so many gigabytes per second each way (0: as fast as it is).
@@ -199,7 +199,8 @@ def validate(config: Config) -> Config:
         ("cache.lower", c.lower, 0 <= c.lower <= c.upper, "in [0, cache.upper]"),
         ("cache.monitor_s", c.monitor_s, 0 < c.monitor_s <= 60, "in (0, 60] seconds"),
         ("cache.tau_s", c.tau_s, 0 <= c.tau_s < 1e6, "0 or more seconds"),
-        ("cache.link_gbps", c.link_gbps, 0 <= c.link_gbps < 1e6, "0 or more gigabytes per second"),
+        ("cache.host_gib", c.host_gib, not (c.host_gib and c.host_blocks), "0 when cache.host_blocks is set"),
+        ("cache.link_gbps", c.link_gbps, c.link_gbps == 0 or 1e-4 <= c.link_gbps < 1e6, "0, or in [1e-4, 1e6) GB/s"),
         ("engine.max_seqs", e.max_seqs, 1 <= e.max_seqs <= 1024, "in [1, 1024]"),
         ("engine.max_step_tokens", e.max_step_tokens, e.max_step_tokens >= 1, "at least 1"),
         ("engine.max_queue", e.max_queue, e.max_queue >= 1, "at least 1"),

@@ -63,7 +63,7 @@ class Tier:
         self.allocator = BlockAllocator(total)
         self.total = total
         self.split = adapter_share is not None
-        adapters = total if adapter_share is None else round(adapter_share * total)
+        adapters = total if adapter_share is None else min(max(1, round(adapter_share * total)), total - 1)
         self.limit = [adapters, total if adapter_share is None else total - adapters]
         self.used = [0, 0]
         self.idle = [0, 0]

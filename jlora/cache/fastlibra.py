@@ -40,7 +40,7 @@ class Knobs(NamedTuple):
 
 
 class Fastlibra(Policy):
-    """The paper's swapper: every 100 ms, greedy, between two thresholds (section 4.3)."""
+    """The paper's swapper: every 100 ms, greedy, between two thresholds (section 5.3)."""
 
     name = "fastlibra"
     lookahead = 8

@@ -48,21 +48,16 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
 
 def invalid_kv(manager: CacheManager) -> int:
     """KV blocks on the device that nothing can use as they are: their prefix or their adapter is not there."""
-    return sum(
-        bool(node.device) and node not in manager.cells.departing and not _rooted(node)
-        for adapter in manager.adapters.values()
-        for node in manager.tree.below(adapter)
-    )
-
-
-def _rooted(node: Node) -> bool:
-    """Whether everything above the node holds device blocks."""
-    above = node.parent
-    while above is not None:
-        if not above.device and above.size:
-            return False
-        above = above.parent
-    return True
+    invalid = 0
+    stack: list[tuple[Node, bool]] = [
+        (adapter, bool(adapter.device) or not adapter.size) for adapter in manager.adapters.values()
+    ]
+    while stack:
+        above, rooted = stack.pop()
+        for node in above.branches():
+            invalid += bool(node.device) and not rooted and node not in manager.cells.departing
+            stack.append((node, rooted and bool(node.device)))
+    return invalid
 
 
 def check_integrity(manager: CacheManager) -> None:

@@ -50,6 +50,7 @@ class Lease:
     path: list[Node] = field(default_factory=list)
     cached: int = 0
     coming: list[Node] = field(default_factory=list)
+    streamed: bool = False  # a step of it began before its copies had landed
     adapter_s: float = 0.0  # from the grant until the adapter had landed
     kv_s: float = 0.0  # and until the prefix had
 
@@ -96,6 +97,7 @@ class CacheManager:
         self.base = AdapterNode(uid=0, size=0)
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
+        self._pinned: set[AdapterNode] = set()
         self._clock = clock
 
     @property
@@ -133,18 +135,35 @@ class CacheManager:
         """Blocks of the largest adapter that leaves room for at least one block of KV."""
         return min(self.cells.device.limit[ADAPTER], self.total - 1)
 
+    @property
+    def share_hint(self) -> str:
+        """The other key that limits adapters, where a policy splits the device."""
+        share = self.policy.share
+        return "" if share is None else f" or cache.share (adapters have {share:g} of them)"
+
+    @property
+    def host_use(self) -> str:
+        """For messages: what the host tier holds."""
+        host = self.cells.host
+        return f"{host.used[ADAPTER]} of {host.total} blocks are adapters', {host.used[KV]} are KV's"
+
     def capacity(self, adapter: AdapterNode, pinned: AdapterNode | None = None) -> int:
         """Tokens of the longest sequence that could run if it had the pool to itself.
 
         Args:
             pinned: counted as pinned even if it is not yet.
         """
-        held = {node.uid: node.size for node in self.adapters.values() if node.pinned or node is pinned}
-        held[adapter.uid] = adapter.size
+        held = sum(node.size for node in {*self._pinned, adapter, *([pinned] if pinned else [])})
         device = self.cells.device
-        if sum(held.values()) > device.limit[ADAPTER]:
+        if held > device.limit[ADAPTER]:
             return 0
-        return max(0, min(device.limit[KV], device.total - sum(held.values()))) * self.block_tokens
+        return max(0, min(device.limit[KV], device.total - held)) * self.block_tokens
+
+    def lacks_share(self, adapter: AdapterNode) -> bool:
+        """Whether it is the adapters' fixed share that has no room: requests for other adapters may have."""
+        device = self.cells.device
+        need = 0 if adapter.device else adapter.size
+        return device.split and need > device.room(ADAPTER) + device.reclaimable(ADAPTER)
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -169,18 +188,23 @@ class CacheManager:
         if pinned and not node.device and not self._bring_adapter(node, demand=True):
             return False
         self.cells.pin(node, pinned)
+        (self._pinned.add if pinned else self._pinned.discard)(node)
         self._leave_if_idle(node)
         return True
 
     def bring_in(self, node: AdapterNode) -> None:
-        """Starts an adapter's copy into blocks that are free anyway; evicts nothing."""
+        """Starts an adapter's copy into blocks that are free anyway; evicts nothing. Somebody waits for it."""
         if not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
-            self._bring_adapter(node, demand=False)
+            self._bring_adapter(node, demand=True)
 
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""
         self.cells.pin(node, False)
+        self._pinned.discard(node)
         node.dying = True
+        for flying, copy in self.cells.flying.items():
+            if copy.adapter is node:  # its end waits for them: no demand may hold them back
+                self.cells.promote(flying)
         self._bury_if_unused(node)
 
     # -- the queue ----------------------------------------------------------------------------
@@ -205,34 +229,37 @@ class CacheManager:
         self._bury_if_unused(want.adapter)
 
     def hint(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int]) -> int:
-        """`Prefetch`: starts the copies that a request would need, where idle blocks allow; blocks under way."""
+        """`Prefetch`: starts the copies that a request would need; its blocks that are under way.
+
+        Only over free blocks and over idle ones that have a copy and that nobody in the queue needs.
+        """
         cells = self.cells
         path = self.tree.match(adapter, tenant, tokens, len(tokens) - 1) if self.prefix_reuse else []
         missing = [node for node in path if not node.device]
         need = 0 if adapter.device else adapter.size
         if cells.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
-            return 0
+            return _coming(adapter, path)
         for node in (adapter, *path):  # what the hint names is no victim of the room it needs
             cells.lock(node)
-        before = cells.backlog["in"]
-        if cells.make_room(need, len(missing)):
+        if cells.make_room(need, len(missing), gently=True):
             self._bring_adapter(adapter, demand=False)
             self._bring(adapter, missing, demand=False)
             cells.visit((adapter, *path))
         for node in (*reversed(path), adapter):
             cells.unlock(node, used=False)
-        return cells.backlog["in"] - before
+        return _coming(adapter, path)
 
     # -- leases -----------------------------------------------------------------------------
 
     def acquire(
-        self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool, headroom: int
+        self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool, headroom: int, again: bool = False
     ) -> Lease | None:
         """A lease for a sequence whose known tokens are `tokens`; None if there is no room now.
 
         Args:
             reuse: whether it may read from and publish into the tree.
             headroom: blocks that must stay available beside it.
+            again: the sequence had a lease before: what it finds now is no hit.
         """
         assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
         cells = self.cells
@@ -251,7 +278,8 @@ class CacheManager:
             cells.epoch = epoch  # a refusal gives nobody a chance
             return None
         cells.visit((adapter, *lease.path))
-        self._count(lease, len(tokens), len(missing))
+        if not again:
+            self._count(lease, len(tokens))
         self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
         self._bring_adapter(adapter, demand=True)
         self._bring(adapter, missing, demand=True)
@@ -281,12 +309,16 @@ class CacheManager:
             lease.adapter_s = waited if ADAPTER in landed else lease.adapter_s
             lease.kv_s = waited if KV in landed else lease.kv_s
             lease.coming = left
-        self.counters.streamed += streamed
         return streamed or not left
 
     def unlanded(self, leases: Sequence[Lease]) -> tuple[Copy, ...]:
         """The copies under way that these leases read: what a step with them must stream."""
-        found = {self.cells.flying[node]: None for lease in leases for node in lease.coming if node.coming}
+        found: dict[Copy, None] = {}
+        for lease in leases:
+            copies = [self.cells.flying[node] for node in lease.coming if node.coming]
+            self.counters.streamed += bool(copies) and not lease.streamed
+            lease.streamed |= bool(copies)
+            found |= dict.fromkeys(copies)
         return tuple(found)
 
     def grow(self, lease: Lease, tokens: int) -> bool:
@@ -397,8 +429,9 @@ class CacheManager:
         if tokens < 2 or not all(copy.streams and copy.started for copy in copies):
             return False
         now, meter = self._clock(), self.policy.meter
-        left = sum(max(0.0, meter.load_s(c.kind, len(c.source)) + c.started - now) for c in copies)
-        return left <= STREAM * tokens * meter.token_s
+        left = [meter.load_s(c.kind, len(c.source)) + c.started - now for c in copies]
+        # A copy that is overdue defies the estimate: a step must not wait for it.
+        return min(left) > 0 and sum(left) <= STREAM * tokens * meter.token_s
 
     def _bring_adapter(self, node: AdapterNode, demand: bool) -> bool:
         """Starts an adapter's copy if it is not there; False if no room could be made."""
@@ -434,11 +467,17 @@ class CacheManager:
         self.cells.forget(node)
         del self.adapters[node.uid]
 
-    def _count(self, lease: Lease, tokens: int, from_host: int) -> None:
+    def _count(self, lease: Lease, tokens: int) -> None:
+        """Hits, as found: what is still on its way counts as on the host."""
         c = self.counters
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
-        c.kv_host_hit_tokens += from_host * self.block_tokens
+        c.kv_host_hit_tokens += sum(not node.on_device for node in lease.path) * self.block_tokens
         if lease.adapter.size:
             c.adapter_lookups += 1
             c.adapter_hits += lease.adapter.on_device
+
+
+def _coming(adapter: AdapterNode, path: Sequence[Node]) -> int:
+    """Blocks of these nodes that are on their way to the device."""
+    return sum(node.size for node in (adapter, *path) if node.coming)

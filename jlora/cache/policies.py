@@ -17,6 +17,7 @@ published system does differently is a few answers in its class:
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from jlora.cache.transfer import Meter
@@ -33,7 +34,7 @@ class Pulse(NamedTuple):
     """
 
     running: int
-    adapters: list[Node]
+    adapters: Sequence[Node]
     on_device: int
 
 
@@ -113,7 +114,8 @@ class Jlora(Policy):
     def key(self, node: Node) -> tuple[int, float]:
         if not node.shared:
             return 1, node.last_use
-        return 0, math.log(max(node.count, 1e-12)) + node.last_use / self.T + math.log(self._density(node))
+        density = self.meter.density(node.kind, node.size)
+        return 0, math.log(max(node.count, 1e-12)) + node.last_use / self.T + math.log(density)
 
     def value(self, node: Node, now: float) -> float:
         age = max(0.0, now - node.last_use)
@@ -121,14 +123,10 @@ class Jlora(Policy):
             rate = node.count * math.exp(-age / self.T) / self.T
         else:
             rate = self.BETA / (age + self.A0)
-        return rate * self._density(node)
+        return rate * self.meter.density(node.kind, node.size)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
         return self.meter.moved()
-
-    def _density(self, node: Node) -> float:
-        """Seconds of load time that a block of the node saves."""
-        return self.meter.load_s(node.kind, node.size) / node.size
 
 
 class Vllm(Policy):

@@ -133,17 +133,20 @@ class Residency:
 
     # -- room -----------------------------------------------------------------------------------
 
-    def make_room(self, adapter: int = 0, kv: int = 0) -> bool:
+    def make_room(self, adapter: int = 0, kv: int = 0, gently: bool = False) -> bool:
         """Evicts the least valuable candidates until so many blocks of each kind can be taken.
 
         Evicts nothing if that could not be enough: history is not lost for a request that waits
         anyway. With a policy that writes back, room comes only when the writing is done.
+
+        Args:
+            gently: touch nothing that the queue needs or that would be lost.
         """
         missing = self.device.missing(adapter, kv)
         for kind, count in missing:
             if count > self.device.reclaimable(kind) + self.leaving(kind):
                 return False
-        return all([self._free(kind, count) for kind, count in missing])
+        return all([self._free(kind, count, gently) for kind, count in missing])
 
     def leaving(self, kind: int | None) -> int:
         """Blocks of a kind (None: of all) whose write-back is under way; adapters need none."""
@@ -159,8 +162,9 @@ class Residency:
         assert self.evictable(node), "evicted what is in use, pinned or depended on"
         log.debug("evict %s: %d blocks, worth %.3g", _name(node), len(node.device), self.value(node))
         self._leave_device(node)
-        self.counters.clean_evictions += 1
-        if not node.host:
+        if node.host:
+            self.counters.clean_evictions += 1
+        else:
             self.counters.blocks_lost += 1
             self._prune(node)
 
@@ -168,7 +172,7 @@ class Residency:
         """Frees host blocks for something worth `worth` (inf: whatever it takes).
 
         Copies of what is worth more on the device go first: they are needed last. Then leaves that
-        are worth less go for good. False, and nothing lost, if even all KV would not be enough.
+        are worth less go for good. False if that is not enough; at once if all KV would not be.
         """
         if count > self.host.free + self.host.used[KV]:
             return False
@@ -213,23 +217,29 @@ class Residency:
         Args:
             leave: evict the nodes when it is complete, unless they are used again by then.
         """
+        for node in nodes:
+            self._reserve(node, leave)
+        self._send(adapter, nodes)
+
+    def _reserve(self, node: Node, leave: bool) -> None:
+        """Takes the node's place on the host and marks it as being written there."""
+        self._account(node, -1)
+        node.saving = True
+        self._account(node, 1)
+        node.host = self.host.take(node.kind, node.size)
+        node.stamp += 1
+        if leave:
+            self.departing.add(node)
+            self._count_resident(node, -1)
+
+    def _send(self, adapter: AdapterNode, nodes: Sequence[Node]) -> None:
+        """Starts the one copy to the host of nodes that have their places there."""
         if not nodes:
             return
         source = tuple(block for node in nodes for block in node.device)
-        target = self.host.take(nodes[0].kind, len(source))
+        target = tuple(block for node in nodes for block in node.host)
         copy = Copy("out", adapter, tuple(nodes), source, target)
-        at = 0
-        for node in nodes:
-            self._account(node, -1)
-            node.saving = True
-            self._account(node, 1)
-            node.host = target[at : at + node.size]
-            at += node.size
-            self.flying[node] = copy
-            node.stamp += 1
-            if leave:
-                self.departing.add(node)
-                self._count_resident(node, -1)
+        self.flying.update(dict.fromkeys(nodes, copy))
         self._start(copy)
 
     def landed(self, copy: Copy) -> None:
@@ -347,23 +357,26 @@ class Residency:
             "copy %s %s: %d blocks, demand=%s", copy.direction, _name(copy.nodes[0]), len(copy.source), copy.demand
         )
 
-    def _free(self, kind: int | None, count: int) -> bool:
+    def _free(self, kind: int | None, count: int, gently: bool) -> bool:
         """Evicts `count` blocks of a kind; False if some of them come free only when a copy has landed."""
         if count <= 0:
             return True
         waits = self.leaving(kind) > 0
         count -= self.leaving(kind)
+        writing: dict[AdapterNode, list[Node]] = {}
         while count > 0:
-            node = self.worst(kind, needed=True)
-            if node is None:  # what is idle hangs above a copy under way
-                return False
+            node = self.worst(kind, needed=not gently)
+            if node is None or (gently and not node.host):  # what is idle hangs above a copy, or is needed
+                break
             count -= len(node.device)
             if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), self.value(node)):
-                self.save(self.adapter_of(node), [node], leave=True)
-                waits = True
+                self._reserve(node, leave=True)
+                writing.setdefault(self.adapter_of(node), []).append(node)
             else:
                 self.evict(node)
-        return not waits
+        for adapter, nodes in writing.items():
+            self._send(adapter, nodes[::-1])
+        return count <= 0 and not waits and not writing
 
     def _offer_below(self, node: Node) -> None:
         """What hangs below a node that comes in may follow it; of many branches the latest."""

@@ -1,7 +1,7 @@
 """What the cache does between requests: thresholds, backups, fetching ahead. No jax.
 
     every monitor_s:
-        use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 4.3)
+        use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
         use below `lower`        fetch the most valuable roots while the link idles
         host full, link idle     back up the coldest, over copies of what is hot
 
@@ -15,9 +15,10 @@ from collections.abc import Iterator
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.policies import Pulse
-from jlora.cache.tree import Node
+from jlora.cache.tree import KV, AdapterNode, Node
 
-BACKUPS = 16  # blocks per round: a short copy, so that a demand for the link never waits long
+BACKUPS = 16, 512  # blocks per round, at least and at most
+BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
 FETCHES = 16
 REKEYS = 500  # nodes per round: a tree of a million must not hold up a step
 
@@ -82,8 +83,20 @@ class Tending:
         cells = self._manager.cells
         if cells.backlog["out"]:
             return
-        for node in cells.coldest(BACKUPS):
+        rounds: dict[AdapterNode, list[Node]] = {}
+        for node in cells.coldest(self._batch()):
             adapter = cells.adapter_of(node)
-            if adapter.dying or not cells.make_host_room(1, worth=cells.value(node)):
-                return
-            cells.save(adapter, [node])
+            if adapter.dying or node in rounds.get(adapter, ()):
+                continue
+            if not cells.make_host_room(1 + sum(map(len, rounds.values())), worth=cells.value(node)):
+                break
+            rounds.setdefault(adapter, []).append(node)
+        for adapter, nodes in rounds.items():
+            cells.save(adapter, nodes)
+
+    def _batch(self) -> int:
+        """Blocks that the link carries in its part of a round, by what copies were measured to take."""
+        least, most = BACKUPS
+        load_s = self._manager.policy.meter.load_s
+        each = (load_s(KV, most) - load_s(KV, 1)) / (most - 1)
+        return max(least, min(most, int(BACKUP_SHARE * self._every / max(each, 1e-9))))

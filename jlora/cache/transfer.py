@@ -78,17 +78,28 @@ class Meter:
     def __init__(self, block_s: float, token_s: float = 1e-4):
         self.token_s = token_s
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
+        self._run = 16.0  # blocks of a typical copy of KV
         self._priced = [self.load_s(kind, TYPICAL) for kind in (ADAPTER, KV)]
 
     def observe(self, copy: Copy) -> None:
         """Takes in a copy to the device that has landed."""
         if copy.direction == "in" and copy.seconds > 0:
             self._fits[copy.kind].add(len(copy.source), copy.seconds)
+            if copy.kind == KV:
+                self._run += 0.05 * (len(copy.source) - self._run)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Takes in a step that computed `tokens` prompt tokens."""
         if tokens > 0 and seconds > 0:
             self.token_s += 0.1 * (seconds / tokens - self.token_s)
+
+    def density(self, kind: int, blocks: int) -> float:
+        """Seconds of load time that a block of a node saves.
+
+        KV comes back in runs of many nodes, which share the fixed part of their one copy.
+        """
+        size = blocks if kind == ADAPTER else max(1.0, self._run)
+        return self.load_s(kind, size) / size
 
     def moved(self) -> bool:
         """Whether loads cost far more or less than when this last said so: what was priced then is priced wrong."""
@@ -98,7 +109,7 @@ class Meter:
         self._priced = now
         return True
 
-    def load_s(self, kind: int, blocks: int) -> float:
+    def load_s(self, kind: int, blocks: float) -> float:
         """Expected seconds of one copy of so many blocks; always above 0."""
         fit = self._fits[kind]
         return max(fit.fixed + blocks * fit.each, 1e-9)

@@ -18,7 +18,7 @@ decided in `residency` and `policies`. Plain Python, no jax.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Sequence, ValuesView
+from collections.abc import Iterator, Reversible, Sequence
 
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
@@ -74,7 +74,7 @@ class Node:
             return below.get(key)
         return below if below is not None and below.key == key else None
 
-    def branches(self) -> tuple[Node, ...] | ValuesView[Node]:
+    def branches(self) -> Reversible[Node]:
         """All children, the latest last."""
         below = self.children
         if isinstance(below, dict):

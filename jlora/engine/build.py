@@ -133,8 +133,14 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int
     """
     cache = config.cache
     room = min(_available(), _cgroup_limit()) // layout.block_bytes
+    asked = int(cache.host_gib * 2**30) // layout.block_bytes
+    if cache.host_gib and not asked:
+        raise ConfigError(
+            f"cache.host_gib = {cache.host_gib}: holds not even one block of {layout.block_bytes} bytes; "
+            "raise it, or set it to 0 for a size that fits the machine"
+        )
     useful = 2 * adapters + 8 * layout.blocks  # as many adapters again, and a long history
-    blocks = cache.host_blocks or int(cache.host_gib * 2**30) // layout.block_bytes or min(room // 4, useful)
+    blocks = cache.host_blocks or asked or min(room // 4, useful)
     if blocks > room:
         raise ConfigError(
             f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "

@@ -281,13 +281,13 @@ class Engine:
         if size > most:
             raise ResourceExhausted(
                 f"adapter {new.name!r} needs {size} blocks, and at most {most} of the pool's {self._manager.total} "
-                "can hold an adapter; raise cache.hbm_blocks"
+                f"can hold an adapter; raise cache.hbm_blocks{self._manager.share_hint}"
             )
         node = self._manager.add_adapter(self._registry.new_uid(), size)
         if node is None:
             raise ResourceExhausted(
-                f"adapter {new.name!r} needs {size} blocks of the host tier, which is full of adapters; "
-                "unload one, or raise cache.host_blocks"
+                f"adapter {new.name!r} needs {size} blocks of the host tier, which has no room beside its adapters "
+                f"and the KV in use ({self._manager.host_use}); unload one, try again, or raise cache.host_blocks"
             )
         self._swapper.fill(node.host, new.packed.data)
         return node

@@ -39,7 +39,8 @@ class Sequence:
         max_len: prompt plus the most output tokens it may have.
         lease: what it holds of the cache from its admission on; want: what it needs while it waits.
         refused: the cache's epoch when it was last refused a lease.
-        adapter_s, kv_s: seconds its first lease waited for the adapter and for cached KV.
+        boarded: it has had a slot; slot_s: seconds it waited for that after its copies had landed.
+        adapter_s, kv_s: seconds its lease waited for the adapter and for cached KV before that.
         set_up: the slot's tables on the device are this sequence's.
     """
 
@@ -60,6 +61,8 @@ class Sequence:
     set_up: bool = False
     finished: FinishReason | None = None
     cached: int = 0
+    boarded: bool = False
+    slot_s: float = 0.0
     adapter_s: float = 0.0
     kv_s: float = 0.0
     admitted: float = 0.0

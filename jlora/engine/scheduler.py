@@ -27,6 +27,7 @@ from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
+CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
 LOOKAHEAD = 64  # waiting sequences that admission looks past, at most
 
 
@@ -148,17 +149,17 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
         decode = self._plan_decode()
-        self._board()
+        self._board(now)
         budget = self.config.max_step_tokens
         prefill: list[Work] = []
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        while budget > 0 and self._slots:
+        while budget > 0 and self._slots and len(self.loading) < CROWD * self.config.max_seqs:
             sequence = self._admit(now)
             if sequence is None:
                 break
-            if self._run_if_ready(sequence):  # else its copies are under way, and the next one may go ahead
+            if self._run_if_ready(sequence, now):  # else its copies are under way, and the next one may go ahead
                 budget -= self._add_chunk(prefill, sequence, budget)
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))
@@ -228,21 +229,25 @@ class Scheduler:
         sequence.in_flight += samples
         return -(-count // ROW) * ROW
 
-    def _board(self) -> None:
+    def _board(self, now: float) -> None:
         """Sequences whose copies have landed take their slots, in order of service."""
         for sequence in sorted(self.loading, key=_rank):
-            if self._slots and self._run_if_ready(sequence):
+            if self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
-    def _run_if_ready(self, sequence: Sequence) -> bool:
+    def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
-        if not self.manager.ready(sequence.lease, min(sequence.remaining, self.config.max_step_tokens)):
+        lease = sequence.lease
+        ready = self.manager.ready(lease, min(sequence.remaining, self.config.max_step_tokens))
+        if not (ready and self._slots):
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False
-        if not sequence.first_token:
-            sequence.adapter_s, sequence.kv_s = sequence.lease.adapter_s, sequence.lease.kv_s
+        if not sequence.boarded:
+            sequence.adapter_s, sequence.kv_s, sequence.boarded = lease.adapter_s, lease.kv_s, True
+            # Between its copies and its slot it waited like any other in the queue.
+            sequence.slot_s = max(0.0, now - lease.granted - max(lease.adapter_s, lease.kv_s))
         sequence.slot = self._slots.pop()
         sequence.set_up = False
         self.running.append(sequence)
@@ -270,9 +275,11 @@ class Scheduler:
                 continue
             if self._lease(sequence, now):
                 started = sequence
-            else:
-                skipped.append(entry)
-            break
+                break
+            skipped.append(entry)
+            if not self.manager.lacks_share(sequence.adapter):
+                break
+            cold += 1  # others need no room in the adapters' share
         for entry in skipped:
             heapq.heappush(self._waiting, entry)
         return started
@@ -289,7 +296,8 @@ class Scheduler:
             return False
         tenant = sequence.request.tenant
         headroom = min(len(self.running), self.manager.total // 16)
-        lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom)
+        again = sequence.admitted > 0
+        lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom, again)
         if lease is None:
             sequence.refused = self.manager.epoch
             return False
@@ -313,6 +321,8 @@ class Scheduler:
             self._slots.append(sequence.slot)
         else:
             self.loading.remove(sequence)
+            if not sequence.boarded:  # it has only waited so far
+                sequence.admitted = 0.0
         assert sequence.lease is not None
         self.manager.release(sequence.lease)
         sequence.lease, sequence.slot, sequence.computed = None, -1, 0
@@ -376,11 +386,11 @@ def _rank(sequence: Sequence) -> tuple[int, int]:
 
 def _timing(s: Sequence, now: float) -> Timing:
     admitted = s.admitted or now
-    started = admitted + max(s.adapter_s, s.kv_s)
+    started = admitted + max(s.adapter_s, s.kv_s) + s.slot_s
     first = s.first_token or now
     gaps = len(s.tokens) - s.prompt_len - 1
     return Timing(
-        queue=admitted - s.arrived,
+        queue=admitted - s.arrived + s.slot_s,
         adapter_cold_start=s.adapter_s,
         kv_cold_start=s.kv_s,
         prefill=max(0.0, first - started) if s.admitted else 0.0,

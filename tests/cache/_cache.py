@@ -17,11 +17,11 @@ A, B, C, D = [1] * 9, [2] * 9, [3] * 9, [4] * 9  # prompts: two full blocks each
 class Cache:
     """A manager with a link whose copies land when told, and a clock that moves when told."""
 
-    def __init__(self, device: int = 16, host: int = 64, policy: str = "lru"):
+    def __init__(self, device: int = 16, host: int = 64, policy: str = "lru", streams: bool = False):
         self.now = 1.0
         meter = Meter(BLOCK_S, TOKEN_S)
         made = POLICIES[policy](meter)
-        self.manager = CacheManager(Sizes(device, host, BLOCK), made, lambda: self.now)
+        self.manager = CacheManager(Sizes(device, host, BLOCK), made, lambda: self.now, streams=streams)
         self.cells = self.manager.cells
         self.tending = Tending(self.manager, 0.1)
         self.flying: list[Copy] = []

@@ -140,7 +140,7 @@ def test_a_hint_starts_the_copies_and_a_request_that_comes_makes_them_urgent():
         cache.cells.evict(node)
     assert cache.manager.hint(adapter, "", A) == 4
     assert [copy.demand for copy in cache.copies()] == [False, False]
-    assert cache.manager.hint(adapter, "", A) == 0  # they are under way
+    assert cache.manager.hint(adapter, "", A) == 4 and len(cache.copies()) == 2  # they are under way
     lease = cache.leased(A, adapter)
     assert [copy.demand for copy in cache.copies()] == [True, True] and not cache.manager.ready(lease)
     cache.land()

@@ -49,12 +49,11 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
     nodes = [AdapterNode(1, 2), AdapterNode(2, 8), kv(shared=True), kv(), kv()]
     visits, now = touch(policy, nodes), 260.0
     for node in nodes:
-        load = policy.meter.load_s(node.kind, node.size)
         if node.shared:
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / 100.0
         else:
             rate = 0.5 / (now - node.last_use + 5.0)
-        assert policy.value(node, now) == pytest.approx(rate * load / node.size)
+        assert policy.value(node, now) == pytest.approx(rate * policy.meter.density(node.kind, node.size))
 
 
 def test_jlora_keys_order_like_the_values_at_any_later_time():
@@ -82,11 +81,11 @@ def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():
 
 def test_jlora_keeps_an_adapter_whose_load_has_a_fixed_cost_over_kv_of_the_same_use():
     policy = Jlora(meter())
-    adapter, prefix = AdapterNode(1, 1), kv(shared=True)
+    adapter, prefix = AdapterNode(1, 16), kv(shared=True)  # as many blocks as a typical copy of KV
     policy.visit(adapter, 1.0)
     policy.visit(prefix, 1.0)
     assert policy.value(adapter, 2.0) == pytest.approx(policy.value(prefix, 2.0))
-    policy.meter._fits[adapter.kind].fixed = 0.05
+    policy.meter._fits[adapter.kind].fixed = 0.5
     assert policy.value(adapter, 2.0) > 10 * policy.value(prefix, 2.0)
 
 

@@ -277,3 +277,61 @@ def test_fetching_evicts_nothing_and_leaves_the_dead_alone():
     cache.tend()
     assert not other.device
     cache.manager.unexpect(want)
+
+
+def test_an_old_version_that_lives_on_does_not_stop_the_backups():
+    cache = Cache(device=40, host=5)
+    old = cache.adapter(1, 1)
+    hot = [[10] * 9, [11] * 9]
+    for tokens in hot:
+        cache.run(tokens)  # fills the host
+    held = cache.leased([5] * 9, old, reuse=False)
+    cache.run(A, old)
+    cache.run(B)
+    assert cache.tiers(A, old) == cache.tiers(B) == "dd"
+    for tokens in hot:
+        cache.run(tokens)
+    cache.manager.kill(old)
+    cache.tend()
+    cache.land()
+    assert cache.tiers(A, old) == "dd" and cache.tiers(B) == "bb"
+    cache.manager.release(held)
+
+
+def test_a_hint_takes_nothing_that_the_queue_needs_or_that_would_be_lost():
+    cache = Cache(device=16, host=64)
+    wanted, other = cache.adapter(1, 12), cache.adapter(2, 4)
+    cache.run([5] * 5, wanted)
+    want = cache.manager.expect(wanted, "", [5] * 5, True)
+    assert cache.manager.hint(other, "", [6] * 5) == 0 and wanted.ready
+    cache.manager.unexpect(want)
+    assert cache.manager.hint(other, "", [6] * 5) == 4
+    cache.land()
+
+
+def test_an_overdue_copy_is_waited_for_and_not_streamed():
+    cache = Cache(device=20, streams=True)
+    adapter = cache.adapter(1, 4)
+    lease = cache.leased([5] * 9, adapter)
+    (copy,) = cache.copies()
+    copy.started = cache.now
+    predicted = cache.cells.policy.meter.load_s(copy.kind, 4)
+    assert copy.streams and cache.manager.ready(lease, 1000)
+    cache.now += 10 * predicted
+    assert not cache.manager.ready(lease, 1000)
+    cache.land()
+    assert cache.manager.ready(lease, 1000)
+    cache.manager.release(lease)
+
+
+def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
+    cache = Cache(device=20)
+    cache.run(A)
+    for node in reversed(cache.path(A)):
+        cache.cells.evict(node)
+    cache.manager.hint(cache.manager.base, "", A)
+    lease = cache.leased(A)
+    counters = cache.manager.counters
+    assert counters.kv_host_hit_tokens == counters.kv_hit_tokens == lease.cached == 8
+    cache.land()
+    cache.manager.release(lease)

@@ -364,7 +364,7 @@ def test_a_step_streams_what_its_prompts_read_and_is_still_on_its_way():
     bench.step()
     (copy,) = bench.plans[0].copies
     assert copy.streams and not work(bench.plans[0])
-    copy.started = bench.now
+    copy.started = bench.now + 1  # the link takes it up just before the next step
     bench.step()
     assert bench.plans[1].streams == (copy,) and "early" in work(bench.plans[1])
     bench.finish()
@@ -385,3 +385,40 @@ def test_a_refused_lease_is_asked_for_again_only_after_something_changed(monkeyp
     assert len(calls) <= 2 and not bench.tokens("waits")
     bench.finish()
     assert len(bench.tokens("waits")) == 2
+
+
+def test_a_request_without_room_in_the_adapters_share_lets_others_go_ahead():
+    bench = Bench(blocks=40, policy="vllm-fair", max_seqs=8)  # the adapters' share: 8 blocks
+    a, b = bench.adapter(1, 6), bench.adapter(2, 6)
+    bench.submit("first", 5, max_tokens=20, adapter=a)
+    for _ in range(3):
+        bench.step()
+    bench.submit("no room", 5, max_tokens=2, adapter=b)
+    bench.submit("warm", 5, max_tokens=2, adapter=a)
+    bench.submit("base", 5, max_tokens=2)
+    bench.step()
+    assert {"warm", "base"} <= set(work(bench.plans[-1])) and "no room" not in work(bench.plans[-1])
+    bench.finish()
+    assert len(bench.tokens("no room")) == 2
+
+
+def test_waiting_for_a_slot_counts_as_queue_and_not_as_a_cold_start():
+    bench = Bench(delay=2, max_seqs=1)
+    node = bench.adapter(1, 3)
+    bench.submit("cold", 9, max_tokens=2, adapter=node)
+    bench.step()
+    bench.submit("long", 5, max_tokens=30)
+    bench.finish()
+    timing = next(e.timing for e in bench.events if e.request_id == "cold" and e.timing)
+    assert timing.adapter_cold_start == 3 and timing.queue > 20
+    assert timing.ttft == timing.queue + timing.adapter_cold_start + timing.prefill
+
+
+def test_what_a_preempted_sequence_finds_again_is_no_hit():
+    bench = Bench(blocks=10, draw=lambda s, position: 100 + position)
+    for name, start in (("a", 10), ("b", 30), ("c", 50)):
+        bench.submit(name, list(range(start, start + 9)), max_tokens=12)
+    bench.finish()
+    counters = bench.manager.counters
+    assert bench.scheduler.preemptions > 0
+    assert (counters.kv_hit_tokens, counters.kv_lookup_tokens) == (0, 27)
