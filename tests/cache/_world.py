@@ -25,7 +25,7 @@ from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node
 
 BLOCK = 2  # tokens per block
-FIXED_S, EACH_S, TOKEN_S = 2e-4, 5e-4, 2e-4  # the link and the compute: a prefix is sometimes computed again
+FIXED_S, EACH_S, TOKEN_S = 4e-3, 1e-2, 4e-3  # the link and the compute: a prefix is sometimes computed again
 NAMES = 4  # adapters by name; 0 is the base
 Content = tuple[object, ...]
 
