@@ -102,7 +102,8 @@ def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    result = cache.run(cache.QUICK if args.quick else cache.FULL)
+    work = args.work / ("quick" if args.quick else "r7")
+    result = cache.run(cache.QUICK if args.quick else cache.FULL, work)
     args.out.mkdir(parents=True, exist_ok=True)
     growth.draw(result, args.out / growth.FIGURE)
     return result

@@ -25,12 +25,15 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+from tqdm import tqdm
 
 from jlora.bench import machine, steps
 from jlora.bench.grove import Grove, Shape
+from jlora.bench.rounds import Journal
 from jlora.bench.steps import StepLoad
 from jlora.cache.tree import KV
 
@@ -73,10 +76,19 @@ QUICK = Growth(
 )
 
 
-def run(growth: Growth) -> dict[str, Any]:
-    """Medians, 99th percentiles and maxima of everything, the scheduler's fit, and the targets."""
-    trees = [_apart(tree, shape, growth.samples) for shape in growth.shapes]
-    loads = [_apart(step, load, growth.steps) for load in growth.loads]
+def run(growth: Growth, work: Path) -> dict[str, Any]:
+    """Medians, 99th percentiles and maxima of everything, the scheduler's fit, and the targets.
+
+    Args:
+        work: where finished measurements are kept, so that an interrupted run goes on.
+    """
+    journal = Journal(work / "cache.jsonl", asdict(growth))
+    todo = [(tree, shape, growth.samples) for shape in growth.shapes]
+    todo += [(step, load, growth.steps) for load in growth.loads]
+    for measure, what, count in tqdm(todo[len(journal.rounds) :], desc="cache", unit="case"):
+        journal.add({"row": _apart(measure, what, count)})
+    rows = [finished["row"] for finished in journal.rounds]
+    trees, loads = rows[: len(growth.shapes)], rows[len(growth.shapes) :]
     plain = [row for row in loads if not row["queued"] and row["registered"] == loads[0]["registered"]]
     slope, fixed = np.polyfit([r["running"] for r in plain], [r["step"]["median_us"] for r in plain], 1)
     return {

@@ -19,7 +19,7 @@ from jlora.cache.tree import KV
 def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a quick run."""
     out = tmp_path_factory.mktemp("results")
-    assert main(["cache", "--quick", "--out", str(out)]) == 0
+    assert main(["cache", "--quick", "--out", str(out), "--work", str(out / "work")]) == 0
     return out
 
 
@@ -35,6 +35,24 @@ def test_every_operation_is_timed_for_every_tree_and_load(results: Path):
         assert 0.9 * row["nodes"] <= row["kv_nodes"] <= 1.1 * row["nodes"]
     assert [(r["running"], r["queued"]) for r in record["loads"]] == [(2, 0), (8, 0), (8, 20)]
     assert {"what", "worst", "limit", "met"} == set(record["summary"]["targets"][0])
+
+
+def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    done = []
+
+    def measure(kind, what, count) -> dict:
+        if len(done) == 4:
+            raise KeyboardInterrupt
+        done.append(what)
+        return kind(what, count)
+
+    monkeypatch.setattr(cache, "_apart", measure)
+    with pytest.raises(KeyboardInterrupt):
+        cache.run(cache.QUICK, tmp_path)
+    monkeypatch.setattr(cache, "_apart", lambda kind, what, count: done.append(what) or kind(what, count))
+    result = cache.run(cache.QUICK, tmp_path)
+    assert done == [*cache.QUICK.shapes, *cache.QUICK.loads], "everything was measured once"
+    assert len(result["trees"]) == len(cache.QUICK.shapes) and len(result["loads"]) == len(cache.QUICK.loads)
 
 
 def test_the_page_has_the_tables_and_says_where_a_target_is_missed(results: Path):
