@@ -184,7 +184,9 @@ def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same
     prompt = tuple(3 + i % 80 for i in range(100))
     settings = {"engine__layers": layers, "model__tp": tp, "engine__max_step_tokens": 64}
     long = Request("long", prompt, GREEDY, adapter="large")
-    with poisoned(tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=0.01) as service:
+    with poisoned(
+        tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=5e-4
+    ) as service:  # 4 ms a block
         manager = service._engine._manager
         wanted = tokens(serve(service, [replace(long, bypass_prefix_cache=True)])["long"])
         serve(service, [replace(long, prompt=prompt[:48])])
