@@ -104,6 +104,8 @@ def test_the_link_is_as_slow_as_it_is_told_to_be_each_way_on_its_own(slow: Rig):
     slow.swapper.start([slow.copy("in", (20, 21, 22), (1, 2, 3)), slow.copy("out", (4, 5, 6), (30, 31, 32))])
     copies = slow.land(2)
     assert all(copy.seconds >= 0.12 for copy in copies)
+    ends = [copy.started + copy.seconds for copy in copies]
+    assert max(copy.started for copy in copies) < min(ends)  # at the same time
     assert time.monotonic() - began >= 0.12
 
 
