@@ -26,13 +26,15 @@ class DevicePool:
     Args:
         programs: `write_blocks`, `read_blocks` and `write_layers` of `jlora.model.step.Programs`.
         groups: equal groups of layers that a streamed copy comes in.
+        pinned: transfers go through pinned host memory (see `has_pinned_host`).
     """
 
-    def __init__(self, layout: PoolLayout, mesh: Mesh, programs: Programs, groups: int):
+    def __init__(self, layout: PoolLayout, mesh: Mesh, programs: Programs, groups: int, pinned: bool = False):
         self.layout = layout
         self.groups = groups
         self._programs = programs
         self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
+        self._pinned = self._staging.with_memory_kind("pinned_host") if pinned else None
         sharding = NamedSharding(mesh, PartitionSpec(None, None, "tp"))
         zeros = jax.jit(lambda: jnp.zeros(layout.shape, layout.dtype), out_shardings=sharding)
         self.array = zeros()
@@ -49,7 +51,10 @@ class DevicePool:
         """
         staged = []
         for at, piece in _pieces(ids):
-            staged.append((piece, jax.device_put(data[at : at + len(piece)], self._staging)))
+            part = data[at : at + len(piece)]
+            if self._pinned is not None:
+                part = jax.device_put(part, self._pinned)
+            staged.append((piece, jax.device_put(part, self._staging)))
         jax.block_until_ready([array for _, array in staged])
         return staged
 
@@ -67,6 +72,8 @@ class DevicePool:
     def gather(self, ids: Sequence[int]) -> list[jax.Array]:
         """Enqueues a snapshot of blocks as they are after what was dispatched before, and its transfer."""
         found = [self._programs.read_blocks(self.array, piece) for _, piece in _pieces(ids)]
+        if self._pinned is not None:
+            return [jax.device_put(array, self._pinned) for array in found]
         for array in found:
             array.copy_to_host_async()
         return found
@@ -79,6 +86,12 @@ class DevicePool:
             self.place(self.stage(nowhere, zeros))
             self.place_group(self.stage(nowhere, zeros[:, : self.group_layers]), 0)
             self.gather([0] * size)
+
+
+def has_pinned_host(mesh: Mesh) -> bool:
+    """Whether the devices reach host memory of their own, so that transfers need no bounce buffer."""
+    device = mesh.devices.flat[0]
+    return device.platform != "cpu" and any(m.kind == "pinned_host" for m in device.addressable_memories())
 
 
 class HostPool:

@@ -20,7 +20,7 @@ from jlora.adapters.peft import read_peft
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
-from jlora.cache.pool import DevicePool, HostPool
+from jlora.cache.pool import DevicePool, HostPool, has_pinned_host
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
@@ -77,7 +77,7 @@ def build_device(
     directory = checkpoint.resolve(config.model.path)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     programs = step.build(spec, layout, mesh, stacked)
-    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers))
+    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
     return Runner(params, programs, pool, state, BatchBuilder(layout, config.engine, spec, projections)), pool

@@ -24,9 +24,9 @@ LAYOUT = PoolLayout.of(SPEC, 13, 4, 1)  # block 0 and twelve more
 class Rig:
     """A pool, a host tier of 40 blocks with block b full of b, and a swapper."""
 
-    def __init__(self, gbps: float = 0.0):
+    def __init__(self, gbps: float = 0.0, pinned: bool = False):
         mesh = sharding.make_mesh(1)
-        self.pool = DevicePool(LAYOUT, mesh, step.build(SPEC, LAYOUT, mesh, stacked=True), groups=4)
+        self.pool = DevicePool(LAYOUT, mesh, step.build(SPEC, LAYOUT, mesh, stacked=True), 4, pinned)
         self.host = HostPool(LAYOUT, 40)
         for block in range(41):
             self.host.write([block], np.full((1, *LAYOUT.block_shape), block, np.float32))
@@ -51,9 +51,9 @@ class Rig:
         return rows[:, 0]
 
 
-@pytest.fixture
-def rig() -> Iterator[Rig]:
-    made = Rig()
+@pytest.fixture(params=[False, True], ids=["plain", "pinned"])
+def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
+    made = Rig(pinned=request.param)
     yield made
     made.swapper.close()
 
