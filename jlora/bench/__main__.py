@@ -3,6 +3,7 @@
     jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
     jlora bench throughput | latency | host                one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
+    jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -19,7 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, report, throughput
+from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -33,6 +34,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "latency": ("latency",),
     "host": ("host",),
     "cache": ("cache",),
+    "policies": ("policies",),
 }
 
 
@@ -44,10 +46,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "latency": _latency,
         "host": _host,
         "cache": _cache,
+        "policies": _policies,
     }
     try:
         for name in GROUPS[args.name]:
-            for dtype in {"host": args.dtype[:1], "cache": ["python"]}.get(name, args.dtype):
+            for dtype in {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"]}.get(name, args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -63,8 +66,9 @@ def parser() -> Parser:
     made.add_argument("name", nargs="?", default="all", choices=list(GROUPS), help="which benchmark (default: all)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15)")
+    made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15, policies 3)")
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
+    made.add_argument("--data", type=Path, metavar="DIR", help="public traces for the policies (default: synthetic)")
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
     made.add_argument("--out", type=Path, default=Path("docs/results"), help="where results go")
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights and unfinished runs")
@@ -106,6 +110,14 @@ def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     result = cache.run(cache.QUICK if args.quick else cache.FULL, work)
     args.out.mkdir(parents=True, exist_ok=True)
     growth.draw(result, args.out / growth.FIGURE)
+    return result
+
+
+def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    budget = Budget(args.rounds or (1 if args.quick else 3), args.minutes)
+    make = policies.quick if args.quick else policies.full
+    result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
+    policy_page.write(args.out, result)
     return result
 
 
