@@ -49,7 +49,7 @@ def test_the_scale_is_the_papers(results: Path):
 def test_the_page_keeps_what_a_person_wrote_above_the_mark(results: Path):
     page = (results / "out" / policy_page.PAGE).read_text()
     assert page.startswith("# Mine\n\nWhat I read.") and "old" not in page
-    assert "| jlora | " in page and "W1, 50%, 10 GB/s" in page
+    assert "| jlora | " in page and "W1, 100%, 10 GB/s" in page
 
 
 def test_a_full_run_has_every_policy_and_cell():
