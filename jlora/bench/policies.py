@@ -117,6 +117,8 @@ FAIR = {"W1": 0.2, "W3": 0.3}
 QUICK_LOADS = {"W1": replace(LOADS["W1"], rate=0.2, seconds=60, adapters=4)}
 QUICK_CELLS = (Cell("W1", 1.0, 10.0),)  # so small a working set must hold one long request
 QUICK_POLICIES = ("jlora", "vllm")
+QUICK_SPEC = replace(SPEC, width=32, mlp=64, layers=1, heads=2, kv_heads=2, head_dim=16)
+QUICK_SETTINGS = {"engine.max_seqs": 4, "engine.max_step_tokens": 32}  # few shapes to compile
 
 
 def full(budget: Budget, work: Path, data: Path | None) -> Setup:
@@ -126,7 +128,8 @@ def full(budget: Budget, work: Path, data: Path | None) -> Setup:
 
 def quick(budget: Budget, work: Path, data: Path | None) -> Setup:
     """One small cell, two policies: whether it works at all."""
-    return Setup(QUICK_LOADS, QUICK_CELLS, QUICK_POLICIES, FAIR, budget, work, data)
+    setup = Setup(QUICK_LOADS, QUICK_CELLS, QUICK_POLICIES, FAIR, budget, work, data)
+    return replace(setup, spec=QUICK_SPEC, settings=QUICK_SETTINGS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from jlora.bench import policies, policy_page
 from jlora.bench.__main__ import main
 from jlora.bench.policies import PAPER_TOKEN_BYTES, PAPER_TOKEN_S
 from jlora.bench.replay import Ask, requests
+from jlora.config import POLICIES
 from jlora.sim.trace import Turn
 from jlora.types import Usage
 
@@ -54,8 +55,10 @@ def test_the_page_keeps_what_a_person_wrote_above_the_mark(results: Path):
 
 def test_a_full_run_has_every_policy_and_cell():
     setup = policies.full(policies.Budget(3, 1), Path("work"), None)
-    assert len(setup.cells) == 12 and "slora" in setup.policies and "lru" in setup.policies
-    assert all(len(set(setup.loads[cell.workload].__slots__)) for cell in setup.cells)
+    assert setup.policies == POLICIES
+    assert {(cell.workload, cell.share, cell.gbps) for cell in setup.cells} == {
+        (name, share, gbps) for name in ("W1", "W3") for share in (0.25, 0.5, 0.75) for gbps in (2.0, 10.0)
+    }
 
 
 def test_a_turn_that_was_never_answered_counts_with_its_wait():
