@@ -28,7 +28,7 @@ from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
-WAIT_S = 0.01  # a step with nothing to run sleeps so long, or until a copy lands
+WAIT_S = 0.002  # a step with nothing to run sleeps so long, or until a copy lands; a submit waits no longer
 
 
 @dataclass(frozen=True, slots=True)
