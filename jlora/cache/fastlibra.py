@@ -87,7 +87,8 @@ class Fastlibra(Policy):
         self._batch += weight * (pulse.running - self._batch)
         self._ticked = now
         self._lora_eval = self._reward(pulse, now)
-        return self.meter.moved() or self._fit_tau(now)
+        moved = self.meter.moved()
+        return self._fit_tau(now) or moved
 
     def _reward(self, pulse: Pulse, now: float) -> float:
         """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""

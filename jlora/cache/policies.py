@@ -95,7 +95,7 @@ class Jlora(Policy):
     Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
     asked for next. A conversation goes on soon or never: only its age tells. `load` is *measured*,
     its fixed part included. Both classes have exact static keys: `ln C + t/T + ln(load/blocks)` and
-    `t`. The constants stay within a few per cent over a factor of 2 to 3 (docs/architecture.md).
+    `t`.
     """
 
     name = "jlora"
