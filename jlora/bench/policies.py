@@ -52,6 +52,7 @@ PAPER_TOKEN_S = 110e-6
 PAPER_BLOCK_TOKENS = 32
 PAPER_STEP_TOKENS = 1024
 AT_ONCE = 1e6  # a trace played so much faster is due all at once
+STRIDE = 4  # policies that the next round's order is turned by: no two of few rounds begin alike
 HOST_SHARE = 2.0  # host tier over working set: in the paper, 240 GB for 120 GB of open dialogs
 
 SPEC = ModelSpec(
@@ -205,8 +206,13 @@ class Bench:
         return Journal(self.setup.work / f"{cell.name.replace(' ', '-').replace('/', '')}.jsonl", settings)
 
     def measure(self, cell: Cell, journal: Journal, budget: Budget) -> None:
-        """All policies in turn, as many rounds as the budget has."""
-        sides = [Side(p, lambda p=p: self._sample(cell, p)) for p in self.setup.policies]
+        """All policies in turn, as many rounds as the budget has; each round begins with another one.
+
+        A machine that slows down in the course of a round then favours nobody.
+        """
+        first = STRIDE * budget.rounds % len(self.setup.policies)
+        order = (*self.setup.policies[first:], *self.setup.policies[:first])
+        sides = [Side(p, lambda p=p: self._sample(cell, p)) for p in order]
         rounds.interleave(sides, journal, budget, f"{cell.name}, round {budget.rounds}")
 
     def result(self, cell: Cell, done: Sequence[Mapping[str, Sample]]) -> dict[str, Any]:

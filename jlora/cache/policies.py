@@ -89,13 +89,17 @@ class Jlora(Policy):
     """Two-class rate density: load seconds saved per second, per block.
 
         v_i(now) = rate_i(now) * load_i / blocks_i
-        adapters and shared prefixes   rate = C exp(-(now - t) / T) / T,  C <- 1 + C exp(-(now - t) / T)
+        adapters and shared prefixes   rate = C exp(-(now - t) / T) / W,  C <- 1 + C exp(-(now - t) / T)
         KV of one conversation         rate = beta / (now - t + a0)
 
     Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
     asked for next. A conversation goes on soon or never: only its age tells. `load` is *measured*,
     its fixed part included. Both classes have exact static keys: `ln C + t/T + ln(load/blocks)` and
     `t`.
+
+    W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
+    that has served for s seconds. Dividing by T from the start would hold crowds for so much rarer
+    than they are, and give their room to conversations. W is one for all, so keys do without it.
     """
 
     name = "jlora"
@@ -103,7 +107,13 @@ class Jlora(Policy):
     BETA = 0.5
     A0 = 5.0  # seconds
 
+    def __init__(self, meter: Meter):
+        super().__init__(meter)
+        self._began: float | None = None  # the first visit
+
     def visit(self, node: Node, now: float) -> None:
+        if self._began is None:
+            self._began = now
         node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)  # it may come to be shared
         node.last_use = now
 
@@ -120,13 +130,18 @@ class Jlora(Policy):
     def value(self, node: Node, now: float) -> float:
         age = max(0.0, now - node.last_use)
         if node.shared:
-            rate = node.count * math.exp(-age / self.T) / self.T
+            rate = node.count * math.exp(-age / self.T) / self._window(now)
         else:
             rate = self.BETA / (age + self.A0)
         return rate * self.meter.density(node.kind, node.size)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
         return self.meter.moved()
+
+    def _window(self, now: float) -> float:
+        """Seconds that counts have been taken over; A0 at least, or a first visit would be worth everything."""
+        served = 0.0 if self._began is None else now - self._began
+        return self.T * -math.expm1(-max(served, self.A0) / self.T)
 
 
 class Vllm(Policy):

@@ -135,8 +135,11 @@ class Scheduler:
 
     def can_pin(self, adapter: AdapterNode) -> bool:
         """Whether every live request could still run with `adapter` pinned too."""
-        live = [s for sequences in self._requests.values() for s in sequences]
-        return all(s.longest <= self.manager.capacity(s.adapter, pinned=adapter) for s in live)
+        longest: dict[AdapterNode, int] = {}  # thousands may wait, for few adapters
+        for sequences in self._requests.values():
+            for s in sequences:
+                longest[s.adapter] = max(longest.get(s.adapter, 0), s.longest)
+        return all(most <= self.manager.capacity(node, pinned=adapter) for node, most in longest.items())
 
     # -- one step ---------------------------------------------------------------------------
 

@@ -50,7 +50,9 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
     visits, now = touch(policy, nodes), 260.0
     for node in nodes:
         if node.shared:
-            rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / 100.0
+            began = min(times[0] for times in visits.values())
+            window = 100.0 * (1 - math.exp(-(now - began) / 100.0))
+            rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / window
         else:
             rate = 0.5 / (now - node.last_use + 5.0)
         assert policy.value(node, now) == pytest.approx(rate * policy.meter.density(node.kind, node.size))
@@ -67,6 +69,29 @@ def test_jlora_keys_order_like_the_values_at_any_later_time():
         by_key = sorted(members, key=lambda n: policy.key(n)[1])
         values = [policy.value(node, now) for node in by_key]
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(values))
+
+
+@pytest.mark.parametrize("served", [10.0, 60.0, 1000.0])
+def test_jlora_knows_how_often_an_adapter_is_asked_for_however_short_it_has_served(served: float):
+    policy, adapter = Jlora(meter()), AdapterNode(1, 4)
+    for tenth in range(int(2 * served)):  # twice a second
+        policy.visit(adapter, tenth / 2)
+    rate = policy.value(adapter, served) / policy.meter.density(adapter.kind, adapter.size)
+    assert rate == pytest.approx(2.0, rel=0.05)
+
+
+def test_jlora_keeps_an_adapter_in_use_over_a_conversation_that_has_just_ended_from_the_start():
+    policy, adapter, spoken = Jlora(meter()), AdapterNode(1, 4), kv()
+    for second in range(10):
+        policy.visit(adapter, float(second))
+    policy.visit(spoken, 9.0)
+    assert policy.value(adapter, 10.0) > policy.value(spoken, 10.0)
+
+
+def test_jlora_does_not_take_a_first_visit_for_a_crowd():
+    policy, adapter = Jlora(meter()), AdapterNode(1, 4)
+    policy.visit(adapter, 7.0)
+    assert policy.value(adapter, 7.0) <= 0.25 * policy.meter.density(adapter.kind, adapter.size)
 
 
 def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():
