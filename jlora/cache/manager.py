@@ -216,7 +216,7 @@ class CacheManager:
         if reuse and self.prefix_reuse:
             path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
             resident = [node for node in path if node.device]
-            nodes += {*resident[-1:], *path[-1:]}  # what is above them is kept by them
+            nodes += dict.fromkeys((*resident[-1:], *path[-1:]))  # what is above them is kept by them
         for node in nodes:
             self.cells.want(node)
         return Want(adapter, tuple(nodes))
@@ -425,7 +425,7 @@ class CacheManager:
 
     def _fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether what is left of the nodes' copies takes less time than computing so many tokens."""
-        copies = {self.cells.flying[node] for node in nodes}
+        copies = dict.fromkeys(self.cells.flying[node] for node in nodes)  # in order: a replay adds up alike
         if tokens < 2 or not all(copy.streams and copy.started for copy in copies):
             return False
         now, meter = self._clock(), self.policy.meter
