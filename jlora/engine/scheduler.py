@@ -148,8 +148,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
+        self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
-        self._board(now)
         budget = self.config.max_step_tokens
         prefill: list[Work] = []
         for sequence in self.running:
