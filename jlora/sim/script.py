@@ -31,7 +31,7 @@ class Script:
     def __init__(self, turns: Iterable[Turn], speed: float = 1.0):
         self._speed = speed
         self._count = itertools.count()  # ties go in the order of the trace
-        self._coming: dict[int | tuple[int], deque[Turn]] = {}
+        self._coming: dict[int, deque[Turn]] = {}
         self._contexts: dict[int, list[int]] = {}
         self._due: list[tuple[float, int, Turn]] = []
         for turn in turns:
@@ -77,6 +77,6 @@ class Script:
         heapq.heappush(self._due, (due, next(self._count), turn))
 
 
-def who(turn: Turn) -> int | tuple[int]:
-    """The user of a turn; a session without one is its own, and shares its number with no user."""
-    return (turn.session,) if turn.user is None else turn.user
+def who(turn: Turn) -> int:
+    """The number of a turn's user; a session without one is its own."""
+    return turn.session if turn.user is None else turn.user

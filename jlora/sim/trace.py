@@ -44,7 +44,7 @@ class Turn:
         after: closed loop: it is sent so many seconds after its user's turn before was answered
             (a user's first turn: at `at`), and `at` is when that would be if answers took no time.
             None, open loop: at `at`, or when the turn before is answered, if that is later.
-        user: who asks, one thing at a time, in the order of the trace; None: the session is its own.
+        user: number of who asks, one thing at a time, in the order of the trace; None: the session's number.
         aside: neither what it adds nor its answer stays in the session's context.
     """
 
