@@ -45,7 +45,7 @@ class Replay:
     """One pass of a trace through a replica that nothing else uses.
 
     Attributes:
-        asks: every turn sent, in order.
+        asks: every turn sent, in order, those of the history too.
     """
 
     def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), grace: float = GRACE):
@@ -63,6 +63,11 @@ class Replay:
     def now(self) -> float:
         """Seconds of the trace."""
         return self._replica.clock.now - self._start
+
+    @property
+    def counted(self) -> list[Ask]:
+        """What is not history."""
+        return [ask for ask in self.asks if ask.turn.at >= 0]
 
     def history(self) -> None:
         """Plays what is before time 0."""

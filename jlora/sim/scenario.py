@@ -90,13 +90,13 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     series = Series(start, max(work.trace.turns[-1].at, 1e-9) / SAMPLES)
     replay = Replay(replica, work.trace, (series, *observers))
     replay.history()
-    before, counts, past = inspect.state(replica.manager, block_bytes), replace(replica.counts), len(replay.asks)
+    before, counts = inspect.state(replica.manager, block_bytes), replace(replica.counts)
     carried = {lane: replica.link.busy_s(lane) for lane in ("in", "out")}
     preempted = replica.scheduler.preemptions
     replay.run()
     inspect.check_integrity(replica.manager)
     after, told, end = inspect.state(replica.manager, block_bytes), replica.counts, replay.now
-    asks = replay.asks[past:]
+    asks = replay.counted
     steps = told.steps - counts.steps
     result = {
         "policy": policy,

@@ -20,7 +20,7 @@ BLOCK = 4
 # 10 ms a step and 1 ms a prompt token; everything else is free unless a test says so.
 MODEL = StepModel(0.01, 0.0, 0.001, 0.0, 0.0, 0.0, 0.0, 0.0)
 LINK = LinkSpec(block_s=0.002, latency_s=0.0, groups=4)
-ENGINE = EngineConfig(max_seqs=8, max_step_tokens=64, max_queue=1000)
+ENGINE = EngineConfig(max_seqs=8, max_step_tokens=64, max_queue=1 << 20)
 SPEC = ReplicaSpec(MODEL, LINK, Sizes(64, 256, BLOCK), (2, 4, 2), CacheConfig(), ENGINE)
 NPU = Hardware(CHIPS["npu"], 1, MODELS["llama-2-7b"])
 
