@@ -4,6 +4,7 @@
     jlora bench throughput | latency | host                one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
+    jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput
+from jlora.bench import cache, growth, host, latency, paper, paper_page, policies, policy_page, report, throughput
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -35,6 +36,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "host": ("host",),
     "cache": ("cache",),
     "policies": ("policies",),
+    "paper": ("paper",),
 }
 
 
@@ -47,10 +49,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "host": _host,
         "cache": _cache,
         "policies": _policies,
+        "paper": _paper,
     }
     try:
         for name in GROUPS[args.name]:
-            for dtype in {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"]}.get(name, args.dtype):
+            own = {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"], "paper": ["simulated"]}
+            for dtype in own.get(name, args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -73,6 +77,9 @@ def parser() -> Parser:
     made.add_argument("--out", type=Path, default=Path("docs/results"), help="where results go")
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights and unfinished runs")
     made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
+    figures = paper.FIGURES
+    made.add_argument("--figure", nargs="+", type=int, default=list(figures), choices=figures, help="of the paper")
+    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic per run (default: 300)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
 
@@ -118,6 +125,15 @@ def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = policies.quick if args.quick else policies.full
     result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
     policy_page.write(args.out, result)
+    return result
+
+
+def _paper(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    make = paper.quick if args.quick else paper.full
+    work = args.work / ("quick" if args.quick else "paper")
+    plan = replace(make(work, args.data), figures=tuple(args.figure), minutes=args.minutes)
+    result = paper.run(replace(plan, seconds=args.seconds or plan.seconds))
+    paper_page.write(args.out, result)
     return result
 
 
