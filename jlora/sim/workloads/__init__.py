@@ -17,7 +17,7 @@
 
     scenarios.py     W1 to W8            popularity.py   who asks for which adapter
     play.py          drawing a trace     arrivals.py     when sessions begin
-    load.py          the records         ranks.py        which adapter has which rank
+    load.py          the records         mixes.py        which adapter has which rank
     files.py         the public files
 
 A small model on a CPU stands for a large one on an accelerator, so everything that is counted in
@@ -32,8 +32,8 @@ from pathlib import Path
 
 from jlora.sim.workloads import scenarios
 from jlora.sim.workloads.load import Exchange, Load, Source
+from jlora.sim.workloads.mixes import EqualShares, HighOnHot, RankMix, deal
 from jlora.sim.workloads.play import closed, play
-from jlora.sim.workloads.ranks import EqualShares, HighOnHot, RankMix, deal
 from jlora.sim.workloads.scenarios import SERVICE_PROMPT
 
 __all__ = [
