@@ -24,9 +24,8 @@ from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, simulate
 from jlora.sim.trace import Trace, read_csv
-from jlora.sim.workloads import SOURCES, Load, closed, play
+from jlora.sim.workloads import SOURCES, Load, closed, mixes, play
 from jlora.sim.workloads import popularity as laws
-from jlora.sim.workloads.ranks import parse as parse_ranks
 
 DESCRIPTION = "Simulates one replica: its own scheduler, cache and policies, on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
@@ -48,6 +47,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--popularity", metavar="LAW", help="uniform, zipf:0.9, drift:300, ... (default: the workload's)")
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="in equal shares; hot:... the highest on the hot")
     what.add_argument("--seed", type=int, default=0)
+    what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch so long before a turn")
     where = parser.add_argument_group("on what")
     where.add_argument("--chip", default="npu", choices=list(CHIPS), help="npu is the paper's (default)")
     where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
@@ -92,7 +92,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         if not equals or key.partition(".")[0] not in ("cache", "engine"):
             raise ConfigError(f"--set {key}: must be cache.KEY=VALUE or engine.KEY=VALUE")
     config = configuration.load(None, {**ENGINE, **{key: value for key, _, value in pairs}})
-    for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms"):
+    for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
     return Scenario(
@@ -103,6 +103,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         link_gbps=args.link_gbps,
         latency_s=1e-6 * args.latency_us,
         adapter_load_s=1e-3 * args.adapter_load_ms,
+        hint_s=args.hint_s,
         cache=config.cache,
         engine=config.engine,
         step=StepModel.fitted(args.steps) if args.steps else None,
@@ -116,7 +117,7 @@ def work_of(args: argparse.Namespace, hardware: Hardware) -> Work:
         trace = closed(trace, args.users)
     if not any(turn.at >= 0 for turn in trace.turns):
         raise ConfigError(f"--seconds {args.seconds:g}: the trace {trace.name} has no request in them")
-    return Work.of(trace, parse_ranks(args.ranks).of(trace, args.seed), hardware)
+    return Work.of(trace, mixes.parse(args.ranks).of(trace, args.seed), hardware)
 
 
 class Progress:

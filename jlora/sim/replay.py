@@ -9,6 +9,7 @@ with the time it has waited.
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,6 +70,11 @@ class Replay:
         """What is not history."""
         return [ask for ask in self.asks if ask.turn.at >= 0]
 
+    @property
+    def unsent(self) -> int:
+        """Turns that have not been sent: their users still wait for answers."""
+        return len(self._script)
+
     def history(self) -> None:
         """Plays what is before time 0."""
         self._until(0.0)
@@ -111,7 +117,7 @@ class Replay:
             self._replica.submit(request, turn.adapter, self._start + due)
         except ResourceExhausted:
             ask.refused = True
-            self._script.answered(turn, (), due)
+            self._answered(turn, (), due)
         else:
             self._live[request.id] = ask
 
@@ -124,7 +130,39 @@ class Replay:
                 ask.usage, ask.timing = event.usage, event.timing
                 del self._live[event.request_id]
                 told = answer(seed_of(ask.turn), event.usage.prompt_tokens, event.usage.completion_tokens)
-                self._script.answered(ask.turn, told, now)
+                self._answered(ask.turn, told, now)
+
+    def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
+        """The user's next turn and when it is due."""
+        return self._script.answered(turn, tokens, now)
+
+
+class Hinted(Replay):
+    """A replay whose clients say when a user is about to go on: `Prefetch`, some time before the turn is sent.
+
+    The hint names the adapter and the conversation so far, not what is being typed. A session's
+    first turn comes without.
+    """
+
+    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), ahead_s: float = 1.0):
+        super().__init__(replica, trace, observers)
+        self._ahead_s = ahead_s
+        self._hints: list[tuple[float, int, Turn]] = []  # heap: the clock's time, order, the turn to come
+
+    def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
+        coming = super()._answered(turn, tokens, now)
+        if coming is not None:
+            due, following = coming
+            heapq.heappush(self._hints, (self._start + max(now, due - self._ahead_s), following.session, following))
+        return coming
+
+    def _send_due(self) -> float:
+        while self._hints and self._hints[0][0] <= self._replica.clock.now:
+            turn = heapq.heappop(self._hints)[2]
+            known = self._script.prompt(turn)
+            self._replica.hint(known[: len(known) - len(turn.adds)], turn.adapter, turn.tenant)
+        due = super()._send_due()
+        return min(due, self._hints[0][0]) if self._hints else due
 
 
 def start_of(trace: Trace) -> float:

@@ -132,6 +132,10 @@ class Replica:
         node = self.manager.base if adapter is None else self.adapters[adapter]
         self.scheduler.submit(request, node, at)
 
+    def hint(self, tokens: Sequence[int], adapter: int | None, tenant: str) -> None:
+        """`Prefetch`: somebody is about to go on from these tokens."""
+        self.manager.hint(self.manager.base if adapter is None else self.adapters[adapter], tenant, tokens)
+
     def step(self, until: float) -> list[TokenEvent]:
         """One engine step; rests, if there is nothing to run, until `until` at most."""
         clock, manager, scheduler = self.clock, self.manager, self.scheduler

@@ -25,7 +25,7 @@ from jlora.sim.clairvoyant import Clairvoyant, Oracle
 from jlora.sim.hardware import GROUPS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S, LinkSpec
 from jlora.sim.observe import Observer, Series
-from jlora.sim.replay import Replay, seed_of, start_of
+from jlora.sim.replay import Hinted, Replay, seed_of, start_of
 from jlora.sim.replica import Replica, ReplicaSpec, answer
 from jlora.sim.script import Script
 from jlora.sim.trace import Facts, Trace, facts
@@ -43,6 +43,7 @@ class Scenario:
         hbm_gb: the pool; hbm_share: the pool as a share of the working set; not both.
         host_gb: the host tier (the paper's host has 256 GB of memory).
         link_gbps: each way; adapter_load_s: more for every load of an adapter.
+        hint_s: clients hint so long before a turn is sent (`Prefetch`); 0: they never do.
         step: measured coefficients in place of the chip's.
     """
 
@@ -53,6 +54,7 @@ class Scenario:
     link_gbps: float = 0.0
     adapter_load_s: float = 0.0
     latency_s: float = LATENCY_S
+    hint_s: float = 0.0
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20)
     step: StepModel | None = None
@@ -88,7 +90,7 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     replica = Replica(spec, _policy(policy, spec, work))
     start = start_of(work.trace)
     series = Series(start, max(work.trace.turns[-1].at, 1e-9) / SAMPLES)
-    replay = Replay(replica, work.trace, (series, *observers))
+    replay = _replay(scenario, replica, work.trace, (series, *observers))
     replay.history()
     before, counts = inspect.state(replica.manager, block_bytes), replace(replica.counts)
     carried = {lane: replica.link.busy_s(lane) for lane in ("in", "out")}
@@ -101,7 +103,8 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     result = {
         "policy": policy,
         "setting": describe(scenario, spec),
-        "summary": outcome.summary(asks, end) | {"preemptions": replica.scheduler.preemptions - preempted},
+        "summary": outcome.summary(asks, end)
+        | {"unsent": replay.unsent, "preemptions": replica.scheduler.preemptions - preempted},
         "cache": outcome.cache(before, after) | {"invalid_kv": series.mean("invalid_kv")},
         "device": {
             "seconds": end,
@@ -160,10 +163,17 @@ def describe(scenario: Scenario, spec: ReplicaSpec) -> dict[str, Any]:
         "link_gbps": hardware.layout.block_bytes / spec.link.block_s / 1e9,
         "latency_s": spec.link.latency_s,
         "adapter_load_s": spec.link.adapter_s,
+        "hint_s": scenario.hint_s,
         "max_seqs": spec.engine.max_seqs,
         "max_step_tokens": spec.engine.max_step_tokens,
         "share": spec.cache.share,
     }
+
+
+def _replay(scenario: Scenario, replica: Replica, trace: Trace, observers: Sequence[Observer]) -> Replay:
+    if scenario.hint_s:
+        return Hinted(replica, trace, observers, scenario.hint_s)
+    return Replay(replica, trace, observers)
 
 
 def _named(policy: str, config: CacheConfig) -> CacheConfig:

@@ -61,20 +61,24 @@ class Script:
         """Token ids; of a taken turn, before it is answered."""
         return (*self._contexts.get(turn.session, ()), *turn.adds)
 
-    def answered(self, turn: Turn, tokens: Sequence[int], now: float) -> None:
-        """`tokens` answered a taken turn (none: it failed, and its question stays); its user may go on."""
+    def answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
+        """`tokens` answered a taken turn (none: it failed, and its question stays); its user may go on.
+
+        Returns:
+            The user's next turn and its due time; None if that was the last.
+        """
         if not turn.aside:
             self._contexts.setdefault(turn.session, []).extend((*turn.adds, *tokens))
         queue = self._coming[who(turn)]
-        if queue:
-            self._push(queue.popleft(), now)
+        return self._push(queue.popleft(), now) if queue else None
 
-    def _push(self, turn: Turn, answered: float) -> None:
+    def _push(self, turn: Turn, answered: float) -> tuple[float, Turn]:
         if turn.after is not None and answered >= 0:
             due = answered + turn.after / self._speed
         else:
             due = max(turn.at / self._speed, answered)
         heapq.heappush(self._due, (due, next(self._count), turn))
+        return due, turn
 
 
 def who(turn: Turn) -> int:

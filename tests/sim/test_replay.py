@@ -14,7 +14,7 @@ import pytest
 
 from jlora.config import POLICIES
 from jlora.sim.observe import Integrity, Series
-from jlora.sim.replay import Ask, Replay, seed_of, start_of
+from jlora.sim.replay import Ask, Hinted, Replay, seed_of, start_of
 from jlora.sim.trace import Trace, Turn
 from tests.sim._sim import NPU, SPEC, chats, replica_of, sized
 
@@ -162,6 +162,21 @@ def test_a_slower_link_makes_requests_wait_longer_for_the_same_hits():
         replay.run()
         waits.append(sum(ask.timing.kv_cold_start for ask in replay.asks if ask.timing is not None))
     assert waits[1] > 2 * waits[0] > 0
+
+
+def test_a_hint_in_time_brings_in_what_the_turn_needs_and_a_late_one_brings_less():
+    """Between a session's turns others push its KV out; who is told of the next turn has it back by then."""
+    session = [Turn(10.0 * i, 0, i, (i + 3,) * 60, 1, 0) for i in range(4)]
+    others = [Turn(10.0 * i + 4.0, i + 1, 0, (i + 50,) * 200, 1, None) for i in range(3)]
+    trace = Trace("hinted", tuple(sorted((*session, *others), key=lambda turn: turn.at)), ("a0",))
+    waits = {}
+    for ahead in (0.0, 0.02, 3.0):
+        replica = replica_of(sized(device=64), "lru")
+        replay = Hinted(replica, trace, (Integrity(),), ahead) if ahead else Replay(replica, trace)
+        replay.run()
+        timings = [ask.timing for ask in replay.asks if ask.turn.session == 0 and ask.timing is not None]
+        waits[ahead] = sum(max(timing.adapter_cold_start, timing.kv_cold_start) for timing in timings)
+    assert waits[0.0] > waits[0.02] > waits[3.0] == 0
 
 
 def test_the_papers_card_has_room_for_what_the_paper_runs():
