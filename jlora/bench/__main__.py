@@ -5,6 +5,7 @@
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
     jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
+    jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -21,7 +22,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, paper, paper_page, policies, policy_page, report, throughput
+from jlora.bench import (
+    beyond,
+    cache,
+    growth,
+    host,
+    latency,
+    paper,
+    paper_page,
+    policies,
+    policy_page,
+    report,
+    throughput,
+)
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -37,6 +50,15 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "cache": ("cache",),
     "policies": ("policies",),
     "paper": ("paper",),
+    "beyond": ("beyond",),
+}
+
+# What stands in a file's name for a dtype, where a benchmark has no choice of it.
+OWN: Mapping[str, Sequence[str]] = {
+    "cache": ["python"],
+    "policies": ["float32"],
+    "paper": ["simulated"],
+    "beyond": ["simulated"],
 }
 
 
@@ -50,11 +72,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cache": _cache,
         "policies": _policies,
         "paper": _paper,
+        "beyond": _beyond,
     }
     try:
         for name in GROUPS[args.name]:
-            own = {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"], "paper": ["simulated"]}
-            for dtype in own.get(name, args.dtype):
+            for dtype in OWN.get(name, args.dtype[:1] if name == "host" else args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -134,6 +156,14 @@ def _paper(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     plan = replace(make(work, args.data), figures=tuple(args.figure), minutes=args.minutes)
     result = paper.run(replace(plan, seconds=args.seconds or plan.seconds))
     paper_page.write(args.out, result)
+    return result
+
+
+def _beyond(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    make = beyond.quick if args.quick else beyond.full
+    plan = replace(make(args.work / ("quick" if args.quick else "beyond"), args.data), minutes=args.minutes)
+    result = beyond.run(replace(plan, seconds=args.seconds or plan.seconds))
+    beyond.write(args.out, result)
     return result
 
 

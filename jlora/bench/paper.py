@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -51,18 +51,34 @@ CLOSE = 1.06  # the peak is looked for until two rates are so close
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One group of bars of a figure."""
+    """One group of bars of a figure. A 0 leaves a size or a speed to the hardware (see `Scenario`)."""
 
     workload: str
     model: str
     adapters: int
     popularity: str = ""
+    hbm_share: float = 0.0
+    link_gbps: float = 0.0
+    adapter_load_s: float = 0.0
+    hint_s: float = 0.0
 
     @property
     def name(self) -> str:
         """For files and tables."""
-        law = f"-{self.popularity.replace(':', '')}" if self.popularity else ""
-        return f"{self.workload}-{self.model}-{self.adapters}{law}"
+        parts = [self.workload, self.model, str(self.adapters), self.popularity.replace(":", "")]
+        sizes = {"hbm": self.hbm_share, "link": self.link_gbps, "load": self.adapter_load_s, "hint": self.hint_s}
+        return "-".join([*filter(None, parts), *(f"{key}{value:g}" for key, value in sizes.items() if value)])
+
+    @property
+    def scenario(self) -> Scenario:
+        """What it runs on."""
+        return Scenario(
+            self.hardware,
+            hbm_share=self.hbm_share,
+            link_gbps=self.link_gbps,
+            adapter_load_s=self.adapter_load_s,
+            hint_s=self.hint_s,
+        )
 
     @property
     def hardware(self) -> Hardware:
@@ -118,8 +134,12 @@ def quick(work: Path, data: Path | None) -> Plan:
 
 def run(plan: Plan) -> dict[str, Any]:
     """Runs what is asked for and not in the journals yet; everything the journals hold, as plain values."""
+    return run_all(plan, list(_jobs(plan)))
+
+
+def run_all(plan: Plan, jobs: Sequence[Study]) -> dict[str, Any]:
+    """Studies, in their order, in as many processes as the plan has."""
     deadline = time.time() + 60 * plan.minutes
-    jobs = list(_jobs(plan))
     with (
         ProcessPoolExecutor(plan.processes, multiprocessing.get_context("spawn")) as pool,
         tqdm(total=len(jobs), desc="paper", unit="case") as bar,
@@ -167,7 +187,7 @@ class Study:
         spec = case.hardware.spec
         law = parse_popularity(case.popularity, plan.data) if case.popularity else None
         load = Load(rate, self.seconds, case.adapters, vocab=spec.vocab, max_len=spec.max_len, seed=plan.seed)
-        load = replace(load, gap_s=source.gap_s * OWN_PACE[case.workload] / rate, popularity=law)
+        load = replace(load, gap_s=source.gap_s * OWN_PACE.get(case.workload, 1.0) / rate, popularity=law)
         trace = play(source, load)
         proper = [turn.at for turn in trace.turns if turn.at >= 0]
         factor = len(proper) / rate / max(proper[-1], 1e-9)
@@ -201,7 +221,7 @@ class Runs:
     def __init__(self, study: Study, deadline: float):
         plan = study.plan
         self._study = study
-        self._deadline = deadline
+        self.deadline = deadline
         self._journal = Journal(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
         self._work: tuple[float, Work] | None = None
         self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in self._journal.rounds}
@@ -210,9 +230,9 @@ class Runs:
         """One run: means and counts of `jlora.sim.scenario.simulate`."""
         rate = rounded(rate)
         if (rate, policy) not in self.known:
-            if time.time() > self._deadline:
+            if time.time() > self.deadline:
                 raise TimeoutError
-            result = simulate(Scenario(self._study.case.hardware), self._played(rate), policy)
+            result = simulate(self._study.case.scenario, self._played(rate), policy)
             self.known[rate, policy] = self._study.keep(result)
             self._journal.add({"rate": rate, "policy": policy, "run": self.known[rate, policy]})
         return self.known[rate, policy]
@@ -228,6 +248,7 @@ class Curves(Study):
     """Figures 11 to 13 and 15, and 16: TTFT and TPOT over the rate, peaks, hits, for all policies."""
 
     kind = "curves"
+    reference = REFERENCE  # whose peak the rates go up to
 
     def fill(self, runs: Runs) -> None:
         """Finds the reference's peak and the best share, then all policies at all rates and past them."""
@@ -245,7 +266,7 @@ class Curves(Study):
 
     def anchors(self, runs: Runs) -> tuple[float, str]:
         """The reference's peak, and vllm-fair at the share that is best near it."""
-        peak = find_peak(runs, GUESS[self.case.workload])
+        peak = find_peak(runs, self.reference, GUESS.get(self.case.workload, 2.0))
         fair = [f"vllm-fair:{share:g}" for share in SHARES]
         return peak, min(fair, key=lambda policy: runs.at(0.9 * peak, policy)["ttft_s"])
 
@@ -327,12 +348,12 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def find_peak(runs: Runs, guess: float) -> float:
-    """The highest rate at which the reference's mean TTFT is below the limit, to 6 %."""
+def find_peak(runs: Runs, policy: str, guess: float) -> float:
+    """The highest rate at which the policy's mean TTFT is below the limit, to 6 %."""
     low, high = 0.0, float("inf")
     rate = guess
     while (not low or high / low > CLOSE) and guess / 100 < rate < 100 * guess:
-        if runs.at(rate, REFERENCE)["ttft_s"] < LIMIT_S:
+        if runs.at(rate, policy)["ttft_s"] < LIMIT_S:
             low = rate
         else:
             high = rate

@@ -40,14 +40,14 @@ class Curve:
 
 
 class Table:
-    """All cases of one kind by name, those whose runs are complete."""
+    """All cases of one kind by name, those in which the reference has been run at all rates."""
 
-    def __init__(self, studies: Sequence[Mapping[str, Any]]):
+    def __init__(self, studies: Sequence[Mapping[str, Any]], reference: str = REFERENCE):
         self.cases: dict[str, Mapping[str, Any]] = {}
         self._curves: dict[tuple[str, str], Curve] = {}
         for study in studies:
             found = _curves(study)
-            if REFERENCE in found:
+            if reference in found:
                 self.cases[study["case"]["name"]] = study
                 self._curves |= {(study["case"]["name"], policy): curve for policy, curve in found.items()}
 

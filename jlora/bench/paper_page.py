@@ -107,11 +107,11 @@ def sections(grid: Table, many: Table) -> list[str]:
     """The tables."""
     parts = []
     if grid.cases:
-        parts += [claims(grid), cases(grid), hits(grid)]
+        parts += [claims(grid), cases(grid, "Every case (Figure 11)"), hits(grid)]
         if any(grid.curve(name, ABLATIONS[0]) for name in grid.cases):
             parts.append(ablations(grid))
     if many.cases:
-        parts += [thousands(many), cases(many)]
+        parts += [thousands(many), cases(many, "Every case of Figure 16")]
     return parts
 
 
@@ -135,8 +135,8 @@ def claims(table: Table) -> str:
     ) + report.table(head, rows)
 
 
-def cases(table: Table) -> str:
-    """Figures 11 and 16: every case."""
+def cases(table: Table, title: str) -> str:
+    """Means over rates and peaks, case by case."""
     policies = (*POLICIES, "best")
     rows = []
     for name, study in table.cases.items():
@@ -148,7 +148,7 @@ def cases(table: Table) -> str:
         ):
             cells = ["" if curve is None else show(curve, study["rates"]) for curve in curves]
             rows.append([name, label, *cells, study["best"].partition(":")[2]])
-    return "## Every case\n\n" + report.table(["case", "", *POLICIES, "vllm-fair, best share", "best share"], rows)
+    return f"## {title}\n\n" + report.table(["case", "", *POLICIES, "vllm-fair, best share", "best share"], rows)
 
 
 def hits(table: Table) -> str:

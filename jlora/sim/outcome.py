@@ -14,31 +14,47 @@ from typing import Any
 import numpy as np
 
 from jlora.sim.replay import Ask
-from jlora.types import CacheState
+from jlora.types import CacheState, Timing
+
+Column = Callable[[Ask], float | None]
 
 DIGITS = 6  # significant, of every number in a result
 
-# A column of the per-request table -> its value of an answered turn.
-COLUMNS: Mapping[str, Callable[[Ask], float | None]] = {
+
+def _usage(name: str) -> Column:
+    return lambda ask: None if ask.usage is None else getattr(ask.usage, name)
+
+
+def _timing(name: str) -> Column:
+    return lambda ask: None if ask.timing is None else getattr(ask.timing, name)
+
+
+def swap_s(timing: Timing) -> float:
+    """Seconds that a request waited for copies: its adapter's and its prefix's overlap."""
+    return max(timing.adapter_cold_start, timing.kv_cold_start)
+
+
+# A column of the per-request table -> its value of a turn; None where the turn was not answered.
+COLUMNS: Mapping[str, Column] = {
     "session": lambda ask: ask.turn.session,
     "turn": lambda ask: ask.turn.turn,
     "adapter": lambda ask: ask.turn.adapter,
     "sent_s": lambda ask: ask.sent,
-    "prompt": lambda ask: ask.usage and ask.usage.prompt_tokens,
-    "cached": lambda ask: ask.usage and ask.usage.cached_tokens,
-    "output": lambda ask: ask.usage and ask.usage.completion_tokens,
-    "queue_s": lambda ask: ask.timing and ask.timing.queue,
-    "adapter_s": lambda ask: ask.timing and ask.timing.adapter_cold_start,
-    "kv_s": lambda ask: ask.timing and ask.timing.kv_cold_start,
-    "swap_s": lambda ask: ask.timing and max(ask.timing.adapter_cold_start, ask.timing.kv_cold_start),
-    "prefill_s": lambda ask: ask.timing and ask.timing.prefill,
-    "ttft_s": lambda ask: ask.timing and ask.timing.ttft,
-    "tpot_s": lambda ask: ask.timing and ask.timing.tpot,
+    "prompt": _usage("prompt_tokens"),
+    "cached": _usage("cached_tokens"),
+    "output": _usage("completion_tokens"),
+    "queue_s": _timing("queue"),
+    "adapter_s": _timing("adapter_cold_start"),
+    "kv_s": _timing("kv_cold_start"),
+    "swap_s": lambda ask: None if ask.timing is None else swap_s(ask.timing),
+    "prefill_s": _timing("prefill"),
+    "ttft_s": _timing("ttft"),
+    "tpot_s": _timing("tpot"),
 }
 
 
 def rows(asks: Sequence[Ask]) -> list[list[float | None]]:
-    """A row of `COLUMNS` per turn; None where it was not answered."""
+    """A row of `COLUMNS` per turn."""
     return [[value(ask) for value in COLUMNS.values()] for ask in asks]
 
 
@@ -63,7 +79,7 @@ def summary(asks: Sequence[Ask], end: float) -> dict[str, float]:
         "queue_s": _mean([t.queue for t in timings]),
         "adapter_s": _mean([t.adapter_cold_start for t in timings]),
         "kv_s": _mean([t.kv_cold_start for t in timings]),
-        "swap_s": _mean([max(t.adapter_cold_start, t.kv_cold_start) for t in timings]),
+        "swap_s": _mean([swap_s(t) for t in timings]),
         "prefill_s": _mean([t.prefill for t in timings]),
         "cached": sum(u.cached_tokens for u in usages) / max(prompts, 1),
     }

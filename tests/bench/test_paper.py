@@ -122,7 +122,13 @@ def test_the_quick_run_gives_a_page_with_every_section_and_figure(tmp_path: Path
     paper_page.write(out, result)
     text = (out / paper_page.PAGE).read_text()
     assert "written by hand" in text and "old" not in text
-    for head in ("What the paper states", "Every case", "Ablations (Figure 15)", "1,000 and 2,000 adapters"):
+    for head in (
+        "What the paper states",
+        "Every case (Figure 11)",
+        "Every case of Figure 16",
+        "Ablations (Figure 15)",
+        "1,000 and 2,000 adapters",
+    ):
         assert f"## {head}" in text
     assert "| TTFT / vLLM | 0.40 |" in text
     pytest.importorskip("matplotlib")
