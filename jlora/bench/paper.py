@@ -115,7 +115,7 @@ class Plan:
         return {"seconds": self.seconds, "steps": self.steps, "seed": self.seed, "data": bool(self.data), "chip": CHIP}
 
 
-CASES = tuple(Case(w, m, n) for m in CARDS for n in (100, 20, 50) for w in SCENES)
+CASES = tuple(Case(w, m, n) for n in (100, 20, 50) for m in CARDS for w in SCENES)
 LAWS = ("distinct", "uniform", "skewed:0.1", "skewed:0.3")
 MANY = tuple(Case("W1", "7B", n, law) for n in (1000, 2000) for law in LAWS)
 FIGURES = (9, 11, 12, 13, 14, 15, 16)

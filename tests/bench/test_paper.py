@@ -118,10 +118,10 @@ def test_the_quick_run_gives_a_page_with_every_section_and_figure(tmp_path: Path
     json.dumps(result)
     out = tmp_path / "out"
     out.mkdir()
-    (out / paper_page.PAGE).write_text(f"# Title\n\nwritten by hand\n\n{paper_page.MARK}\nold")
+    (out / paper_page.PAGE).write_text(f"# Title\n\nwritten by hand\n\n{paper_page.MARK}\nof last time")
     paper_page.write(out, result)
     text = (out / paper_page.PAGE).read_text()
-    assert "written by hand" in text and "old" not in text
+    assert "written by hand" in text and "of last time" not in text
     for head in (
         "What the paper states",
         "Every case (Figure 11)",
