@@ -4,6 +4,8 @@
     jlora bench throughput | latency | host                one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
+    jlora bench serve --target HOST:PORT                   a workload against running servers (serve --help)
+    jlora bench workloads                                  what the workloads are like (workloads --help)
     jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
     jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
     jlora bench                                            all of them
@@ -33,7 +35,9 @@ from jlora.bench import (
     policies,
     policy_page,
     report,
+    serve_load,
     throughput,
+    workload_facts,
 )
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
@@ -53,6 +57,9 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "beyond": ("beyond",),
 }
 
+# Those with flags of their own.
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": serve_load.main, "workloads": workload_facts.main}
+
 # What stands in a file's name for a dtype, where a benchmark has no choice of it.
 OWN: Mapping[str, Sequence[str]] = {
     "cache": ["python"],
@@ -64,7 +71,10 @@ OWN: Mapping[str, Sequence[str]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmarks asked for; returns the exit code."""
-    args = parser().parse(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    args = parser().parse(words)
     benchmarks: Mapping[str, Callable[[argparse.Namespace, str], dict[str, Any]]] = {
         "throughput": _throughput,
         "latency": _latency,

@@ -215,6 +215,30 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
     )
 
 
+def longest(trace: Trace) -> int:
+    """Tokens of the longest prompt and answer together."""
+    lengths: Counter[int] = Counter()
+    most = 0
+    for turn in trace.turns:
+        total = lengths[turn.session] + len(turn.adds) + turn.output
+        most = max(most, total)
+        lengths[turn.session] += 0 if turn.aside else len(turn.adds) + turn.output
+    return most
+
+
+def shrunk(trace: Trace, divisor: int) -> Trace:
+    """The same trace with all lengths divided, at least 1; of what a turn adds, the first part is kept."""
+    turns = (
+        replace(
+            turn,
+            adds=turn.adds[: max(1, round(len(turn.adds) / divisor))],
+            output=max(1, round(turn.output / divisor)),
+        )
+        for turn in trace.turns
+    )
+    return replace(trace, turns=tuple(turns))
+
+
 @dataclass(frozen=True, slots=True)
 class _Row:
     at: float
