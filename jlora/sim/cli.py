@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -72,13 +73,18 @@ def run(args: argparse.Namespace) -> int:
     scenario = scenario_of(args)
     work = work_of(args, scenario.hardware)
     print(work.facts.text(work.trace.name), flush=True)
-    results = [_play(scenario, work, policy) for policy in args.policy]
+    results, took = [], []
+    for policy in args.policy:
+        began = time.perf_counter()
+        results.append(_play(scenario, work, policy))
+        took.append(f"{policy} {time.perf_counter() - began:.1f} s")
     setting = results[0]["setting"]
     print(
         f"{setting['chips']} x {setting['chip']}, {setting['model']}: pool {setting['device_blocks']} blocks, host "
         f"{setting['host_blocks']}, of {setting['block_tokens']} tokens; link {setting['link_gbps']:g} GB/s each way\n"
     )
     print(table.table(results))
+    print(f"\nsimulated in: {', '.join(took)}")
     if args.json is not None:
         record = {"workload": work.trace.name, "seed": args.seed, "facts": work.facts.describe(), "runs": results}
         args.json.write_text(json.dumps(record) + "\n")

@@ -17,7 +17,8 @@ def test_a_run_prints_the_workloads_facts_and_a_row_per_policy(capsys: pytest.Ca
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("W3 synthetic: ") and "working set" in "".join(lines)
     assert any("1 x npu, llama-2-7b" in line and "link 2 GB/s" in line for line in lines)
-    head, *rows = lines[-3:]
+    head, *rows = lines[-5:-2]
+    assert lines[-1].startswith("simulated in: jlora ")
     assert "TTFT ms" in head and "KV host" in head
     assert [row.split()[0] for row in rows] == ["jlora", "vllm-fair:0.3"]
 
