@@ -63,9 +63,10 @@ def _figure(width: float, height: float) -> Any:
     return Figure(figsize=(width, height), layout="constrained")
 
 
-def _finish(figure: Any, path: Path, axes: Any) -> None:
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 6), frameon=False)
+def _finish(figure: Any, path: Path) -> None:
+    """One legend for all panels: that of the one with the most entries."""
+    handles, labels = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda found: len(found[1]))
+    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 6)), frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -88,7 +89,7 @@ def _bars(path: Path, table: Table, keys: Sequence[str]) -> None:
         axes.set_yscale("log")
         axes.grid(alpha=0.3, axis="y")
     rows[-1].set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-    _finish(figure, path, rows[0])
+    _finish(figure, path)
 
 
 def _curves(path: Path, table: Table) -> None:
@@ -108,7 +109,7 @@ def _curves(path: Path, table: Table) -> None:
             name = chosen.get((scene, model))
             if name is not None:
                 _curve(panels[row][column], table, name)
-    _finish(figure, path, panels[0][0])
+    _finish(figure, path)
 
 
 def _curve(axes: Any, table: Table, name: str) -> None:
@@ -143,7 +144,7 @@ def _breakdown(path: Path, table: Table) -> None:
         axes.set_xscale("symlog", linthresh=10)
         axes.set_xlabel("ms, mean over cases and rates")
         axes.grid(alpha=0.3, axis="x")
-    _finish(figure, path, panels[0])
+    _finish(figure, path)
 
 
 def _use(path: Path, table: Table) -> None:
@@ -165,7 +166,7 @@ def _use(path: Path, table: Table) -> None:
         axes.set_xticks(range(len(scenes)), [SCENES[scene] for scene in scenes])
         axes.set_title(title, fontsize=9)
         axes.grid(alpha=0.3, axis="y")
-    _finish(figure, path, panels[0])
+    _finish(figure, path)
 
 
 def _ablations(path: Path, table: Table) -> None:
@@ -182,7 +183,7 @@ def _ablations(path: Path, table: Table) -> None:
         axes.set_ylabel(f"{policy}\nover {REFERENCE}", fontsize=8)
         axes.grid(alpha=0.3, axis="y")
     rows[-1].set_xticks(range(len(names)), names, rotation=60, ha="right", fontsize=8)
-    _finish(figure, path, rows[0])
+    _finish(figure, path)
 
 
 def _over_time(path: Path, study: Mapping[str, Any]) -> None:
@@ -202,7 +203,7 @@ def _over_time(path: Path, study: Mapping[str, Any]) -> None:
     rows[3].set_xlabel("seconds")
     for axes in rows:
         axes.grid(alpha=0.3)
-    _finish(figure, path, rows[0])
+    _finish(figure, path)
 
 
 def _ratios(path: Path, studies: Sequence[Mapping[str, Any]]) -> None:
@@ -220,7 +221,7 @@ def _ratios(path: Path, studies: Sequence[Mapping[str, Any]]) -> None:
     axes.set_ylabel("mean TTFT, ms")
     axes.set_yscale("log")
     axes.grid(alpha=0.3)
-    _finish(figure, path, axes)
+    _finish(figure, path)
 
 
 def _scenes(table: Table) -> list[str]:
