@@ -1,7 +1,8 @@
 """`jlora bench [NAME]`: measures this machine, writes raw JSON and a page of tables.
 
     jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
-    jlora bench throughput | latency | host                one of them
+    jlora bench peers --llama-server PATH --llama-convert SCRIPT   the same and R2 against llama.cpp
+    jlora bench throughput | latency | host | llama        one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
     jlora bench serve --target HOST:PORT                   a workload against running servers (serve --help)
@@ -25,11 +26,14 @@ from pathlib import Path
 from typing import Any
 
 from jlora.bench import (
+    against_llama,
     beyond,
     cache,
     growth,
     host,
     latency,
+    llama,
+    machine,
     paper,
     paper_page,
     policies,
@@ -42,7 +46,7 @@ from jlora.bench import (
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
-from jlora.errors import JloraError
+from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -50,6 +54,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "peers": ("throughput", "latency"),
     "throughput": ("throughput",),
     "latency": ("latency",),
+    "llama": ("llama",),
     "host": ("host",),
     "cache": ("cache",),
     "policies": ("policies",),
@@ -62,6 +67,7 @@ COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": serve_load.ma
 
 # What stands in a file's name for a dtype, where a benchmark has no choice of it.
 OWN: Mapping[str, Sequence[str]] = {
+    "llama": ["float32"],
     "cache": ["python"],
     "policies": ["float32"],
     "paper": ["simulated"],
@@ -78,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     benchmarks: Mapping[str, Callable[[argparse.Namespace, str], dict[str, Any]]] = {
         "throughput": _throughput,
         "latency": _latency,
+        "llama": _llama,
         "host": _host,
         "cache": _cache,
         "policies": _policies,
@@ -85,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "beyond": _beyond,
     }
     try:
-        for name in GROUPS[args.name]:
+        for name in _chosen(args):
             for dtype in OWN.get(name, args.dtype[:1] if name == "host" else args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
@@ -101,6 +108,10 @@ def parser() -> Parser:
     made = Parser("jlora bench", __doc__ or "")
     made.add_argument("name", nargs="?", default="all", choices=list(GROUPS), help="which benchmark (default: all)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
+    made.add_argument("--llama-server", default="", metavar="PATH", help="llama-server of llama.cpp")
+    made.add_argument("--llama-model", type=Path, metavar="GGUF", help="the benchmark's model, float32")
+    made.add_argument("--llama-adapter", action="append", default=[], metavar="NAME=GGUF", help="and its adapters")
+    made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes them instead")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15, policies 3)")
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
@@ -114,6 +125,12 @@ def parser() -> Parser:
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic per run (default: 300)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
+
+
+def _chosen(args: argparse.Namespace) -> Sequence[str]:
+    """What to run; llama.cpp is a peer where there is one."""
+    chosen = GROUPS[args.name]
+    return (*chosen, "llama") if args.name == "peers" and args.llama_server else chosen
 
 
 def _setup(args: argparse.Namespace, dtype: str, rounds: int) -> Setup:
@@ -136,6 +153,16 @@ def _throughput(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
 def _latency(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     prompts, tokens = ((8, 24), 8) if args.quick else ((128, 512), 32)
     return latency.run(_setup(args, dtype, rounds=15), prompts, tokens)
+
+
+def _llama(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    if not args.llama_server:
+        raise ConfigError("llama: give llama.cpp's server by --llama-server PATH")
+    adapters = {name: Path(path) for name, _, path in (text.partition("=") for text in args.llama_adapter)}
+    peer = llama.Peer(args.llama_server, args.llama_model, adapters, args.llama_convert, machine.threads())
+    base = _setup(args, dtype, rounds=5)
+    plan = against_llama.R2_QUICK if args.quick else against_llama.R2
+    return against_llama.run(against_llama.Setup(plan, peer, base.budget, base.work / "llama", base.settings))
 
 
 def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,12 @@ import numpy as np
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace, longest, read_csv, shrunk
-from jlora.sim.workloads import SOURCES, Load, arrivals, closed, play, popularity
+from jlora.sim.workloads import SOURCES, Load, NothingFits, Source, arrivals, closed, play, popularity
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
-UNLIMITED = 1 << 30
+BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
+MOST_SHRINK = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +101,35 @@ def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
         adapters=len(limits.adapters),
         shrink=args.shrink,
         vocab=limits.vocab,
-        max_len=UNLIMITED,
+        max_len=limits.max_len,
         seed=args.seed,
         gap_s=args.gap,
         popularity=popularity.parse(args.popularity, args.data) if args.popularity else None,
         arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
     )
-    lengths = _lengths(play(source, load))
-    lost = float(np.mean(np.asarray(lengths) > limits.max_len))
-    if lost > LOST:
-        needed = float(np.percentile(lengths, 100 * (1 - LOST / 2)))  # half of what may be lost: lengths are rounded
+    if (lost := _lost(source, load)) > LOST:
+        fitting = (k for k in _doubled(args.shrink) if _lost(source, replace(load, shrink=k)) <= LOST)
         raise ConfigError(
             f"workload {args.workload}: {lost:.0%} of its requests pass the server's context of {limits.max_len} "
-            f"tokens: give --shrink {math.ceil(args.shrink * needed / limits.max_len)}"
+            f"tokens: give --shrink {next(fitting, MOST_SHRINK)}"
         )
-    return play(source, replace(load, max_len=limits.max_len))
+    return play(source, load)
+
+
+def _lost(source: Source, load: Load) -> float:
+    """The share of the requests that do not fit, far longer ones apart."""
+    try:
+        lengths = _lengths(play(source, replace(load, max_len=BEYOND * load.max_len)))
+    except NothingFits:
+        return 1.0
+    return float(np.mean(np.asarray(lengths) > load.max_len))
+
+
+def _doubled(shrink: int) -> Iterator[int]:
+    """2, 4, 8, ... times it."""
+    while shrink < MOST_SHRINK:
+        shrink *= 2
+        yield shrink
 
 
 def _lengths(trace: Trace) -> list[int]:

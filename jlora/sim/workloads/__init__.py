@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jlora.sim.workloads import scenarios
-from jlora.sim.workloads.load import Exchange, Load, Source
+from jlora.sim.workloads.load import Exchange, Load, NothingFits, Source
 from jlora.sim.workloads.mixes import EqualShares, HighOnHot, RankMix, deal
 from jlora.sim.workloads.play import closed, play
 from jlora.sim.workloads.scenarios import SERVICE_PROMPT
@@ -43,6 +43,7 @@ __all__ = [
     "Exchange",
     "HighOnHot",
     "Load",
+    "NothingFits",
     "RankMix",
     "Source",
     "closed",

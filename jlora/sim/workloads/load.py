@@ -12,6 +12,10 @@ from jlora.sim.workloads.arrivals import Arrivals
 from jlora.sim.workloads.popularity import Popularity
 
 
+class NothingFits(ConfigError):
+    """No request of a workload fits a load."""
+
+
 @dataclass(frozen=True, slots=True)
 class Exchange:
     """One request of a dialog, before it has a time, token ids and an adapter.

@@ -13,11 +13,10 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from jlora.errors import ConfigError
 from jlora.sim.script import who
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
-from jlora.sim.workloads.load import Exchange, Load, Source
+from jlora.sim.workloads.load import Exchange, Load, NothingFits, Source
 
 # Streams of random numbers; a stream of a session or group ends in its number.
 ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
@@ -29,8 +28,8 @@ def play(source: Source, load: Load) -> Trace:
     With fewer adapters than a group has roles, several roles share one.
 
     Raises:
-        ConfigError: no request is left of it (`max_len` too short for its prompts, `seconds` for its
-            rate); or the popularity needs clients, and the arrivals know none.
+        NothingFits: no request is left of it: `max_len` is too short for its prompts, or `seconds` for its rate.
+        ConfigError: the popularity needs clients, and the arrivals know none.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
     past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that began before are over
@@ -44,7 +43,7 @@ def play(source: Source, load: Load) -> Trace:
         turns += _Session(source, load, gap_s, _Place(number, len(begun), group)).turns(start)
     turns.sort(key=lambda turn: turn.at)
     if not turns or turns[-1].at < 0:
-        raise ConfigError(
+        raise NothingFits(
             f"workload {source.name}: no request within {load.seconds:g} s at {load.rate:g}/s whose context fits "
             f"max_len {load.max_len} when lengths are divided by {load.shrink}"
         )
