@@ -24,6 +24,7 @@ from jlora.sim.trace import Trace, Turn
 
 HISTORY_AT_ONCE = 16  # turns of the history under way together
 OK = "OK"
+INCOMPLETE = "INCOMPLETE"  # no gRPC status: the stream ended well, with another number of tokens than asked for
 
 
 @dataclass(slots=True)
@@ -33,7 +34,7 @@ class Call:
     Attributes:
         due: when the trace wanted it; sent: when the client got to it.
         first, last: its first and last token; NaN if there was none.
-        status: name of the gRPC status code; detail: the server's message, if it failed.
+        status: name of the gRPC status code, or `INCOMPLETE`; detail: what went wrong, if something did.
         usage, timing: as the server says.
     """
 
@@ -155,6 +156,8 @@ class Client:
         try:
             async for delta in self._stub.GenerateStream(request, timeout=self._pace.timeout_s):
                 self._take(call, delta)
+            if len(call.tokens) != turn.output:
+                call.status, call.detail = INCOMPLETE, f"{len(call.tokens)} of {turn.output} tokens came"
         except grpc.aio.AioRpcError as e:
             call.status, call.detail = e.code().name, (e.details() or "").partition("\n")[0]
         call.ended = self._now()

@@ -41,6 +41,7 @@ class Scripted(rpc.InferenceServicer):
             if request.model.isupper():
                 await context.abort(grpc.StatusCode[request.model], f"told to fail: {request.model}\nand more")
             count, length = request.stopping.max_tokens, len(request.token_ids.ids)
+            count = count // 2 if request.model == "half" else count
             for i in range(count):
                 await asyncio.sleep(NEXT_S if i else 0)
                 last = {"usage": pb.Usage(prompt_tokens=length, cached_tokens=1), "timing": pb.Timing(queue_s=0.5)}
@@ -123,6 +124,11 @@ def test_a_failed_request_keeps_its_status_and_its_session_goes_on():
     assert (failed.status, failed.detail) == ("RESOURCE_EXHAUSTED", "told to fail: RESOURCE_EXHAUSTED")
     assert not failed.ok and math.isnan(failed.ttft) and failed.latency >= FIRST_S
     assert after.ok and server.seen[1][1] == (3, 4, 5, 3, 4, 5)
+
+
+def test_an_answer_that_stops_early_is_no_success():
+    (call,), _ = play(trace(turn(0.0, output=6)), ["half", "y"])
+    assert (call.ok, call.status, call.detail) == (False, "INCOMPLETE", "3 of 6 tokens came")
 
 
 def test_a_request_that_takes_too_long_is_a_deadline():

@@ -15,7 +15,7 @@ from jlora.bench.server import ServerProcess, flags_of
 from jlora.sim.trace import COLUMNS
 from tests import _make
 
-FEW_SHAPES = {"engine.max_seqs": 4, "engine.max_step_tokens": 16, "engine.max_queue": 6}
+FEW_SHAPES = {"engine.max_seqs": 4, "engine.max_step_tokens": 16}
 SETS = [word for key, value in FEW_SHAPES.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -26,7 +26,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     spec = _make.make_model(root / "base")
     for seed, name in enumerate(("sql", "de"), 1):
         _make.make_adapter(root / name, spec, seed=seed, r=4, targets=("q", "v"))
-    adapters = flags_of({name: str(root / name) for name in ("sql", "de")}, FEW_SHAPES)
+    adapters = flags_of({name: str(root / name) for name in ("sql", "de")}, {**FEW_SHAPES, "engine.max_queue": 6})
     process = ServerProcess(["--model", str(root / "base"), *adapters])
     yield process.address
     process.stop()
