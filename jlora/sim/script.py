@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 
 from jlora.sim.trace import Turn
 
-HISTORY = -1e-9
+HISTORY = -math.ulp(0.0)  # the last moment before 0
 
 
 class Script:
@@ -56,6 +57,10 @@ class Script:
             taken.append((due, turn))
         self._left -= len(taken)
         return taken
+
+    def rest(self) -> list[Turn]:
+        """The turns not taken yet."""
+        return [*(turn for _, _, turn in self._due), *itertools.chain(*self._coming.values())]
 
     def prompt(self, turn: Turn) -> tuple[int, ...]:
         """Token ids; of a taken turn, before it is answered."""

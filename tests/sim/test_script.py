@@ -85,6 +85,22 @@ def test_history_is_taken_first_and_does_not_move_the_clock():
     assert taken(script, 2.0) == [(0.0, 1, 0), (2.0, 0, 0)]  # `after` counts from answers, and history has none
 
 
+def test_history_is_history_at_any_speed():
+    past, again = turn(-1e-6, number=-1), turn(-1e-7, session=1, number=-1, user=0)
+    script = Script([past, again, turn(0.0, user=0)], speed=1e6)
+    for one in (past, again):
+        assert [t for _, t in script.take(HISTORY)] == [one]
+        script.answered(one, [8], 2 * HISTORY)
+    assert script.take(HISTORY) == [] and script.next_due() == 0.0
+
+
+def test_what_is_left_can_be_told():
+    first, second, other = turn(0.0), turn(1.0, number=1), turn(5.0, session=1)
+    script = Script([first, second, other])
+    script.take(0.0)
+    assert script.rest() == [other, second]
+
+
 def test_only_a_taken_turn_is_counted_out():
     script = Script(turn(float(i), session=i) for i in range(3))
     assert len(script) == 3
