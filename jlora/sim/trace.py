@@ -87,7 +87,8 @@ class Facts:
     """What a trace is like. Lengths in tokens, sizes in blocks.
 
     Attributes:
-        rate: requests per second; burstiness: coefficient of variation of the gaps between them.
+        rate: requests per second, 0 if all are due at once.
+        burstiness: coefficient of variation of the gaps between requests.
         prompt, added, output: (mean, median, 95th percentile) of tokens.
         top10: share of the requests that goes to the ten most asked for adapters.
         recent10: share of the requests with an adapter whose adapter is one of the ten last asked for.
@@ -201,7 +202,7 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
         requests=len(turns),
         sessions=len({turn.session for turn in turns}),
         adapters=len(asked),
-        rate=len(turns) / max(turns[-1].at, 1e-9),
+        rate=len(turns) / turns[-1].at if turns[-1].at else 0.0,
         burstiness=float(gaps.std() / gaps.mean()) if gaps.any() else 0.0,
         prompt=_lengths(prompts),
         added=_lengths([len(turn.adds) for turn in turns]),

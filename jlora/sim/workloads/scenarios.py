@@ -25,7 +25,7 @@ SERVICE_PROMPT = 256  # in front of all dialogs of one service
 INSTRUCTION = 64  # in front of all translations into one language
 MOONCAKE_PROMPT = 512  # the block that nearly all prompts of that trace begin with
 TOOL_TOKENS = (30, 150)  # what a tool answers, asked with the user's words
-LANGUAGES, SERVICES = 36, 27
+LANGUAGES = 36
 CHECKERS = 3  # adapters of a pipeline
 INVOCATION = 4  # tokens that wake a checker
 VERDICT = (10, 50)
@@ -106,14 +106,14 @@ def agents(data: Path | None = None) -> Source:
     Stands in for Taskmaster-1 and -2 with the Azure Functions trace. SGD keeps no tool results: 30
     to 150 tokens are asked with each question. More adapters than services: one per service and tenant.
     """
-    source = "W3" if data else "W3 synthetic"
+    name = "W3" if data else "W3 synthetic"
     arrivals = files.clients(data, "m-small") if data else typical_clients(34)
     dialog, turns = _services(data)
 
     def timed(rng: Random, group: int) -> list[Exchange]:
         return _talk(dialog(rng, group), lambda: rng.exponential(1.0))
 
-    return Source(source, timed, arrivals, Zipf(0.9), turns, 8.0, SERVICE_PROMPT)
+    return Source(name, timed, arrivals, Zipf(0.9), turns, 8.0, SERVICE_PROMPT)
 
 
 def tenants(data: Path | None = None) -> Source:
