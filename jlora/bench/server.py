@@ -43,6 +43,7 @@ class ServerProcess:
         for line in self._process.stdout:
             if found := re.match(r"jlora ready grpc=(\S+)", line):
                 return found[1]
+        self._process.stdout.close()
         raise RuntimeError(f"the server ended with code {self._process.wait()} before it was ready")
 
 
