@@ -55,6 +55,9 @@ def main(argv: Sequence[str]) -> int:
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench serve: {e}", file=sys.stderr)
         return 1
+    except grpc.aio.AioRpcError as e:  # between two requests of the trace
+        print(f"jlora bench serve: the server failed: {e.code().name}: {e.details()}", file=sys.stderr)
+        return 1
     print(load_page.write(args.out, result))
     return 0
 
