@@ -110,7 +110,7 @@ def _ratios(record: Mapping[str, Any], sides: Sequence[str]) -> str:
     rows = []
     for side in sides:
         summary = record["summary"][side]
-        rows.append([side, *(report.ratio(r) for r in summary["ratio"].values()), f"{summary['control']:.3f}"])
+        rows.append([side, *(report.ratio(r) for r in summary["ratio"].values()), report.controls(summary, "control")])
     head = ["side", *(f"{key.partition('_')[0]} / {sides[0]}'s" for key in ("ttft_s", "tpot_s", "goodput_per_s"))]
     return report.table([*head, "control"], rows) if len(record["rounds"]) > 1 or len(sides) > 1 else ""
 

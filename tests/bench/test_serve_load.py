@@ -15,7 +15,7 @@ from jlora.bench.server import ServerProcess, flags_of
 from jlora.sim.trace import COLUMNS
 from tests import _make
 
-FEW_SHAPES = {"engine.max_seqs": 4, "engine.max_step_tokens": 16}
+FEW_SHAPES = {"engine.max_seqs": 2, "engine.max_step_tokens": 8}
 SETS = [word for key, value in FEW_SHAPES.items() for word in ("--set", f"{key}={value}")]
 
 
@@ -76,7 +76,7 @@ def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: P
 
 
 def test_a_refused_request_is_counted_and_shown(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    burst = [f"0,30,60,sql,s{i}" for i in range(40)]  # the queue holds 6, and 4 run
+    burst = [f"0,30,60,sql,s{i}" for i in range(40)]  # the queue holds 6, and 2 run
     found = run(tmp_path, "--target", f"here={server}", "--trace", trace(tmp_path, *burst))
     sample = found["rounds"][0]["here"]
     assert sample["status"]["RESOURCE_EXHAUSTED"] > 0 and sample["status"]["OK"] >= 4
