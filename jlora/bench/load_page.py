@@ -170,15 +170,19 @@ def draw(result: Mapping[str, Any], path: Path) -> bool:
         print("no figure: matplotlib is not installed (pip install 'jlora[bench]')", file=sys.stderr)
         return False
     from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     for axes, (key, label) in zip(figure.subplots(1, len(KINDS)), KINDS.items(), strict=True):
         for side in result["summary"]:
             curves = [r[side][key]["cdf"] for r in result["rounds"] if r[side][key]["cdf"]]
             if curves:
-                axes.plot([statistics.median(at) for at in zip(*curves, strict=True)], range(101), label=side)
-        axes.set_xlabel(f"{label}, s")
+                axes.plot([1e3 * statistics.median(at) for at in zip(*curves, strict=True)], range(101), label=side)
+        axes.set_xlabel(f"{label}, ms")
         axes.set_xscale("log")
+        axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.xaxis.set_minor_formatter(NullFormatter())
         axes.set_ylabel("% of requests")
         axes.grid(alpha=0.3)
         if axes.lines:
