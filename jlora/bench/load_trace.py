@@ -14,7 +14,7 @@ import numpy as np
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace, longest, read_csv, shrunk
-from jlora.sim.workloads import SOURCES, Load, NothingFits, Source, arrivals, closed, play, popularity
+from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, closed, play, popularity
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
@@ -120,7 +120,7 @@ def _lost(source: Source, load: Load) -> float:
     """The share of the requests that do not fit, far longer ones apart."""
     try:
         lengths = _lengths(play(source, replace(load, max_len=BEYOND * load.max_len)))
-    except NothingFits:
+    except DoesNotFit:
         return 1.0
     return float(np.mean(np.asarray(lengths) > load.max_len))
 

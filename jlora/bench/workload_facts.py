@@ -22,7 +22,7 @@ from jlora.sim.workloads import SOURCES, Load, mixes, play, popularity
 BLOCK_TOKENS = 32
 TOKENS_PER_RANK = 4  # 2 r MiB of adapter, 0.5 MiB of KV a token: 7B, q k v o, 16 bit
 SHRINK: Mapping[str, int] = {"W1b": 8, "W8": 16}
-MAX_LEN = 16384
+MAX_LEN = 131072
 
 
 def main(argv: Sequence[str]) -> int:

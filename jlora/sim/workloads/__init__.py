@@ -31,7 +31,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from jlora.sim.workloads import scenarios
-from jlora.sim.workloads.load import Exchange, Load, NothingFits, Source
+from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
 from jlora.sim.workloads.mixes import EqualShares, HighOnHot, RankMix, deal
 from jlora.sim.workloads.play import closed, play
 from jlora.sim.workloads.scenarios import SERVICE_PROMPT
@@ -39,11 +39,11 @@ from jlora.sim.workloads.scenarios import SERVICE_PROMPT
 __all__ = [
     "SERVICE_PROMPT",
     "SOURCES",
+    "DoesNotFit",
     "EqualShares",
     "Exchange",
     "HighOnHot",
     "Load",
-    "NothingFits",
     "RankMix",
     "Source",
     "closed",

@@ -12,8 +12,8 @@ from jlora.sim.workloads.arrivals import Arrivals
 from jlora.sim.workloads.popularity import Popularity
 
 
-class NothingFits(ConfigError):
-    """No request of a workload fits a load."""
+class DoesNotFit(ConfigError):
+    """Most of a workload's requests do not fit a load."""
 
 
 @dataclass(frozen=True, slots=True)

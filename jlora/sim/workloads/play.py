@@ -16,7 +16,7 @@ import numpy as np
 from jlora.sim.script import who
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
-from jlora.sim.workloads.load import Exchange, Load, NothingFits, Source
+from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
 
 # Streams of random numbers; a stream of a session or group ends in its number.
 ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
@@ -28,7 +28,8 @@ def play(source: Source, load: Load) -> Trace:
     With fewer adapters than a group has roles, several roles share one.
 
     Raises:
-        NothingFits: no request is left of it: `max_len` is too short for its prompts, or `seconds` for its rate.
+        DoesNotFit: less than half of its requests are left: `max_len` is too short for its contexts; or none
+            is: `seconds` is too short for its rate.
         ConfigError: the popularity needs clients, and the arrivals know none.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
@@ -39,13 +40,17 @@ def play(source: Source, load: Load) -> Trace:
     begun = arrivals.draw(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
     chosen = popularity.draw(groups, begun, np.random.default_rng((load.seed, POPULARITY)))
     turns: list[Turn] = []
+    lost = 0
     for number, (start, group) in enumerate(zip(begun.times.tolist(), chosen.tolist(), strict=True)):
-        turns += _Session(source, load, gap_s, _Place(number, len(begun), group)).turns(start)
+        session = _Session(source, load, gap_s, _Place(number, len(begun), group))
+        turns += session.turns(start)
+        lost += session.lost
     turns.sort(key=lambda turn: turn.at)
-    if not turns or turns[-1].at < 0:
-        raise NothingFits(
-            f"workload {source.name}: no request within {load.seconds:g} s at {load.rate:g}/s whose context fits "
-            f"max_len {load.max_len} when lengths are divided by {load.shrink}"
+    kept = sum(turn.at >= 0 for turn in turns)
+    if kept == 0 or lost > kept:
+        raise DoesNotFit(
+            f"workload {source.name}: {kept} of {kept + lost} requests within {load.seconds:g} s at {load.rate:g}/s "
+            f"have a context that fits max_len {load.max_len} when lengths are divided by {load.shrink}"
         )
     return Trace(source.name, tuple(turns), tuple(f"a{i}" for i in range(load.adapters)))
 
@@ -95,22 +100,31 @@ class _Context:
 
 
 class _Session:
-    """One session: its dialog with times, token ids and adapters."""
+    """One session: its dialog with times, token ids and adapters.
+
+    Attributes:
+        lost: requests of the trace proper whose context would pass the limit, when its turns are drawn.
+    """
 
     def __init__(self, source: Source, load: Load, gap_s: float, place: _Place):
         self._source, self._load, self._gap_s, self._place = source, load, gap_s, place
         self._rng = np.random.default_rng((load.seed, SESSION, place.number))
         self._contexts: dict[int, _Context] = {}
+        self.lost = 0
 
     def turns(self, start: float) -> list[Turn]:
         """Its turns, the history first; none if it was over some time ago."""
-        at, turns = start, []
+        at, turns, full = start, [], False
         for index, exchange in enumerate(self._source.dialog(self._rng, self._place.group)):
             at += exchange.gap * self._gap_s
+            if at >= self._load.seconds:
+                break
             context = self._context(exchange.context)
             question, output = self._ids(exchange.asked), max(1, round(exchange.told / self._load.shrink))
-            if at >= self._load.seconds or context.length + len(question) + output > self._load.max_len:
-                break
+            full = full or context.length + len(question) + output > self._load.max_len
+            if full:
+                self.lost += at >= 0
+                continue
             context.length += 0 if exchange.aside else len(question) + output
             if at < 0:
                 self._remember(context, exchange, question, at)
