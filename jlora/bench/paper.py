@@ -97,6 +97,7 @@ class Plan:
         data: directory of the public traces; None draws the synthetic equivalents.
         work: where journals are kept.
         minutes: no run begins later than that after the start.
+        chat: the workload of Figures 9 and 14.
     """
 
     figures: tuple[int, ...]
@@ -109,6 +110,7 @@ class Plan:
     data: Path | None = None
     seed: int = 0
     processes: int = 2
+    chat: str = "W1"
 
     def settings(self) -> dict[str, Any]:
         """What makes two runs comparable."""
@@ -128,8 +130,8 @@ def full(work: Path, data: Path | None) -> Plan:
 
 def quick(work: Path, data: Path | None) -> Plan:
     """Few short cases: whether it works at all."""
-    many = (Case("W1", "7B", 40, "skewed:0.1"),)
-    return Plan(FIGURES, (Case("W3", "7B", 20),), many, 10.0, 2, work, 5.0, data)
+    many = (Case("W3", "7B", 40, "skewed:0.1"),)
+    return Plan(FIGURES, (Case("W3", "7B", 20),), many, 5.0, 2, work, 5.0, data, chat="W3")
 
 
 def run(plan: Plan) -> dict[str, Any]:
@@ -367,6 +369,6 @@ def _jobs(plan: Plan) -> Iterator[Study]:
     if 16 in plan.figures:
         yield from (Curves(plan, case) for case in plan.many)
     if 9 in plan.figures:
-        yield from (Ratios(plan, Case("W1", "7B", adapters)) for adapters in (50, 100))
+        yield from (Ratios(plan, Case(plan.chat, "7B", adapters)) for adapters in (50, 100))
     if 14 in plan.figures:
-        yield OverTime(plan, Case("W1", "13B", 100))
+        yield OverTime(plan, Case(plan.chat, "13B", 100))

@@ -30,6 +30,7 @@ from jlora.types import Request, TokenEvent
 
 REST_S = 0.002  # as `Engine.rest`
 START_S = 1.0  # the clock at the start: 0 means "never" in the cache's records
+IDLE_ROUNDS = 50  # rounds of the monitor that are passed over once one of an idle replica has decided nothing
 NOTHING = Drawn()
 
 
@@ -119,6 +120,7 @@ class Replica:
         self._free_at = 0.0  # when the device will have done all that was dispatched
         self._committed = 0.0
         self._in_flight: _Pending | None = None
+        self._settled = False  # idle, and the monitor has nothing to do
         self.link = Link(spec.link, self.clock, lambda: self._free_at)
         self.adapters = [self._add(uid, size) for uid, size in enumerate(spec.adapters, 1)]
 
@@ -134,11 +136,13 @@ class Replica:
 
     def hint(self, tokens: Sequence[int], adapter: int | None, tenant: str) -> None:
         """`Prefetch`: somebody is about to go on from these tokens."""
+        self._settled = False
         self.manager.hint(self.manager.base if adapter is None else self.adapters[adapter], tenant, tokens)
 
     def step(self, until: float) -> list[TokenEvent]:
         """One engine step; rests, if there is nothing to run, until `until` at most."""
         clock, manager, scheduler = self.clock, self.manager, self.scheduler
+        self._settled = False
         manager.landed(self.link.landed())
         events = scheduler.expire(clock.now)
         plan = scheduler.plan(clock.now)
@@ -154,10 +158,17 @@ class Replica:
         return events
 
     def idle(self, until: float) -> None:
-        """What an idle engine does until `until`, or for one round of the monitor."""
-        self.clock.advance(min(until, self.clock.now + self.spec.cache.monitor_s, self.link.next_landing()))
+        """What an idle engine does until `until`, or until its monitor's next round.
+
+        While nothing is used and nothing lands, a round decides what the one before decided: after
+        one that decided nothing, only every so many are made.
+        """
+        pause = self.spec.cache.monitor_s * (IDLE_ROUNDS if self._settled else 1)
+        self.clock.advance(min(until, self.clock.now + pause, self.link.next_landing()))
         self.manager.landed(self.link.landed())
-        self.link.start(self.scheduler.tend(self.clock.now))
+        copies = self.scheduler.tend(self.clock.now)
+        self.link.start(copies)
+        self._settled = not copies and not self.manager.flying
 
     # -- inside -----------------------------------------------------------------------------
 

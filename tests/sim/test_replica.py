@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jlora.errors import ConfigError
-from jlora.sim.replica import Replica, answer, token
+from jlora.sim.replica import IDLE_ROUNDS, Replica, answer, token
 from jlora.types import TokenEvent
 from tests.sim._sim import BLOCK, MODEL, SPEC, replica_of, request, sized
 
@@ -145,7 +145,12 @@ def test_an_idle_replica_moves_to_the_next_event_and_no_further():
     replica.idle(now + 0.03)
     assert replica.clock.now == now + 0.03
     replica.idle(math.inf)
-    assert replica.clock.now == pytest.approx(now + 0.03 + SPEC.cache.monitor_s)
+    assert replica.clock.now == pytest.approx(now + 0.03 + IDLE_ROUNDS * SPEC.cache.monitor_s)
+    replica.submit(request("r", 32, 1), None, replica.clock.now)
+    run(replica)
+    now = replica.clock.now
+    replica.idle(math.inf)  # its KV is copied out meanwhile
+    assert replica.clock.now <= now + SPEC.cache.monitor_s
 
 
 def test_adapters_that_do_not_fit_the_host_are_refused():
