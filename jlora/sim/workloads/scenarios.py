@@ -17,7 +17,7 @@ from jlora.sim.workloads import files
 from jlora.sim.workloads.arrivals import Gamma, Recorded, typical_clients
 from jlora.sim.workloads.files import Lengths, Step
 from jlora.sim.workloads.load import Exchange, Source
-from jlora.sim.workloads.popularity import ByClient, Drift, Power, Zipf
+from jlora.sim.workloads.popularity import ByClient, Drift, Power, Recent, Zipf
 
 Random = np.random.Generator
 
@@ -125,7 +125,7 @@ def tenants(data: Path | None = None) -> Source:
 def recorded_tenants(data: Path | None = None) -> Source:
     """W4b: Azure conv's lengths, adapters and clock of GenTD26, much faster (MAF2-like)."""
     if data is None:
-        return Source("W4b synthetic", _single(None), Gamma(2.0), Zipf(0.9))
+        return Source("W4b synthetic", _single(None), Gamma(8.0), Recent())
     return Source("W4b", _single(data), files.lora_clock(data), ByClient())
 
 
