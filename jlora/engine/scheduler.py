@@ -296,6 +296,7 @@ class Scheduler:
             return False
         tenant = sequence.request.tenant
         headroom = min(len(self.running), self.manager.total // 16)
+        self.manager.crowded = self._queued > 1
         again = sequence.admitted > 0
         lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom, again)
         if lease is None:
