@@ -194,7 +194,7 @@ def _named(policy: str, config: CacheConfig) -> CacheConfig:
 
 
 def _policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
-    meter = Meter(spec.link.block_s)
+    meter = Meter(spec.link.block_s, block_tokens=spec.sizes.block_tokens)
     if policy == Clairvoyant.name:
         return Clairvoyant(meter, foresee(work.trace, spec.sizes.block_tokens))
     return make_policy(spec.cache, meter)
