@@ -1,10 +1,10 @@
 """Past the paper: `jlora` against every fair baseline and against who knows the future, in the simulator.
 
-    {W1, W3, W5} x pool of {25, 50, 75 %} of the working set x link of {2, 10, 50 GB/s}     memory and link
-    {W1, W3} x 50 ms, 4.4 s more for every load of an adapter                               software path, remote tier
-    {W1, W3} x link of {2, 10 GB/s} x `Prefetch` given 1 s, 10 s ahead                      the hint
+    {W1, W3, W1 with drift} x pool of {25, 50, 75 %} of the working set x link of {2, 10, 50 GB/s}
+    {W1, W3} x 50 ms, 4.4 s more for every load of an adapter          a software path, a remote tier
+    {W1, W3} x link of {2, 10 GB/s} x `Prefetch` given 1 s, 10 s ahead
 
-W5 is the workload whose popular adapters change every five minutes. Each cell is run at five rates
+With drift, other adapters are popular every five minutes. Each cell is run at five rates
 up to the peak of `jlora` in that cell; a load of 4.4 s is what fetching an adapter from remote
 storage takes in the mean (GenTD26). The bound evicts with knowledge of the trace and fetches
 nothing ahead (`jlora.sim.clairvoyant`).
@@ -32,11 +32,12 @@ POLICIES = (OURS, "fastlibra", "lru", "vllm-fair:0.2", BOUND)
 FAIR = ("fastlibra", "lru", "vllm-fair:0.2", "best")
 LEVELS = (0.3, 0.6, 0.8, 0.9, 1.0)  # of the peak
 SHARES, LINKS = (0.25, 0.5, 0.75), (2.0, 10.0, 50.0)
+TRAFFIC = (("W1", ""), ("W3", ""), ("W1", "drift:300"))
 LOADS_S = (0.05, 4.4)
 HINTS_S = (1.0, 10.0)
 
 CELLS = (
-    *(Case(w, "7B", 100, hbm_share=s, link_gbps=g) for s in SHARES for g in LINKS for w in ("W1", "W3", "W5")),
+    *(Case(w, "7B", 100, law, hbm_share=s, link_gbps=g) for s in SHARES for g in LINKS for w, law in TRAFFIC),
     *(Case(w, "7B", 100, hbm_share=0.5, adapter_load_s=load) for load in LOADS_S for w in ("W1", "W3")),
 )
 HINTED = tuple(
