@@ -52,7 +52,7 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
         if node.shared:
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / 100.0
         else:
-            rate = 0.5 / (now - node.last_use + 5.0)
+            rate = 0.25 / (now - node.last_use + 5.0)
         assert policy.value(node, now) == pytest.approx(rate * policy.meter.density(node.kind, node.size))
 
 
