@@ -66,7 +66,8 @@ def _figure(width: float, height: float) -> Any:
 def _finish(figure: Any, path: Path) -> None:
     """One legend for all panels: that of the one with the most entries."""
     handles, labels = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda found: len(found[1]))
-    figure.legend(handles, labels, loc="outside lower center", ncols=max(1, min(len(labels), 6)), frameon=False)
+    columns = max(1, min(len(labels), int(figure.get_figwidth() / 1.8)))
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
     figure.savefig(path, dpi=110)
 
 
@@ -151,7 +152,7 @@ def _use(path: Path, table: Table) -> None:
     """Figure 13: how full the device is, and what is found there."""
     scenes = _scenes(table)
     keys = (("adapters", "history_kv", "running_kv"), ("adapter_hits",), ("kv_device_hits", "kv_host_hits"))
-    titles = ("share of the device in use", "adapter hits", "KV hits: device (full), host (light)")
+    titles = ("device in use: adapters, history, running", "adapter hits", "KV hits: device (full), host (light)")
     figure = _figure(13.0, 3.4)
     panels = figure.subplots(1, 3)
     for axes, parts, title in zip(panels, keys, titles, strict=True):
