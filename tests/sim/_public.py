@@ -37,9 +37,9 @@ def mooncake(directory: Path) -> None:
         directory / "mooncake_conversation_0_40min.jsonl.gz",
         [
             _mooncake(0, 1200, 100, [0, 1, 2]),  # 2 full blocks
-            _mooncake(0, 600, 50, [0, 3]),
             _mooncake(60_000, 1400, 80, [0, 1, 4]),  # goes on: 1400 - 1300 tokens are new
-            _mooncake(90_000, 700, 10, [0, 5]),  # block 0 alone is no session
+            _mooncake(60_000, 600, 50, [0, 3]),
+            _mooncake(90_000, 700, 10, [0, 5]),  # has all full blocks of the one before, but block 0 is everybody's
             _mooncake(120_000, 2000, 70, [0, 1, 4, 6]),  # goes on again
         ],
     )

@@ -89,6 +89,12 @@ def test_an_aside_reads_its_context_and_leaves_nothing_there():
     assert found.bound_shared == pytest.approx((8 + 8) / 28)  # the aside, too
 
 
+def test_the_last_token_of_a_prompt_is_always_computed():
+    prompt = (3, 4, 5, 6, 7, 8, 9, 10)
+    turns = tuple(Turn(float(i), i, 0, prompt, 1, None) for i in range(2))
+    assert facts(Trace("t", turns, ()), block_tokens=4, sizes=[]).bound == pytest.approx(4 / 16)
+
+
 def test_facts_know_how_often_a_recent_adapter_comes_back():
     turns = tuple(Turn(float(i), i, 0, (3,), 1, i % 12 if i < 24 else 11) for i in range(36))
     found = facts(Trace("t", turns, tuple("abcdefghijkl")), block_tokens=4, sizes=[1] * 12)
