@@ -101,6 +101,14 @@ def _bench(argv: Sequence[str]) -> int | None:
     return bench(argv)
 
 
+def _sim(argv: Sequence[str]) -> int:
+    from jlora.sim import cli
+
+    parser = Parser("jlora sim", cli.DESCRIPTION)
+    cli.add_flags(parser)
+    return cli.run(parser.parse(argv))
+
+
 def _demo(argv: Sequence[str]) -> int | None:
     from jlora.demo.run import main as demo
 
@@ -114,6 +122,7 @@ COMMANDS: Mapping[str, Command] = {
     "top": Command("watch a running server: tiers, adapters, requests", _top),
     "convert": Command("write a model in the form that loads fastest", _convert),
     "bench": Command("measure this machine", _bench),
+    "sim": Command("simulate cache policies on hardware that you name", _sim),
     "demo": Command("start the built-in model with its adapters and show them at work", _demo),
 }
 

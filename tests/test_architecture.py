@@ -27,7 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"cache", "model.hf_names"},
     "engine": {"model", "pallas", "cache", "adapters"},
     "cluster": {"cache"},
-    "sim": {"engine.scheduler", "cache", "cluster"},
+    "sim": {"engine.scheduler", "engine.plan", "cache", "cluster"},
     "serve": {"engine", "model", "adapters", "cache", "cluster"},
     "bench": {"engine", "model", "pallas", "cache", "adapters", "serve", "sim"},
     "demo": {"serve", "model", "adapters", "engine"},

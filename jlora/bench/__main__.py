@@ -1,9 +1,14 @@
 """`jlora bench [NAME]`: measures this machine, writes raw JSON and a page of tables.
 
     jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
-    jlora bench throughput | latency | host                one of them
+    jlora bench peers --llama-server PATH --llama-convert SCRIPT   the same and R2 against llama.cpp
+    jlora bench throughput | latency | host | llama        one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
+    jlora bench serve --target HOST:PORT                   a workload against running servers (serve --help)
+    jlora bench workloads                                  what the workloads are like (workloads --help)
+    jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
+    jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -20,11 +25,28 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput
+from jlora.bench import (
+    against_llama,
+    beyond,
+    cache,
+    growth,
+    host,
+    latency,
+    llama,
+    machine,
+    paper,
+    paper_page,
+    policies,
+    policy_page,
+    report,
+    serve_load,
+    throughput,
+    workload_facts,
+)
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
-from jlora.errors import JloraError
+from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 
 GROUPS: Mapping[str, tuple[str, ...]] = {
@@ -32,25 +54,46 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "peers": ("throughput", "latency"),
     "throughput": ("throughput",),
     "latency": ("latency",),
+    "llama": ("llama",),
     "host": ("host",),
     "cache": ("cache",),
     "policies": ("policies",),
+    "paper": ("paper",),
+    "beyond": ("beyond",),
+}
+
+# Those with flags of their own.
+COMMANDS: Mapping[str, Callable[[Sequence[str]], int]] = {"serve": serve_load.main, "workloads": workload_facts.main}
+
+# What stands in a file's name for a dtype, where a benchmark has no choice of it.
+OWN: Mapping[str, Sequence[str]] = {
+    "llama": ["float32"],
+    "cache": ["python"],
+    "policies": ["float32"],
+    "paper": ["simulated"],
+    "beyond": ["simulated"],
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the benchmarks asked for; returns the exit code."""
-    args = parser().parse(list(sys.argv[1:] if argv is None else argv))
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words and words[0] in COMMANDS:
+        return COMMANDS[words[0]](words[1:])
+    args = parser().parse(words)
     benchmarks: Mapping[str, Callable[[argparse.Namespace, str], dict[str, Any]]] = {
         "throughput": _throughput,
         "latency": _latency,
+        "llama": _llama,
         "host": _host,
         "cache": _cache,
         "policies": _policies,
+        "paper": _paper,
+        "beyond": _beyond,
     }
     try:
-        for name in GROUPS[args.name]:
-            for dtype in {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"]}.get(name, args.dtype):
+        for name in _chosen(args):
+            for dtype in OWN.get(name, args.dtype[:1] if name == "host" else args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -65,6 +108,10 @@ def parser() -> Parser:
     made = Parser("jlora bench", __doc__ or "")
     made.add_argument("name", nargs="?", default="all", choices=list(GROUPS), help="which benchmark (default: all)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
+    made.add_argument("--llama-server", default="", metavar="PATH", help="llama-server of llama.cpp")
+    made.add_argument("--llama-model", type=Path, metavar="GGUF", help="the benchmark's model, float32")
+    made.add_argument("--llama-adapter", action="append", default=[], metavar="NAME=GGUF", help="and its adapters")
+    made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes them instead")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15, policies 3)")
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
@@ -73,8 +120,17 @@ def parser() -> Parser:
     made.add_argument("--out", type=Path, default=Path("docs/results"), help="where results go")
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights and unfinished runs")
     made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
+    figures = paper.FIGURES
+    made.add_argument("--figure", nargs="+", type=int, default=list(figures), choices=figures, help="of the paper")
+    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic per run (default: 300)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
+
+
+def _chosen(args: argparse.Namespace) -> Sequence[str]:
+    """What to run; llama.cpp is a peer where there is one."""
+    chosen = GROUPS[args.name]
+    return (*chosen, "llama") if args.name == "peers" and args.llama_server else chosen
 
 
 def _setup(args: argparse.Namespace, dtype: str, rounds: int) -> Setup:
@@ -99,6 +155,16 @@ def _latency(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     return latency.run(_setup(args, dtype, rounds=15), prompts, tokens)
 
 
+def _llama(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    if not args.llama_server:
+        raise ConfigError("llama: give llama.cpp's server by --llama-server PATH")
+    adapters = {name: Path(path) for name, _, path in (text.partition("=") for text in args.llama_adapter)}
+    peer = llama.Peer(args.llama_server, args.llama_model, adapters, args.llama_convert, machine.threads())
+    base = _setup(args, dtype, rounds=5)
+    plan = against_llama.R2_QUICK if args.quick else against_llama.R2
+    return against_llama.run(against_llama.Setup(plan, peer, base.budget, base.work / "llama", base.settings))
+
+
 def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     setup = _setup(args, dtype, rounds=5)
     setup = replace(setup, plan=host.HOST, work=setup.work / "host")
@@ -118,6 +184,23 @@ def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = policies.quick if args.quick else policies.full
     result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
     policy_page.write(args.out, result)
+    return result
+
+
+def _paper(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    make = paper.quick if args.quick else paper.full
+    work = args.work / ("quick" if args.quick else "paper")
+    plan = replace(make(work, args.data), figures=tuple(args.figure), minutes=args.minutes)
+    result = paper.run(replace(plan, seconds=args.seconds or plan.seconds))
+    paper_page.write(args.out, result)
+    return result
+
+
+def _beyond(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    make = beyond.quick if args.quick else beyond.full
+    plan = replace(make(args.work / ("quick" if args.quick else "beyond"), args.data), minutes=args.minutes)
+    result = beyond.run(replace(plan, seconds=args.seconds or plan.seconds))
+    beyond.write(args.out, result)
     return result
 
 

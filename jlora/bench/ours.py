@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import re
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import grpc
 
 from jlora import config as configuration
+from jlora.bench.server import ServerProcess, flags_of
 from jlora.bench.workload import Job, Workload
 from jlora.config import Config
 from jlora.engine.service import Service
@@ -95,18 +91,8 @@ class OverGrpc:
     """A server in a process of its own, called by one asyncio client."""
 
     def __init__(self, workload: Workload, dtype: str, settings: Mapping[str, Any] | None = None):
-        command = [sys.executable, "-m", "jlora.serve", "--model", str(workload.model), "--dtype", dtype, "--port", "0"]
-        command += ["--served-model-name", workload.plan.spec.name]
-        for name, path in workload.adapters.items():
-            command += ["--adapter", f"{name}={path}"]
-        for key, value in (settings or {}).items():
-            command += ["--set", f"{key}={value}"]
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}
-        )
-        self._address = self._ready()
+        base = ["--model", str(workload.model), "--dtype", dtype, "--served-model-name", workload.plan.spec.name]
+        self._server = ServerProcess([*base, *flags_of(workload.adapters, settings or {})])
 
     def run(self, jobs: Sequence[Job]) -> Run:
         """All jobs at once, each a unary call."""
@@ -114,20 +100,10 @@ class OverGrpc:
 
     def stop(self) -> None:
         """Ends the server as an operator would."""
-        self._process.terminate()
-        self._process.wait(60)
-        assert self._process.stdout is not None
-        self._process.stdout.close()
-
-    def _ready(self) -> str:
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if found := re.match(r"jlora ready grpc=(\S+)", line):
-                return found[1]
-        raise RuntimeError(f"the server ended with code {self._process.wait()} before it was ready")
+        self._server.stop()
 
     async def _run(self, jobs: Sequence[Job]) -> Run:
-        async with grpc.aio.insecure_channel(self._address) as channel:
+        async with grpc.aio.insecure_channel(self._server.address) as channel:
             stub = rpc.InferenceStub(channel)
             await channel.channel_ready()
             requests = [self._request(job) for job in jobs]

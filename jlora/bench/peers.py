@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ BATCHES = (8, 16, 32, 64, 128)
 PROBE_STEPS = 8
 # Two greedy choices closer than this (natural log) may differ by rounding alone.
 TIE = 1e-3
+
+# Prompt, adapter, two tokens -> how far apart the peer rates them.
+Gap = Callable[[Sequence[int], str | None, int, int], float]
 
 
 class Peer:
@@ -59,6 +62,10 @@ class Peer:
         self._process.stdin.close()
         self._process.wait(60)
         self._process.stdout.close()
+
+    def gap(self, prompt: Sequence[int], adapter: str | None, a: int, b: int) -> float:
+        """How far apart it rates two tokens after a prompt (natural log)."""
+        return self.ask("gap", prompt=list(prompt), adapter=adapter, a=a, b=b)["gap"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +122,10 @@ def estimate(probe: Mapping[str, Any], batch: int, order: str, jobs: Sequence[Jo
     return total
 
 
-def compare_outputs(peer: Peer, jobs: Sequence[Job], ours: Run, theirs: Mapping[str, list[int]]) -> dict[str, Any]:
+def compare_outputs(gap: Gap, jobs: Sequence[Job], ours: Run, theirs: Mapping[str, list[int]]) -> dict[str, Any]:
     """How many requests have equal greedy tokens, and whether the first difference is a tie.
 
-    A difference counts as a tie when the peer itself rates both tokens within `TIE`.
+    A difference counts as a tie when the peer itself rates both tokens within `TIE`: `gap` asks it.
     """
     equal, ties, wrong, gaps = 0, 0, 0, []
     for job in jobs:
@@ -130,9 +137,8 @@ def compare_outputs(peer: Peer, jobs: Sequence[Job], ours: Run, theirs: Mapping[
         if at == min(len(a), len(b)):
             wrong += 1  # different lengths: one of the two stopped early
             continue
-        gap = peer.ask("gap", prompt=[*job.prompt, *a[:at]], adapter=job.adapter, a=a[at], b=b[at])["gap"]
-        gaps.append(gap)
-        ties, wrong = (ties + 1, wrong) if gap <= TIE else (ties, wrong + 1)
+        gaps.append(gap([*job.prompt, *a[:at]], job.adapter, a[at], b[at]))
+        ties, wrong = (ties + 1, wrong) if gaps[-1] <= TIE else (ties, wrong + 1)
     return {
         "requests": len(jobs),
         "equal": equal,

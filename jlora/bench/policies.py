@@ -31,7 +31,7 @@ from jlora.adapters.registry import AdapterRegistry
 from jlora.bench import machine, policy_page, rounds, workload
 from jlora.bench.replay import Replay, differing
 from jlora.bench.rounds import Budget, Journal, Sample, Side
-from jlora.bench.workload import Plan
+from jlora.bench.workload import SMALL, Plan
 from jlora.cache.manager import CacheManager
 from jlora.cache.pool import HostPool
 from jlora.cache.swapper import Swapper
@@ -54,10 +54,6 @@ PAPER_STEP_TOKENS = 1024
 AT_ONCE = 1e6  # a trace played so much faster is due all at once
 STRIDE = 4  # policies that the next round's order is turned by: no two of few rounds begin alike
 HOST_SHARE = 2.0  # host tier over working set: in the paper, 240 GB for 120 GB of open dialogs
-
-SPEC = ModelSpec(
-    vocab=512, width=128, mlp=352, layers=4, heads=4, kv_heads=4, head_dim=32, max_len=512, name="random-small"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +88,7 @@ class Setup:
     work: Path
     data: Path | None = None
     load: float = 0.4
-    spec: ModelSpec = SPEC
+    spec: ModelSpec = SMALL
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def describe(self) -> dict[str, Any]:
@@ -110,15 +106,15 @@ class Setup:
 
 
 LOADS = {
-    "W1": Load(rate=1.36, seconds=88, gap_s=56, adapters=50, shrink=8, vocab=SPEC.vocab, max_len=SPEC.max_len),
-    "W3": Load(rate=8, seconds=32, gap_s=8, adapters=52, shrink=4, vocab=SPEC.vocab, max_len=SPEC.max_len),
+    "W1": Load(rate=1.36, seconds=88, gap_s=56, adapters=50, shrink=8, vocab=SMALL.vocab, max_len=SMALL.max_len),
+    "W3": Load(rate=8, seconds=32, gap_s=8, adapters=52, shrink=4, vocab=SMALL.vocab, max_len=SMALL.max_len),
 }
 CELLS = tuple(Cell(name, share, gbps) for name in LOADS for share in (0.25, 0.5, 0.75) for gbps in (2.0, 10.0))
 FAIR = {"W1": 0.2, "W3": 0.3}
 QUICK_LOADS = {"W1": replace(LOADS["W1"], rate=0.2, seconds=60, adapters=4)}
 QUICK_CELLS = (Cell("W1", 1.0, 10.0),)  # so small a working set must hold one long request
 QUICK_POLICIES = ("jlora", "vllm")
-QUICK_SPEC = replace(SPEC, width=32, mlp=64, layers=1, heads=2, kv_heads=2, head_dim=16)
+QUICK_SPEC = replace(SMALL, width=32, mlp=64, layers=1, heads=2, kv_heads=2, head_dim=16)
 QUICK_SETTINGS = {"engine.max_seqs": 4, "engine.max_step_tokens": 32}  # few shapes to compile
 
 

@@ -11,6 +11,7 @@ scheduler does: submit what is due, make a step, take the tokens.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import zlib
@@ -24,6 +25,7 @@ from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
 from jlora.cache.tree import KV
 from jlora.engine.engine import Engine
+from jlora.sim.script import HISTORY, Script
 from jlora.sim.trace import Trace, Turn
 from jlora.types import CacheState, Request, SamplingParams, TokenEvent, Usage
 
@@ -72,11 +74,10 @@ class Replay:
         self._trace = trace
         self._speed = speed
         self._grace = grace
-        self._contexts: dict[int, list[int]] = {}
+        self._script = Script(trace.turns, speed)
         self._live: dict[str, Ask] = {}
-        self._waiting: dict[int, list[Turn]] = {}  # session -> turns that are due but not answerable yet
         self._asks: list[Ask] = []
-        self._start = 0.0
+        self._start = math.inf  # so that all of the history is before 0
 
     def run(self) -> dict[str, Any]:
         """Plays it; the sample. Raises AssertionError if the cache is inconsistent at the end."""
@@ -102,42 +103,42 @@ class Replay:
 
     def _history(self) -> None:
         """Computes the turns before time 0, and waits for the copies that this leaves."""
-        past = [turn for turn in self._trace.turns if turn.at < 0]
-        for begin in range(0, len(past), HISTORY_AT_ONCE):
-            for turn in past[begin : begin + HISTORY_AT_ONCE]:
-                self._send(turn, 0.0)
-            while self._live:
-                self._take(self._engine.step())
+        while past := self._script.take(HISTORY):
+            for begin in range(0, len(past), HISTORY_AT_ONCE):
+                for due, turn in past[begin : begin + HISTORY_AT_ONCE]:
+                    self._send(turn, due)
+                while self._live:
+                    self._take(self._engine.step())
         while self._engine.busy or self._engine.copying:
             self._take(self._engine.step()) if self._engine.busy else self._idle(0.002)
         self._asks.clear()
 
     def _play(self) -> tuple[float, float]:
         """Real time, until all is answered or the run is cut; its seconds, and the mean share of invalid KV."""
-        coming = [turn for turn in reversed(self._trace.turns) if turn.at >= 0]
         looks: list[float] = []
-        end = coming[0].at / self._speed
+        end = self._trace.turns[-1].at / self._speed
         self._start = time.monotonic()
-        while coming or self._live:
+        while self._script or self._live:
             now = self._now()
             if now > (1 + self._grace) * end:
                 break
-            while coming and coming[-1].at / self._speed <= now:
-                self._arrive(coming.pop())
+            for due, turn in self._script.take(now):
+                self._send(turn, due)
             if now >= len(looks) * end / LOOKS:
                 looks.append(invalid_share(self._manager))
             if self._engine.busy:
                 self._take(self._engine.step())
             else:
-                self._idle(coming[-1].at / self._speed - now if coming else 0.0)
+                due = self._script.next_due()
+                self._idle(0.0 if due is None else due - now)
         seconds = self._now()
         self._cut(seconds)
         return seconds, statistics.fmean(looks)
 
     def _cut(self, now: float) -> None:
         """Aborts what is not done."""
-        for turns in self._waiting.values():
-            self._asks += [Ask(turn, turn.at / self._speed, late=now - turn.at / self._speed) for turn in turns]
+        kept = [(turn, turn.at / self._speed) for turn in self._script.rest()]
+        self._asks += [Ask(turn, at, late=now - at) for turn, at in kept if at <= now]
         for name in list(self._live):
             self._engine.abort(name)
         while self._engine.busy or self._engine.copying:
@@ -152,21 +153,12 @@ class Replay:
         if seconds > 0:
             time.sleep(min(seconds, 0.002) if self._engine.copying else min(seconds, 0.01))
 
-    def _arrive(self, turn: Turn) -> None:
-        if turn.session in self._waiting:
-            self._waiting[turn.session].append(turn)
-        else:
-            self._send(turn, turn.at / self._speed)
-
-    def _send(self, turn: Turn, due: float, late: float = 0.0) -> None:
-        context = self._contexts.setdefault(turn.session, [])
-        context += turn.adds
-        ask = Ask(turn, due, late, self._now())
+    def _send(self, turn: Turn, due: float) -> None:
+        ask = Ask(turn, due, due - turn.at / self._speed if turn.after is None else 0.0, self._now())
         name = f"{turn.session}.{turn.turn}"
         adapter = None if turn.adapter is None else self._trace.adapters[turn.adapter]
         sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True)
-        self._engine.submit(Request(name, tuple(context), sampling, adapter, tenant=turn.tenant))
-        self._waiting[turn.session] = []
+        self._engine.submit(Request(name, self._script.prompt(turn), sampling, adapter, tenant=turn.tenant))
         self._live[name] = ask
         self._asks.append(ask)
 
@@ -182,18 +174,8 @@ class Replay:
                 t = event.timing
                 ask.usage = event.usage
                 ask.cold = {"queue": t.queue, "adapter": t.adapter_cold_start, "kv": t.kv_cold_start}
-                self._end(event.request_id, ask, now)
-
-    def _end(self, name: str, ask: Ask, now: float) -> None:
-        """The answer becomes part of the context; what its session asks next may go."""
-        del self._live[name]
-        session = ask.turn.session
-        self._contexts[session] += ask.tokens
-        waiting = self._waiting.pop(session)
-        if waiting:
-            late = now - waiting[0].at / self._speed
-            self._send(waiting[0], now, late)
-            self._waiting[session] += waiting[1:]
+                del self._live[event.request_id]
+                self._script.answered(ask.turn, ask.tokens, now)
 
 
 def requests(asks: Sequence[Ask], seconds: float) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 from jlora.bench import growth, machine, rounds
 
 PAGE = "cpu.md"
-NAMES = {"throughput": "R1", "latency": "R1b", "host": "host time", "cache": "R7"}
+NAMES = {"throughput": "R1", "latency": "R1b", "llama": "R2", "host": "host time", "cache": "R7"}
 
 
 def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
@@ -45,7 +45,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "# CPU results\n\nMade by `jlora bench`; the JSON files beside this page hold every round. "
         "A control outside 0.97–1.03 voids the numbers of its row.\n"
     ]
-    sections = {"throughput": throughput, "latency": latency, "host": host, "cache": cache}
+    sections = {"throughput": throughput, "latency": latency, "llama": llama, "host": host, "cache": cache}
     for name, section in sections.items():
         chosen = [r for r in records if r["benchmark"] == name]
         if chosen:
@@ -118,6 +118,32 @@ def latency(records: Sequence[Mapping[str, Any]]) -> str:
         "## R1b: one request alone\n\nThe same model. PyTorch is transformers (base) or PEFT (one adapter), through "
         "`generate` or a bare loop, whichever is faster. A ratio above 1 means that jlora is faster.\n"
     )
+    return text + "\n" + table(head, rows)
+
+
+def llama(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of R2."""
+    work, threads = records[0]["settings"]["workload"], records[0]["settings"]["threads"]
+    rows = [
+        [
+            s["case"],
+            f"{s['jlora_tokens_per_s']:.1f}",
+            f"{s['llama_tokens_per_s']:.1f}",
+            ratio(s["ratio"]),
+            controls(s, "jlora_control", "llama_control"),
+            str(s["rounds"]),
+            outputs(r),
+        ]
+        for r in records
+        for s in r["summary"]
+    ]
+    text = f"""## R2: against a llama.cpp server
+
+{work["parameters"] / 1e6:.1f}M parameters, float32, {work["requests"]} requests, prompts {span(work["prompt_tokens"])}
+and outputs {span(work["output_tokens"])} tokens, {work["adapters"]} adapters of rank {work["rank"]}; {threads}
+threads each. Both are servers; a client asks for one thing after the other. Output tokens per second, greedy.
+"""
+    head = ["clients", "jlora tok/s", "llama.cpp tok/s", "ratio", "control", "rounds", "outputs"]
     return text + "\n" + table(head, rows)
 
 

@@ -115,7 +115,7 @@ def _measure(
         result["clairvoyant"] = run_peer("output")
         if "jlora" not in last:  # every round came from the journal
             run_jlora()
-        result["outputs"] = peers.compare_outputs(peer, workload.jobs, last["jlora"], last["peft"]["tokens"])
+        result["outputs"] = peers.compare_outputs(peer.gap, workload.jobs, last["jlora"], last["peft"]["tokens"])
 
 
 def _over_grpc(setup: Setup, workload: Workload) -> Sample:

@@ -33,6 +33,9 @@ ADAPTED = ("q", "k", "v", "o")
 LLAMA_100M = ModelSpec(
     vocab=32000, width=768, mlp=2048, layers=12, heads=12, kv_heads=4, head_dim=64, max_len=1024, name="random-100m"
 )
+SMALL = ModelSpec(
+    vocab=512, width=128, mlp=352, layers=4, heads=4, kv_heads=4, head_dim=32, max_len=512, name="random-small"
+)
 TINY = ModelSpec(
     vocab=512, width=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_len=128, name="random-tiny"
 )

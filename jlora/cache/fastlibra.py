@@ -56,6 +56,7 @@ class Fastlibra(Policy):
         self._visited = 0.0
         self._batch = 0.0  # BS
         self._ticked: float | None = None
+        self._pulse: Pulse | None = None  # of the last tick, until LoRA_Eval has been made from it
         self._lora_eval = 1.0
 
     def visit(self, node: Node, now: float) -> None:
@@ -79,16 +80,21 @@ class Fastlibra(Policy):
         """ln Eval (Equation 6)."""
         age = max(0.0, now - node.last_use)
         prob = math.log(max(node.count, 1e-12)) - age / WINDOW_S - self._all(now)
-        lora = math.log(self._lora_eval) if node.kind == ADAPTER else 0.0
+        lora = math.log(self._lora_reward()) if node.kind == ADAPTER else 0.0
         return lora + math.log(self._cost(node)) + prob + _log_retain(age / self.tau)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
         weight = 1.0 if self._ticked is None else 1 - math.exp((self._ticked - now) / BATCH_S)
         self._batch += weight * (pulse.running - self._batch)
-        self._ticked = now
-        self._lora_eval = self._reward(pulse, now)
+        self._ticked, self._pulse = now, pulse
         moved = self.meter.moved()
         return self._fit_tau(now) or moved
+
+    def _lora_reward(self) -> float:
+        """LoRA_Eval of the last tick; made when it is first asked for, for it walks all adapters."""
+        if self._pulse is not None and self._ticked is not None:
+            self._lora_eval, self._pulse = self._reward(self._pulse, self._ticked), None
+        return self._lora_eval
 
     def _reward(self, pulse: Pulse, now: float) -> float:
         """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""

@@ -117,6 +117,8 @@ def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -
         if not (node.users or node.moving or node.pinned):
             idle[node.kind] += len(node.device)
     assert device.idle == idle, f"idle blocks are miscounted: {device.idle}, not {idle}"
+    bare = sum(n.kind == KV and bool(n.device) and not (n.host or n.users or n.moving) for n in nodes)
+    assert cells.bare == bare, f"idle KV without a copy is miscounted: {cells.bare}, not {bare}"
     running = len(private) + sum(len(n.device) for n in nodes if n.kind == KV and n.users)
     assert device.running == running, f"running KV is miscounted: {device.running}, not {running}"
 

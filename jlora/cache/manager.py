@@ -20,9 +20,10 @@ from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
 
-# A prefix is computed again only if copying it would take so many times as long: near saturation
-# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
-RECOMPUTE = 3.0
+# A prefix is computed again only if copying it would take so many times as long. While others wait
+# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d); while
+# nobody does, what is sooner is better.
+RECOMPUTE, RACE = 3.0, 1.5
 # A step starts before its copies have landed if they need at most this share of its time.
 STREAM = 0.9
 # Shorter copies come as one piece: a group of layers costs a transfer of its own.
@@ -97,6 +98,7 @@ class CacheManager:
         self.base = AdapterNode(uid=0, size=0)
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
+        self.crowded = True  # others wait in the queue, as the scheduler told it last
         self._pinned: set[AdapterNode] = set()
         self._clock = clock
 
@@ -216,7 +218,7 @@ class CacheManager:
         if reuse and self.prefix_reuse:
             path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
             resident = [node for node in path if node.device]
-            nodes += {*resident[-1:], *path[-1:]}  # what is above them is kept by them
+            nodes += dict.fromkeys((*resident[-1:], *path[-1:]))  # what is above them is kept by them
         for node in nodes:
             self.cells.want(node)
         return Want(adapter, tuple(nodes))
@@ -413,7 +415,8 @@ class CacheManager:
             return path
         meter, backlog = self.policy.meter, self.cells.backlog["in"]
         tokens = (len(path) - missing[0]) * self.block_tokens
-        if meter.load_s(KV, backlog + len(missing)) <= RECOMPUTE * tokens * meter.token_s:
+        guard = RECOMPUTE if self.crowded else RACE
+        if meter.load_s(KV, backlog + len(missing)) <= guard * tokens * meter.token_s:
             return path
         return path[: missing[0]]
 
@@ -425,7 +428,7 @@ class CacheManager:
 
     def _fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether what is left of the nodes' copies takes less time than computing so many tokens."""
-        copies = {self.cells.flying[node] for node in nodes}
+        copies = dict.fromkeys(self.cells.flying[node] for node in nodes)  # in order: a replay adds up alike
         if tokens < 2 or not all(copy.streams and copy.started for copy in copies):
             return False
         now, meter = self._clock(), self.policy.meter

@@ -104,7 +104,7 @@ class Jlora(Policy):
 
     name = "jlora"
     T = 100.0  # seconds
-    BETA = 0.5
+    BETA = 0.25
     A0 = 5.0  # seconds
 
     def __init__(self, meter: Meter):

@@ -61,6 +61,7 @@ class Residency:
     backlog: dict[Direction, int] = field(default_factory=lambda: {"in": 0, "out": 0})  # blocks under way
     epoch: int = 0  # grows whenever something that was refused may now be granted
     departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
+    bare: int = 0  # idle KV blocks on the device that have no copy on the host
     _victims: tuple[Order, Order] = field(init=False)
     _wanted: tuple[Order, Order] = field(init=False)
     _roots: tuple[Order, Order] = field(init=False)
@@ -424,8 +425,10 @@ class Residency:
         self.epoch += 1
 
     def _leave_host(self, node: Node) -> None:
+        self._account(node, -1)
         self.host.give(node.kind, node.host)
         node.host = ()
+        self._account(node, 1)
         node.stamp += 1
         self.epoch += 1
 
@@ -436,7 +439,7 @@ class Residency:
         self.offer(node)
 
     def _account(self, node: Node, sign: int) -> None:
-        """Counts the node's device blocks as idle or running, as it is now."""
+        """Counts the node's device blocks as idle (bare or not) or running, as it is now."""
         size = len(node.device)
         if not size:
             return
@@ -445,6 +448,8 @@ class Residency:
                 self.device.running += sign * size
         elif not (node.coming or node.saving or node.pinned):
             self.device.idle[node.kind] += sign * size
+            if node.kind == KV and not node.host:
+                self.bare += sign * size
 
 
 def _is_double(node: Node) -> bool:

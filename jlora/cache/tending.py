@@ -81,7 +81,7 @@ class Tending:
     def _back_up(self) -> None:
         """Copies the coldest leaves out while nothing else uses the link."""
         cells = self._manager.cells
-        if cells.backlog["out"]:
+        if cells.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
         for node in cells.coldest(self._batch()):

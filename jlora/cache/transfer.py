@@ -73,13 +73,15 @@ class Meter:
 
     Args:
         block_s: what a block's copy is believed to take before anything was measured.
+        block_tokens: tokens of a block; 0: computing is no way to get a block back.
     """
 
-    def __init__(self, block_s: float, token_s: float = 1e-4):
+    def __init__(self, block_s: float, token_s: float = 1e-4, block_tokens: int = 0):
         self.token_s = token_s
+        self._block_tokens = block_tokens
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
         self._run = 16.0  # blocks of a typical copy of KV
-        self._priced = [self.load_s(kind, TYPICAL) for kind in (ADAPTER, KV)]
+        self._priced = self._prices()
 
     def observe(self, copy: Copy) -> None:
         """Takes in a copy to the device that has landed."""
@@ -94,20 +96,27 @@ class Meter:
             self.token_s += 0.1 * (seconds / tokens - self.token_s)
 
     def density(self, kind: int, blocks: int) -> float:
-        """Seconds of load time that a block of a node saves.
+        """Seconds that a block of a node saves.
 
-        KV comes back in runs of many nodes, which share the fixed part of their one copy.
+        KV comes back in runs of many nodes, which share the fixed part of their one copy; and it can be
+        computed again, so over a slow link it is worth no more than that takes. An adapter cannot.
         """
-        size = blocks if kind == ADAPTER else max(1.0, self._run)
-        return self.load_s(kind, size) / size
+        if kind == ADAPTER:
+            return self.load_s(kind, blocks) / blocks
+        size = max(1.0, self._run)
+        copied = self.load_s(kind, size) / size
+        return min(copied, self._block_tokens * self.token_s) if self._block_tokens else copied
 
     def moved(self) -> bool:
         """Whether loads cost far more or less than when this last said so: what was priced then is priced wrong."""
-        now = [self.load_s(kind, TYPICAL) for kind in (ADAPTER, KV)]
+        now = self._prices()
         if all(1 / FAR < a / b < FAR for a, b in zip(now, self._priced, strict=True)):
             return False
         self._priced = now
         return True
+
+    def _prices(self) -> tuple[float, ...]:
+        return self.load_s(ADAPTER, TYPICAL), self.load_s(KV, TYPICAL), self.density(KV, 1)
 
     def load_s(self, kind: int, blocks: float) -> float:
         """Expected seconds of one copy of so many blocks; always above 0."""

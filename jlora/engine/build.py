@@ -86,7 +86,7 @@ def build_device(
 def make_manager(config: Config, layout: PoolLayout, host_blocks: int, streams: bool) -> CacheManager:
     """The cache that `config.cache` asks for, on the machine's own clock."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
-    policy = make_policy(config.cache, Meter(block_s))
+    policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
     return CacheManager(sizes, policy, time.monotonic, config.cache.prefix_reuse, streams)
 

@@ -151,8 +151,8 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
+        self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
-        self._board(now)
         budget = self.config.max_step_tokens
         prefill: list[Work] = []
         for sequence in self.running:
@@ -299,6 +299,7 @@ class Scheduler:
             return False
         tenant = sequence.request.tenant
         headroom = min(len(self.running), self.manager.total // 16)
+        self.manager.crowded = self._queued > 1
         again = sequence.admitted > 0
         lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom, again)
         if lease is None:

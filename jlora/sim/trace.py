@@ -5,15 +5,19 @@ everything the session said and heard so far, then that. Answers are whatever th
 replays the trace gives, so a prompt repeats what was really computed, as in a chat.
 
     prompt of turn n = adds 0 + answer 0 + adds 1 + answer 1 + ... + adds n
+
+An *aside* is asked on the context and leaves no mark on it: a check by another adapter. When a turn
+may be sent is read in one place, `jlora.sim.script`, by everything that replays a trace.
 """
 
 from __future__ import annotations
 
 import csv
+import hashlib
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -37,6 +41,11 @@ class Turn:
         output: tokens of its answer.
         adapter: index of its adapter; None is the base model.
         tenant: salt of the prefix cache.
+        after: closed loop: it is sent so many seconds after its user's turn before was answered
+            (a user's first turn: at `at`), and `at` is when that would be if answers took no time.
+            None, open loop: at `at`, or when the turn before is answered, if that is later.
+        user: number of who asks, one thing at a time, in the order of the trace; None: the session's number.
+        aside: neither what it adds nor its answer stays in the session's context.
     """
 
     at: float
@@ -46,6 +55,9 @@ class Turn:
     output: int
     adapter: int | None
     tenant: str = ""
+    after: float | None = None
+    user: int | None = None
+    aside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +68,32 @@ class Trace:
     turns: tuple[Turn, ...]
     adapters: tuple[str, ...]
 
+    @property
+    def asked(self) -> Counter[int]:
+        """How many turns of the trace proper ask for each adapter."""
+        return Counter(turn.adapter for turn in self.turns if turn.adapter is not None and turn.at >= 0)
+
+    def digest(self) -> str:
+        """A name for exactly these turns: two traces of one digest are the same work."""
+        sha = hashlib.sha256(repr(self.adapters).encode())
+        for t in self.turns:
+            sha.update(repr(replace(t, adds=())).encode())
+            sha.update(np.asarray(t.adds, np.int64).tobytes())
+        return sha.hexdigest()[:16]
+
 
 @dataclass(frozen=True, slots=True)
 class Facts:
     """What a trace is like. Lengths in tokens, sizes in blocks.
 
     Attributes:
-        rate: requests per second; burstiness: coefficient of variation of the gaps between them.
+        rate: requests per second, 0 if all are due at once.
+        burstiness: coefficient of variation of the gaps between requests.
         prompt, added, output: (mean, median, 95th percentile) of tokens.
         top10: share of the requests that goes to the ten most asked for adapters.
+        recent10: share of the requests with an adapter whose adapter is one of the ten last asked for.
         bound: share of prompt tokens that a cache of any size would find, in whole blocks.
+        bound_shared: the same if all adapters used one KV, as activated LoRA does before its invocation.
         kv_blocks, adapter_blocks: the working set: what was used and will be used again, at the
             moment when that is most.
     """
@@ -79,7 +107,9 @@ class Facts:
     added: tuple[float, float, float]
     output: tuple[float, float, float]
     top10: float
+    recent10: float
     bound: float
+    bound_shared: float
     kv_blocks: int
     adapter_blocks: int
 
@@ -91,6 +121,20 @@ class Facts:
     def describe(self) -> dict[str, object]:
         """The same as plain values, for a results file."""
         return {**asdict(self), "working_set": self.working_set}
+
+    def text(self, name: str) -> str:
+        """A few lines for a person."""
+        return (
+            f"{name}: {self.requests} requests of {self.sessions} sessions, {self.rate:.2f}/s, gaps vary "
+            f"{self.burstiness:.2f}\n"
+            f"  {self.adapters} adapters asked for, the top 10 by {self.top10:.0%}; one of the last 10 by "
+            f"{self.recent10:.0%}\n"
+            f"  prompts of {_span(self.prompt)} tokens, of them new {_span(self.added)}\n"
+            f"  answers of {_span(self.output)}\n"
+            f"  a cache of any size finds {self.bound:.0%} of the prompts, {self.bound_shared:.0%} if all adapters "
+            f"used one KV\n"
+            f"  working set {self.working_set} blocks: {self.kv_blocks} of KV, {self.adapter_blocks} of adapters"
+        )
 
 
 def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
@@ -106,7 +150,7 @@ def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
     rows = _rows(path)
     rows.sort(key=lambda row: row.at)
     start = rows[0].at if rows else 0.0
-    names = list(dict.fromkeys(row.adapter for row in rows if row.adapter))
+    names = {name: i for i, name in enumerate(dict.fromkeys(row.adapter for row in rows if row.adapter))}
     live: dict[tuple[str, str], tuple[int, int, int]] = {}  # session, adapter -> its number, turns, context
     turns = []
     for count, row in enumerate(rows):
@@ -115,7 +159,7 @@ def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
         if row.prompt <= context:
             session, turn, context = count, 0, 0
         adds = tuple(rng.integers(FIRST_ID, vocab, row.prompt - context).tolist())
-        adapter = names.index(row.adapter) if row.adapter else None
+        adapter = names[row.adapter] if row.adapter else None
         turns.append(Turn(row.at - start, session, turn, adds, row.output, adapter))
         live[key] = (session, turn + 1, row.prompt + row.output)
     return Trace(path.stem, tuple(turns), tuple(names))
@@ -126,40 +170,74 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
 
     Args:
         sizes: blocks of each adapter.
+
+    Raises:
+        ConfigError: it has no turn.
     """
-    spans = _Spans()
-    prompts, found = [], 0
-    contexts: dict[int, list[int]] = {}
+    turns = [turn for turn in trace.turns if turn.at >= 0]
+    if not turns:
+        raise ConfigError(f"trace {trace.name}: has no request")
+    spans, seen = _Spans(), set[object]()
+    prompts, found, found_shared = [], 0, 0
+    contexts: dict[int, _Content] = {}
     for turn in trace.turns:
-        context = contexts.setdefault(turn.session, [])
-        prompt = [*context, *turn.adds]
+        content = contexts.setdefault(turn.session, _Content(block_tokens))
+        content = content.fork() if turn.aside else content
+        content.extend(turn.adds)
         if turn.adapter is not None:
             spans.use(("adapter", turn.adapter), turn.at, sizes[turn.adapter])
-        known = _use_blocks(spans, turn, prompt, block_tokens)
+        known = _prefix(content, [spans.use(("kv", turn.adapter, turn.tenant, h), turn.at, 1) for h in content.chain])
+        shared = _prefix(content, [(turn.tenant, h) in seen for h in content.chain])
+        seen.update((turn.tenant, h) for h in content.chain)
         if turn.at >= 0:
-            found += known
-            prompts.append(len(prompt))
+            found, found_shared = found + known, found_shared + shared
+            prompts.append(len(content))
         # An answer is known to its own session only: ids that nobody else has.
-        answer = (-1 - turn.session * (1 << 20) - len(prompt) - i for i in range(turn.output))
-        contexts[turn.session] = [*prompt, *answer]
+        answer = -1 - turn.session * (1 << 20) - len(content)
+        content.extend(range(answer, answer - turn.output, -1))
     kv, adapters = spans.peak()
-    turns = [turn for turn in trace.turns if turn.at >= 0]
     gaps = np.diff([turn.at for turn in turns])
-    asked = Counter(turn.adapter for turn in turns if turn.adapter is not None)
+    asked = trace.asked
     return Facts(
         requests=len(turns),
         sessions=len({turn.session for turn in turns}),
         adapters=len(asked),
-        rate=len(turns) / max(turns[-1].at, 1e-9),
-        burstiness=float(gaps.std() / gaps.mean()) if len(gaps) else 0.0,
+        rate=len(turns) / turns[-1].at if turns[-1].at else 0.0,
+        burstiness=float(gaps.std() / gaps.mean()) if gaps.any() else 0.0,
         prompt=_lengths(prompts),
         added=_lengths([len(turn.adds) for turn in turns]),
         output=_lengths([turn.output for turn in turns]),
         top10=sum(n for _, n in asked.most_common(10)) / len(turns),
-        bound=found * block_tokens / sum(prompts),
+        recent10=_recent([turn.adapter for turn in turns if turn.adapter is not None], 10),
+        bound=found / sum(prompts),
+        bound_shared=found_shared / sum(prompts),
         kv_blocks=kv,
         adapter_blocks=adapters,
     )
+
+
+def longest(trace: Trace) -> int:
+    """Tokens of the longest prompt and answer together."""
+    lengths: Counter[int] = Counter()
+    most = 0
+    for turn in trace.turns:
+        total = lengths[turn.session] + len(turn.adds) + turn.output
+        most = max(most, total)
+        lengths[turn.session] += 0 if turn.aside else len(turn.adds) + turn.output
+    return most
+
+
+def shrunk(trace: Trace, divisor: int) -> Trace:
+    """The same trace with all lengths divided, at least 1; of what a turn adds, the first part is kept."""
+    turns = (
+        replace(
+            turn,
+            adds=turn.adds[: max(1, round(len(turn.adds) / divisor))],
+            output=max(1, round(turn.output / divisor)),
+        )
+        for turn in trace.turns
+    )
+    return replace(trace, turns=tuple(turns))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,16 +276,51 @@ class _Spans:
         return best
 
 
-def _use_blocks(spans: _Spans, turn: Turn, prompt: list[int], block_tokens: int) -> int:
-    """Uses the blocks of a prompt and its answer's; how many of the prompt's were known."""
-    found, known = 0, True
-    path = hash((turn.adapter, turn.tenant))
-    usable = (len(prompt) - 1) // block_tokens  # the last token is always computed
-    for index in range(len(prompt) // block_tokens):
-        path = hash((path, tuple(prompt[index * block_tokens : (index + 1) * block_tokens])))
-        known = spans.use(("kv", path), turn.at, 1) and known
-        found += known and index < usable
-    return found
+class _Content:
+    """A growing context; `chain` has a hash per full block, each of all tokens up to the block's end."""
+
+    def __init__(self, block_tokens: int, chain: Iterable[int] = (), rest: Iterable[int] = ()):
+        self.block_tokens = block_tokens
+        self.chain = list(chain)
+        self._rest = list(rest)  # of the block that is not full
+
+    def __len__(self) -> int:
+        return len(self.chain) * self.block_tokens + len(self._rest)
+
+    def fork(self) -> _Content:
+        """A copy to go on from."""
+        return _Content(self.block_tokens, self.chain, self._rest)
+
+    def extend(self, tokens: Iterable[int]) -> None:
+        rest = [*self._rest, *tokens]
+        full = len(rest) - len(rest) % self.block_tokens
+        for begin in range(0, full, self.block_tokens):
+            before = self.chain[-1] if self.chain else 0
+            self.chain.append(hash((before, *rest[begin : begin + self.block_tokens])))
+        self._rest = rest[full:]
+
+
+def _prefix(content: _Content, known: Sequence[bool]) -> int:
+    """Tokens of a prompt that were there: whole blocks up to the first unknown one; the last token is computed."""
+    found = known.index(False) if False in known else len(known)
+    return min(found, (len(content) - 1) // content.block_tokens) * content.block_tokens
+
+
+def _recent(adapters: Sequence[int], size: int) -> float:
+    """Hit rate of an LRU list of `size` adapters."""
+    last: dict[int, None] = {}
+    hits = 0
+    for adapter in adapters:
+        hits += adapter in last
+        last.pop(adapter, None)
+        last[adapter] = None
+        if len(last) > size:
+            del last[next(iter(last))]
+    return hits / len(adapters) if adapters else 0.0
+
+
+def _span(values: tuple[float, float, float]) -> str:
+    return "{:.0f} (median {:.0f}, p95 {:.0f})".format(*values)
 
 
 def _lengths(values: Sequence[int]) -> tuple[float, float, float]:

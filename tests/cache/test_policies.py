@@ -54,7 +54,7 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
             window = 100.0 * (1 - math.exp(-(now - began) / 100.0))
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / window
         else:
-            rate = 0.5 / (now - node.last_use + 5.0)
+            rate = 0.25 / (now - node.last_use + 5.0)
         assert policy.value(node, now) == pytest.approx(rate * policy.meter.density(node.kind, node.size))
 
 

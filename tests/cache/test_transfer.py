@@ -73,3 +73,18 @@ def test_the_meter_says_once_when_loads_have_come_to_cost_something_else():
     for blocks in (1, 4, 16, 2, 8) * 8:
         meter.observe(copied(KV, blocks, 0.05 + 1e-3 * blocks))
     assert meter.moved() and not meter.moved()
+
+
+def test_kv_is_worth_no_more_than_computing_it_again_and_adapters_their_load():
+    meter = Meter(block_s=0.01, token_s=1e-4, block_tokens=32)
+    assert meter.density(KV, 1) == pytest.approx(0.0032)
+    assert meter.density(ADAPTER, 4) > 0.01
+    meter.token_s = 1.0  # computing is slow: then it is what copying takes
+    assert meter.density(KV, 1) == pytest.approx(meter.load_s(KV, 16) / 16)
+
+
+def test_a_token_that_has_come_to_cost_something_else_is_said_once_too():
+    meter = Meter(block_s=0.01, token_s=1e-4, block_tokens=32)
+    for _ in range(50):
+        meter.observe_prefill(100, 0.02)
+    assert meter.moved() and not meter.moved()

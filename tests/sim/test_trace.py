@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,3 +74,54 @@ def test_history_is_cached_but_not_counted():
     assert found.requests == 1 and found.prompt[0] == 11
     assert found.bound == pytest.approx(8 / 11)
     assert found.kv_blocks == 2
+
+
+def test_an_aside_reads_its_context_and_leaves_nothing_there():
+    base = (3, 4, 5, 6, 7, 8, 9, 10)
+    turns = (
+        Turn(0.0, 0, 0, base, 1, None),
+        Turn(0.0, 0, 1, (11,), 1, 0, aside=True),  # prompt 10: nothing of its own adapter's KV yet
+        Turn(0.0, 0, 2, (12,), 1, None),  # prompt 10: both blocks of the base
+    )
+    found = facts(Trace("t", turns, ("a",)), block_tokens=4, sizes=[5])
+    assert found.prompt[0] == pytest.approx((8 + 10 + 10) / 3)
+    assert found.bound == pytest.approx(8 / 28)
+    assert found.bound_shared == pytest.approx((8 + 8) / 28)  # the aside, too
+
+
+def test_the_last_token_of_a_prompt_is_always_computed():
+    prompt = (3, 4, 5, 6, 7, 8, 9, 10)
+    turns = tuple(Turn(float(i), i, 0, prompt, 1, None) for i in range(2))
+    assert facts(Trace("t", turns, ()), block_tokens=4, sizes=[]).bound == pytest.approx(4 / 16)
+
+
+def test_facts_know_how_often_a_recent_adapter_comes_back():
+    turns = tuple(Turn(float(i), i, 0, (3,), 1, i % 12 if i < 24 else 11) for i in range(36))
+    found = facts(Trace("t", turns, tuple("abcdefghijkl")), block_tokens=4, sizes=[1] * 12)
+    assert found.recent10 == pytest.approx(12 / 36)  # in a round of 12 the last ten never help
+    assert found.top10 == pytest.approx((14 + 9 * 2) / 36)
+
+
+def test_a_trace_without_a_request_has_no_facts():
+    with pytest.raises(ConfigError, match="has no request"):
+        facts(Trace("t", (Turn(-1.0, 0, -1, (3,), 1, None),), ()), block_tokens=4, sizes=[])
+
+
+def test_a_digest_names_the_work():
+    turn = Turn(1.0, 0, 0, (3, 4), 2, 0)
+    trace = Trace("t", (turn,), ("a",))
+    assert trace.digest() == Trace("other name", (turn,), ("a",)).digest()
+    others = [
+        Trace("t", (turn, turn), ("a",)),
+        Trace("t", (turn,), ("b",)),
+        *(
+            Trace("t", (replace(turn, **change),), ("a",))
+            for change in ({"adds": (3, 5)}, {"after": 1.0}, {"output": 3})
+        ),
+    ]
+    assert len({trace.digest(), *(other.digest() for other in others)}) == len(others) + 1
+
+
+def test_the_facts_are_told_in_a_few_lines():
+    text = facts(Trace("t", (Turn(1.0, 0, 0, (3, 4), 2, 0),), ("a",)), block_tokens=4, sizes=[5]).text("mine")
+    assert text.startswith("mine: 1 requests of 1 sessions, 1.00/s") and "working set 0 blocks" in text

@@ -1,0 +1,145 @@
+"""The trace that a load run replays: flags -> a workload or a user's CSV, within a server's limits."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jlora.errors import ConfigError
+from jlora.serve.flags import Parser
+from jlora.sim.trace import Trace, longest, read_csv, shrunk
+from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, closed, play, popularity
+
+# A workload is refused when more of its requests than this do not fit the server's context.
+LOST = 0.05
+BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
+MOST_SHRINK = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the servers can take: tokens of prompt and answer together, token ids, adapters."""
+
+    max_len: int
+    vocab: int
+    adapters: Sequence[str]
+
+
+def add_flags(made: Parser) -> None:
+    """The flags that choose and shape a trace."""
+    made.add_argument("--workload", default="W7", choices=list(SOURCES), help="which built-in one (default W7)")
+    made.add_argument("--trace", type=Path, metavar="CSV", help="a trace of your own instead of a built-in one")
+    made.add_argument("--data", type=Path, metavar="DIR", help="public traces (default: the synthetic equivalents)")
+    made.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
+    made.add_argument("--seconds", type=float, default=60.0, help="length of the trace (default 60)")
+    made.add_argument("--gap", type=float, metavar="S", help="mean seconds between turns of a session")
+    made.add_argument(
+        "--popularity", metavar="LAW", help="zipf:0.9, uniform, distinct, skewed:0.1, drift:300, real ..."
+    )
+    made.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
+    made.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K")
+    made.add_argument(
+        "--users", type=int, default=0, metavar="N", help="closed loop: N users, one thing at a time each"
+    )
+    made.add_argument("--seed", type=int, default=0)
+
+
+def draw(args: argparse.Namespace, limits: Limits) -> Trace:
+    """The trace that the flags ask for.
+
+    Raises:
+        ConfigError: a flag is wrong, or lengths do not fit: says which `--shrink` would do.
+    """
+    if args.users < 0:
+        raise ConfigError(f"--users {args.users}: must be at least 1, or 0 for an open loop")
+    if args.shrink < 1:
+        raise ConfigError(f"--shrink {args.shrink}: must be at least 1")
+    if not limits.adapters:
+        raise ConfigError("no adapters to ask for: the server has none; load some, or name them with --adapters")
+    trace = _own(args, limits) if args.trace else _built_in(args, limits)
+    return closed(trace, args.users) if args.users else trace
+
+
+def models(trace: Trace, limits: Limits) -> list[str]:
+    """The server's adapter for each of the trace's: of the same name if it has them all, else dealt in turn."""
+    if set(trace.adapters) <= set(limits.adapters):
+        return list(trace.adapters)
+    return [limits.adapters[i % len(limits.adapters)] for i in range(len(trace.adapters))]
+
+
+def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
+    """What names the trace in a results file."""
+    names = ("rate", "seconds", "gap", "popularity", "arrivals", "shrink", "users", "seed")
+    chosen = {name: getattr(args, name) for name in names} if not args.trace else {"seed": args.seed}
+    return {"name": trace.name, "digest": trace.digest(), "data": bool(args.data), **chosen}
+
+
+def _own(args: argparse.Namespace, limits: Limits) -> Trace:
+    """A CSV, all of it or nothing."""
+    trace = read_csv(args.trace, limits.vocab, args.seed)
+    trace = shrunk(trace, args.shrink) if args.shrink > 1 else trace
+    if (most := longest(trace)) > limits.max_len:
+        raise ConfigError(
+            f"trace {args.trace}: a request of {most} tokens passes the server's context of {limits.max_len}: "
+            f"give --shrink {math.ceil(args.shrink * most / limits.max_len)}"
+        )
+    return trace
+
+
+def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
+    """A workload whose sessions end at the server's context, if that is rare enough to be the same workload."""
+    source = SOURCES[args.workload](args.data)
+    load = Load(
+        rate=args.rate,
+        seconds=args.seconds,
+        adapters=len(limits.adapters),
+        shrink=args.shrink,
+        vocab=limits.vocab,
+        max_len=limits.max_len,
+        seed=args.seed,
+        gap_s=args.gap,
+        popularity=popularity.parse(args.popularity, args.data) if args.popularity else None,
+        arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
+    )
+    if (lost := _lost(source, load)) > LOST:
+        fitting = (k for k in _doubled(args.shrink) if _lost(source, replace(load, shrink=k)) <= LOST)
+        raise ConfigError(
+            f"workload {args.workload}: {lost:.0%} of its requests pass the server's context of {limits.max_len} "
+            f"tokens: give --shrink {next(fitting, MOST_SHRINK)}"
+        )
+    return play(source, load)
+
+
+def _lost(source: Source, load: Load) -> float:
+    """The share of the requests that do not fit, far longer ones apart."""
+    try:
+        lengths = _lengths(play(source, replace(load, max_len=BEYOND * load.max_len)))
+    except DoesNotFit:
+        return 1.0
+    return float(np.mean(np.asarray(lengths) > load.max_len))
+
+
+def _doubled(shrink: int) -> Iterator[int]:
+    """2, 4, 8, ... times it."""
+    while shrink < MOST_SHRINK:
+        shrink *= 2
+        yield shrink
+
+
+def _lengths(trace: Trace) -> list[int]:
+    """Tokens of prompt and answer of each request."""
+    contexts: dict[int, int] = {}
+    found = []
+    for turn in trace.turns:
+        total = contexts.get(turn.session, 0) + len(turn.adds) + turn.output
+        if turn.at >= 0:
+            found.append(total)
+        if not turn.aside:
+            contexts[turn.session] = total
+    return found

@@ -1,0 +1,105 @@
+"""An evictor that knows the future: the bound for every on-line policy. No jax.
+
+Belady's rule for blocks of unequal cost: what leaves is worth least by
+
+    v_i(now) = load_i / blocks_i / (next use of i - now)
+
+load seconds saved, per block held, per second that the block must be held. The mechanism around
+it is the product's own, so what it gains over `jlora` is what ranking can still gain. It is no
+floor of the time to first token: it fetches nothing ahead because of what it knows, and it takes a
+turn to be asked when the trace says so, though a session that waits for an answer asks later.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from jlora.cache.policies import Policy
+from jlora.cache.transfer import Meter
+from jlora.cache.tree import AdapterNode, Key, Node
+
+SOONEST_S = 1e-3  # a use that is due
+UNKNOWN = -1
+
+
+class Oracle:
+    """When every block of the trace's prompts, and every adapter, is used.
+
+    Prompts are known beforehand because a simulated answer is a hash of its request.
+
+    Args:
+        start: the clock's time at the trace's time 0.
+        block_tokens: tokens of a block.
+    """
+
+    def __init__(self, start: float, block_tokens: int):
+        self._start = start
+        self._size = block_tokens
+        self._ids: dict[tuple[int, Key], int] = {}  # (above, tokens) -> number; an adapter's is its uid
+        self._uses: dict[int, list[float]] = {}
+
+    def expect(self, at: float, uid: int, tenant: str, prompt: Sequence[int]) -> None:
+        """A request at `at` of the trace, not before those expected so far."""
+        use = self._start + at
+        above = uid
+        self._uses.setdefault(uid, []).append(use)
+        data = array("i", prompt[: (len(prompt) - 1) // self._size * self._size]).tobytes()
+        step = 4 * self._size
+        for begin in range(0, len(data), step):
+            block = data[begin : begin + step]
+            key = (above, block if begin else (tenant, block))
+            above = self._ids.setdefault(key, -2 - len(self._ids))
+            self._uses.setdefault(above, []).append(use)
+
+    def number(self, above: int, key: Key) -> int:
+        """The number of the block with this key below `above`; UNKNOWN if no prompt has it."""
+        return self._ids.get((above, key), UNKNOWN)
+
+    def next_use(self, number: int, now: float) -> float:
+        """When it is used next after `now`; infinity if never."""
+        uses = self._uses.get(number, ())
+        after = bisect_right(uses, now)
+        return uses[after] if after < len(uses) else math.inf
+
+
+class Clairvoyant(Policy):
+    """Evicts what is used furthest in the future, weighted by what it costs to load.
+
+    `count` of a node holds its next use, as of its last one. By that the order of blocks of equal
+    cost is exact; between adapters of unequal size it is over the `lookahead` first.
+    """
+
+    name = "clairvoyant"
+    lookahead = 8
+
+    def __init__(self, meter: Meter, oracle: Oracle):
+        super().__init__(meter)
+        self._oracle = oracle
+        self._numbers: dict[Node, int] = {}
+
+    def visit(self, node: Node, now: float) -> None:
+        if node not in self._numbers:
+            self._numbers[node] = self._number(node)
+        self._see(node, now)
+
+    def leave(self, node: Node, now: float) -> None:
+        self._see(node, now)
+
+    def key(self, node: Node) -> tuple[int, float]:
+        return node.kind, -node.count
+
+    def value(self, node: Node, now: float) -> float:
+        return self.meter.density(node.kind, node.size) / max(node.count - now, SOONEST_S)
+
+    def _see(self, node: Node, now: float) -> None:
+        node.last_use = now
+        node.count = self._oracle.next_use(self._numbers[node], now)
+
+    def _number(self, node: Node) -> int:
+        if isinstance(node, AdapterNode):
+            return node.uid
+        assert node.parent is not None, "visited a node that has left the tree"
+        return self._oracle.number(self._numbers[node.parent], node.key)

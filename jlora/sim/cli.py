@@ -1,0 +1,155 @@
+"""`jlora sim`: plays a workload under one or more policies on named hardware, and compares them. No jax.
+
+jlora sim --workload W3 --rate 12 --policy jlora fastlibra lru vllm-fair:0.3 clairvoyant
+jlora sim --workload W3 --hbm-share 0.25 --link-gbps 2 --json out.json
+jlora sim --trace mine.csv --chip h200 --model llama-3-8b
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from jlora import config as configuration
+from jlora.errors import ConfigError
+from jlora.sim import table
+from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
+from jlora.sim.link import LATENCY_S
+from jlora.sim.replay import start_of
+from jlora.sim.replica import Replica
+from jlora.sim.scenario import POLICIES, Scenario, Work, simulate
+from jlora.sim.trace import Trace, read_csv
+from jlora.sim.workloads import SOURCES, Load, closed, mixes, play
+from jlora.sim.workloads import popularity as laws
+
+DESCRIPTION = "Simulates one replica: its own scheduler, cache and policies, on hardware that you name."
+CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
+# The engine of the paper's size; anything else is for --set to say.
+ENGINE = {"engine.max_seqs": 128, "engine.max_step_tokens": 1024, "engine.max_queue": 1 << 20}
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of `jlora sim`."""
+    what = parser.add_argument_group("what is asked")
+    what.add_argument("--workload", default="W1", choices=list(SOURCES), help="a named workload (default: W1)")
+    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead")
+    what.add_argument("--data", type=Path, metavar="DIR", help="public files for the workload (default: synthetic)")
+    what.add_argument("--rate", type=float, default=2.0, help="requests per second (default: 2)")
+    what.add_argument("--seconds", type=float, default=300.0, help="length of the trace (default: 300)")
+    what.add_argument("--gap", type=float, metavar="S", help="mean seconds between a session's turns")
+    what.add_argument("--users", type=int, metavar="N", help="closed loop: so many users take the sessions in turn")
+    what.add_argument("--adapters", type=int, default=100, help="how many there are (default: 100)")
+    what.add_argument("--popularity", metavar="LAW", help="uniform, zipf:0.9, drift:300, ... (default: the workload's)")
+    what.add_argument("--ranks", default="32,64", metavar="MIX", help="in equal shares; hot:... the highest on the hot")
+    what.add_argument("--seed", type=int, default=0)
+    what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch so long before a turn")
+    where = parser.add_argument_group("on what")
+    where.add_argument("--chip", default="npu", choices=list(CHIPS), help="npu is the paper's (default)")
+    where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
+    where.add_argument("--model", default="llama-2-7b", choices=list(MODELS), help="(default: llama-2-7b)")
+    where.add_argument("--steps", type=Path, metavar="JSON", help="measured step times instead of the chip's peaks")
+    where.add_argument("--hbm-gb", type=float, default=0.0, help="the pool (default: what the weights leave)")
+    where.add_argument("--hbm-share", type=float, default=0.0, help="the pool as a share of the working set")
+    where.add_argument("--host-gb", type=float, default=240.0, help="the host tier (default: 240)")
+    where.add_argument("--link-gbps", type=float, default=0.0, help="each way (default: the chip's)")
+    where.add_argument("--latency-us", type=float, default=1e6 * LATENCY_S, help="of every copy (default: 20)")
+    where.add_argument("--adapter-load-ms", type=float, default=0.0, help="more for every load of an adapter")
+    how = parser.add_argument_group("how")
+    how.add_argument(
+        "--policy", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"{', '.join(POLICIES)}; vllm-fair:SHARE"
+    )
+    how.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="cache.* or engine.*")
+    how.add_argument("--json", type=Path, metavar="OUT", help="everything, a row per request")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Simulates what the flags ask for, and prints it; the exit code. Raises ConfigError."""
+    scenario = scenario_of(args)
+    work = work_of(args, scenario.hardware)
+    print(work.facts.text(work.trace.name), flush=True)
+    results, took = [], []
+    for policy in args.policy:
+        began = time.perf_counter()
+        results.append(_play(scenario, work, policy))
+        took.append(f"{policy} {time.perf_counter() - began:.1f} s")
+    setting = results[0]["setting"]
+    print(
+        f"{setting['chips']} x {setting['chip']}, {setting['model']}: pool {setting['device_blocks']} blocks, host "
+        f"{setting['host_blocks']}, of {setting['block_tokens']} tokens; link {setting['link_gbps']:g} GB/s each way\n"
+    )
+    print(table.table(results))
+    print(f"\nsimulated in: {', '.join(took)}")
+    if args.json is not None:
+        record = {"workload": work.trace.name, "seed": args.seed, "facts": work.facts.describe(), "runs": results}
+        args.json.write_text(json.dumps(record) + "\n")
+    return 0
+
+
+def scenario_of(args: argparse.Namespace) -> Scenario:
+    """Hardware and settings that the flags name. Raises ConfigError."""
+    pairs = [item.partition("=") for item in args.set]
+    for key, equals, _ in pairs:
+        if not equals or key.partition(".")[0] not in ("cache", "engine"):
+            raise ConfigError(f"--set {key}: must be cache.KEY=VALUE or engine.KEY=VALUE")
+    config = configuration.load(None, {**ENGINE, **{key: value for key, _, value in pairs}})
+    for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
+    return Scenario(
+        Hardware(CHIPS[args.chip], args.chips, MODELS[args.model]),
+        hbm_gb=args.hbm_gb,
+        hbm_share=args.hbm_share,
+        host_gb=args.host_gb,
+        link_gbps=args.link_gbps,
+        latency_s=1e-6 * args.latency_us,
+        adapter_load_s=1e-3 * args.adapter_load_ms,
+        hint_s=args.hint_s,
+        cache=config.cache,
+        engine=config.engine,
+        step=StepModel.fitted(args.steps) if args.steps else None,
+    )
+
+
+def work_of(args: argparse.Namespace, hardware: Hardware) -> Work:
+    """The trace that the flags name, and its adapters' sizes. Raises ConfigError."""
+    trace = _trace(args, hardware)
+    if args.users:
+        trace = closed(trace, args.users)
+    if not any(turn.at >= 0 for turn in trace.turns):
+        raise ConfigError(f"--seconds {args.seconds:g}: the trace {trace.name} has no request in them")
+    return Work.of(trace, mixes.parse(args.ranks).of(trace, args.seed), hardware)
+
+
+class Progress:
+    """Moves a bar as virtual time goes on."""
+
+    def __init__(self, bar: tqdm, trace: Trace):
+        self._bar = bar
+        self._start = start_of(trace)
+
+    def look(self, replica: Replica) -> None:
+        """See `Observer`."""
+        done = int(replica.clock.now - self._start)
+        if done > self._bar.n:
+            self._bar.update(done - self._bar.n)
+
+
+def _trace(args: argparse.Namespace, hardware: Hardware) -> Trace:
+    vocab = hardware.spec.vocab
+    if args.trace is not None:
+        return read_csv(args.trace, vocab, args.seed)
+    load = Load(args.rate, args.seconds, args.adapters, vocab=vocab, max_len=hardware.spec.max_len, seed=args.seed)
+    law = laws.parse(args.popularity, args.data) if args.popularity else None
+    return play(SOURCES[args.workload](args.data), replace(load, gap_s=args.gap, popularity=law))
+
+
+def _play(scenario: Scenario, work: Work, policy: str) -> dict[str, Any]:
+    last = int(work.trace.turns[-1].at)
+    with tqdm(total=last, desc=policy, unit="s", leave=False, delay=1.0) as bar:
+        return simulate(scenario, work, policy, [Progress(bar, work.trace)])

@@ -1,0 +1,252 @@
+"""Named accelerators and models, and how long a step takes on them. No jax.
+
+A step is three rooflines one after the other, and a part that does not depend on its batch:
+
+    seconds = fixed                                                       launch, collectives' latency
+            + max(weights / bandwidth, token FLOPs / rate)                the seven projections
+            + max(context KV / bandwidth, attention FLOPs / rate)         every sequence reads its context
+            + max(adapter blocks / bandwidth, LoRA FLOPs / rate)          every adapter in the batch once
+
+Rates are stated peaks times stated efficiencies (`CHIPS`), until somebody has measured: then
+`StepModel.fitted` reads the eight coefficients from a file. The file is JSON:
+
+    {"format": "jlora-step-model-1", "model": "llama-3-8b", "device": "...", "chips": 1,
+     "coefficients": {"fixed_s": ..., "weights_s": ..., "prompt_token_s": ..., "decode_token_s": ...,
+                      "context_token_s": ..., "pair_s": ..., "adapter_block_s": ..., "adapter_token_s": ...}}
+
+with the meanings of `StepModel`; other keys are for its readers and are passed over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import NamedTuple
+
+from jlora.errors import ConfigError
+from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
+from jlora.model.spec import ModelSpec
+
+FORMAT = "jlora-step-model-1"
+BLOCK_TOKENS = 32  # of a block on accelerators, where units of every projection fit
+RESERVE = 0.07  # of the memory: activations, the runtime, fragmentation
+HOP_S = 10e-6  # latency of one all-reduce between the chips of a host
+GROUPS = 4  # groups of layers of a streamed copy (`jlora.model.step.layer_groups` of all models here)
+ATTENTION = ("q", "k", "v", "o")  # the projections that the paper's adapters change (its section 6.1 follows S-LoRA)
+
+
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """One accelerator. Rates per second, of one chip; sizes in bytes.
+
+    Attributes:
+        flops: peak of dense 16-bit matrix products.
+        hbm_bytes, hbm_bps: memory, and its peak bandwidth.
+        link_bps: peak to the host, each way.
+        peer_bps: peak to the other chips of its host, one way.
+        compute, memory, link: the shares of these peaks that large matrix products, streaming reads
+            and pinned copies reach.
+        step_s: fixed seconds of a step.
+        source: where the peaks are stated; what is an assumption.
+    """
+
+    name: str
+    flops: float
+    hbm_bytes: float
+    hbm_bps: float
+    link_bps: float
+    peer_bps: float
+    compute: float
+    memory: float
+    link: float
+    step_s: float
+    source: str
+
+
+PCIE3, PCIE4, PCIE5 = 15.75e9, 31.5e9, 63e9  # 16 lanes, each way
+
+CHIPS: dict[str, Chip] = {
+    chip.name: chip
+    for chip in (
+        Chip(
+            "npu", 256e12, 64e9, 1.6e12, PCIE4, 90e9, 0.5, 0.75, 0.65, 5e-3,
+            "FASTLIBRA, Table 1 (256 TFLOPS FP16, 64 GB, PCIe 4 x16); assumed: 1.6 TB/s of HBM, three links of "
+            "240 Gbit/s between cards, 5 ms per step, all shares",
+        ),
+        Chip(
+            "a100", 312e12, 80e9, 2.039e12, PCIE4, 300e9, 0.7, 0.85, 0.8, 1e-3,
+            "NVIDIA A100 80GB SXM data sheet; assumed: 1 ms per step, all shares",
+        ),
+        Chip(
+            "h200", 989e12, 141e9, 4.8e12, PCIE5, 450e9, 0.8, 0.9, 0.8, 1e-3,
+            "NVIDIA H200 SXM data sheet; shares of compute and memory as measured (790 TFLOP/s, 4.3 TB/s); assumed: "
+            "the link's share, 1 ms per step",
+        ),
+        Chip(
+            "v5e", 197e12, 16e9, 819e9, PCIE3, 200e9, 0.7, 0.85, 0.8, 1e-3,
+            "cloud.google.com/tpu/docs/v5e; assumed: PCIe 3 x16 to the host, 1 ms per step, all shares",
+        ),
+        Chip(
+            "v6e", 918e12, 32e9, 1.638e12, PCIE5, 400e9, 0.6, 0.85, 0.6, 1e-3,
+            "cloud.google.com/tpu/docs/v6e (PCIe 5); assumed: 16 lanes, 1 ms per step, all shares",
+        ),
+    )
+}  # fmt: skip
+
+
+def _llama(name: str, vocab: int, sizes: tuple[int, int, int], heads: tuple[int, int], max_len: int) -> ModelSpec:
+    """sizes: width, MLP width, layers; heads: of queries, of keys and values. Heads are 128 wide."""
+    width, mlp, layers = sizes
+    return ModelSpec(vocab, width, mlp, layers, *heads, 128, max_len, dtype="bfloat16", name=name)
+
+
+# Numbers of the published config.json. The paper's "Llama-34B" is taken to be Code Llama's shape.
+MODELS: dict[str, ModelSpec] = {
+    spec.name: spec
+    for spec in (
+        _llama("llama-2-7b", 32000, (4096, 11008, 32), (32, 32), 4096),
+        _llama("llama-2-13b", 32000, (5120, 13824, 40), (40, 40), 4096),
+        _llama("llama-34b", 32000, (8192, 22016, 48), (64, 8), 16384),
+        _llama("llama-3-8b", 128256, (4096, 14336, 32), (32, 8), 8192),
+    )
+}
+
+
+class StepLoad(NamedTuple):
+    """What a step has to do.
+
+    Attributes:
+        prompt, decode: tokens computed of prompts, and of sequences that decode.
+        context: tokens whose KV is read, each sequence's own once.
+        pairs: (token, token of its context) products of attention.
+        adapter_blocks: of the distinct adapters in the batch.
+        adapter_tokens: sum over tokens of the blocks of their adapter.
+    """
+
+    prompt: int
+    decode: int
+    context: int
+    pairs: float
+    adapter_blocks: int
+    adapter_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Coefficients of a step's time (see the module). All in seconds.
+
+    Attributes:
+        fixed_s: of every step.
+        weights_s: to read the weights once.
+        prompt_token_s, decode_token_s: to compute a token; one that decodes has logits too.
+        context_token_s: to read one token's KV in all layers.
+        pair_s: one query token against one key token, in all layers and heads.
+        adapter_block_s: to read one block of an adapter.
+        adapter_token_s: one block of an adapter applied to one token.
+    """
+
+    fixed_s: float
+    weights_s: float
+    prompt_token_s: float
+    decode_token_s: float
+    context_token_s: float
+    pair_s: float
+    adapter_block_s: float
+    adapter_token_s: float
+
+    def seconds(self, load: StepLoad) -> float:
+        """How long a step takes."""
+        linear = max(self.weights_s, load.prompt * self.prompt_token_s + load.decode * self.decode_token_s)
+        attention = max(load.context * self.context_token_s, load.pairs * self.pair_s)
+        adapters = max(load.adapter_blocks * self.adapter_block_s, load.adapter_tokens * self.adapter_token_s)
+        return self.fixed_s + linear + attention + adapters
+
+    @classmethod
+    def fitted(cls, path: Path) -> StepModel:
+        """Measured coefficients.
+
+        Raises:
+            ConfigError: the file cannot be read, is of another format, or a coefficient is missing,
+                unknown, negative or no number.
+        """
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"step model {path}: {e}") from e
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise ConfigError(f"step model {path}: format must be {FORMAT!r}")
+        found = record.get("coefficients", {})
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in (*names, *found):
+            value = found.get(name)
+            if name not in names or not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+                raise ConfigError(
+                    f"step model {path}: coefficients.{name} = {value!r}: must be one of {', '.join(names)}, all of "
+                    "them, each at least 0 seconds"
+                )
+        return cls(**{name: float(found[name]) for name in names})
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A model on some chips of one kind in one host, tensor parallel."""
+
+    chip: Chip
+    chips: int
+    spec: ModelSpec
+
+    @cached_property
+    def layout(self) -> PoolLayout:
+        """The unified pool's layout, without blocks. Raises ConfigError if the heads cannot be split."""
+        return PoolLayout.of(self.spec, 0, smallest_block_tokens(self.spec, BLOCK_TOKENS), self.chips)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters, over all chips."""
+        return self.spec.parameters * BYTES[self.spec.dtype]
+
+    @property
+    def pool_bytes(self) -> int:
+        """Memory left for the pool, over all chips. Raises ConfigError if the weights leave none."""
+        left = int(self.chips * self.chip.hbm_bytes * (1 - RESERVE)) - self.weight_bytes
+        if left < 2 * self.layout.block_bytes:
+            raise ConfigError(
+                f"{self.spec.name} has {self.weight_bytes / 1e9:.1f} GB of weights, which leave no room on "
+                f"{self.chips} x {self.chip.name} with {self.chip.hbm_bytes / 1e9:.0f} GB each; use more --chips"
+            )
+        return left
+
+    @property
+    def link_bps(self) -> float:
+        """Bytes per second between host and device, each way: every chip copies its shard over its own link."""
+        return self.chips * self.chip.link_bps * self.chip.link
+
+    def adapter_blocks(self, rank: int, targets: Sequence[str] = ATTENTION) -> int:
+        """Blocks of an adapter of one rank on these projections."""
+        return sum(-(-rank // self.layout.units[name].per_block) for name in targets)
+
+    def step_model(self) -> StepModel:
+        """Coefficients from the peaks and efficiencies."""
+        chip, spec, size = self.chip, self.spec, BYTES[self.spec.dtype]
+        flops = self.chips * chip.flops * chip.compute
+        bps = self.chips * chip.hbm_bps * chip.memory
+        layers = spec.layers * sum(i * o for i, o in spec.projection_shapes.values())
+        head = spec.vocab * spec.width
+        # Two all-reduces per layer; a ring moves 2 (n - 1) / n of what it reduces over each chip's links.
+        moved = 2 * spec.layers * spec.width * size * 2 * (self.chips - 1) / self.chips
+        between = moved / chip.peer_bps
+        block = self.layout.block_bytes
+        return StepModel(
+            fixed_s=chip.step_s + (2 * spec.layers * HOP_S if self.chips > 1 else 0.0),
+            weights_s=(layers + head) * size / bps,
+            prompt_token_s=2 * layers / flops + between,
+            decode_token_s=2 * (layers + head) / flops + between,
+            context_token_s=block / self.layout.block_tokens / bps,
+            pair_s=4 * spec.heads * spec.head_dim * spec.layers / flops,
+            adapter_block_s=block / bps,
+            adapter_token_s=2 * block / size / flops,
+        )

@@ -1,0 +1,131 @@
+"""The link between host and device under a virtual clock. Plain Python, no jax.
+
+Stands where the engine has its `Swapper`: `start` takes the manager's copies, `landed` gives back
+those that are complete, and `started` and `seconds` of each are set as if they had been measured.
+Two lanes, one per direction, at full duplex; a lane carries one copy at a time, as one transfer:
+
+    seconds = latency + bytes / bandwidth          (+ fixed seconds for an adapter that comes in)
+
+When a lane is free it takes up the oldest copy that a request waits for, else the oldest one: a
+backup on its way out and a write-back share their lane, a prefetch and a demand theirs. A copy in
+progress is never interrupted. A copy out is made of a snapshot that the device takes behind its
+steps already dispatched, and holds its lane until that is there.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import ADAPTER
+
+LATENCY_S = 20e-6  # launch of a transfer
+
+
+@dataclass(frozen=True, slots=True)
+class LinkSpec:
+    """What a transfer costs.
+
+    Attributes:
+        block_s: seconds of one block, each way.
+        latency_s: of every transfer; a streamed copy is one transfer per group of layers.
+        adapter_s: more for an adapter on its way in: a software path, many small tensors, a remote tier.
+        groups: groups of layers of a streamed copy.
+    """
+
+    block_s: float
+    latency_s: float = LATENCY_S
+    adapter_s: float = 0.0
+    groups: int = 1
+
+    def seconds(self, copy: Copy) -> float:
+        """How long a copy holds its lane."""
+        inward = copy.direction == "in"
+        transfers = self.groups if copy.streams else 1
+        fixed = self.adapter_s if inward and copy.kind == ADAPTER else 0.0
+        return fixed + transfers * self.latency_s + len(copy.source) * self.block_s
+
+
+class Link:
+    """Both lanes.
+
+    Args:
+        clock: seconds now, above 0; it only grows.
+        drained: when the device will have done all that has been dispatched.
+    """
+
+    def __init__(self, spec: LinkSpec, clock: Callable[[], float], drained: Callable[[], float]):
+        self.spec = spec
+        self._clock = clock
+        self._drained = drained
+        self._lanes = {"in": _Lane(spec), "out": _Lane(spec)}
+        self._done: list[Copy] = []
+
+    def start(self, copies: Iterable[Copy]) -> None:
+        """Queues copies now."""
+        now = self._clock()
+        for copy in copies:
+            lane = self._lanes[copy.direction]
+            self._done += lane.advance(now)
+            lane.put(copy, now, self._drained() if copy.direction == "out" else now)
+
+    def landed(self) -> list[Copy]:
+        """The copies that have become complete since the last call."""
+        now = self._clock()
+        for lane in self._lanes.values():
+            self._done += lane.advance(now)
+        done, self._done = self._done, []
+        return done
+
+    def next_landing(self) -> float:
+        """When the next copy will be complete; infinity if none is under way."""
+        return min(lane.ends for lane in self._lanes.values())
+
+    def arrival(self, copy: Copy, group: int) -> float:
+        """When this group of layers of a streamed copy that has been taken up is on the device."""
+        if not copy.started or copy.seconds:  # not begun: nobody may wait for it; landed: it is there
+            return 0.0 if copy.seconds else math.inf
+        return copy.started + (group + 1) / self.spec.groups * self.spec.seconds(copy)
+
+    def busy_s(self, direction: str) -> float:
+        """Seconds that this direction has carried copies."""
+        return self._lanes[direction].busy_s
+
+
+class _Lane:
+    """One direction."""
+
+    def __init__(self, spec: LinkSpec):
+        self._spec = spec
+        self._queue: list[tuple[Copy, float]] = []  # and when its data can be read
+        self._current: Copy | None = None
+        self.ends = math.inf  # of the current copy
+        self.busy_s = 0.0
+
+    def put(self, copy: Copy, now: float, ready: float) -> None:
+        """Queues a copy; `advance(now)` has been called."""
+        self._queue.append((copy, ready))
+        if self._current is None:
+            self._take(now)
+
+    def advance(self, now: float) -> list[Copy]:
+        """What is complete by now, in order."""
+        done = []
+        while self._current is not None and self.ends <= now:
+            self._current.seconds = self.ends - self._current.started
+            done.append(self._current)
+            self._current = None
+            if self._queue:
+                self._take(self.ends)
+            else:
+                self.ends = math.inf
+        return done
+
+    def _take(self, at: float) -> None:
+        first = next((i for i, (copy, _) in enumerate(self._queue) if copy.demand), 0)
+        copy, ready = self._queue.pop(first)
+        carried = self._spec.seconds(copy)
+        self.busy_s += carried
+        self._current, copy.started, self.ends = copy, at, max(at, ready) + carried

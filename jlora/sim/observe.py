@@ -1,0 +1,74 @@
+"""Observers of a simulated replica: they look after every event and change nothing. No jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from jlora.cache import inspect
+from jlora.cache.tree import ADAPTER, KV
+from jlora.sim.replica import Replica
+
+
+class Observer(Protocol):
+    """Is called after every event of a replay."""
+
+    def look(self, replica: Replica) -> None:
+        """The replica has made a step, or a round of its monitor."""
+        ...
+
+
+class Integrity:
+    """Checks every invariant of the cache after every event. O(nodes + blocks) each: for tests."""
+
+    def look(self, replica: Replica) -> None:
+        """Raises AssertionError if an invariant is broken."""
+        inspect.check_integrity(replica.manager)
+
+
+@dataclass(slots=True)
+class Series:
+    """The device over time, every `every_s` seconds from `start` of the clock on.
+
+    Attributes:
+        at: seconds since `start`.
+        adapters, history_kv, running_kv, invalid_kv: shares of the device's blocks; invalid KV is
+            history whose prefix or adapter is not on the device.
+        running, waiting: sequences.
+    """
+
+    start: float
+    every_s: float
+    at: list[float] = field(default_factory=list)
+    adapters: list[float] = field(default_factory=list)
+    history_kv: list[float] = field(default_factory=list)
+    running_kv: list[float] = field(default_factory=list)
+    invalid_kv: list[float] = field(default_factory=list)
+    running: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+
+    def look(self, replica: Replica) -> None:
+        """Takes a sample if one is due; a long event gives one, not many."""
+        at = replica.clock.now - self.start
+        if at < 0 or (self.at and at < self.at[-1] + self.every_s):
+            return
+        manager = replica.manager
+        device, total = manager.cells.device, manager.total
+        bound = manager.policy.binds(manager.base)  # then there is no invalid KV, and no tree to walk
+        self.at.append(at)
+        self.adapters.append(device.used[ADAPTER] / total)
+        self.history_kv.append((device.used[KV] - device.running) / total)
+        self.running_kv.append(device.running / total)
+        self.invalid_kv.append(0.0 if bound else inspect.invalid_kv(manager) / total)
+        self.running.append(len(replica.scheduler.running))
+        self.waiting.append(replica.scheduler.waiting)
+
+    def describe(self) -> dict[str, Any]:
+        """Plain lists."""
+        names = ("at", "adapters", "history_kv", "running_kv", "invalid_kv", "running", "waiting")
+        return {name: getattr(self, name) for name in names}
+
+    def mean(self, name: str) -> float:
+        """The mean of a column."""
+        values = getattr(self, name)
+        return sum(values) / len(values) if values else 0.0

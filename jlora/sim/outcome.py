@@ -1,0 +1,124 @@
+"""What a simulated run was like, as plain values. No jax.
+
+Times are seconds and means over the requests of the trace proper; a request that has no first token
+when the run is cut counts in TTFT with the time it had waited.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from jlora.sim.replay import Ask
+from jlora.types import CacheState, Timing
+
+Column = Callable[[Ask], float | None]
+
+DIGITS = 6  # significant, of every number in a result
+
+
+def _usage(name: str) -> Column:
+    return lambda ask: None if ask.usage is None else getattr(ask.usage, name)
+
+
+def _timing(name: str) -> Column:
+    return lambda ask: None if ask.timing is None else getattr(ask.timing, name)
+
+
+def swap_s(timing: Timing) -> float:
+    """Seconds that a request waited for copies: its adapter's and its prefix's overlap."""
+    return max(timing.adapter_cold_start, timing.kv_cold_start)
+
+
+# A column of the per-request table -> its value of a turn; None where the turn was not answered.
+COLUMNS: Mapping[str, Column] = {
+    "session": lambda ask: ask.turn.session,
+    "turn": lambda ask: ask.turn.turn,
+    "adapter": lambda ask: ask.turn.adapter,
+    "sent_s": lambda ask: ask.sent,
+    "prompt": _usage("prompt_tokens"),
+    "cached": _usage("cached_tokens"),
+    "output": _usage("completion_tokens"),
+    "queue_s": _timing("queue"),
+    "adapter_s": _timing("adapter_cold_start"),
+    "kv_s": _timing("kv_cold_start"),
+    "swap_s": lambda ask: None if ask.timing is None else swap_s(ask.timing),
+    "prefill_s": _timing("prefill"),
+    "ttft_s": _timing("ttft"),
+    "tpot_s": _timing("tpot"),
+}
+
+
+def rows(asks: Sequence[Ask]) -> list[list[float | None]]:
+    """A row of `COLUMNS` per turn."""
+    return [[value(ask) for value in COLUMNS.values()] for ask in asks]
+
+
+def summary(asks: Sequence[Ask], end: float) -> dict[str, float]:
+    """Means and quantiles of a run that ended at `end`."""
+    taken = [ask for ask in asks if not ask.refused]
+    timings = [ask.timing for ask in taken if ask.timing is not None]
+    usages = [ask.usage for ask in taken if ask.usage is not None]
+    ttft = [(end if math.isinf(ask.first) else ask.first) - ask.sent for ask in taken]
+    tpot = [t.tpot for t, u in zip(timings, usages, strict=True) if u.completion_tokens > 1]
+    prompts = sum(u.prompt_tokens for u in usages)
+    return {
+        "requests": len(asks),
+        "refused": len(asks) - len(taken),
+        "unfinished": len(taken) - len(timings),
+        "ttft_s": _mean(ttft),
+        "ttft_p50_s": _quantile(ttft, 50),
+        "ttft_p90_s": _quantile(ttft, 90),
+        "ttft_p99_s": _quantile(ttft, 99),
+        "tpot_s": _mean(tpot),
+        "tpot_p99_s": _quantile(tpot, 99),
+        "queue_s": _mean([t.queue for t in timings]),
+        "adapter_s": _mean([t.adapter_cold_start for t in timings]),
+        "kv_s": _mean([t.kv_cold_start for t in timings]),
+        "swap_s": _mean([swap_s(t) for t in timings]),
+        "prefill_s": _mean([t.prefill for t in timings]),
+        "cached": sum(u.cached_tokens for u in usages) / max(prompts, 1),
+    }
+
+
+def cache(before: CacheState, after: CacheState) -> dict[str, float]:
+    """What the cache did between two looks."""
+
+    def grown(name: str) -> int:
+        return getattr(after, name) - getattr(before, name)
+
+    looked = max(grown("kv_lookup_tokens"), 1)
+    return {
+        "adapter_hits": grown("adapter_hits") / max(grown("adapter_lookups"), 1),
+        "kv_device_hits": (grown("kv_hit_tokens") - grown("kv_host_hit_tokens")) / looked,
+        "kv_host_hits": grown("kv_host_hit_tokens") / looked,
+        "bytes_in": grown("bytes_swapped_in"),
+        "bytes_out": grown("bytes_swapped_out"),
+        "blocks_lost": grown("blocks_lost"),
+        "recomputed_tokens": grown("recomputed_tokens"),
+        "evictions": grown("clean_evictions"),
+        "streamed": grown("streamed"),
+    }
+
+
+def rounded(value: Any) -> Any:
+    """The same with every float cut to `DIGITS` significant digits."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [rounded(each) for each in value]
+    return value
+
+
+def _mean(values: Sequence[float]) -> float:
+    return statistics.fmean(values) if values else 0.0
+
+
+def _quantile(values: Sequence[float], percent: float) -> float:
+    return float(np.percentile(values, percent)) if values else 0.0

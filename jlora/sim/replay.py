@@ -1,0 +1,175 @@
+"""Plays a trace to a replica in virtual time, and keeps what became of every request. No jax.
+
+When a turn is sent, and with which prompt, is the trace's own affair (`jlora.sim.script`): a real
+replay reads it the same way. Turns before time 0 are history: they are played at their times as
+all others, but no figure counts them, so what follows finds a cache as a running replica has it.
+The run is cut some time after its last turn was due; what has not been answered by then counts
+with the time it has waited.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jlora.errors import ResourceExhausted
+from jlora.sim.observe import Observer
+from jlora.sim.replica import START_S, Replica, answer
+from jlora.sim.script import Script
+from jlora.sim.trace import Trace, Turn
+from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
+
+GRACE, LEAST_GRACE_S = 0.5, 60.0  # the run is cut this share of its length after the last turn was due, or so long
+
+
+@dataclass(slots=True)
+class Ask:
+    """One turn as it went. Times are seconds of the trace.
+
+    Attributes:
+        sent: when its user asked; first: when its first token came, infinity before that.
+        usage, timing: of the whole answer; None before it has come.
+        refused: the replica can never hold it.
+    """
+
+    turn: Turn
+    sent: float
+    first: float = math.inf
+    usage: Usage | None = None
+    timing: Timing | None = None
+    refused: bool = False
+
+
+class Replay:
+    """One pass of a trace through a replica that nothing else uses.
+
+    Attributes:
+        asks: every turn sent, in order, those of the history too.
+    """
+
+    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), grace: float = GRACE):
+        self.asks: list[Ask] = []
+        self._replica = replica
+        self._adapters = trace.adapters
+        self._observers = observers
+        self._start = start_of(trace)
+        last = max((turn.at for turn in trace.turns), default=0.0)
+        self._end = last + max(grace * last, LEAST_GRACE_S)
+        self._script = Script(trace.turns)
+        self._live: dict[str, Ask] = {}
+
+    @property
+    def now(self) -> float:
+        """Seconds of the trace."""
+        return self._replica.clock.now - self._start
+
+    @property
+    def counted(self) -> list[Ask]:
+        """What is not history."""
+        return [ask for ask in self.asks if ask.turn.at >= 0]
+
+    @property
+    def unsent(self) -> int:
+        """Turns that have not been sent: their users still wait for answers."""
+        return len(self._script)
+
+    def history(self) -> None:
+        """Plays what is before time 0."""
+        self._until(0.0)
+
+    def run(self) -> None:
+        """Plays on until all is answered, or the run is cut."""
+        self._until(self._end)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _until(self, end: float) -> None:
+        replica, stop = self._replica, self._start + end
+        while replica.clock.now < stop and (self._live or self._script):
+            wake = min(stop, self._send_due())
+            if replica.busy:
+                self._receive(replica.step(wake))
+            else:
+                replica.idle(wake)
+            for observer in self._observers:
+                observer.look(replica)
+
+    def _send_due(self) -> float:
+        """Sends what is due; the clock's time of what is due next."""
+        while (due := self._script.next_due()) is not None:
+            at = self._start + due  # compared on the clock: `now` may be a rounding error short of `due`
+            if at > self._replica.clock.now:
+                return at
+            for asked, turn in self._script.take(due):
+                self._send(turn, asked)
+        return math.inf
+
+    def _send(self, turn: Turn, due: float) -> None:
+        prompt = self._script.prompt(turn)
+        ask = Ask(turn, due)
+        sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True, seed=seed_of(turn))
+        name = None if turn.adapter is None else self._adapters[turn.adapter]
+        request = Request(f"{turn.session}.{turn.turn}", prompt, sampling, name, tenant=turn.tenant)
+        self.asks.append(ask)
+        try:
+            self._replica.submit(request, turn.adapter, self._start + due)
+        except ResourceExhausted:
+            ask.refused = True
+            self._answered(turn, (), due)
+        else:
+            self._live[request.id] = ask
+
+    def _receive(self, events: Sequence[TokenEvent]) -> None:
+        now = self.now
+        for event in events:
+            ask = self._live[event.request_id]
+            ask.first = min(ask.first, now)
+            if event.usage is not None:
+                ask.usage, ask.timing = event.usage, event.timing
+                del self._live[event.request_id]
+                told = answer(seed_of(ask.turn), event.usage.prompt_tokens, event.usage.completion_tokens)
+                self._answered(ask.turn, told, now)
+
+    def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
+        """The user's next turn and when it is due."""
+        return self._script.answered(turn, tokens, now)
+
+
+class Hinted(Replay):
+    """A replay whose clients say when a user is about to go on: `Prefetch`, some time before the turn is sent.
+
+    The hint names the adapter and the conversation so far, not what is being typed. A session's
+    first turn comes without.
+    """
+
+    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), ahead_s: float = 1.0):
+        super().__init__(replica, trace, observers)
+        self._ahead_s = ahead_s
+        self._hints: list[tuple[float, int, Turn]] = []  # heap: the clock's time, order, the turn to come
+
+    def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
+        coming = super()._answered(turn, tokens, now)
+        if coming is not None:
+            due, following = coming
+            heapq.heappush(self._hints, (self._start + max(now, due - self._ahead_s), following.session, following))
+        return coming
+
+    def _send_due(self) -> float:
+        while self._hints and self._hints[0][0] <= self._replica.clock.now:
+            turn = heapq.heappop(self._hints)[2]
+            known = self._script.prompt(turn)
+            self._replica.hint(known[: len(known) - len(turn.adds)], turn.adapter, turn.tenant)
+        due = super()._send_due()
+        return min(due, self._hints[0][0]) if self._hints else due
+
+
+def start_of(trace: Trace) -> float:
+    """The replica's clock at the trace's time 0: its history comes after the clock's start."""
+    return START_S - min(0.0, min((turn.at for turn in trace.turns), default=0.0))
+
+
+def seed_of(turn: Turn) -> int:
+    """The seed of a turn's tokens: no two turns of a trace have the same."""
+    return (turn.session << 12) + turn.turn + 1

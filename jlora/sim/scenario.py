@@ -1,0 +1,212 @@
+"""Puts a simulation together: hardware, workload and policy give one result. No jax.
+
+    work = Work.of(trace, ranks, hardware)
+    result = simulate(Scenario(hardware, link_gbps=2, hbm_share=0.25), work, "jlora")
+
+A policy's name is one of `POLICIES`; `vllm-fair:0.3` gives the adapters' share of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jlora import config as configuration
+from jlora.cache import inspect
+from jlora.cache.catalog import make_policy
+from jlora.cache.manager import Sizes
+from jlora.cache.policies import Policy
+from jlora.cache.transfer import Meter
+from jlora.config import CacheConfig, EngineConfig
+from jlora.errors import ConfigError
+from jlora.sim import outcome
+from jlora.sim.clairvoyant import Clairvoyant, Oracle
+from jlora.sim.hardware import GROUPS, Hardware, StepModel
+from jlora.sim.link import LATENCY_S, LinkSpec
+from jlora.sim.observe import Observer, Series
+from jlora.sim.replay import Hinted, Replay, seed_of, start_of
+from jlora.sim.replica import Replica, ReplicaSpec, answer
+from jlora.sim.script import Script
+from jlora.sim.trace import Facts, Trace, facts
+
+POLICIES = (*configuration.POLICIES, Clairvoyant.name)
+SHARED = "vllm-fair"  # the policy whose share a name may give
+SAMPLES = 200  # of the device over time, in the length of a trace
+
+
+@dataclass(frozen=True, slots=True)
+class Scenario:
+    """One replica's hardware and settings. A 0 leaves a size or a speed to the hardware.
+
+    Attributes:
+        hbm_gb: the pool; hbm_share: the pool as a share of the working set; not both.
+        host_gb: the host tier (the paper's host has 256 GB of memory).
+        link_gbps: each way; adapter_load_s: more for every load of an adapter.
+        hint_s: clients hint so long before a turn is sent (`Prefetch`); 0: they never do.
+        step: measured coefficients in place of the chip's.
+    """
+
+    hardware: Hardware
+    hbm_gb: float = 0.0
+    hbm_share: float = 0.0
+    host_gb: float = 240.0
+    link_gbps: float = 0.0
+    adapter_load_s: float = 0.0
+    latency_s: float = LATENCY_S
+    hint_s: float = 0.0
+    cache: CacheConfig = CacheConfig()
+    engine: EngineConfig = EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20)
+    step: StepModel | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A trace, the blocks of its adapters by index, and what it is like."""
+
+    trace: Trace
+    sizes: tuple[int, ...]
+    facts: Facts
+
+    @classmethod
+    def of(cls, trace: Trace, ranks: Sequence[int], hardware: Hardware) -> Work:
+        """A trace on some hardware, which says how large a block and an adapter are."""
+        sizes = tuple(hardware.adapter_blocks(rank) for rank in ranks)
+        return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
+
+
+def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+    """Plays the work once under one policy.
+
+    Returns:
+        "setting", "summary" (means and quantiles of what users saw), "cache" (what the cache did),
+        "device" (how busy), "series" (the device over time) and "requests" (a row each). The same
+        scenario, work and policy give the same result, bit for bit.
+    Raises:
+        ConfigError: an unknown policy, or sizes that cannot work.
+    """
+    spec = replica_spec(scenario, work, policy)
+    block_bytes = scenario.hardware.layout.block_bytes
+    replica = Replica(spec, _policy(policy, spec, work))
+    start = start_of(work.trace)
+    series = Series(start, max(work.trace.turns[-1].at, 1e-9) / SAMPLES)
+    replay = _replay(scenario, replica, work.trace, (series, *observers))
+    replay.history()
+    before, counts = inspect.state(replica.manager, block_bytes), replace(replica.counts)
+    carried = {lane: replica.link.busy_s(lane) for lane in ("in", "out")}
+    preempted = replica.scheduler.preemptions
+    replay.run()
+    inspect.check_integrity(replica.manager)
+    after, told, end = inspect.state(replica.manager, block_bytes), replica.counts, replay.now
+    asks = replay.counted
+    steps = told.steps - counts.steps
+    result = {
+        "policy": policy,
+        "setting": describe(scenario, spec),
+        "summary": outcome.summary(asks, end)
+        | {"unsent": replay.unsent, "preemptions": replica.scheduler.preemptions - preempted},
+        "cache": outcome.cache(before, after) | {"invalid_kv": series.mean("invalid_kv")},
+        "device": {
+            "seconds": end,
+            "steps": steps,
+            "tokens": told.tokens - counts.tokens,
+            "prompt_tokens": told.prompt_tokens - counts.prompt_tokens,
+            "batch": (told.batch - counts.batch) / max(steps, 1),
+            "busy": (told.busy_s - counts.busy_s) / end,
+            "link_in": (replica.link.busy_s("in") - carried["in"]) / end,
+            "link_out": (replica.link.busy_s("out") - carried["out"]) / end,
+        },
+        "series": series.describe(),
+        "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
+    }
+    return outcome.rounded(result)
+
+
+def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
+    """Sizes and speeds in blocks and seconds. Raises ConfigError."""
+    hardware = scenario.hardware
+    layout = hardware.layout
+    sizes = Sizes(pool_blocks(scenario, work), int(scenario.host_gb * 1e9) // layout.block_bytes, layout.block_tokens)
+    bps = scenario.link_gbps * 1e9 or hardware.link_bps
+    link = LinkSpec(layout.block_bytes / bps, scenario.latency_s, scenario.adapter_load_s, GROUPS)
+    model = scenario.step or hardware.step_model()
+    return ReplicaSpec(model, link, sizes, work.sizes, _named(policy, scenario.cache), scenario.engine)
+
+
+def pool_blocks(scenario: Scenario, work: Work) -> int:
+    """Blocks of the device's pool. Raises ConfigError if it cannot hold one adapter and one block of KV."""
+    if scenario.hbm_gb and scenario.hbm_share:
+        raise ConfigError(f"hbm_share = {scenario.hbm_share:g}: must be 0 when hbm_gb is set")
+    if scenario.hbm_share:
+        blocks = int(scenario.hbm_share * work.facts.working_set)
+    else:
+        size = scenario.hbm_gb * 1e9 or scenario.hardware.pool_bytes
+        blocks = int(size) // scenario.hardware.layout.block_bytes
+    least = max(work.sizes, default=0) + 1
+    if blocks <= least:
+        raise ConfigError(f"a pool of {blocks} blocks: must have more than {least}; raise hbm_gb or hbm_share")
+    return blocks
+
+
+def describe(scenario: Scenario, spec: ReplicaSpec) -> dict[str, Any]:
+    """What a result was made with."""
+    hardware = scenario.hardware
+    return {
+        "model": hardware.spec.name,
+        "chip": hardware.chip.name,
+        "chips": hardware.chips,
+        "step_model": "fitted" if scenario.step else hardware.chip.source,
+        "block_tokens": spec.sizes.block_tokens,
+        "block_bytes": hardware.layout.block_bytes,
+        "device_blocks": spec.sizes.device,
+        "host_blocks": spec.sizes.host,
+        "link_gbps": hardware.layout.block_bytes / spec.link.block_s / 1e9,
+        "latency_s": spec.link.latency_s,
+        "adapter_load_s": spec.link.adapter_s,
+        "hint_s": scenario.hint_s,
+        "max_seqs": spec.engine.max_seqs,
+        "max_step_tokens": spec.engine.max_step_tokens,
+        "share": spec.cache.share,
+    }
+
+
+def _replay(scenario: Scenario, replica: Replica, trace: Trace, observers: Sequence[Observer]) -> Replay:
+    if scenario.hint_s:
+        return Hinted(replica, trace, observers, scenario.hint_s)
+    return Replay(replica, trace, observers)
+
+
+def _named(policy: str, config: CacheConfig) -> CacheConfig:
+    """The cache's configuration for a policy's name."""
+    name, _, share = policy.partition(":")
+    if name not in POLICIES:
+        near = configuration.nearest(name, POLICIES)
+        raise ConfigError(f"policy {name!r}: must be one of {', '.join(POLICIES)}; the nearest is {near!r}")
+    if not share:
+        return replace(config, policy=name)
+    try:
+        value = float(share)
+    except ValueError:
+        value = 0.0
+    if name != SHARED or not 0 < value < 1:
+        raise ConfigError(f"policy {policy!r}: a share must be in (0, 1), and belongs to {SHARED} only")
+    return replace(config, policy=name, share=value)
+
+
+def _policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
+    meter = Meter(spec.link.block_s, block_tokens=spec.sizes.block_tokens)
+    if policy == Clairvoyant.name:
+        return Clairvoyant(meter, foresee(work.trace, spec.sizes.block_tokens))
+    return make_policy(spec.cache, meter)
+
+
+def foresee(trace: Trace, block_tokens: int) -> Oracle:
+    """What the trace uses when, if answers took no time."""
+    oracle = Oracle(start_of(trace), block_tokens)
+    script = Script(trace.turns)
+    while (due := script.next_due()) is not None:
+        for at, turn in script.take(due):
+            prompt = script.prompt(turn)
+            oracle.expect(at, 0 if turn.adapter is None else turn.adapter + 1, turn.tenant, prompt)
+            script.answered(turn, answer(seed_of(turn), len(prompt), turn.output), at)
+    return oracle

@@ -1,0 +1,170 @@
+"""When sessions begin: renewal processes, recorded clocks, and many clients with a rhythm of their own.
+
+Every process gives the mean rate that it is asked for: it is swept by stretching the clock, which
+keeps the pattern (FASTLIBRA 6.2, S-LoRA Sec. 7).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from jlora.errors import ConfigError
+
+Random = np.random.Generator
+WINDOW_S = 600.0  # ServeGen's windows
+
+
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """Sessions that began: seconds, ascending, and whose they are (a client's number, 0 the most active)."""
+
+    times: np.ndarray
+    clients: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return len(self.times)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """From when to when, in seconds; 0 is the start of the trace."""
+
+    begin: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+
+class Arrivals(Protocol):
+    """A process of session starts."""
+
+    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+        """Starts in `span`, `rate` per second in the mean."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Gamma:
+    """Independent gaps of a Gamma law; `cv` is their coefficient of variation (1: a Poisson process)."""
+
+    cv: float = 1.0
+
+    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+        """See `Arrivals`."""
+        shape = 1 / self.cv**2
+        return Begun(span.begin + _renew(lambda n: rng.gamma(shape, 1 / shape, n), rate * span.seconds) / rate)
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """A recorded clock: a stretch of it, from a place on that the seed gives, round its end if need be.
+
+    A lower rate keeps so many of its arrivals, chosen at random; only a higher one runs the clock
+    faster. The clock is then adjusted so that the stretch has exactly the rate.
+
+    Args:
+        times: seconds, ascending, at least two.
+        clients: whose each is.
+    """
+
+    times: np.ndarray
+    clients: np.ndarray | None = None
+
+    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+        """See `Arrivals`."""
+        gaps = np.diff(self.times)
+        wanted = max(1, round(rate * span.seconds))
+        keep = min(1.0, rate * (self.times[-1] - self.times[0]) / len(gaps))
+        stretch = math.ceil(wanted / keep)
+        places = (rng.integers(len(gaps)) + np.arange(stretch)) % len(gaps)
+        clock = np.cumsum(gaps[places])
+        kept = np.sort(rng.choice(stretch, wanted, replace=False))
+        times = span.begin + clock[kept] * (span.seconds / max(clock[-1], 1e-9))
+        return Begun(times, None if self.clients is None else self.clients[places[kept] + 1])
+
+
+@dataclass(frozen=True, eq=False)
+class Clients:
+    """Clients whose rates change from window to window, each with independent gaps of its own law.
+
+    ServeGen's model: in a window a client is a renewal process; burstiness and drift of the whole
+    come from a few clients (Sec. 4). A stretch of windows is played from one on that the seed gives.
+
+    Args:
+        rates: requests per second, [client, window]; windows last `WINDOW_S`.
+        shapes: of each client's gaps.
+        weibull: whether its gaps are Weibull; else Gamma.
+    """
+
+    rates: np.ndarray
+    shapes: np.ndarray
+    weibull: np.ndarray
+
+    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+        """See `Arrivals`."""
+        count = math.ceil(span.seconds / WINDOW_S)
+        first = int(rng.integers(self.rates.shape[1]))
+        rates = self.rates[:, (first + np.arange(count)) % self.rates.shape[1]]
+        edges = np.minimum(np.arange(count + 1) * WINDOW_S, span.seconds)
+        expected = rates * np.diff(edges)
+        expected *= rate * span.seconds / max(expected.sum(), 1e-12)
+        active = np.argsort(-expected.sum(axis=1), kind="stable")
+        times, clients = [np.empty(0)], [np.empty(0, int)]
+        for number, client in enumerate(active):
+            # In a clock that runs with its rate, its gaps have mean 1.
+            passed = np.concatenate([[0.0], np.cumsum(expected[client])])
+            ticks = _renew(self._gaps(client, rng), passed[-1])
+            times.append(span.begin + np.interp(ticks, passed, edges))
+            clients.append(np.full(len(ticks), number))
+        order = np.argsort(np.concatenate(times), kind="stable")
+        return Begun(np.concatenate(times)[order], np.concatenate(clients)[order])
+
+    def _gaps(self, client: int, rng: Random) -> Callable[[int], np.ndarray]:
+        shape = float(self.shapes[client])
+        if self.weibull[client]:
+            return lambda n: rng.weibull(shape, n) / math.gamma(1 + 1 / shape)
+        return lambda n: rng.gamma(shape, 1 / shape, n)
+
+
+def typical_clients(count: int) -> Clients:
+    """Clients like ServeGen's, without its files: lognormal rates (sigma 2), a window's rate varies by
+    0.75, gaps of Gamma shape 0.7. The same ones every time."""
+    rng = np.random.default_rng(count)
+    level = rng.lognormal(0.0, 2.0, (count, 1))
+    windows = rng.gamma(1 / 0.75**2, 0.75**2, (count, 144))
+    return Clients(level * windows, np.full(count, 0.7), np.zeros(count, bool))
+
+
+def parse(text: str) -> Arrivals:
+    """Arrivals from a command line: `poisson` or `gamma:CV`. Raises ConfigError if it is neither."""
+    name, _, number = text.partition(":")
+    if name == "poisson" and not number:
+        return Gamma()
+    try:
+        cv = float(number)
+    except ValueError:
+        cv = 0.0
+    if name != "gamma" or not cv > 0:
+        raise ConfigError(f"arrivals {text!r}: must be poisson or gamma:CV with a number over 0")
+    return Gamma(cv)
+
+
+def _renew(gaps: Callable[[int], np.ndarray], length: float) -> np.ndarray:
+    """Points of a renewal process in [0, length); `gaps` draws so many of mean 1."""
+    parts: list[np.ndarray] = []
+    reached = 0.0
+    while reached < length:
+        part = reached + np.cumsum(gaps(int(length - reached) + 16))
+        parts.append(part)
+        reached = float(part[-1])
+    points: Sequence[np.ndarray] = parts or [np.empty(0)]
+    joined = np.concatenate(points)
+    return joined[joined < length]

@@ -1,0 +1,178 @@
+"""Draws a trace from a workload and a load; and gives any trace to a fixed number of users.
+
+Sessions are met in the middle: they began as long ago as a session takes, and what those had said
+by time 0 is one turn before it (the history). Each part draws from random numbers of its own
+(arrivals, popularity, each session), so that two loads that differ in one thing differ in nothing
+else: the same dialogs under another law of popularity, or twice as fast.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from jlora.sim.script import who
+from jlora.sim.trace import FIRST_ID, Trace, Turn
+from jlora.sim.workloads.arrivals import Span
+from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
+
+# Streams of random numbers; a stream of a session or group ends in its number.
+ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
+
+
+def play(source: Source, load: Load) -> Trace:
+    """Draws a trace: sessions of `source`, as many and as fast as `load` says.
+
+    With fewer adapters than a group has roles, several roles share one.
+
+    Raises:
+        DoesNotFit: less than half of its requests are left: `max_len` is too short for its contexts; or none
+            is: `seconds` is too short for its rate.
+        ConfigError: the popularity needs clients, and the arrivals know none.
+    """
+    gap_s = source.gap_s if load.gap_s is None else load.gap_s
+    past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that began before are over
+    arrivals, popularity = load.arrivals or source.arrivals, load.popularity or source.popularity
+    groups = max(1, load.adapters // source.roles)
+    rate = load.rate / source.turns
+    begun = arrivals.draw(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
+    chosen = popularity.draw(groups, begun, np.random.default_rng((load.seed, POPULARITY)))
+    turns: list[Turn] = []
+    lost = 0
+    for number, (start, group) in enumerate(zip(begun.times.tolist(), chosen.tolist(), strict=True)):
+        session = _Session(source, load, gap_s, _Place(number, len(begun), group))
+        turns += session.turns(start)
+        lost += session.lost
+    turns.sort(key=lambda turn: turn.at)
+    kept = sum(turn.at >= 0 for turn in turns)
+    if kept == 0 or lost > kept:
+        raise DoesNotFit(
+            f"workload {source.name}: {kept} of {kept + lost} requests within {load.seconds:g} s at {load.rate:g}/s "
+            f"have a context that fits max_len {load.max_len} when lengths are divided by {load.shrink}"
+        )
+    return Trace(source.name, tuple(turns), tuple(f"a{i}" for i in range(load.adapters)))
+
+
+def closed(trace: Trace, users: int) -> Trace:
+    """The same sessions as a closed loop: so many users, who begin a session when their last has ended.
+
+    What was the gap between two turns becomes the time to think between answer and question.
+    """
+    sessions: dict[object, list[Turn]] = {}
+    for turn in trace.turns:
+        sessions.setdefault(who(turn), []).append(turn)
+    clocks, turns = [0.0] * users, []
+    for number, session in enumerate(sessions.values()):
+        user, before = number % users, math.inf
+        for turn in session:
+            if turn.at < 0:
+                turns.append(replace(turn, user=user))
+                continue
+            think = turn.after if turn.after is not None else max(turn.at - before, 0.0)
+            clocks[user] += think
+            turns.append(replace(turn, at=clocks[user], after=think, user=user))
+            before = turn.at
+    turns.sort(key=lambda turn: turn.at)
+    return replace(trace, name=f"{trace.name}, {users} users", turns=tuple(turns))
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Which session it is, of how many, and its group of adapters."""
+
+    number: int
+    sessions: int
+    group: int
+
+
+@dataclass(slots=True)
+class _Context:
+    """A context of a session while its turns are drawn; `said` is its history, `last` when that was."""
+
+    session: int
+    said: list[int] = field(default_factory=list)
+    last: float = -math.inf
+    adapter: int | None = None
+    length: int = 0
+    turns: int = 0
+
+
+class _Session:
+    """One session: its dialog with times, token ids and adapters.
+
+    Attributes:
+        lost: requests of the trace proper whose context would pass the limit, when its turns are drawn.
+    """
+
+    def __init__(self, source: Source, load: Load, gap_s: float, place: _Place):
+        self._source, self._load, self._gap_s, self._place = source, load, gap_s, place
+        self._rng = np.random.default_rng((load.seed, SESSION, place.number))
+        self._contexts: dict[int, _Context] = {}
+        self.lost = 0
+
+    def turns(self, start: float) -> list[Turn]:
+        """Its turns, the history first; none if it was over some time ago."""
+        at, turns, full = start, [], False
+        for index, exchange in enumerate(self._source.dialog(self._rng, self._place.group)):
+            at += exchange.gap * self._gap_s
+            if at >= self._load.seconds:
+                break
+            context = self._context(exchange.context)
+            question, output = self._ids(exchange.asked), max(1, round(exchange.told / self._load.shrink))
+            full = full or context.length + len(question) + output > self._load.max_len
+            if full:
+                self.lost += at >= 0
+                continue
+            context.length += 0 if exchange.aside else len(question) + output
+            if at < 0:
+                self._remember(context, exchange, question, at)
+            else:
+                think = exchange.gap * self._gap_s if self._source.thinks and index else None
+                turns.append(replace(self._turn(context, exchange, question, at), output=output, after=think))
+        latest = max((context.last for context in self._contexts.values()), default=-math.inf)
+        if latest < -self._gap_s and not turns:
+            return []
+        return [*self._history(), *turns]
+
+    def _context(self, number: int) -> _Context:
+        """The session's first one begins with the group's prompt, a sub-agent's with nothing."""
+        if number not in self._contexts:
+            context = _Context(self._place.number + number * self._place.sessions)
+            if number == 0:
+                rng = np.random.default_rng((self._load.seed, PROMPT, self._place.group))
+                context.said = self._ids(self._source.prompt, rng)
+                context.length = len(context.said)
+            self._contexts[number] = context
+        return self._contexts[number]
+
+    def _remember(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> None:
+        """An exchange before time 0."""
+        if not exchange.aside:
+            context.said += [*question, *self._ids(exchange.told)]
+            context.last, context.adapter = at, self._adapter(exchange.role)
+
+    def _turn(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> Turn:
+        """What the context has had so far is the history's, or the first turn's."""
+        fresh = not context.turns and context.last == -math.inf
+        adds = (*context.said, *question) if fresh else tuple(question)
+        number, context.turns = context.turns, context.turns + 1
+        adapter, user = self._adapter(exchange.role), self._place.number
+        return Turn(at, context.session, number, adds, 1, adapter, user=user, aside=exchange.aside)
+
+    def _history(self) -> list[Turn]:
+        """What each context had said before time 0, as one turn."""
+        return [
+            Turn(context.last, context.session, -1, tuple(context.said), 1, context.adapter, user=self._place.number)
+            for context in self._contexts.values()
+            if context.last > -math.inf
+        ]
+
+    def _adapter(self, role: int | None) -> int | None:
+        return None if role is None else (self._place.group * self._source.roles + role) % self._load.adapters
+
+    def _ids(self, tokens: float, rng: np.random.Generator | None = None) -> list[int]:
+        """Random token ids, so many after shrinking (at least one, if any)."""
+        count = max(1, round(tokens / self._load.shrink)) if tokens else 0
+        return (rng or self._rng).integers(FIRST_ID, self._load.vocab, count).tolist()

@@ -1,0 +1,267 @@
+"""The workloads W1 to W8, each from public files or from their shape alone.
+
+Without the files the same shapes are drawn: lognormal lengths with the files' own means and
+spreads (the numbers below are means and deviations of natural logarithms, measured once). Only
+lengths and times matter; token ids are random. Nothing here depends on a policy or a device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from jlora.sim.workloads import files
+from jlora.sim.workloads.arrivals import Gamma, Recorded, typical_clients
+from jlora.sim.workloads.files import Lengths, Step
+from jlora.sim.workloads.load import Exchange, Source
+from jlora.sim.workloads.popularity import ByClient, Drift, Power, Recent, Zipf
+
+Random = np.random.Generator
+
+SERVICE_PROMPT = 256  # in front of all dialogs of one service
+INSTRUCTION = 64  # in front of all translations into one language
+MOONCAKE_PROMPT = 512  # the block that nearly all prompts of that trace begin with
+TOOL_TOKENS = (30, 150)  # what a tool answers, asked with the user's words
+LANGUAGES = 36
+CHECKERS = 3  # adapters of a pipeline
+INVOCATION = 4  # tokens that wake a checker
+VERDICT = (10, 50)
+PIPELINE_STEPS = 4.0  # the base twice, and two checkers in the mean
+SYNTHETIC_RANGE = (8, 512)
+
+
+def chat(data: Path | None = None) -> Source:
+    """W1, a chatbot: Topical-Chat's questions, Azure conv's answers and clock. One adapter per session.
+
+    Stands in for LMSYS-33k (FASTLIBRA 6.2). Most people answer soon and some late: gaps lognormal,
+    sigma 1, around Mooncake's median of 123 s.
+    """
+    if data is None:
+
+        def dialog(rng: Random, group: int) -> list[Exchange]:
+            turns = max(1, round(rng.normal(10.5, 0.7)))
+            steps = [Step(_words(rng, 2.84, 0.59), _lognormal(rng, 5.02, 0.86, 1000)) for _ in range(turns)]
+            return _talk(steps, _soon(rng))
+
+        return Source("W1 synthetic", dialog, Gamma(1.09), Zipf(0.9), 10.5, 200.0)
+    talks, requests = files.topical(data), files.azure(data)
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        asked = talks[rng.integers(len(talks))]
+        told = requests.outputs[rng.integers(len(requests.outputs), size=len(asked))].tolist()
+        return _talk([Step(step.asked, answer) for step, answer in zip(asked, told, strict=True)], _soon(rng))
+
+    return Source("W1", real, Recorded(requests.times), Zipf(0.9), _mean(talks), 200.0)
+
+
+def long_chat(data: Path | None = None) -> Source:
+    """W1b, long conversations below one common block: Mooncake's sessions, gaps and clock."""
+    if data is None:
+
+        def dialog(rng: Random, group: int) -> list[Exchange]:
+            first = max(_lognormal(rng, 8.77, 1.2, 130_000) - MOONCAKE_PROMPT, 1)
+            asked = [first, *(_lognormal(rng, 4.48, 2.45, 16_000) for _ in range(rng.geometric(0.72) - 1))]
+            return _talk([Step(a, _lognormal(rng, 5.34, 1.37, 2000)) for a in asked], _soon(rng))
+
+        return Source("W1b synthetic", dialog, Gamma(1.0), Zipf(0.9), 1.39, 200.0, MOONCAKE_PROMPT)
+    starts, sessions = files.mooncake(data)
+    gap_s = _mean_gap(sessions)
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        first, *others = sessions[rng.integers(len(sessions))]
+        head = Exchange(max(first.asked - MOONCAKE_PROMPT, 1), first.told)
+        return [head, *(Exchange(step.asked, step.told, step.gap_s / gap_s) for step in others)]
+
+    return Source("W1b", real, Recorded(starts), Zipf(0.9), _mean(sessions), gap_s, MOONCAKE_PROMPT)
+
+
+def translation(data: Path | None = None) -> Source:
+    """W2: two to five Tatoeba sentences below an instruction, one adapter per language; ServeGen's clients ask.
+
+    Stands in for OPUS-100 and the Azure Functions trace. More adapters than languages: languages again.
+    """
+    if data is None:
+
+        def dialog(rng: Random, group: int) -> list[Exchange]:
+            asked = sum(_lognormal(rng, 2.06, 0.43, 60) for _ in range(rng.integers(2, 6)))
+            return [Exchange(asked, asked * max(rng.normal(1.4, 0.5), 0.5))]
+
+        return Source("W2 synthetic", dialog, typical_clients(LANGUAGES), ByClient(), prompt=INSTRUCTION)
+    languages = list(files.tatoeba(data).values())
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        pairs = languages[group % len(languages)]
+        chosen = [pairs[i] for i in rng.integers(len(pairs), size=rng.integers(2, 6))]
+        return [Exchange(sum(asked for asked, _ in chosen), sum(told for _, told in chosen))]
+
+    return Source("W2", real, files.clients(data, "m-small"), ByClient(), prompt=INSTRUCTION)
+
+
+def agents(data: Path | None = None) -> Source:
+    """W3, personal agents: dialogs of SGD (26 services) and Taskmaster-4 below a prompt that a service shares.
+
+    Stands in for Taskmaster-1 and -2 with the Azure Functions trace. SGD keeps no tool results: 30
+    to 150 tokens are asked with each question. More adapters than services: one per service and tenant.
+    """
+    name = "W3" if data else "W3 synthetic"
+    arrivals = files.clients(data, "m-small") if data else typical_clients(34)
+    dialog, turns = _services(data)
+
+    def timed(rng: Random, group: int) -> list[Exchange]:
+        return _talk(dialog(rng, group), lambda: rng.exponential(1.0))
+
+    return Source(name, timed, arrivals, Zipf(0.9), turns, 8.0, SERVICE_PROMPT)
+
+
+def tenants(data: Path | None = None) -> Source:
+    """W4, many tenants: Azure conv's lengths, an adapter per client of ServeGen m-mid (MAF1-like, as dLoRA)."""
+    arrivals = files.clients(data, "m-mid") if data else typical_clients(92)
+    return Source("W4" if data else "W4 synthetic", _single(data), arrivals, ByClient())
+
+
+def recorded_tenants(data: Path | None = None) -> Source:
+    """W4b: Azure conv's lengths, adapters and clock of GenTD26, much faster (MAF2-like)."""
+    if data is None:
+        return Source("W4b synthetic", _single(None), Gamma(8.0), Recent())
+    return Source("W4b", _single(data), files.lora_clock(data), ByClient())
+
+
+def drift(data: Path | None = None) -> Source:
+    """W5: Azure conv; every 5 minutes other adapters are popular (LoRAServe's shifting skew, GenTD26's drift)."""
+    arrivals = Recorded(files.azure(data).times) if data else Gamma(1.09)
+    return Source("W5" if data else "W5 synthetic", _single(data), arrivals, Drift(300.0, 1.0, keep=2))
+
+
+def pipelines(data: Path | None = None) -> Source:
+    """W6: after each question the base model answers, one to three checkers look at that, the base concludes.
+
+    The pipeline of activated LoRA's evaluation, on the dialogs of W3; a checker is an aside of a few
+    tokens and 10 to 50 answered. An adapter group is a pipeline of three checkers.
+    """
+    dialog, turns = _services(data)
+
+    def piped(rng: Random, group: int) -> list[Exchange]:
+        exchanges: list[Exchange] = []
+        for index, step in enumerate(dialog(rng, group)):
+            gap = rng.exponential(1.0) * PIPELINE_STEPS if index else 0.0
+            exchanges.append(Exchange(step.asked, step.told, gap, role=None))
+            roles = rng.permutation(CHECKERS)[: rng.integers(1, CHECKERS + 1)].tolist()
+            verdicts = rng.uniform(*VERDICT, len(roles))
+            exchanges += [Exchange(INVOCATION, v, role=r, aside=True) for r, v in zip(roles, verdicts, strict=True)]
+            exchanges.append(Exchange(float(verdicts.sum()), step.told, role=None))
+        return exchanges
+
+    arrivals = files.clients(data, "m-small") if data else typical_clients(34)
+    name = "W6" if data else "W6 synthetic"
+    turns = turns * PIPELINE_STEPS
+    return Source(name, piped, arrivals, Zipf(0.9), turns, 8.0 / PIPELINE_STEPS, SERVICE_PROMPT, CHECKERS)
+
+
+def synthetic(data: Path | None = None) -> Source:
+    """W7: lengths uniform in [8, 512), Gamma arrivals, power-law adapters (S-LoRA Sec. 7). Needs no files.
+
+    S-LoRA's and Punica's other settings: `Load.arrivals` Gamma(2), Gamma(4), ...; `Load.popularity`
+    Power(0.1), ..., Identical, Distinct, Uniform, Geometric.
+    """
+
+    def dialog(rng: Random, group: int) -> list[Exchange]:
+        asked, told = rng.integers(*SYNTHETIC_RANGE, 2).tolist()
+        return [Exchange(asked, told)]
+
+    return Source("W7", dialog, Gamma(1.0), Power(0.3))
+
+
+def coding(data: Path | None = None) -> Source:
+    """W8, coding agents: long growing contexts, think times between tool calls; the next request follows the answer.
+
+    An adapter per session and a second one for its sub-agents, which have contexts of their own.
+    """
+    if data is None:
+
+        def dialog(rng: Random, group: int) -> list[Exchange]:
+            turns = min(150, 5 + int(rng.exponential(32.0)))
+            first, later = _lognormal(rng, 8.56, 1.6, 100_000), partial(_lognormal, rng, 5.0, 1.8, 20_000)
+            steps = [Step(a, _lognormal(rng, 5.5, 0.91, 8000)) for a in (first, *(later() for _ in range(turns - 1)))]
+            return _talk(steps, lambda: float(rng.lognormal(-1.385, 1.664)))
+
+        return Source("W8 synthetic", dialog, Gamma(1.0), Zipf(0.9), 36.7, 65.0, 14_900, 2, thinks=True)
+    prompt, sessions = files.coding_sessions(data)
+    gap_s = _mean_gap(sessions)
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        first, *others = sessions[rng.integers(len(sessions))]
+        return [
+            Exchange(first.asked, first.told),
+            *(Exchange(s.asked, s.told, s.gap_s / gap_s, min(s.agent, 1), s.agent) for s in others),
+        ]
+
+    return Source("W8", real, Gamma(1.0), Zipf(0.9), _mean(sessions), gap_s, prompt, 2, thinks=True)
+
+
+def _services(data: Path | None) -> tuple[Callable[[Random, int], Sequence[Step]], float]:
+    """Dialogs of a service, tool results with the questions, and their mean turns."""
+    if data is None:
+
+        def drawn(rng: Random, group: int) -> list[Step]:
+            turns = max(1, round(rng.normal(8.9, 2.7)))
+            tools = rng.uniform(*TOOL_TOKENS, turns).tolist()
+            return [Step(_words(rng, 1.91, 0.62) + tool, _words(rng, 2.21, 0.63)) for tool in tools]
+
+        return drawn, 8.9
+    services = list(files.sgd(data).values())
+    orders = files.taskmaster(data)
+
+    def real(rng: Random, group: int) -> Sequence[Step]:
+        service = group % (len(services) + 1)
+        if service == len(services):
+            return orders[rng.integers(len(orders))]
+        talk = services[service][rng.integers(len(services[service]))]
+        return [Step(step.asked + rng.uniform(*TOOL_TOKENS), step.told) for step in talk]
+
+    means = [_mean(talks) for talks in (*services, orders)]
+    return real, sum(means) / len(means)
+
+
+def _single(data: Path | None) -> Callable[[Random, int], list[Exchange]]:
+    """Dialogs of one request, with Azure conv's lengths."""
+    if data is None:
+        return lambda rng, group: [Exchange(_lognormal(rng, 6.63, 0.99, 14_000), _lognormal(rng, 5.02, 0.86, 1000))]
+    requests: Lengths = files.azure(data)
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        chosen = rng.integers(len(requests.prompts))
+        return [Exchange(float(requests.prompts[chosen]), float(requests.outputs[chosen]))]
+
+    return real
+
+
+def _talk(steps: Sequence[Step], gap: Callable[[], float]) -> list[Exchange]:
+    """Turns with gaps between them."""
+    return [Exchange(step.asked, step.told, gap() if index else 0.0) for index, step in enumerate(steps)]
+
+
+def _soon(rng: Random) -> Callable[[], float]:
+    """Gaps of a chat."""
+    return lambda: float(rng.lognormal(-0.5, 1.0))
+
+
+def _words(rng: Random, mean: float, spread: float) -> float:
+    return _lognormal(rng, mean, spread, 90) * files.TOKENS_PER_WORD
+
+
+def _lognormal(rng: Random, mean: float, spread: float, most: float) -> float:
+    return min(float(rng.lognormal(mean, spread)), most)
+
+
+def _mean(sessions: Sequence[Sequence[Step]]) -> float:
+    """Mean turns."""
+    return sum(map(len, sessions)) / len(sessions)
+
+
+def _mean_gap(sessions: Sequence[Sequence[Step]]) -> float:
+    """Mean seconds between two steps of a session."""
+    gaps = [step.gap_s for session in sessions for step in session[1:]]
+    return max(sum(gaps) / max(len(gaps), 1), 1e-3)
