@@ -36,6 +36,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         adapter_lookups=c.adapter_lookups,
         kv_hit_tokens=c.kv_hit_tokens,
         kv_host_hit_tokens=c.kv_host_hit_tokens,
+        kv_base_hit_tokens=c.kv_base_hit_tokens,
         kv_lookup_tokens=c.kv_lookup_tokens,
         bytes_swapped_in=c.blocks_in * block_bytes,
         bytes_swapped_out=c.blocks_out * block_bytes,

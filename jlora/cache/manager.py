@@ -484,6 +484,7 @@ class CacheManager:
         c = self.counters
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
+        c.kv_base_hit_tokens += len(self.tree.by_owner(lease.origin, lease.path)[0][1]) * self.block_tokens
         c.kv_host_hit_tokens += sum(not node.on_device for node in lease.path) * self.block_tokens
         if lease.adapter.size:
             c.adapter_lookups += 1

@@ -37,6 +37,7 @@ class Counters:
     adapter_lookups: int = 0
     kv_hit_tokens: int = 0
     kv_host_hit_tokens: int = 0
+    kv_base_hit_tokens: int = 0  # found by activated LoRAs among the base's KV
     kv_lookup_tokens: int = 0
     clean_evictions: int = 0
     blocks_in: int = 0
