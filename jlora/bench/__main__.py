@@ -4,6 +4,7 @@
     jlora bench throughput | latency | host                one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
+    jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -20,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput
+from jlora.bench import alora, alora_page, cache, growth, host, latency, policies, policy_page, report, throughput
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -35,7 +36,11 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "host": ("host",),
     "cache": ("cache",),
     "policies": ("policies",),
+    "alora": ("alora",),
 }
+
+# Benchmarks that run in one dtype whatever is asked for.
+FIXED: Mapping[str, Sequence[str]] = {"cache": ["python"], "policies": ["float32"], "alora": ["float32"]}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -47,10 +52,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "host": _host,
         "cache": _cache,
         "policies": _policies,
+        "alora": _alora,
     }
     try:
         for name in GROUPS[args.name]:
-            for dtype in {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"]}.get(name, args.dtype):
+            for dtype in args.dtype[:1] if name == "host" else FIXED.get(name, args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -118,6 +124,14 @@ def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = policies.quick if args.quick else policies.full
     result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
     policy_page.write(args.out, result)
+    return result
+
+
+def _alora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    budget = Budget(args.rounds or (2 if args.quick else 5), args.minutes)
+    make = alora.quick if args.quick else alora.full
+    result = alora.run(make(budget, args.work / ("quick-alora" if args.quick else "alora")))
+    alora_page.write(args.out, result)
     return result
 
 

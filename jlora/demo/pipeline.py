@@ -105,9 +105,7 @@ async def _verdict(inference: Any, model: str, texts: list[str], answers: list[s
     reply = await _ask(inference, model, invocation_messages(texts, answers), 32)
     want = CHECKS[CHECK].verdict(texts) if model == CHECK else None
     usage = reply.usage
-    return Verdict(
-        model, reply.outputs[0].text, want, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s
-    )
+    return Verdict(model, reply.outputs[0].text, want, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s)
 
 
 async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int) -> Any:
@@ -118,4 +116,3 @@ async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int)
         stopping=jlora_pb2.Stopping(max_tokens=max_tokens),
     )
     return await inference.Generate(request, timeout=ANSWER_S)
-

@@ -5,8 +5,9 @@
 It starts `python -m jlora.serve` as a process of its own, streams one request to the base and to
 each adapter in the same moment, draws the answers side by side, loads one more adapter into the
 running server, asks again, lets an activated adapter read along in a chat with the base, shows what
-the cache holds, and stops the server with SIGTERM. The exit code is 0 if the server worked and every answer is what the task's Python function says (answers to
-your own text are shown and marked, but not judged).
+the cache holds, and stops the server with SIGTERM. The exit code is 0 if the server worked and
+every answer is what the task's Python function says (answers to your own text are shown and
+marked, but not judged).
 """
 
 from __future__ import annotations
