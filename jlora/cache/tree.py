@@ -32,9 +32,9 @@ from typing import NamedTuple
 
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
-# A block's tokens as int32 bytes; (tenant, tokens) of a first block; of a suffix's first block
-# (tenant or "", tokens, the adapter's uid, the first activated token's place in the block).
-Key = bytes | tuple[str, bytes] | tuple[str, bytes, int, int]
+# A block's tokens as int32 bytes, in a suffix's first block with its adapter's uid and the place of the
+# first activated token behind them as int64; a conversation's first block has (tenant, these).
+Key = bytes | tuple[str, bytes]
 
 
 class Node:
@@ -295,12 +295,11 @@ class Tree:
 
     def _key(self, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
         """The key of a path's first block, of a suffix's first block, or of any other."""
-        tenant = origin.tenant if first else ""
         if suffix:
-            # Where it acts in the block is no matter of the block's tokens: the sequence may stand there twice.
+            # Where it begins to act does not follow from the block's tokens: the invocation may be there twice.
             assert origin.activation is not None
-            return tenant, data, origin.adapter.uid, origin.activation % self.block_tokens
-        return (tenant, data) if first else data
+            data += array("q", (origin.adapter.uid, origin.activation % self.block_tokens)).tobytes()
+        return (origin.tenant, data) if first else data
 
 
 def _share(node: Node | None) -> None:

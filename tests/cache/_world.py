@@ -359,15 +359,13 @@ class World:
 
     def _content(self, node: Node, above: Content) -> Content:
         """What a node's block must hold by its key, under a block that holds `above`."""
-        if isinstance(node.key, bytes):
-            return (*above, *memoryview(node.key).cast("i"))
-        tenant, data, *suffix = node.key
-        tokens: list[object] = [*memoryview(data).cast("i")]
-        if suffix:
-            uid, at = suffix
-            assert isinstance(node, SuffixNode) and node.adapter.uid == uid
+        tenant, data = node.key if isinstance(node.key, tuple) else (None, node.key)
+        tokens: list[object] = [*memoryview(data[: 4 * BLOCK]).cast("i")]
+        if isinstance(node, SuffixNode):
+            uid, at = memoryview(data[4 * BLOCK :]).cast("q")
+            assert node.adapter.uid == uid
             tokens.insert(at, ("acts", uid))
-        return (*above, *([tenant] if len(above) == 2 else []), *tokens)
+        return (*above, *([] if tenant is None else [tenant]), *tokens)
 
 
 # Operation -> (numbers it takes, how often the seeded driver draws it).

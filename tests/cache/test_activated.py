@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import pytest
 
 from jlora.cache.inspect import invalid_kv, state
@@ -224,6 +226,18 @@ def test_a_match_looks_at_each_block_of_the_prompt_once():
 
     path[31].children = Counted({node.key: node for node in path[31].branches()})
     assert tree.match(Origin(one, "", 128), tokens, len(tokens)) == path and looked == 1
+
+
+def test_a_suffix_s_first_node_is_lean():
+    tree, one, size = Tree(16), AdapterNode(1, 1), 4000
+    tokens = list(range(16))
+    tracemalloc.start()
+    for i in range(size):
+        node = tree.insert(tree.base, Origin(one, "", 3), [i, *tokens[1:]], 0)
+        node.device, node.host = (1000 + i,), (5000 + i,)
+    held = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert len(one.suffixes) == size and held / size <= 600
 
 
 def grow(tree: Tree, origin: Origin, tokens: list[int]) -> list[Node]:

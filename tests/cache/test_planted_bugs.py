@@ -144,13 +144,8 @@ def suffix_without_adapter(patch: pytest.MonkeyPatch) -> None:
 
 def suffix_of_any_adapter(patch: pytest.MonkeyPatch) -> None:
     """Two activated LoRAs find each other's suffixes."""
-    real = Tree._key
-
-    def key(tree: Tree, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
-        made = real(tree, origin, data, first, suffix)
-        return (made[0], made[1], 0, made[3]) if suffix and len(made) == 4 and isinstance(made, tuple) else made
-
-    patch.setattr(Tree, "_key", key)
+    real, nobody = Tree._key, AdapterNode(uid=0, size=1)
+    patch.setattr(Tree, "_key", lambda tree, origin, *rest: real(tree, origin._replace(adapter=nobody), *rest))
 
 
 def suffix_from_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -158,8 +153,8 @@ def suffix_from_anywhere(patch: pytest.MonkeyPatch) -> None:
     real = Tree._key
 
     def key(tree: Tree, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
-        made = real(tree, origin, data, first, suffix)
-        return (made[0], made[1], made[2], 0) if suffix and len(made) == 4 and isinstance(made, tuple) else made
+        at = None if origin.activation is None else origin.activation // tree.block_tokens * tree.block_tokens
+        return real(tree, origin._replace(activation=at), data, first, suffix)
 
     patch.setattr(Tree, "_key", key)
 
