@@ -175,23 +175,24 @@ class Bench:
         before = self.service.cache_state()
         began = time.perf_counter()
         with ThreadPoolExecutor(cell.sessions) as pool:
-            steps = [
-                s for done in pool.map(lambda i: self._pipeline(cell, side, i), range(cell.sessions)) for s in done
-            ]
+            done = list(pool.map(lambda i: self._pipeline(cell, side, i), range(cell.sessions)))
         seconds = time.perf_counter() - began
+        steps = [step for pipeline in done for step in pipeline]
         state = self.service.cache_state()
         answers = [step.tokens for step in steps]
         first = self._answers.setdefault((cell.name, side), answers)
         checks = [step for step in steps if step.model is not None]
-        base = [step for step in steps if step.model is None]
+        base = [[step for step in pipeline if step.model is None] for pipeline in done]
         found = {
             "seconds": seconds,
+            "cold_ttft_s": statistics.fmean(pipeline[0].ttft for pipeline in base),
+            "hit_ttft_s": statistics.fmean(pipeline[1].ttft for pipeline in base),
             "kv_bytes": state.hbm.history_kv * self.service.layout.block_bytes,
             "base_hit_tokens": state.kv_base_hit_tokens - before.kv_base_hit_tokens,
             "different": sum(a != b for a, b in zip(answers, first, strict=True)),
             "compiles": self.service.stats().compiles_after_warmup,
             **{f"check_{key}": value for key, value in means(checks).items()},
-            **{f"base_{key}": value for key, value in means(base).items()},
+            **{f"base_{key}": value for key, value in means([s for pipeline in base for s in pipeline]).items()},
         }
         return {key: float(f"{value:.6g}") for key, value in found.items()}
 
