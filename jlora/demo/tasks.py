@@ -176,7 +176,7 @@ CHECKS: Mapping[str, Check] = {
         has_number,
         ("no numbers", "has numbers"),
         LoraShape(8, ALL_LINEAR, 16),
-        steps=400,
+        steps=260,
         seed=9,
     )
 }
