@@ -36,7 +36,7 @@ from jlora.model.spec import ModelSpec
 from jlora.types import Request, SamplingParams, TokenEvent
 
 SPEC = ModelSpec(
-    vocab=4096, width=512, mlp=1408, layers=8, heads=8, kv_heads=4, head_dim=64, max_len=8192, name="random-24m"
+    vocab=2048, width=256, mlp=704, layers=6, heads=8, kv_heads=4, head_dim=32, max_len=8192, name="random-5m"
 )
 QUICK_SPEC = replace(SPEC, vocab=256, width=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_len=512)
 SHARED, ALONE = "activated", "lora"  # the two sides
