@@ -34,11 +34,15 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
-    """Adapters to load at start: `paths` by name, and every subdirectory of `dir`."""
+    """Adapters to load at start: `paths` by name, and every subdirectory of `dir`.
+
+    `alora_missing`: a prompt that does not invoke its activated LoRA is an "error", or answered by the "base".
+    """
 
     paths: Mapping[str, str] = field(default_factory=dict)
     dir: str = ""
     max_rank: int = 256
+    alora_missing: str = "error"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,13 +185,14 @@ def nearest(word: str, options: typing.Iterable[str]) -> str:
 
 def validate(config: Config) -> Config:
     """Returns `config` if every value is in range, else raises ConfigError naming the key."""
-    c, e, m = config.cache, config.engine, config.model
+    c, e, m, missing = config.cache, config.engine, config.model, config.adapters.alora_missing
     rules: list[tuple[str, Any, bool, str]] = [
         ("model.tp", m.tp, m.tp >= 1, "at least 1"),
         ("model.dtype", m.dtype, m.dtype in ("auto", "float32", "bfloat16"), "auto, float32 or bfloat16"),
         ("model.max_model_len", m.max_model_len, m.max_model_len == 0 or m.max_model_len >= 2, "0 or at least 2"),
         ("model.seed", m.seed, 0 <= m.seed < 2**63, "in [0, 2^63)"),
         ("adapters.max_rank", config.adapters.max_rank, config.adapters.max_rank >= 1, "at least 1"),
+        ("adapters.alora_missing", missing, missing in ("error", "base"), "error or base"),
         ("cache.block_tokens", c.block_tokens, 0 <= c.block_tokens <= 1024, "in [0, 1024]"),
         ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks == 0 or c.hbm_blocks >= 2, "0 or at least 2"),
         ("cache.hbm_fraction", c.hbm_fraction, 0 < c.hbm_fraction <= 1, "in (0, 1]"),

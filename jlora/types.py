@@ -177,7 +177,8 @@ class CacheState:
         in_flight: blocks being copied between the tiers; they are counted in their class too.
         invalid_kv: device blocks of KV whose prefix or adapter is not there; 0 unless the policy is
             one without dependencies.
-        kv_hit_tokens: found in either tier; kv_host_hit_tokens: of these, on the host only.
+        kv_hit_tokens: found in either tier; kv_host_hit_tokens: of these, on the host only;
+            kv_base_hit_tokens: of these, base KV that requests for activated LoRAs found.
         blocks_lost: evicted or dropped without a copy elsewhere; computed again if needed.
         streamed: requests whose first step started before their copies had landed.
         recomputed_tokens: known on the host but computed again, because copying took far longer.
@@ -192,6 +193,7 @@ class CacheState:
     adapter_lookups: int
     kv_hit_tokens: int
     kv_host_hit_tokens: int
+    kv_base_hit_tokens: int
     kv_lookup_tokens: int
     bytes_swapped_in: int
     bytes_swapped_out: int

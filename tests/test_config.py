@@ -88,6 +88,7 @@ def test_unknown_key_in_a_file_is_refused(tmp_path: Path):
         ("serve.heartbeat_s", "0"),
         ("adapters.paths", "x"),
         ("adapters.paths", {"x": 1}),
+        ("adapters.alora_missing", "maybe"),
     ],
 )
 def test_bad_value_names_key_and_value(key: str, value: object):

@@ -57,7 +57,7 @@ def llm(files: Path) -> Iterator[LLM]:
         yield llm
 
 
-def alone(llm: LLM, prompt: str, adapter: str | None = None, **sampling) -> Completion:
+def alone(llm: LLM, prompt: str | list[int], adapter: str | None = None, **sampling) -> Completion:
     [completion] = llm.generate(prompt, dataclasses.replace(GREEDY, **sampling), adapter)
     return completion
 
@@ -277,3 +277,20 @@ def test_importing_jlora_does_not_load_jax():
     code = "import sys, jlora, jlora.types; jlora.SamplingParams(); assert 'jax' not in sys.modules"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_activated_lora_reads_along_over_the_base_s_kv(files: Path, llm: LLM, tmp_path: Path):
+    spec = _make.tiny_spec(vocab=llm._service.spec.vocab)
+    path = _make.make_adapter(tmp_path / "check", spec, seed=3, alora_invocation_tokens=[7, 8])
+    llm.load_adapter("check", path)
+    try:
+        talk = list(range(20, 60))
+        told = alone(llm, talk).token_ids[:4]
+        verdict = alone(llm, [*talk, *told, 7, 8], "check")
+        assert verdict.usage.cached_tokens == 40 and llm.cache_stats().kv_base_hit_tokens >= 40
+        assert alone(llm, [*talk, *told, 9]).usage.cached_tokens == 40
+        with pytest.raises(InvalidArgument, match=r"'check'.*\[7, 8\]"):
+            llm.generate([[*talk, 7, 8], talk], GREEDY, "check")
+    finally:
+        llm.unload_adapter("check")
+    assert_idle(llm)

@@ -24,7 +24,8 @@ class Adapter:
         target_modules: the projections (q, k, v, o, gate, up, down) present in any layer.
         weights: (layer, projection) -> A [r, in], B [r, out]; float32, C-contiguous, finite.
             The scale (alpha/r, or alpha/sqrt(r) with rsLoRA) is folded into B.
-        alora_invocation_tokens: token ids after which an activated LoRA applies; () is a LoRA.
+        alora_invocation_tokens: token ids from which on an activated LoRA acts, themselves included; () is
+            a LoRA, which acts on every token.
         base: the base model's name as the file gives it, without its directory; "" if absent.
     """
 

@@ -183,9 +183,13 @@ class _Options:
         return None if items is None else tuple(items)
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
+        """() if absent, null or empty: PEFT takes an empty list as none, too."""
+        value = self._tree.get(key)
+        if not isinstance(value, list | None):
+            raise self.bad(key, value, "must be a list of token ids, or null")
         ids = self.whole_numbers(key) or ()
         if any(i >= vocab for i in ids):
-            raise self.bad(key, list(ids), f"token ids must be below the vocabulary's size {vocab}")
+            raise self.bad(key, value, f"token ids must be below the vocabulary's size {vocab}")
         return ids
 
     def names_or_regex(self, key: str, required: bool = True) -> frozenset[str] | re.Pattern[str]:

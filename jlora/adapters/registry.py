@@ -7,11 +7,11 @@ same name is another adapter, and what depended on the old one dies with its las
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jlora.cache.tree import AdapterNode
-from jlora.errors import AlreadyExists, NotFound
+from jlora.errors import AlreadyExists, InvalidArgument, NotFound
 from jlora.types import AdapterInfo
 
 
@@ -20,6 +20,7 @@ class Record:
     """One loaded adapter version.
 
     Attributes:
+        alora_invocation_tokens: see `Adapter`; () for a LoRA that acts on every token.
         projections: for each of its blocks, the projection whose units it holds.
         bytes: of its packed form.
         load_cost_s: seconds to read and pack it.
@@ -36,6 +37,19 @@ class Record:
     load_cost_s: float
     hits: int = 0
     last_used: float = 0.0
+
+    def activation(self, prompt: Sequence[int]) -> int | None:
+        """Where an activated LoRA begins to act: the first token of its invocation's last occurrence.
+
+        As PEFT has it (`calculate_alora_offsets`), counted from the prompt's start; None if the prompt
+        has no occurrence. Found from the end, where it nearly always is: O(distance from there).
+        """
+        wanted = self.alora_invocation_tokens
+        size, first = len(wanted), wanted[0]
+        for at in range(len(prompt) - size, -1, -1):
+            if prompt[at] == first and tuple(prompt[at : at + size]) == wanted:
+                return at
+        return None
 
     def info(self, now: float) -> AdapterInfo:
         """What a user may know; `last_used_s` is seconds ago, -1 if never."""
@@ -61,9 +75,15 @@ class Record:
 
 
 class AdapterRegistry:
-    """Names to live versions; versions that are dying stay reachable by uid until they are gone."""
+    """Names to live versions; versions that are dying stay reachable by uid until they are gone.
 
-    def __init__(self) -> None:
+    Args:
+        alora_missing: what a prompt without an activated LoRA's invocation gets: "error", or "base" for
+            the base's answer, which is PEFT's way (`adapters.alora_missing`).
+    """
+
+    def __init__(self, alora_missing: str = "error") -> None:
+        self._alora_missing = alora_missing
         self._by_name: dict[str, Record] = {}
         self._by_uid: dict[int, Record] = {}
         self._dying: set[int] = set()
@@ -114,6 +134,26 @@ class AdapterRegistry:
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise NotFound(f"adapter {name!r} is not loaded{hint}")
         return record
+
+    def resolve(self, name: str, prompt: Sequence[int]) -> tuple[Record | None, int | None]:
+        """Which version answers a prompt, None for the base, and where its activation is, if it has one.
+
+        Raises:
+            NotFound: no adapter of that name.
+            InvalidArgument: it is an activated LoRA, and the prompt does not invoke it.
+        """
+        record = self.get(name)
+        if not record.alora_invocation_tokens:
+            return record, None
+        at = record.activation(prompt)
+        if at is not None:
+            return record, at
+        if self._alora_missing == "base":
+            return None, None
+        raise InvalidArgument(
+            f"prompt: does not invoke adapter {name!r}, an activated LoRA: it must hold alora_invocation_tokens = "
+            f'{list(record.alora_invocation_tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
+        )
 
     def by_uid(self, uid: int) -> Record:
         """Any version that still lives, dying ones too."""

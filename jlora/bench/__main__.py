@@ -9,6 +9,7 @@
     jlora bench workloads                                  what the workloads are like (workloads --help)
     jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
     jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
+    jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -27,6 +28,8 @@ from typing import Any
 
 from jlora.bench import (
     against_llama,
+    alora,
+    alora_page,
     beyond,
     cache,
     growth,
@@ -60,6 +63,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "policies": ("policies",),
     "paper": ("paper",),
     "beyond": ("beyond",),
+    "alora": ("alora",),
 }
 
 # Those with flags of their own.
@@ -70,6 +74,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "llama": ["float32"],
     "cache": ["python"],
     "policies": ["float32"],
+    "alora": ["float32"],
     "paper": ["simulated"],
     "beyond": ["simulated"],
 }
@@ -90,6 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "policies": _policies,
         "paper": _paper,
         "beyond": _beyond,
+        "alora": _alora,
     }
     try:
         for name in _chosen(args):
@@ -201,6 +207,14 @@ def _beyond(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     plan = replace(make(args.work / ("quick" if args.quick else "beyond"), args.data), minutes=args.minutes)
     result = beyond.run(replace(plan, seconds=args.seconds or plan.seconds))
     beyond.write(args.out, result)
+    return result
+
+
+def _alora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    budget = Budget(args.rounds or (2 if args.quick else 5), args.minutes)
+    make = alora.quick if args.quick else alora.full
+    result = alora.run(make(budget, args.work / ("quick-alora" if args.quick else "alora")))
+    alora_page.write(args.out, result)
     return result
 
 

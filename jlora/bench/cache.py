@@ -35,7 +35,7 @@ from jlora.bench import machine, steps
 from jlora.bench.grove import Grove, Shape
 from jlora.bench.rounds import Journal
 from jlora.bench.steps import StepLoad
-from jlora.cache.tree import KV
+from jlora.cache.tree import KV, Origin
 
 T = TypeVar("T")
 
@@ -178,7 +178,7 @@ def operations(grove: Grove, samples: int) -> Times:
     for i in range(samples):
         talk = grove.long[i % len(grove.long)]
         tokens = grove.tokens(talk)
-        times.of("match", manager.tree.match, talk.adapter, "", tokens, len(tokens))
+        times.of("match", manager.tree.match, Origin(talk.adapter), tokens, len(tokens))
         _request(grove, times, fresh=i * grove.shape.block_tokens)
         if i % 10 == 0:
             _swap_in(grove, times)
@@ -200,7 +200,7 @@ def _request(grove: Grove, times: Times, fresh: int) -> None:
     grove.end(grove.begin(talk), talk)
     tokens = [*grove.tokens(talk), *range(fresh, fresh + grove.shape.block_tokens)]
     known = len(tokens) - grove.shape.block_tokens
-    lease = times.of("admit", manager.acquire, talk.adapter, "", tokens[:known], reuse=True, headroom=0)
+    lease = times.of("admit", manager.acquire, Origin(talk.adapter), tokens[:known], reuse=True, headroom=0)
     assert lease is not None
     manager.grow(lease, len(tokens))
     manager.publish(lease, tokens, known)
@@ -213,11 +213,11 @@ def _swap_in(grove: Grove, times: Times) -> None:
     """A long prompt that has left the device is asked for again."""
     manager, talk = grove.manager, grove.long[-1]
     tokens = grove.tokens(talk)
-    for node in reversed(manager.tree.match(talk.adapter, "", tokens, len(tokens))):
+    for node in reversed(manager.tree.match(Origin(talk.adapter), tokens, len(tokens))):
         if node.host and manager.cells.evictable(node):
             manager.cells.evict(node)
     held = manager.cells.device.take(KV, manager.free)  # a full device
-    lease = times.of("swap in", manager.acquire, talk.adapter, "", tokens, reuse=True, headroom=0)
+    lease = times.of("swap in", manager.acquire, Origin(talk.adapter), tokens, reuse=True, headroom=0)
     manager.cells.device.give(KV, held)
     grove.land()
     if lease is not None:

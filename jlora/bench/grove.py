@@ -18,7 +18,7 @@ from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Lease, Sizes
 from jlora.cache.tending import Tending
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import KV, AdapterNode
+from jlora.cache.tree import KV, AdapterNode, Origin
 from jlora.config import CacheConfig
 
 ADAPTER_BLOCKS = 4
@@ -116,7 +116,7 @@ class Grove:
 
     def begin(self, talk: Talk) -> Lease:
         """Admits the conversation as it is; its copies land at once."""
-        lease = self.manager.acquire(talk.adapter, "", self.tokens(talk), reuse=True, headroom=0)
+        lease = self.manager.acquire(Origin(talk.adapter), self.tokens(talk), reuse=True, headroom=0)
         assert lease is not None, "one conversation at a time always fits"
         self.land()
         return lease

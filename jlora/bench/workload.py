@@ -166,8 +166,12 @@ def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_adapter(directory: Path, plan: Plan, seed: int) -> None:
-    """A random adapter as PEFT writes it, strong enough to change the greedy output."""
+def write_adapter(directory: Path, plan: Plan, seed: int, invocation: Sequence[int] | None = None) -> None:
+    """A random adapter as PEFT writes it, strong enough to change the greedy output.
+
+    Args:
+        invocation: the tokens that make it an activated LoRA.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "peft_type": "LORA",
@@ -179,6 +183,7 @@ def write_adapter(directory: Path, plan: Plan, seed: int) -> None:
         "bias": "none",
         "target_modules": [MODULES[name].rpartition(".")[2] for name in ADAPTED],
         "inference_mode": True,
+        **({} if invocation is None else {"alora_invocation_tokens": list(invocation)}),
     }
     (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
     rng = np.random.default_rng(seed)

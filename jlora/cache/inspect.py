@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections import Counter
 
 from jlora.cache.manager import CacheManager
-from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode
 from jlora.types import CacheState, TierState
 
 
@@ -36,6 +36,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         adapter_lookups=c.adapter_lookups,
         kv_hit_tokens=c.kv_hit_tokens,
         kv_host_hit_tokens=c.kv_host_hit_tokens,
+        kv_base_hit_tokens=c.kv_base_hit_tokens,
         kv_lookup_tokens=c.kv_lookup_tokens,
         bytes_swapped_in=c.blocks_in * block_bytes,
         bytes_swapped_out=c.blocks_out * block_bytes,
@@ -55,8 +56,9 @@ def invalid_kv(manager: CacheManager) -> int:
     while stack:
         above, rooted = stack.pop()
         for node in above.branches():
-            invalid += bool(node.device) and not rooted and node not in manager.cells.departing
-            stack.append((node, rooted and bool(node.device)))
+            based = rooted and all(needed.device or not needed.size for needed in node.needs)
+            invalid += bool(node.device) and not based and node not in manager.cells.departing
+            stack.append((node, based and bool(node.device)))
     return invalid
 
 
@@ -67,10 +69,16 @@ def check_integrity(manager: CacheManager) -> None:
     for lease in manager.leases.values():
         head = [node.device[0] for node in lease.path]
         assert lease.blocks[: len(head)] == head, "a lease's table is not its path's blocks"
+        above: Node = manager.tree.top(lease.origin)
+        for node in lease.path:
+            assert node.parent is above, "a lease skips a part of its prefix"
+            above = node
         private += lease.blocks[len(head) :]
         users.update((lease.adapter, *lease.path))
     nodes: list[Node] = []
+    suffixes = {node for node in manager.tree.below(manager.base) if isinstance(node, SuffixNode)}
     for uid, adapter in manager.adapters.items():
+        assert set(adapter.suffixes) <= suffixes, "an adapter has a suffix that is not in the tree"
         assert adapter.uid == uid and (not adapter.dying or adapter.users or adapter.wanted or adapter.flying), (
             "an adapter version outlives its last user"
         )
@@ -90,16 +98,19 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
     assert node.wanted >= 0
     departing = manager.cells.departing
-    staying = sum(bool(child.device) and child not in departing for child in node.branches())
-    assert node.resident == staying, "children on the device are miscounted"
+    staying = sum(bool(child.device) and child not in departing for child in node.dependents())
+    assert node.resident == staying, "dependents on the device are miscounted"
     if isinstance(node, AdapterNode):
         assert node.host or not node.size, "an adapter lost its master copy"
         return
     assert parent is not None and parent.child(node.key) is node, "a child without its parent"
-    assert parent.users >= node.users, "a lease skips a part of its prefix"
     assert node.device or node.host or node.children, "an empty leaf"
-    if node.device and node not in departing and policy.binds(parent):
-        assert parent.device or not parent.size, "KV is on the device without what it depends on"
+    if isinstance(node, SuffixNode):
+        known = manager.adapters.get(node.adapter.uid) is node.adapter
+        assert known and node in node.adapter.suffixes, "a suffix outlives its adapter version"
+    for needed in node.needs:
+        if node.device and node not in departing and policy.binds(needed):
+            assert needed.device or not needed.size, "KV is on the device without what it depends on"
 
 
 def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -> None:
@@ -128,6 +139,8 @@ def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
     moving = {node for node in nodes if node.moving}
     assert set(cells.flying) == moving, "what is in flight and what is marked so differ"
     assert all(node.saving and not node.users for node in cells.departing), "what is to leave is in use"
+    for node, copy in cells.flying.items():
+        assert cells.adapter_of(node) is copy.adapter, "a copy goes in another adapter's name"
     copies = {id(copy): copy for copy in cells.flying.values()}.values()
     for direction in ("in", "out"):
         blocks = sum(len(copy.source) for copy in copies if copy.direction == direction)

@@ -18,7 +18,7 @@ from jlora.cache.blocks import Tier
 from jlora.cache.policies import Policy
 from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
-from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
 
 # A prefix is computed again only if copying it would take so many times as long. While others wait
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d); while
@@ -43,8 +43,7 @@ class Lease:
         coming: nodes of its own path or its adapter whose copy has not been seen to land.
     """
 
-    adapter: AdapterNode
-    tenant: str
+    origin: Origin
     reuse: bool
     granted: float = 0.0
     blocks: list[int] = field(default_factory=list)
@@ -54,6 +53,11 @@ class Lease:
     streamed: bool = False  # a step of it began before its copies had landed
     adapter_s: float = 0.0  # from the grant until the adapter had landed
     kv_s: float = 0.0  # and until the prefix had
+
+    @property
+    def adapter(self) -> AdapterNode:
+        """Whose blocks it holds beside its KV's."""
+        return self.origin.adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +99,7 @@ class CacheManager:
         self.tree = Tree(sizes.block_tokens)
         device, host = Tier(sizes.device, policy.share), Tier(sizes.host)
         self.cells = Residency(self.tree, device, host, policy, clock)
-        self.base = AdapterNode(uid=0, size=0)
+        self.base = self.tree.base
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
         self.crowded = True  # others wait in the queue, as the scheduler told it last
@@ -211,12 +215,13 @@ class CacheManager:
 
     # -- the queue ----------------------------------------------------------------------------
 
-    def expect(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool) -> Want:
+    def expect(self, origin: Origin, tokens: Sequence[int], reuse: bool) -> Want:
         """A queued sequence will need this adapter version and this prefix."""
+        adapter = origin.adapter
         assert self.adapters.get(adapter.uid) is adapter, "a sequence is queued for an adapter version that is gone"
         nodes: list[Node] = [adapter]
         if reuse and self.prefix_reuse:
-            path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            path = self.tree.match(origin, tokens, limit=len(tokens) - 1)
             resident = [node for node in path if node.device]
             nodes += dict.fromkeys((*resident[-1:], *path[-1:]))  # what is above them is kept by them
         for node in nodes:
@@ -230,13 +235,13 @@ class CacheManager:
         self._leave_if_idle(want.adapter)
         self._bury_if_unused(want.adapter)
 
-    def hint(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int]) -> int:
+    def hint(self, origin: Origin, tokens: Sequence[int]) -> int:
         """`Prefetch`: starts the copies that a request would need; its blocks that are under way.
 
         Only over free blocks and over idle ones that have a copy and that nobody in the queue needs.
         """
-        cells = self.cells
-        path = self.tree.match(adapter, tenant, tokens, len(tokens) - 1) if self.prefix_reuse else []
+        cells, adapter = self.cells, origin.adapter
+        path = self.tree.match(origin, tokens, len(tokens) - 1) if self.prefix_reuse else []
         missing = [node for node in path if not node.device]
         need = 0 if adapter.device else adapter.size
         if cells.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
@@ -245,7 +250,7 @@ class CacheManager:
             cells.lock(node)
         if cells.make_room(need, len(missing), gently=True):
             self._bring_adapter(adapter, demand=False)
-            self._bring(adapter, missing, demand=False)
+            self._bring_path(origin, path, demand=False)
             cells.visit((adapter, *path))
         for node in (*reversed(path), adapter):
             cells.unlock(node, used=False)
@@ -254,7 +259,7 @@ class CacheManager:
     # -- leases -----------------------------------------------------------------------------
 
     def acquire(
-        self, adapter: AdapterNode, tenant: str, tokens: Sequence[int], reuse: bool, headroom: int, again: bool = False
+        self, origin: Origin, tokens: Sequence[int], reuse: bool, headroom: int, again: bool = False
     ) -> Lease | None:
         """A lease for a sequence whose known tokens are `tokens`; None if there is no room now.
 
@@ -263,18 +268,18 @@ class CacheManager:
             headroom: blocks that must stay available beside it.
             again: the sequence had a lease before: what it finds now is no hit.
         """
+        adapter, cells = origin.adapter, self.cells
         assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
-        cells = self.cells
-        lease = Lease(adapter, tenant, reuse and self.prefix_reuse, self._clock())
+        lease = Lease(origin, reuse and self.prefix_reuse, self._clock())
         known: list[Node] = []
         if lease.reuse:  # at least one token is always computed: its hidden state is needed
-            known = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+            known = self.tree.match(origin, tokens, limit=len(tokens) - 1)
             lease.path = self._worth_copying(known)
         for node in (adapter, *lease.path):
             cells.lock(node)
-        missing = [node for node in lease.path if not node.device]
+        missing = sum(not node.device for node in lease.path)
         own = self._blocks_for(len(tokens)) - len(lease.path)
-        if not cells.make_room(0 if adapter.device else adapter.size, len(missing) + own + headroom):
+        if not cells.make_room(0 if adapter.device else adapter.size, missing + own + headroom):
             epoch = cells.epoch
             self._unlock(lease, used=False)
             cells.epoch = epoch  # a refusal gives nobody a chance
@@ -284,7 +289,7 @@ class CacheManager:
             self._count(lease, len(tokens))
         self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
         self._bring_adapter(adapter, demand=True)
-        self._bring(adapter, missing, demand=True)
+        self._bring_path(origin, lease.path, demand=True)
         lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
         cells.device.running += own
         lease.cached = len(lease.path) * self.block_tokens
@@ -339,16 +344,17 @@ class CacheManager:
 
         Where the tree has the same tokens on the device already, the lease moves over to that block
         and gives its own back: one prefix, one copy. Where it has them on the host only (or lost
-        them), the lease's block becomes the node's.
+        them), the lease's block becomes the node's. What an activated LoRA's sequence computes before
+        its invocation goes where the base finds it.
         """
         first, size = len(lease.path), self.block_tokens
         if computed < (first + 1) * size or not lease.reuse or lease.adapter.dying:
             return
         cells = self.cells
         for index in range(first, computed // size):
-            parent = lease.path[-1] if lease.path else lease.adapter
+            parent = lease.path[-1] if lease.path else self.tree.top(lease.origin)
             own = lease.blocks[index]
-            node = self.tree.insert(parent, lease.tenant, tokens, index * size)
+            node = self.tree.insert(parent, lease.origin, tokens, index * size)
             if node.coming:  # its copy was cheaper for another request; wait for it to land
                 return
             cells.device.running -= 1
@@ -374,9 +380,9 @@ class CacheManager:
             self._write_through(lease)
         self._unlock(lease)
 
-    def cached_tokens(self, adapter: AdapterNode, tenant: str, tokens: Sequence[int]) -> int:
+    def cached_tokens(self, origin: Origin, tokens: Sequence[int]) -> int:
         """How many of `tokens` are on the device now; changes nothing."""
-        path = self.tree.match(adapter, tenant, tokens, limit=len(tokens) - 1)
+        path = self.tree.match(origin, tokens, limit=len(tokens) - 1)
         return next((i for i, node in enumerate(path) if not node.on_device), len(path)) * self.block_tokens
 
     def flush(self) -> int:
@@ -420,6 +426,11 @@ class CacheManager:
             return path
         return path[: missing[0]]
 
+    def _bring_path(self, origin: Origin, path: list[Node], demand: bool) -> None:
+        """Starts the copies of what of a path is not on the device; the caller has made room."""
+        for owner, nodes in self.tree.by_owner(origin, path):
+            self._bring(owner, [node for node in nodes if not node.device], demand)
+
     def _bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
         """Starts a copy to the device: in groups of layers, if a request waits for it and it is long."""
         blocks = sum(node.size for node in nodes)
@@ -448,8 +459,9 @@ class CacheManager:
     def _write_through(self, lease: Lease) -> None:
         """Copies the lease's part of the tree to the host while there is room."""
         cells = self.cells
-        fresh = [node for node in lease.path if not node.host and node.device and not node.moving]
-        cells.save(lease.adapter, fresh[: cells.host.free])
+        for owner, nodes in self.tree.by_owner(lease.origin, lease.path):
+            fresh = [node for node in nodes if not node.host and node.device and not node.moving]
+            cells.save(owner, fresh[: cells.host.free])
 
     def _unlock(self, lease: Lease, used: bool = True) -> None:
         for node in (*reversed(lease.path), lease.adapter):
@@ -464,7 +476,7 @@ class CacheManager:
     def _bury_if_unused(self, node: AdapterNode) -> None:
         if not node.dying or node.users or node.wanted or node.flying or node.uid not in self.adapters:
             return
-        for child in reversed(list(self.tree.below(node))):
+        for child in reversed(list(self.tree.owned(node))):
             if child.parent is not None:  # else it went with its last child
                 self.cells.forget(child)
         self.cells.forget(node)
@@ -475,6 +487,7 @@ class CacheManager:
         c = self.counters
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
+        c.kv_base_hit_tokens += len(self.tree.by_owner(lease.origin, lease.path)[0][1]) * self.block_tokens
         c.kv_host_hit_tokens += sum(not node.on_device for node in lease.path) * self.block_tokens
         if lease.adapter.size:
             c.adapter_lookups += 1

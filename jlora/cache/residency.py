@@ -5,8 +5,8 @@ anyway. So to evict is to forget a block id. Copies are only *decided* here; the
 next plan, and `landed` takes them in. Plain Python, no jax.
 
 What a node may do is in its flags: a lease or a copy under way keeps it where it is, a pin keeps
-it on the device, and a child on the device keeps its parent there (unless the policy is an
-ablation without dependencies).
+it on the device, and what is on the device keeps what it needs there: KV its prefix and its
+adapter (unless the policy is an ablation without dependencies).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jlora.cache.blocks import Tier
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Copy, Direction
-from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Tree
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode, Tree
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +37,7 @@ class Counters:
     adapter_lookups: int = 0
     kv_hit_tokens: int = 0
     kv_host_hit_tokens: int = 0
+    kv_base_hit_tokens: int = 0  # found by activated LoRAs among the base's KV
     kv_lookup_tokens: int = 0
     clean_evictions: int = 0
     blocks_in: int = 0
@@ -260,7 +261,7 @@ class Residency:
             self.counters.blocks_in += len(copy.source)
         else:
             self.counters.blocks_out += len(copy.source)
-        for node in reversed(copy.nodes):  # children first: each may make its parent a leaf
+        for node in reversed(copy.nodes):  # dependents first: each may make its parent a leaf
             if node in self.departing:
                 self._stay(node)
                 self._leave_device(node)
@@ -381,14 +382,17 @@ class Residency:
 
     def _offer_below(self, node: Node) -> None:
         """What hangs below a node that comes in may follow it; of many branches the latest."""
-        for child in itertools.islice(reversed(node.branches()), BRANCHES):
+        for child in itertools.islice(node.dependents(), BRANCHES):
             if child.host and not child.device:
                 self.offer(child)
 
     def adapter_of(self, node: Node) -> AdapterNode:
-        """The adapter at the top of a node's path."""
-        while node.parent is not None:
+        """Whose KV, or which adapter, a node is."""
+        while type(node) is Node:
+            assert node.parent is not None, "a node that is not in the tree"
             node = node.parent
+        if isinstance(node, SuffixNode):
+            return node.adapter
         assert isinstance(node, AdapterNode)
         return node
 
@@ -404,12 +408,11 @@ class Residency:
         return max(tops, key=lambda n: self.policy.value(n, now), default=None)
 
     def _count_resident(self, node: Node, change: int) -> None:
-        """A child more or less that keeps its parent on the device; the last one frees it."""
-        parent = node.parent
-        if parent is not None:
-            parent.resident += change
-            if not parent.resident:
-                self.offer(parent)
+        """A dependent more or less that keeps what it needs on the device; the last one frees that."""
+        for needed in node.needs:
+            needed.resident += change
+            if not needed.resident:
+                self.offer(needed)
 
     def _stay(self, node: Node) -> None:
         """What was to leave when it is written out stays."""
@@ -458,9 +461,8 @@ def _is_double(node: Node) -> bool:
 
 
 def _is_root(node: Node) -> bool:
-    """On the host only, and nothing above it is missing."""
-    parent = node.parent
-    return node.on_host and not node.device and (parent is None or bool(parent.device) or not parent.size)
+    """On the host only, and nothing that it needs is missing."""
+    return node.on_host and not node.device and all(needed.device or not needed.size for needed in node.needs)
 
 
 def _droppable(node: Node) -> bool:

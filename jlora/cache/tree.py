@@ -4,6 +4,14 @@
           ├─ adapter 1 ────── KV        └─ KV         siblings share what is above them
           └─ adapter 2 ────── KV ── KV
 
+An activated LoRA (aLoRA, arXiv 2504.12397) changes tokens from its invocation on, so what comes
+before is KV of the base, shared by the base and all such adapters. The rest, its *suffix*, hangs
+below that KV and needs its adapter too, which makes the tree a small DAG:
+
+    base ── KV ── KV ─┬─ KV                           the base goes on
+                      ├─ suffix ── KV                 adapter 3; the invocation is in the suffix's first block
+                      └─ suffix                       adapter 4, or adapter 3 with another first token
+
 A KV node is one full block of tokens, so a split needs no surgery: it is a second child. A node's
 data may lie on the device, on the host, on both, or be on its way between them:
 
@@ -17,11 +25,15 @@ decided in `residency` and `policies`. Plain Python, no jax.
 
 from __future__ import annotations
 
+import itertools
 from array import array
 from collections.abc import Iterator, Reversible, Sequence
+from typing import NamedTuple
 
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
+# A block's tokens as int32 bytes, in a suffix's first block with its adapter's uid and the place of the
+# first activated token behind them as int64; a conversation's first block has (tenant, these).
 Key = bytes | tuple[str, bytes]
 
 
@@ -29,7 +41,7 @@ class Node:
     """One block of KV, or (`AdapterNode`) an adapter.
 
     Attributes:
-        key: the block's tokens as int32 bytes; a first block's key is (tenant, tokens).
+        key: the block's tokens and what else its content depends on (`Key`).
         children: KV nodes below: None, the only one (a dict for it would double a node's memory),
             or several by key. Read it through `child` and `branches`.
         device, host: block ids in each tier, () where it has none; one for KV.
@@ -37,7 +49,7 @@ class Node:
         saving: `host` blocks are taken but the copy into them has not landed.
         users: leases that go through this node.
         wanted: queued sequences that will need it.
-        resident: children that hold device blocks and are not about to leave.
+        resident: of its dependents, those that hold device blocks and are not about to leave.
         shared: more than one conversation goes through it.
         count: visits, decayed as the policy likes; last_use: the policy's clock, seconds.
         stamp: version of the node's entries in cost orders; older entries are stale.
@@ -82,6 +94,15 @@ class Node:
         return () if below is None else (below,)
 
     @property
+    def needs(self) -> tuple[Node, ...]:
+        """What must be on the device for this to be of use: its prefix or adapter; for a suffix both."""
+        return () if self.parent is None else (self.parent,)
+
+    def dependents(self) -> Iterator[Node]:
+        """What needs this node, the latest first."""
+        return reversed(self.branches())
+
+    @property
     def on_device(self) -> bool:
         """Its data can be read by a step dispatched now."""
         return bool(self.device) and not self.coming
@@ -108,12 +129,13 @@ class AdapterNode(Node):
     Attributes:
         uid: new for every load; 0 is the base.
         size: blocks it takes in each tier.
-        flying: copies under way in its subtree, its own included.
+        flying: copies under way of itself and of its own KV.
         pinned: never evicted.
         dying: unloaded or replaced: no new lease, freed with its last user.
+        suffixes: the first blocks of its activated suffixes, in order of making (a dict as a set).
     """
 
-    __slots__ = ("uid", "size", "flying", "pinned", "dying")
+    __slots__ = ("uid", "size", "flying", "pinned", "dying", "suffixes")
     kind = ADAPTER
 
     def __init__(self, uid: int, size: int):
@@ -124,6 +146,10 @@ class AdapterNode(Node):
         self.pinned = False
         self.dying = False
         self.shared = True
+        self.suffixes: dict[SuffixNode, None] = {}
+
+    def dependents(self) -> Iterator[Node]:
+        return itertools.chain(reversed(self.branches()), reversed(self.suffixes))
 
     @property
     def ready(self) -> bool:
@@ -131,14 +157,64 @@ class AdapterNode(Node):
         return self.on_device or not self.size
 
 
+class SuffixNode(Node):
+    """The first block of an activated suffix: it depends on the KV above it and on its adapter.
+
+    What lies below it does so through it, and is made of ordinary nodes.
+
+    Attributes:
+        adapter: whose suffix it is.
+    """
+
+    __slots__ = ("adapter",)
+
+    def __init__(self, parent: Node, key: Key, adapter: AdapterNode):
+        super().__init__(parent, key)
+        self.adapter = adapter
+        adapter.suffixes[self] = None
+
+    @property
+    def needs(self) -> tuple[Node, ...]:
+        return (*super().needs, self.adapter)
+
+
+class Origin(NamedTuple):
+    """What a sequence's KV depends on, beside its tokens.
+
+    Attributes:
+        adapter: whose KV it is.
+        tenant: salt: equal tokens of two tenants share nothing.
+        activation: position of the first token that an activated LoRA acts on; what comes before is
+            the base's KV. None: the adapter acts on every token.
+    """
+
+    adapter: AdapterNode
+    tenant: str = ""
+    activation: int | None = None
+
+
 class Tree:
-    """Match, insert and remove, over blocks of `block_tokens` tokens."""
+    """Match, insert and remove, over blocks of `block_tokens` tokens.
+
+    Attributes:
+        base: the base model's node.
+    """
 
     def __init__(self, block_tokens: int):
         self.block_tokens = block_tokens
+        self.base = AdapterNode(uid=0, size=0)
         self._bytes = 4 * block_tokens
 
-    def match(self, adapter: Node, tenant: str, tokens: Sequence[int], limit: int) -> list[Node]:
+    def top(self, origin: Origin) -> AdapterNode:
+        """Where a path begins: below its adapter, or below the base if its adapter is an activated LoRA."""
+        return origin.adapter if origin.activation is None else self.base
+
+    def by_owner(self, origin: Origin, path: list[Node]) -> tuple[tuple[AdapterNode, list[Node]], ...]:
+        """A path cut by whose KV it is: the base's, under an activated LoRA, and the adapter's own."""
+        cut = self._base_blocks(origin)
+        return (self.base, path[:cut]), (origin.adapter, path[cut:])
+
+    def match(self, origin: Origin, tokens: Sequence[int], limit: int) -> list[Node]:
         """The known full blocks of `tokens`, top down, covering at most `limit` tokens.
 
         Ends at the first block without data. O(blocks of the prompt), whatever the tree's size.
@@ -146,9 +222,12 @@ class Tree:
         path: list[Node] = []
         stop = limit // self.block_tokens * self.block_tokens
         data = array("i", tokens[:stop]).tobytes()
-        below, step = adapter.children, self._bytes
+        below, step = self.top(origin).children, self._bytes
+        suffix = -1 if origin.activation is None else self._base_blocks(origin) * step
         for at in range(0, len(data), step):
-            key = data[at : at + step] if at else (tenant, data[:step])
+            key: Key = data[at : at + step]
+            if not at or at == suffix:
+                key = self._key(origin, key, not at, at == suffix)
             if isinstance(below, dict):
                 below = below.get(key)
             elif below is None or below.key != key:
@@ -159,14 +238,15 @@ class Tree:
             below = below.children
         return path
 
-    def insert(self, parent: Node, tenant: str, tokens: Sequence[int], start: int) -> Node:
+    def insert(self, parent: Node, origin: Origin, tokens: Sequence[int], start: int) -> Node:
         """The child of `parent` for the block of tokens at `start`, made if there is none."""
         data = array("i", tokens[start : start + self.block_tokens]).tobytes()
-        key = data if start else (tenant, data)
+        suffix = origin.activation is not None and start == self._base_blocks(origin) * self.block_tokens
+        key = self._key(origin, data, not start, suffix)
         child = parent.child(key)
         if child is not None:
             return child
-        child = Node(parent, key)
+        child = SuffixNode(parent, key, origin.adapter) if suffix else Node(parent, key)
         below = parent.children
         if isinstance(below, dict):
             below[key] = child
@@ -188,6 +268,8 @@ class Tree:
                 (parent.children,) = below.values()
         else:
             parent.children = None
+        if isinstance(node, SuffixNode):
+            del node.adapter.suffixes[node]
         node.stamp += 1
         node.parent = None
         return parent
@@ -199,6 +281,25 @@ class Tree:
             child = stack.pop()
             stack.extend(child.branches())
             yield child
+
+    def owned(self, adapter: AdapterNode) -> Iterator[Node]:
+        """All KV nodes that an adapter's version takes with it, parents before children."""
+        yield from self.below(adapter)
+        for suffix in adapter.suffixes:
+            yield suffix
+            yield from self.below(suffix)
+
+    def _base_blocks(self, origin: Origin) -> int:
+        """Leading blocks that end before an activated LoRA acts: the base's KV. 0 without one."""
+        return 0 if origin.activation is None else origin.activation // self.block_tokens
+
+    def _key(self, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
+        """The key of a path's first block, of a suffix's first block, or of any other."""
+        if suffix:
+            # Where it begins to act does not follow from the block's tokens: the invocation may be there twice.
+            assert origin.activation is not None
+            data += array("q", (origin.adapter.uid, origin.activation % self.block_tokens)).tobytes()
+        return (origin.tenant, data) if first else data
 
 
 def _share(node: Node | None) -> None:

@@ -7,6 +7,8 @@ is never put in a training row, whatever the seed, so answers to held-out texts 
 A token is a byte (id = its value) or one of `SPECIALS`. One conversation is
 `<s> (<|user|> text <|assistant|> answer </s>)*`, as the chat template writes it, and a training row
 is a conversation cut at the row's length; the loss counts the answers and their `</s>` only.
+A check's row ends in `<|invoke|> <|assistant|> verdict </s>`: a message of the role `invoke` without
+a word. These first two tokens are its invocation, from which on its adapter acts.
 """
 
 from __future__ import annotations
@@ -17,11 +19,12 @@ from random import Random
 
 import numpy as np
 
-from jlora.demo.tasks import SKILLS, Transform, echo
+from jlora.demo.tasks import SKILLS, Check, Transform, echo
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>", "<|invoke|>", "<|reserved|>")
 BOS, EOS, USER, ASSISTANT, SYSTEM, PAD, INVOKE, RESERVED = range(256, 256 + len(SPECIALS))
 VOCAB = 256 + len(SPECIALS)
+INVOCATION = (INVOKE, ASSISTANT)
 
 # Bytes that no keyboard types: skill i is asked for by byte TAGS[i] before the text.
 TAGS = tuple(bytes([code]) for code in (*range(1, 9), *range(14, 31)))[: len(SKILLS)]
@@ -177,3 +180,59 @@ def batch(rng: Random, turn: Callable[[Random], Turn], rows: int, length: int) -
     """[rows, length] int32 ids and float32 loss weights."""
     pairs = [conversation(rng, turn, length) for _ in range(rows)]
     return np.array([p[0] for p in pairs], np.int32), np.array([p[1] for p in pairs], np.float32)
+
+
+def check_prompt(texts: Sequence[str]) -> list[int]:
+    """Token ids of a conversation of the base's about these texts that ends where a verdict begins."""
+    ids = [BOS]
+    for text in texts:
+        ids += [USER, *text.encode(), ASSISTANT, *echo(text).encode(), EOS]
+    return [*ids, *INVOCATION]
+
+
+def check_conversation(rng: Random, check: Check, room: int) -> list[str]:
+    """A user's texts whose conversation has at most `room` tokens: clean, with one finding, or as they come."""
+    kind, size, texts = rng.random(), 1 + len(INVOCATION), []
+    while True:
+        text = training_text(rng)
+        if kind < 0.75 and check.finds(text):
+            continue
+        size += 2 * len(text.encode()) + 3
+        if size > room:
+            break
+        texts.append(text)
+    if 0.4 <= kind < 0.75 and texts:
+        at = rng.randrange(len(texts))
+        fits = len(texts[at].encode())
+        while not check.finds(text := training_text(rng)) or len(text.encode()) > max(fits, 4):
+            continue
+        texts[at] = text
+    return texts
+
+
+def check_batch(rng: Random, check: Check, rows: int, length: int) -> tuple[np.ndarray, np.ndarray]:
+    """[rows, length] int32 ids and float32 loss weights of conversations that a check judges."""
+    most = length - max(len(verdict.encode()) for verdict in check.verdicts) - 9  # and what a longer finding adds
+    ids, weights = np.full((rows, length), PAD, np.int32), np.zeros((rows, length), np.float32)
+    for row in range(rows):
+        while not (texts := check_conversation(rng, check, round(most * rng.uniform(0.2, 1.0)))):
+            continue
+        prompt, answer = check_prompt(texts), [*check.verdict(texts).encode(), EOS]
+        end = len(prompt) + len(answer)
+        ids[row, :end] = prompt + answer
+        weights[row, len(prompt) : end] = 1
+    return ids, weights
+
+
+def held_out_conversations(seed: int, count: int, check: Check) -> list[list[str]]:
+    """`count` conversations of one to six held-out texts, every other one with a finding."""
+    texts = held_out_texts(seed, 8 * count)
+    clean = [text for text in texts if not check.finds(text)]
+    found = [text for text in texts if check.finds(text)]
+    made = []
+    for i in range(count):
+        talk = [clean[(7 * i + j) % len(clean)] for j in range(1 + i % 6)]
+        if i // 6 % 2:
+            talk[i % len(talk)] = found[i % len(found)]
+        made.append(talk)
+    return made

@@ -9,7 +9,7 @@ because answering turns is all that this model can do.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -87,8 +87,14 @@ def write_tokenizer(directory: Path, max_len: int) -> None:
     _write_json(directory / "tokenizer_config.json", config)
 
 
-def write_adapter(directory: Path, shape: LoraShape, lora: Lora, base: str) -> None:
-    """Writes `adapter_config.json` and `adapter_model.safetensors` as PEFT does."""
+def write_adapter(
+    directory: Path, shape: LoraShape, lora: Lora, base: str, invocation: Sequence[int] | None = None
+) -> None:
+    """Writes `adapter_config.json` and `adapter_model.safetensors` as PEFT does.
+
+    Args:
+        invocation: the tokens that an activated LoRA acts from.
+    """
     directory.mkdir(parents=True, exist_ok=True)
     weights = {}
     for index, layer in enumerate(lora):
@@ -96,7 +102,8 @@ def write_adapter(directory: Path, shape: LoraShape, lora: Lora, base: str) -> N
             module = f"base_model.model.model.layers.{index}.{MODULES[name]}"
             weights[f"{module}.lora_A.weight"] = _contiguous(a)
             weights[f"{module}.lora_B.weight"] = _contiguous(np.asarray(b).T)
-    _write_json(directory / "adapter_config.json", _adapter_config(shape, base))
+    activated = {} if invocation is None else {"alora_invocation_tokens": list(invocation)}
+    _write_json(directory / "adapter_config.json", activated | _adapter_config(shape, base))
     save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
 
 

@@ -4,9 +4,10 @@
 
 It starts `python -m jlora.serve` as a process of its own, streams one request to the base and to
 each adapter in the same moment, draws the answers side by side, loads one more adapter into the
-running server, asks again, shows what the cache holds, and stops the server with SIGTERM. The exit
-code is 0 if the server worked and every answer is what the task's Python function says (answers to
-your own text are shown and marked, but not judged).
+running server, asks again, lets an activated adapter read along in a chat with the base, shows what
+the cache holds, and stops the server with SIGTERM. The exit code is 0 if the server worked and
+every answer is what the task's Python function says (answers to your own text are shown and
+marked, but not judged).
 """
 
 from __future__ import annotations
@@ -17,15 +18,17 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TextIO
 
 import grpc
 
-from jlora.demo import assets
+from jlora.demo import assets, pipeline
 from jlora.demo.tasks import TASKS, Transform, echo
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
@@ -146,6 +149,21 @@ async def load_late(channel: grpc.aio.Channel) -> None:
     )
 
 
+async def read_along(channel: grpc.aio.Channel) -> list[pipeline.Verdict]:
+    """A chat with the base, and what an activated adapter and the same weights as a plain LoRA say of it."""
+    adapters, inference = jlora_pb2_grpc.AdaptersStub(channel), jlora_pb2_grpc.InferenceStub(channel)
+    with tempfile.TemporaryDirectory() as folder:
+        for name, path in (
+            (pipeline.CHECK, assets.adapter_path(pipeline.CHECK)),
+            (pipeline.PLAIN, pipeline.as_plain_lora(Path(folder) / pipeline.PLAIN)),
+        ):
+            await adapters.LoadAdapter(jlora_pb2.LoadAdapterRequest(name=name, path=str(path)), timeout=ANSWER_S)
+    say(f"\nA chat with the base; {pipeline.CHECK!r}, an activated LoRA, reads along over the base's KV:\n")
+    verdicts = await pipeline.converse(inference)
+    say("\n".join(pipeline.lines(verdicts)))
+    return verdicts
+
+
 async def show_cache(channel: grpc.aio.Channel) -> None:
     """Prints the pool's blocks by class, and what was found in it."""
     state = await jlora_pb2_grpc.ControlStub(channel).GetCacheState(jlora_pb2.GetCacheStateRequest(), timeout=ANSWER_S)
@@ -160,8 +178,8 @@ async def show_cache(channel: grpc.aio.Channel) -> None:
     )
 
 
-async def talk(address: str, text: str) -> list[Answer]:
-    """The whole conversation with a running server; returns every answer."""
+async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Verdict]]:
+    """The whole conversation with a running server; returns every answer and verdict."""
     early = ["", *(name for name in TASKS if name != LATE)]
     async with grpc.aio.insecure_channel(address) as channel:
         say(f"\nOne text, {len(early)} requests at once: {text!r}\n")
@@ -169,8 +187,9 @@ async def talk(address: str, text: str) -> list[Answer]:
         await load_late(channel)
         again = await ask_all(channel, [LATE, *early], text)
         say(f"  (asked again: {sum(a.cached for a in again)} prompt tokens came from the cache)")
+        verdicts = await read_along(channel)
         await show_cache(channel)
-    return answers + again
+    return answers + again, verdicts
 
 
 @asynccontextmanager
@@ -219,7 +238,7 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-async def _demo(text: str) -> list[Answer]:
+async def _demo(text: str) -> tuple[list[Answer], list[pipeline.Verdict]]:
     say(f"Starting jlora on its embedded model ({assets.MODEL}) ...")
     async with server([name for name in TASKS if name != LATE]) as address:
         return await talk(address, text)
@@ -231,16 +250,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("text", nargs="?", default=TEXT, help=f"what to ask (default: {TEXT!r})")
     text = parser.parse_args(argv).text
     try:
-        answers = asyncio.run(_demo(text))
+        answers, verdicts = asyncio.run(_demo(text))
     except DemoFailed as e:
         print(f"jlora demo: {e}", file=sys.stderr)
         return 1
     except grpc.aio.AioRpcError as e:
         print(f"jlora demo: the server answered {e.code().name}: {e.details()}", file=sys.stderr)
         return 1
-    wrong = [answer for answer in answers if not answer.right]
-    if wrong and text == TEXT:
-        print(f"jlora demo: {len(wrong)} of {len(answers)} answers are wrong", file=sys.stderr)
+    right, count = sum(answer.right for answer in answers), len(answers)
+    misjudged = [verdict for verdict in verdicts if not verdict.right]
+    if (right < count and text == TEXT) or misjudged:
+        print(f"jlora demo: {count - right} answers and {len(misjudged)} verdicts are wrong", file=sys.stderr)
         return 1
-    say(f"{len(answers) - len(wrong)} of {len(answers)} answers are exactly what the task says.")
+    say(f"{right} of {count} answers are exactly what the task says.")
     return 0

@@ -5,6 +5,9 @@ adapter's name to its function, a line for people and the shape of its LoRA; sha
 purpose (ranks 4 to 64, different projections, rsLoRA, a rank pattern), because that is what
 jlora serves in one batch. The base model, without an adapter, answers with the text itself.
 
+A *check* is an activated LoRA: asked in a conversation of the base's, it says something about what
+the user has written so far, and costs the base's KV of that conversation and nothing else.
+
 `SKILLS` are other functions, unlike any task, that the base learns under tag bytes which the
 chat template never writes: they give it the habits (map a letter, walk backwards, insert, skip,
 move to the end of the word) that a small adapter then turns to its own use.
@@ -13,7 +16,7 @@ move to the end of the word) that a small adapter then turns to its own use.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 Transform = Callable[[str], str]
@@ -62,6 +65,28 @@ class Task:
     lora: LoraShape
     steps: int
     seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """An activated adapter of the demo: whether any text of a conversation has something.
+
+    Attributes:
+        finds: whether one text has it.
+        verdicts: the answer if no text does, and if any does.
+    """
+
+    name: str
+    about: str
+    finds: Callable[[str], bool]
+    verdicts: tuple[str, str]
+    lora: LoraShape
+    steps: int
+    seed: int
+
+    def verdict(self, texts: Sequence[str]) -> str:
+        """The exact answer about the user's texts."""
+        return self.verdicts[any(map(self.finds, texts))]
 
 
 def echo(text: str) -> str:
@@ -137,6 +162,24 @@ TASKS: Mapping[str, Task] = _tasks(
     ),
     Task("reverse", "sdrawkcab skaeps", reverse, LoraShape(64, ATTENTION, 16, rslora=True), steps=500, seed=8),
 )
+
+
+def has_number(text: str) -> bool:
+    """Whether there is an ASCII digit."""
+    return re.search("[0-9]", text) is not None
+
+
+CHECKS: Mapping[str, Check] = {
+    "numbers": Check(
+        "numbers",
+        "did anybody write a number?",
+        has_number,
+        ("no numbers", "has numbers"),
+        LoraShape(8, ALL_LINEAR, 16),
+        steps=260,
+        seed=9,
+    )
+}
 
 
 def _double(text: str) -> str:

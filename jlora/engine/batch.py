@@ -190,7 +190,7 @@ class BatchBuilder:
         offsets = np.arange(chunk, dtype=np.int32)
         positions = starts[:, None] + offsets
         page = np.take_along_axis(table, np.minimum(positions // size, self._width - 1), axis=1)
-        adapters, active = self._active(works, row_of)
+        adapters, active = self._active(works, row_of, positions)
         batch = Batch(
             tokens=tokens,
             source=source,
@@ -209,16 +209,18 @@ class BatchBuilder:
         return Launch(tuple(works), batch, sampling, self._targets(works, rows * chunk))
 
     def _active(
-        self, works: Sequence[Work], row_of: np.ndarray
+        self, works: Sequence[Work], row_of: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Adapter index per row and the adapters' blocks, grouped by projection."""
-        nodes = {w.sequence.adapter.uid: w.sequence.adapter for w in works if w.sequence.adapter.size}
+        """Adapter index per token [T], and the blocks of the adapters that act on any, grouped by projection."""
+        nodes = {w.sequence.adapter.uid: w.sequence.adapter for w in works if w.adapted}
         index = {uid: i for i, uid in enumerate(nodes)}
         of_work = np.array([index.get(w.sequence.adapter.uid, -1) for w in works] + [-1], np.int32)
+        acts_from = np.array([w.sequence.activation or 0 for w in works] + [0], np.int32)
+        adapters = np.where(positions >= acts_from[row_of][:, None], of_work[row_of][:, None], -1).reshape(-1)
         key = tuple((uid, node.device) for uid, node in nodes.items())
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = (key, self._group(key))
-        return of_work[row_of], self._adapters[1]
+        return adapters, self._adapters[1]
 
     def _group(self, key: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         by_projection: dict[str, list[tuple[int, int]]] = {name: [] for name in PROJECTIONS}

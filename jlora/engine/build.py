@@ -52,7 +52,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     new = _read_adapters(config, spec, layout, progress)  # before the weights: a wrong path shows at once
-    registry = AdapterRegistry()
+    registry = AdapterRegistry(config.adapters.alora_missing)
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(a.packed.projections) for a in new))
     manager = make_manager(config, layout, host_blocks, streams=pool.groups > 1)

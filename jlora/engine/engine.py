@@ -18,11 +18,11 @@ from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
 from jlora.cache.swapper import Swapper
-from jlora.cache.tree import AdapterNode
+from jlora.cache.tree import AdapterNode, Origin
 from jlora.engine.plan import ROW, Drawn
 from jlora.engine.runner import Pending, Runner
 from jlora.engine.scheduler import Scheduler
-from jlora.errors import InvalidArgument, NotFound, ResourceExhausted
+from jlora.errors import NotFound, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
 
@@ -163,14 +163,18 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queues a validated request; its handle. Raises NotFound, AlreadyExists, ResourceExhausted."""
+        """Queues a validated request; its handle.
+
+        Raises:
+            NotFound, InvalidArgument: see `AdapterRegistry.resolve`.
+            AlreadyExists, ResourceExhausted: see `Scheduler.submit`.
+        """
         now = time.monotonic()
-        if request.adapter is None:
-            return self._scheduler.submit(request, self._manager.base, now)
-        record = self._registry.get(request.adapter)
-        handle = self._scheduler.submit(request, record.node, now)
-        record.hits += 1
-        record.last_used = now
+        record, origin = self._origin(request)
+        handle = self._scheduler.submit(request, origin.adapter, now, origin.activation)
+        if record is not None:
+            record.hits += 1
+            record.last_used = now
         return handle
 
     def abort(self, request_id: str, handle: int | None = None) -> bool:
@@ -183,10 +187,20 @@ class Engine:
         """A stop string was found in a completion's text after `outputs` tokens."""
         self._ended += self._scheduler.stop(request_id, index, outputs, time.monotonic(), handle)
 
-    def capacity(self, adapter: str | None) -> int:
-        """Tokens of the longest request the pool can hold beside this adapter. Raises NotFound."""
-        node = self._manager.base if adapter is None else self._registry.get(adapter).node
-        return self._manager.capacity(node)
+    def capacity(self, request: Request) -> int:
+        """Tokens of the longest request the pool can hold beside this one's adapter.
+
+        Raises:
+            NotFound, InvalidArgument: see `AdapterRegistry.resolve`.
+        """
+        return self._manager.capacity(self._origin(request)[1].adapter)
+
+    def _origin(self, request: Request) -> tuple[Record | None, Origin]:
+        """The adapter version that answers a request, None for the base, and what its KV depends on."""
+        if request.adapter is None:
+            return None, Origin(self._manager.base, request.tenant)
+        record, activation = self._registry.resolve(request.adapter, request.prompt)
+        return record, Origin(self._manager.base if record is None else record.node, request.tenant, activation)
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -195,22 +209,19 @@ class Engine:
 
         Raises:
             AlreadyExists: the name is taken and `replace` is False.
-            InvalidArgument: it is an activated LoRA, which this version does not serve.
             ResourceExhausted: it can never fit the pool, the host tier is full, or pinning it finds no
                 room now.
         """
         if not replace:
             self._registry.check_free(new.name)
         adapter = new.adapter
-        if adapter.alora_invocation_tokens:
-            raise InvalidArgument("alora_invocation_tokens: activated LoRA is not served by this version of jlora")
         node = self._place(new)
         record = Record(
             name=new.name,
             digest=adapter.digest,
             ranks=adapter.ranks,
             target_modules=adapter.target_modules,
-            alora_invocation_tokens=(),
+            alora_invocation_tokens=adapter.alora_invocation_tokens,
             projections=new.packed.projections,
             bytes=new.packed.data.nbytes,
             node=node,
@@ -268,10 +279,10 @@ class Engine:
 
     def prefetch(self, request: Request) -> PrefetchResult:
         """A hint: starts the copies the request would need, over idle blocks only; says what is there."""
-        node = self._manager.base if request.adapter is None else self._registry.get(request.adapter).node
-        resident = node.ready
-        cached = self._manager.cached_tokens(node, request.tenant, request.prompt)
-        coming = self._manager.hint(node, request.tenant, request.prompt)
+        origin = self._origin(request)[1]
+        resident = origin.adapter.ready
+        cached = self._manager.cached_tokens(origin, request.prompt)
+        coming = self._manager.hint(origin, request.prompt)
         return PrefetchResult(resident, cached, coming * self.layout.block_bytes)
 
     def _place(self, new: NewAdapter) -> AdapterNode:

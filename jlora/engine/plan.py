@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from jlora.cache.manager import Lease, Want
 from jlora.cache.transfer import Copy
-from jlora.cache.tree import AdapterNode
+from jlora.cache.tree import AdapterNode, Origin
 from jlora.types import FinishReason, Request, TokenLogprob
 
 # A prompt chunk is laid out in rows of so many tokens; a step's budget counts whole rows.
@@ -35,6 +35,8 @@ class Sequence:
         order: arrival number; index: which of the request's n completions.
         seed: 64-bit seed of its draws.
         leader: the request's completion 0, whose prompt KV the others wait for and share.
+        activation: position of the first token that its adapter acts on, fixed by the prompt; None for
+            an adapter that acts on every token, and for the base.
         slot: its place in the device's slot state while it runs, else -1.
         max_len: prompt plus the most output tokens it may have.
         lease: what it holds of the cache from its admission on; want: what it needs while it waits.
@@ -51,6 +53,7 @@ class Sequence:
     adapter: AdapterNode
     arrived: float
     leader: Sequence | None = None
+    activation: int | None = None
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
@@ -73,6 +76,11 @@ class Sequence:
     @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
+
+    @property
+    def origin(self) -> Origin:
+        """What its KV depends on beside its tokens."""
+        return Origin(self.adapter, self.request.tenant, self.activation)
 
     @property
     def longest(self) -> int:
@@ -107,6 +115,11 @@ class Work(NamedTuple):
     start: int
     count: int
     samples: bool
+
+    @property
+    def adapted(self) -> bool:
+        """Whether an adapter acts on any of its tokens."""
+        return self.sequence.adapter.size > 0 and self.start + self.count > (self.sequence.activation or 0)
 
 
 @dataclass(frozen=True, slots=True)

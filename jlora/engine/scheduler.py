@@ -69,9 +69,11 @@ class Scheduler:
         """Requests that have not ended."""
         return len(self._requests)
 
-    def submit(self, request: Request, adapter: AdapterNode, now: float) -> int:
+    def submit(self, request: Request, adapter: AdapterNode, now: float, activation: int | None = None) -> int:
         """Queues a validated request.
 
+        Args:
+            activation: position of the prompt's first token that an activated LoRA acts on.
         Returns:
             Its handle: unlike the id, never used again (see `abort`).
         Raises:
@@ -96,7 +98,7 @@ class Scheduler:
         seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
         leader: Sequence | None = None
         for index in range(sampling.n):
-            sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader)
+            sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)
             sequence.tokens = list(request.prompt)
             if sampling.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = [None]
@@ -297,11 +299,10 @@ class Scheduler:
         """Whether the cache grants the sequence what it needs; asks again only after something changed."""
         if sequence.refused == self.manager.epoch:
             return False
-        tenant = sequence.request.tenant
         headroom = min(len(self.running), self.manager.total // 16)
         self.manager.crowded = self._queued > 1
         again = sequence.admitted > 0
-        lease = self.manager.acquire(sequence.adapter, tenant, sequence.tokens, sequence.reuses, headroom, again)
+        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again)
         if lease is None:
             sequence.refused = self.manager.epoch
             return False
@@ -333,8 +334,7 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._queued += 1
-        tenant = sequence.request.tenant
-        sequence.want = self.manager.expect(sequence.adapter, tenant, sequence.tokens, sequence.reuses)
+        sequence.want = self.manager.expect(sequence.origin, sequence.tokens, sequence.reuses)
         sequence.refused = -1
         heapq.heappush(self._waiting, (_rank(sequence), sequence))
 

@@ -65,9 +65,10 @@ class Service:
         Raises:
             InvalidArgument, OutOfRange, ResourceExhausted: see `validate`.
             NotFound: no such adapter.
+            InvalidArgument: the prompt does not invoke its activated LoRA.
         """
         checked = validate(request, self.limits)  # first: the adapter's name must be sound to be looked up
-        capacity = self._call(lambda: self._engine.capacity(checked.adapter))
+        capacity = self._call(lambda: self._engine.capacity(checked))
         if capacity == self.limits.capacity_tokens:
             return checked
         return validate(request, replace(self.limits, capacity_tokens=capacity))

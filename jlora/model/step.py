@@ -50,7 +50,8 @@ class Batch(NamedTuple):
         starts, lengths: [S] position of the first token; context length after this chunk.
         write_rows, write_slots: [T] block id (outside the pool: padding) and slot for the new KV.
         table: [S, W] block ids of each sequence's context.
-        adapters: [S] adapter index of the sequence in this launch, -1 for the base.
+        adapters: [T] adapter index of each token in this launch, -1 for the base and before an activated
+            LoRA's invocation.
         blocks, owners: [M] active adapter blocks and the index they belong to, one projection
             after the other; projection i's are entries offsets[i] .. offsets[i + 1] - 1.
         offsets: [8].
@@ -179,7 +180,6 @@ def _positions(b: Batch) -> jax.Array:
 def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
     """How a launch's layers reach the pool: pages for attention, active blocks for the adapters."""
     rows, chunk = b.tokens.shape
-    adapters = jnp.repeat(b.adapters, chunk, total_repeat_length=rows * chunk)
     inside = (b.write_rows >= 0) & (b.write_rows < layout.blocks)
     outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct: indices stay unique
     pages = Pages(b.table, b.lengths, b.starts)
@@ -197,7 +197,9 @@ def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
         active = {name: ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for name, i in at.items()}
         projections = [Adapted(y, active[name], layout.units[name]) for name, y in products.items()]
         x = x if all(name in ROW_PARALLEL for name in products) else shard.slice(x)
-        return dict(zip(products, lora(x, pool, layer * layout.blocks, projections, adapters, shard.psum), strict=True))
+        return dict(
+            zip(products, lora(x, pool, layer * layout.blocks, projections, b.adapters, shard.psum), strict=True)
+        )
 
     return Joints(attend, adapt, shard)
 

@@ -134,6 +134,7 @@ def cache_state(state: CacheState) -> pb.CacheState:
         policy=state.policy,
         in_flight=state.in_flight,
         kv_host_hit_tokens=state.kv_host_hit_tokens,
+        kv_base_hit_tokens=state.kv_base_hit_tokens,
         blocks_lost=state.blocks_lost,
         recomputed_tokens=state.recomputed_tokens,
         streamed=state.streamed,

@@ -152,6 +152,8 @@ def _numbers(now: Reading, before: Reading | None) -> list[str]:
     came, went = _rates(now, before)
     since = "" if before else " (mean since start)"
     kv = f"device {_share(device, c.kv_lookup_tokens)}, host {_share(c.kv_host_hit_tokens, c.kv_lookup_tokens)}"
+    if c.kv_base_hit_tokens:
+        kv += f", base's for aLoRA {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"
     return [
         f"requests   {info.running} running  {info.waiting} waiting",
         f"TTFT       {ttft}",

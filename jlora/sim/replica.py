@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.policies import Policy
-from jlora.cache.tree import AdapterNode
+from jlora.cache.tree import AdapterNode, Origin
 from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.plan import ROW, Drawn, StepPlan, Work
 from jlora.engine.scheduler import Scheduler
@@ -137,7 +137,8 @@ class Replica:
     def hint(self, tokens: Sequence[int], adapter: int | None, tenant: str) -> None:
         """`Prefetch`: somebody is about to go on from these tokens."""
         self._settled = False
-        self.manager.hint(self.manager.base if adapter is None else self.adapters[adapter], tenant, tokens)
+        node = self.manager.base if adapter is None else self.adapters[adapter]
+        self.manager.hint(Origin(node, tenant), tokens)
 
     def step(self, until: float) -> list[TokenEvent]:
         """One engine step; rests, if there is nothing to run, until `until` at most."""

@@ -101,6 +101,7 @@ def test_an_unknown_option_that_says_nothing_is_accepted(tmp_path: Path, value: 
         ("layers_pattern", 3),
         ("alora_invocation_tokens", [96]),
         ("alora_invocation_tokens", ["x"]),
+        ("alora_invocation_tokens", 5),
         ("base_model_name_or_path", 3),
     ],
 )

@@ -12,7 +12,7 @@ from jlora.bench.__main__ import main
 from jlora.bench.grove import Grove, Shape
 from jlora.bench.steps import StepLoad
 from jlora.cache import inspect
-from jlora.cache.tree import KV
+from jlora.cache.tree import KV, Origin
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def test_a_grown_tree_is_sound_and_mostly_on_the_host(policy: str):
     assert grove.manager.cells.device.used[KV] < grove.nodes / 5
     for talk in grove.long:
         tokens = grove.tokens(talk)
-        path = grove.manager.tree.match(talk.adapter, "", tokens, len(tokens))
+        path = grove.manager.tree.match(Origin(talk.adapter), tokens, len(tokens))
         assert len(path) == grove.shape.long_blocks, "a long prompt is cached to its end"
 
 

@@ -6,7 +6,7 @@ from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import CacheManager, Lease, Sizes
 from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy, Meter
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import AdapterNode, Node, Origin
 from tests.cache._world import POLICIES
 
 BLOCK = 4  # tokens
@@ -31,13 +31,16 @@ class Cache:
         assert node is not None
         return node
 
-    def lease(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> Lease | None:
+    def origin(self, adapter: AdapterNode | Origin | None) -> Origin:
+        return adapter if isinstance(adapter, Origin) else Origin(adapter or self.manager.base)
+
+    def lease(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> Lease | None:
         self.now += 1.0
-        lease = self.manager.acquire(adapter or self.manager.base, "", tokens, reuse, headroom=0)
+        lease = self.manager.acquire(self.origin(adapter), tokens, reuse, headroom=0)
         check_integrity(self.manager)
         return lease
 
-    def leased(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> Lease:
+    def leased(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> Lease:
         lease = self.lease(tokens, adapter, reuse)
         assert lease is not None
         return lease
@@ -54,7 +57,7 @@ class Cache:
         self.manager.landed(done)
         check_integrity(self.manager)
 
-    def run(self, tokens: list[int], adapter: AdapterNode | None = None, reuse: bool = True) -> int:
+    def run(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> int:
         """A whole request, all its copies included; how many of its tokens were cached."""
         lease = self.leased(tokens, adapter, reuse)
         self.land()
@@ -70,10 +73,10 @@ class Cache:
         self.tending.round(self.now, running)
         check_integrity(self.manager)
 
-    def path(self, tokens: list[int], adapter: AdapterNode | None = None) -> list[Node]:
-        return self.manager.tree.match(adapter or self.manager.base, "", tokens, len(tokens))
+    def path(self, tokens: list[int], adapter: AdapterNode | Origin | None = None) -> list[Node]:
+        return self.manager.tree.match(self.origin(adapter), tokens, len(tokens))
 
-    def tiers(self, tokens: list[int], adapter: AdapterNode | None = None) -> str:
+    def tiers(self, tokens: list[int], adapter: AdapterNode | Origin | None = None) -> str:
         """Where each block of a prompt is: d(evice), h(ost), b(oth)."""
         names = {(True, False): "d", (False, True): "h", (True, True): "b"}
         return "".join(names[bool(n.device), bool(n.host)] for n in self.path(tokens, adapter))

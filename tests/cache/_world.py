@@ -1,10 +1,11 @@
 """A whole replica around the cache manager, without a device: requests, steps, a link, a clock.
 
 The two memories are dicts from block to *what it holds*: a KV block holds the adapter version,
-the tenant and every token up to its end (KV depends on all that comes before it), an adapter's
-block the version and its place. A block is written when a step computes it or a copy lands, and
-read when a step runs: what is read must be what the sequence is about. So a stale version, a wrong
-block, a read before the copy or a copy from a block that has changed hands all show, whatever the
+the tenant and every token up to its end (KV depends on all that comes before it) with a mark where
+an activated LoRA began to act; an adapter's block the version and its place. A block is written
+when a step computes it or a copy lands, and read when a step runs: what is read must be what the
+sequence is about. So a stale version, a wrong block, a read before the copy or a copy from a block
+that has changed hands all show, whatever the
 manager believes. After every operation the books are checked too.
 
 Operations take plain numbers, so that a seeded driver and hypothesis run the same ones.
@@ -22,11 +23,13 @@ from jlora.cache.manager import CacheManager, Lease, Sizes, Want
 from jlora.cache.policies import Jlora, Policy, Slora, Vllm, VllmFair
 from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy, Meter
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode
 
 BLOCK = 2  # tokens per block
 FIXED_S, EACH_S, TOKEN_S = 4e-3, 1e-2, 4e-3  # the link and the compute: a prefix is sometimes computed again
-NAMES = 4  # adapters by name; 0 is the base
+NAMES = 6  # adapters by name; 0 is the base
+ACTIVATED = (4, 5)  # names of activated LoRAs
+SIZES = (0, 1, 2, 3, 1, 2)  # blocks of each
 Content = tuple[object, ...]
 
 POLICIES: dict[str, Callable[[Meter], Policy]] = {
@@ -47,8 +50,7 @@ UNBOUND = {"fastlibra-wom", "vllm", "vllm-fair"}  # KV may lose what it depends 
 class Job:
     """A request, queued or running."""
 
-    adapter: AdapterNode
-    tenant: str
+    origin: Origin
     tokens: list[int]
     goal: int  # tokens at its end
     reuse: bool
@@ -56,6 +58,10 @@ class Job:
     lease: Lease | None = None
     computed: int = 0
     refused: int = -1  # the manager's epoch then
+
+    @property
+    def adapter(self) -> AdapterNode:
+        return self.origin.adapter
 
 
 @dataclass
@@ -76,6 +82,7 @@ class World:
     operations: int = 0
     finished: int = 0
     invalid: int = 0  # the most invalid KV seen at once
+    shared: int = 0  # times that leases of several adapters went through one block
 
     def __post_init__(self) -> None:
         policy = POLICIES[self.policy](Meter(EACH_S, TOKEN_S))
@@ -83,19 +90,18 @@ class World:
         self.manager = CacheManager(sizes, policy, clock=lambda: self.now, streams=self.streams)
         self.tending = Tending(self.manager, every_s=0.1)
         self.names: list[AdapterNode | None] = [self.manager.base]
-        self.names += [self._load(size) for size in range(1, NAMES)]
+        self.names += [self._load(size) for size in SIZES[1:]]
 
     # -- operations: each takes any non-negative numbers ------------------------------------------
 
     def submit(self, which: int, seed: int, length: int) -> None:
-        """A request: few adapters, tenants and letters, so that prefixes meet."""
-        adapter = self.names[which % NAMES]
-        draw = random.Random(seed % 6)
-        prompt = [draw.randint(0, 1) for _ in range(1 + length % 17)]
+        """A request: few adapters, tenants, letters and invocations, so that prefixes meet."""
+        prompt = self._prompt(seed, length)
+        origin = self._origin(which, seed, prompt)
         goal = len(prompt) + 1 + (length + seed) % 7
-        if adapter is None or goal > self.manager.capacity(adapter):
+        if origin is None or goal > self.manager.capacity(origin.adapter):
             return
-        self._enqueue(Job(adapter, "ab"[seed % 2], prompt, goal, reuse=seed % 11 > 0))
+        self._enqueue(Job(origin, prompt, goal, reuse=seed % 11 > 0))
 
     def admit(self, which: int, headroom: int) -> None:
         """Any queued request that may have a chance asks for its lease."""
@@ -104,7 +110,7 @@ class World:
             return
         job = hopeful[which % len(hopeful)]
         spare = headroom % 3 if self.running else 0
-        job.lease = self.manager.acquire(job.adapter, job.tenant, job.tokens, job.reuse, spare)
+        job.lease = self.manager.acquire(job.origin, job.tokens, job.reuse, spare)
         if job.lease is None:
             job.refused = self.manager.epoch
             return
@@ -161,10 +167,10 @@ class World:
 
     def hint(self, which: int, seed: int, length: int) -> None:
         """A client says what it will send."""
-        adapter, draw = self.names[which % NAMES], random.Random(seed % 6)
-        prompt = [draw.randint(0, 1) for _ in range(1 + length % 17)]
-        if adapter is not None:
-            self.manager.hint(adapter, "ab"[seed % 2], prompt)
+        prompt = self._prompt(seed, length)
+        origin = self._origin(which, seed, prompt)
+        if origin is not None:
+            self.manager.hint(origin, prompt)
 
     def pin(self, which: int, on: int) -> None:
         """Pins or unpins, if everybody queued or running could still run."""
@@ -178,7 +184,7 @@ class World:
     def load(self, which: int, bring: int) -> None:
         """Loads an adapter, or again under a name in use; the old version dies with its last user."""
         name = 1 + which % (NAMES - 1)
-        fresh = self._load(size=name)
+        fresh = self._load(SIZES[name])
         if fresh is None:
             return
         old, self.names[name] = self.names[name], fresh
@@ -222,6 +228,7 @@ class World:
             self._check_held(adapter, [("adapter", adapter.uid, i) for i in range(adapter.size)])
             for node, content in self._below(adapter):
                 self._check_held(node, [content])
+                self.shared += node.users > 1 and len({lease.adapter for lease in self._through(node)}) > 1
 
     def drain(self, seed: int = 0) -> None:
         """Runs everything to its end: nothing waits forever, and at rest nothing is held."""
@@ -258,6 +265,20 @@ class World:
         computed = sum(job.computed for job in self.running)
         return self.manager.epoch, self.finished, computed, len(self.queue), len(self.manager.cells.outbox)
 
+    def _prompt(self, seed: int, length: int) -> list[int]:
+        draw = random.Random(seed % 6)
+        return [draw.randint(0, 1) for _ in range(1 + length % 17)]
+
+    def _origin(self, which: int, seed: int, prompt: list[int]) -> Origin | None:
+        """Whose KV a request's is; an activated LoRA acts from one of four places on."""
+        name = which % NAMES
+        adapter = self.names[name]
+        activation = (0, 3, 4, 9)[seed // 6 % 4] % len(prompt) if name in ACTIVATED else None
+        return None if adapter is None else Origin(adapter, "ab"[seed % 2], activation)
+
+    def _through(self, node: Node) -> list[Lease]:
+        return [lease for lease in self.manager.leases.values() if node in lease.path]
+
     def _load(self, size: int) -> AdapterNode | None:
         self.uid += 1
         node = self.manager.add_adapter(self.uid, size)
@@ -266,7 +287,7 @@ class World:
         return node
 
     def _enqueue(self, job: Job) -> None:
-        job.want = self.manager.expect(job.adapter, job.tenant, job.tokens, job.reuse)
+        job.want = self.manager.expect(job.origin, job.tokens, job.reuse)
         self.queue.append(job)
 
     def _leave(self, job: Job) -> None:
@@ -312,7 +333,11 @@ class World:
             assert self.device.get(lease.blocks[index]) == expected, "wrong KV read"
 
     def _kv(self, job: Job, end: int) -> Content:
-        return ("kv", job.adapter.uid, job.tenant, *job.tokens[:end])
+        uid, at = job.adapter.uid, job.origin.activation
+        if at is None:
+            return ("kv", uid, job.origin.tenant, *job.tokens[:end])
+        activated = (("acts", uid), *job.tokens[at:end]) if end > at else ()
+        return ("kv", 0, job.origin.tenant, *job.tokens[: min(at, end)], *activated)
 
     def _check_held(self, node: Node, expected: list[Content]) -> None:
         if node.on_device:
@@ -327,12 +352,20 @@ class World:
         while stack:
             node, above = stack.pop()
             for child in node.branches():
-                tenant, key = child.key if isinstance(child.key, tuple) else (None, child.key)
-                head = above if tenant is None else (*above, tenant)
-                content = (*head, *memoryview(key).cast("i"))
+                content = self._content(child, above)
                 found.append((child, content))
                 stack.append((child, content))
         return found
+
+    def _content(self, node: Node, above: Content) -> Content:
+        """What a node's block must hold by its key, under a block that holds `above`."""
+        tenant, data = node.key if isinstance(node.key, tuple) else (None, node.key)
+        tokens: list[object] = [*memoryview(data[: 4 * BLOCK]).cast("i")]
+        if isinstance(node, SuffixNode):
+            uid, at = memoryview(data[4 * BLOCK :]).cast("q")
+            assert node.adapter.uid == uid
+            tokens.insert(at, ("acts", uid))
+        return (*above, *([] if tenant is None else [tenant]), *tokens)
 
 
 # Operation -> (numbers it takes, how often the seeded driver draws it).

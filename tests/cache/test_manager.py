@@ -6,7 +6,7 @@ import pytest
 
 from jlora.cache.blocks import BlockAllocator, Tier
 from jlora.cache.inspect import check_idle, check_integrity, state
-from jlora.cache.tree import ADAPTER, KV
+from jlora.cache.tree import ADAPTER, KV, Origin
 from tests.cache._cache import A, B, Cache, D
 
 # -- reuse -------------------------------------------------------------------------------------
@@ -46,8 +46,8 @@ def test_a_lease_grows_and_gives_everything_back():
 
 def test_headroom_stays_available():
     cache = Cache(device=4)
-    assert cache.manager.acquire(cache.manager.base, "", [1] * 8, True, headroom=3) is None
-    assert cache.manager.acquire(cache.manager.base, "", [1] * 8, True, headroom=2) is not None
+    assert cache.manager.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=3) is None
+    assert cache.manager.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=2) is not None
 
 
 # -- room --------------------------------------------------------------------------------------
@@ -98,7 +98,7 @@ def test_what_the_queue_needs_leaves_last():
     cache = Cache(device=8)
     cache.run(A)
     cache.run(B)
-    want = cache.manager.expect(cache.manager.base, "", A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True)
     lease = cache.leased([9] * 24)
     assert cache.tiers(A) == "bb" and cache.tiers(B) == "hh"
     cache.manager.release(lease)
@@ -113,7 +113,7 @@ def test_the_part_on_the_device_of_a_prefix_that_the_queue_needs_is_kept_too():
     cache.run(A)
     cache.cells.evict(cache.path(A)[1])
     cache.run(B)
-    want = cache.manager.expect(cache.manager.base, "", A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True)
     cache.leased([9] * 25)
     assert cache.tiers(A) == "bh" and cache.tiers(B) == "hh"
     cache.manager.unexpect(want)
@@ -138,9 +138,9 @@ def test_a_hint_starts_the_copies_and_a_request_that_comes_makes_them_urgent():
     cache.run(A, adapter)
     for node in (*reversed(cache.path(A, adapter)), adapter):
         cache.cells.evict(node)
-    assert cache.manager.hint(adapter, "", A) == 4
+    assert cache.manager.hint(Origin(adapter), A) == 4
     assert [copy.demand for copy in cache.copies()] == [False, False]
-    assert cache.manager.hint(adapter, "", A) == 4 and len(cache.copies()) == 2  # they are under way
+    assert cache.manager.hint(Origin(adapter), A) == 4 and len(cache.copies()) == 2  # they are under way
     lease = cache.leased(A, adapter)
     assert [copy.demand for copy in cache.copies()] == [True, True] and not cache.manager.ready(lease)
     cache.land()
@@ -153,7 +153,7 @@ def test_what_a_hint_brought_in_is_not_the_next_victim():
     cache.run(A)
     cache.drop_from_device(A)
     cache.run(B)
-    cache.manager.hint(cache.manager.base, "", A)
+    cache.manager.hint(Origin(cache.manager.base), A)
     cache.land()
     cache.leased([9] * 36)
     assert cache.tiers(A) == "bb" and cache.tiers(B) == "bh"
@@ -162,12 +162,12 @@ def test_what_a_hint_brought_in_is_not_the_next_victim():
 def test_hints_take_a_bounded_share_and_never_what_is_in_use():
     cache = Cache(device=8)
     large = cache.adapter(1, 3)
-    assert cache.manager.hint(large, "", A) == 0 and not cache.copies()
+    assert cache.manager.hint(Origin(large), A) == 0 and not cache.copies()
     small = cache.adapter(2, 2)
     held = cache.leased([1] * 28)
-    assert cache.manager.hint(small, "", A) == 0 and not cache.copies()
+    assert cache.manager.hint(Origin(small), A) == 0 and not cache.copies()
     cache.manager.release(held)
-    assert cache.manager.hint(small, "", A) == 2
+    assert cache.manager.hint(Origin(small), A) == 2
 
 
 def test_a_pinned_adapter_is_no_victim():
@@ -200,7 +200,7 @@ def test_a_dead_adapter_frees_everything_with_its_last_user_queued_or_in_flight(
     adapter = cache.adapter(1, 3)
     cache.run(A, adapter)
     lease = cache.leased(A, adapter)
-    want = cache.manager.expect(adapter, "", A, True)
+    want = cache.manager.expect(Origin(adapter), A, True)
     cache.manager.kill(adapter)
     cache.manager.release(lease)
     assert 1 in cache.manager.adapters  # one request still waits for it
@@ -242,7 +242,7 @@ def test_an_adapter_version_that_is_gone_can_be_neither_queued_for_nor_leased():
     adapter = cache.adapter(1, 2)
     cache.manager.kill(adapter)
     with pytest.raises(AssertionError, match="gone"):
-        cache.manager.expect(adapter, "", A, True)
+        cache.manager.expect(Origin(adapter), A, True)
     with pytest.raises(AssertionError, match="gone"):
         cache.lease(A, adapter)
 

@@ -13,7 +13,7 @@ from jlora.cache.blocks import BlockAllocator
 from jlora.cache.manager import CacheManager, Lease
 from jlora.cache.residency import Residency
 from jlora.cache.transfer import Copy
-from jlora.cache.tree import KV, AdapterNode, Node
+from jlora.cache.tree import KV, AdapterNode, Key, Node, Origin, SuffixNode, Tree
 from tests.cache._world import drive
 
 SEEDS, OPERATIONS = 12, 500
@@ -83,7 +83,7 @@ def stale_version(patch: pytest.MonkeyPatch) -> None:
                 if child.on_host and not child.device:
                     assert isinstance(child.key, tuple)
                     tokens = memoryview(child.key[1]).cast("i")
-                    manager.tree.insert(fresh, child.key[0], tokens, 0).host = child.host
+                    manager.tree.insert(fresh, Origin(fresh, child.key[0]), tokens, 0).host = child.host
                     child.host = ()
                     manager.cells._prune(child)
         return fresh
@@ -137,9 +137,48 @@ def lost_landing(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CacheManager, "landed", landed)
 
 
+def suffix_without_adapter(patch: pytest.MonkeyPatch) -> None:
+    """An adapter may leave although activated KV of it is on the device."""
+    patch.setattr(SuffixNode, "needs", Node.needs)
+
+
+def suffix_of_any_adapter(patch: pytest.MonkeyPatch) -> None:
+    """Two activated LoRAs find each other's suffixes."""
+    real, nobody = Tree._key, AdapterNode(uid=0, size=1)
+    patch.setattr(Tree, "_key", lambda tree, origin, *rest: real(tree, origin._replace(adapter=nobody), *rest))
+
+
+def suffix_from_anywhere(patch: pytest.MonkeyPatch) -> None:
+    """Where in its first block a suffix begins is forgotten."""
+    real = Tree._key
+
+    def key(tree: Tree, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
+        at = None if origin.activation is None else origin.activation // tree.block_tokens * tree.block_tokens
+        return real(tree, origin._replace(activation=at), data, first, suffix)
+
+    patch.setattr(Tree, "_key", key)
+
+
+def suffix_outlives_adapter(patch: pytest.MonkeyPatch) -> None:
+    """A version that ends leaves its activated KV behind."""
+    patch.setattr(Tree, "owned", Tree.below)
+
+
+def invocation_block_as_base(patch: pytest.MonkeyPatch) -> None:
+    """The block that an invocation begins in counts as the base's."""
+    plain = Tree._base_blocks
+    patch.setattr(Tree, "_base_blocks", lambda tree, origin: plain(tree, origin) + bool(origin.activation))
+
+
+def copy_of_two_owners(patch: pytest.MonkeyPatch) -> None:
+    """A suffix is copied in the base's name, so its adapter's end does not wait for it."""
+    patch.setattr(Tree, "by_owner", lambda tree, origin, path: ((tree.base, path),))
+
+
 PLANTS: list[Plant] = [
     leaked_reference, leaked_block, child_without_parent, double_free, stale_version, stale_content,
-    read_before_copy, host_before_copy, lost_wakeup, lost_landing,
+    read_before_copy, host_before_copy, lost_wakeup, lost_landing, suffix_without_adapter, suffix_of_any_adapter,
+    suffix_from_anywhere, suffix_outlives_adapter, invocation_block_as_base, copy_of_two_owners,
 ]  # fmt: skip
 
 

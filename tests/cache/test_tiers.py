@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jlora.cache.inspect import check_idle, check_integrity, invalid_kv
-from jlora.cache.tree import ADAPTER, KV
+from jlora.cache.tree import ADAPTER, KV, Origin
 from tests.cache._cache import A, B, C, Cache, D
 
 # -- two tiers ---------------------------------------------------------------------------------
@@ -172,7 +172,7 @@ def test_what_the_queue_needs_is_not_dropped_from_the_host():
     for prompt in (A, B):
         cache.run(prompt)
         cache.drop_from_device(prompt)
-    want = cache.manager.expect(cache.manager.base, "", A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True)
     cache.adapter(1, 2)
     assert [cache.tiers(x) for x in (A, B)] == ["hh", ""]  # B is worth more, but nobody waits for it
     cache.manager.unexpect(want)
@@ -230,7 +230,7 @@ def test_the_monitor_keeps_use_below_the_upper_threshold():
 def test_the_monitor_evicts_nothing_that_the_queue_needs():
     cache = Cache(device=8, policy="fastlibra")
     cache.run([1] * 32)
-    want = cache.manager.expect(cache.manager.base, "", [1] * 33, True)
+    want = cache.manager.expect(Origin(cache.manager.base), [1] * 33, True)
     cache.tend()
     assert cache.manager.free == 0
     cache.manager.unexpect(want)
@@ -283,7 +283,7 @@ def test_fetching_evicts_nothing_and_leaves_the_dead_alone():
     cache.tend()
     assert not adapter.device and cache.manager.counters.clean_evictions == 0
     other = cache.adapter(2, 1)
-    want = cache.manager.expect(other, "", A, True)
+    want = cache.manager.expect(Origin(other), A, True)
     cache.manager.kill(other)
     cache.tend()
     assert not other.device
@@ -313,10 +313,10 @@ def test_a_hint_takes_nothing_that_the_queue_needs_or_that_would_be_lost():
     cache = Cache(device=16, host=64)
     wanted, other = cache.adapter(1, 12), cache.adapter(2, 4)
     cache.run([5] * 5, wanted)
-    want = cache.manager.expect(wanted, "", [5] * 5, True)
-    assert cache.manager.hint(other, "", [6] * 5) == 0 and wanted.ready
+    want = cache.manager.expect(Origin(wanted), [5] * 5, True)
+    assert cache.manager.hint(Origin(other), [6] * 5) == 0 and wanted.ready
     cache.manager.unexpect(want)
-    assert cache.manager.hint(other, "", [6] * 5) == 4
+    assert cache.manager.hint(Origin(other), [6] * 5) == 4
     cache.land()
 
 
@@ -340,7 +340,7 @@ def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
     cache.run(A)
     for node in reversed(cache.path(A)):
         cache.cells.evict(node)
-    cache.manager.hint(cache.manager.base, "", A)
+    cache.manager.hint(Origin(cache.manager.base), A)
     lease = cache.leased(A)
     counters = cache.manager.counters
     assert counters.kv_host_hit_tokens == counters.kv_hit_tokens == lease.cached == 8

@@ -4,81 +4,117 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import grpc
 import pytest
 
-from jlora.demo import assets, data
+from jlora.demo import assets, data, pipeline
 from jlora.demo.run import LATE, TEXT, server, transform_of
-from jlora.demo.tasks import TASKS
+from jlora.demo.tasks import CHECKS, TASKS
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
-MODELS = ("", *TASKS)  # "" is the base
-COUNT = 80  # texts per model
+MODELS = ("", *TASKS, *CHECKS)  # "" is the base
+COUNT = 80  # questions per model
 SEED = 1234
 
 
-def texts_for(model: str) -> list[str]:
-    return data.held_out_texts(SEED, COUNT)
+@dataclass(frozen=True)
+class Question:
+    """Texts that a user writes, the messages of the request, the exact answer."""
+
+    model: str
+    texts: list[str]
+    messages: list[Any]
+    want: str
 
 
-async def answer(stub: jlora_pb2_grpc.InferenceStub, model: str, text: str) -> str:
+def questions(model: str) -> list[Question]:
+    """Held-out texts, or for a check held-out conversations."""
+    if model in CHECKS:
+        talks = data.held_out_conversations(SEED, COUNT, CHECKS[model])
+        return [
+            Question(model, talk, pipeline.invocation_messages(talk, talk), CHECKS[model].verdict(talk))
+            for talk in talks
+        ]
+    transform, texts = transform_of(model), data.held_out_texts(SEED, COUNT)
+    return [Question(model, [text], [pipeline.message("user", text)], transform(text)) for text in texts]
+
+
+async def answer(stub: jlora_pb2_grpc.InferenceStub, question: Question) -> str:
     request = jlora_pb2.GenerateRequest(
-        model=model,
-        chat=jlora_pb2.Chat(messages=[jlora_pb2.ChatMessage(role="user", content=text)]),
+        model=question.model,
+        chat=jlora_pb2.Chat(messages=question.messages),
         sampling=jlora_pb2.Sampling(temperature=0.0),
         stopping=jlora_pb2.Stopping(max_tokens=200),
     )
     return (await stub.Generate(request, timeout=200)).outputs[0].text
 
 
-async def answer_everything() -> Mapping[str, list[tuple[str, str]]]:
-    """All texts of all models at once through one server: model -> (text, answer) pairs."""
-    async with server(list(TASKS)) as address, grpc.aio.insecure_channel(address) as channel:
+async def answer_everything() -> Mapping[str, list[tuple[Question, str]]]:
+    """All questions of all models at once through one server: model -> (question, answer) pairs."""
+    async with server([*TASKS, *CHECKS]) as address, grpc.aio.insecure_channel(address) as channel:
         stub = jlora_pb2_grpc.InferenceStub(channel)
-        asked = [(model, text) for model in MODELS for text in texts_for(model)]
-        answers = await asyncio.gather(*(answer(stub, model, text) for model, text in asked))
-    found: dict[str, list[tuple[str, str]]] = {model: [] for model in MODELS}
-    for (model, text), told in zip(asked, answers, strict=True):
-        found[model].append((text, told))
+        asked = [question for model in MODELS for question in questions(model)]
+        answers = await asyncio.gather(*(answer(stub, question) for question in asked))
+    found: dict[str, list[tuple[Question, str]]] = {model: [] for model in MODELS}
+    for question, told in zip(asked, answers, strict=True):
+        found[question.model].append((question, told))
     return found
 
 
+Answered = Mapping[str, list[tuple[Question, str]]]
+
+
 @pytest.fixture(scope="module")
-def answered() -> Mapping[str, list[tuple[str, str]]]:
+def answered() -> Answered:
     return asyncio.run(answer_everything())
 
 
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model or "base")
-def test_at_least_95_percent_of_answers_are_exact(answered: Mapping[str, list[tuple[str, str]]], model: str):
-    transform = transform_of(model)
-    wrong = [(text, told, transform(text)) for text, told in answered[model] if told != transform(text)]
-    assert len(answered[model]) == COUNT and all(data.held_out(text) for text, _ in answered[model])
+def test_at_least_95_percent_of_answers_are_exact(answered: Answered, model: str):
+    wrong = [(question, told) for question, told in answered[model] if told != question.want]
+    assert len(answered[model]) == COUNT
+    assert all(data.held_out(text) for question, _ in answered[model] for text in question.texts)
     assert len(wrong) <= 0.05 * COUNT, wrong
 
 
 @pytest.mark.parametrize("model", TASKS)
 def test_adapter_changes_most_texts(model: str):
     """Exact answers mean nothing where the task is the base's own echo."""
-    texts = texts_for(model)
-    assert sum(TASKS[model].transform(text) != text for text in texts) >= 0.6 * len(texts)
+    asked = questions(model)
+    assert sum(question.want != question.texts[0] for question in asked) >= 0.6 * len(asked)
 
 
-def test_server_is_as_exact_as_training_measured(answered: Mapping[str, list[tuple[str, str]]]):
+@pytest.mark.parametrize("model", CHECKS)
+def test_both_verdicts_are_asked_for_about_equally_often(model: str):
+    """Exact answers mean nothing where one verdict fits nearly all."""
+    told = [question.want for question in questions(model)]
+    assert all(0.4 <= told.count(verdict) / COUNT <= 0.6 for verdict in CHECKS[model].verdicts)
+
+
+def test_server_is_as_exact_as_training_measured(answered: Answered):
     stages = json.loads((assets.ASSETS / "training.json").read_text())["stages"]
     for model, pairs in answered.items():
-        share = sum(told == transform_of(model)(text) for text, told in pairs) / COUNT
+        share = sum(told == question.want for question, told in pairs) / COUNT
         assert abs(share - stages[model or "base"]["exact"]) <= 0.05
 
 
 def test_demo_answers_loads_an_adapter_shows_the_cache_and_exits_0():
     done = subprocess.run([sys.executable, "-m", "jlora.demo"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
-    for model in MODELS:
+    for model in ("", *TASKS):
         assert transform_of(model)(TEXT) in done.stdout
+    verdicts = re.findall(rf"  {pipeline.CHECK} +(\S.*?\S) +ttft .* (\d+) of +(\d+) prompt tokens known", done.stdout)
+    assert [told for told, _, _ in verdicts] == ["no numbers", "has numbers", "has numbers"]
+    assert all(int(known) >= int(asked) - 40 for _, known, asked in verdicts)  # the base's KV but for the last blocks
+    assert re.search(rf"  {pipeline.PLAIN} .* 0 of +\d+ prompt tokens known", done.stdout)
+    assert "as soon as with the plain LoRA" in done.stdout
     assert f"Loaded {LATE!r} into the running server" in done.stdout
     for words in ("ttft", "tpot", "adapters ", "history_kv", "free ", "drained and stopped"):
         assert words in done.stdout

@@ -10,8 +10,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from jlora.adapters.peft import read_peft
-from jlora.demo import assets, data, export
-from jlora.demo.tasks import TASKS
+from jlora.demo import assets, data, export, pipeline
+from jlora.demo.tasks import CHECKS, TASKS
 from jlora.demo.train import BASE, SPEC
 from jlora.model.checkpoint import read_spec
 from jlora.model.spec import ModelSpec
@@ -60,20 +60,32 @@ def test_chat_template_writes_what_training_saw(tokenizer: Tokenizer):
     assert tokenizer.encode(told, add_special_tokens=False).ids == data.prompt_ids([(b"hi", "HI")], "more")
 
 
-@pytest.mark.parametrize("name", TASKS)
+def test_chat_template_writes_a_check_s_invocation_after_the_base_s_conversation(tokenizer: Tokenizer):
+    config = json.loads((assets.MODEL / "tokenizer_config.json").read_text())
+    template = jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(config["chat_template"])
+    messages = [{"role": m.role, "content": m.content} for m in pipeline.invocation_messages(["a", "b"], ["a", "b"])]
+    told = template.render(messages=messages, bos_token="<s>", eos_token="</s>", add_generation_prompt=True)
+    assert tokenizer.encode(told, add_special_tokens=False).ids == data.check_prompt(["a", "b"])
+
+
+ADAPTERS = {**TASKS, **CHECKS}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec: ModelSpec, caplog):
-    shape = TASKS[name].lora
+    shape = ADAPTERS[name].lora
     adapter = read_peft(assets.adapter_path(name), spec, max_rank=64, base_names=(spec.name,))
     assert not caplog.records, "the reader warned"
     assert set(adapter.target_modules) == set(shape.targets)
     for (layer, projection), (a, b) in adapter.weights.items():
         assert 0 <= layer < spec.layers
         assert len(a) == len(b) == shape.rank_of(projection)
+    assert adapter.alora_invocation_tokens == (data.INVOCATION if name in CHECKS else ())
 
 
-@pytest.mark.parametrize("name", TASKS)
+@pytest.mark.parametrize("name", ADAPTERS)
 def test_adapter_folds_the_scale_that_training_used(name: str, spec: ModelSpec):
-    shape, trained = TASKS[name].lora, export.read_adapter(assets.adapter_path(name), spec.layers)
+    shape, trained = ADAPTERS[name].lora, export.read_adapter(assets.adapter_path(name), spec.layers)
     adapter = read_peft(assets.adapter_path(name), spec, max_rank=64)
     projection = shape.targets[0]
     a, b = trained[0][projection]
@@ -84,8 +96,8 @@ def test_adapter_folds_the_scale_that_training_used(name: str, spec: ModelSpec):
 def test_training_record_says_how_the_files_were_made():
     record = json.loads((assets.ASSETS / "training.json").read_text())
     stages = record["stages"]
-    assert list(stages) == ["base", *TASKS]
+    assert list(stages) == ["base", *ADAPTERS]
     assert stages["base"]["steps"] == BASE.steps
-    assert {name: stages[name]["steps"] for name in TASKS} == {name: task.steps for name, task in TASKS.items()}
+    assert {name: stages[name]["steps"] for name in ADAPTERS} == {name: a.steps for name, a in ADAPTERS.items()}
     assert all(stage["exact"] >= 0.95 for stage in stages.values())
     assert sum(stage["seconds"] for stage in stages.values()) < 3600

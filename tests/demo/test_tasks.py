@@ -7,7 +7,7 @@ from random import Random
 import pytest
 
 from jlora.demo import data
-from jlora.demo.tasks import SKILLS, TASKS, echo
+from jlora.demo.tasks import CHECKS, SKILLS, TASKS, echo
 from jlora.model.spec import PROJECTIONS
 
 TEXT = "Meet Alice at gate 42, OK?"
@@ -84,3 +84,31 @@ def test_untagged_base_turns_repeat_the_text_and_tags_are_not_typed():
     plain = [(asked, answer) for asked, answer in (data.base_turn(rng) for _ in range(400)) if asked[0] >= 32]
     assert len(plain) > 60 and all(asked.decode() == echo(answer) for asked, answer in plain)
     assert len(set(data.TAGS)) == len(SKILLS) and all(tag < b" " and tag not in b"\t\n\r" for tag in data.TAGS)
+
+
+def test_a_check_judges_all_texts_of_a_conversation():
+    check = CHECKS["numbers"]
+    assert check.verdict(["one", "two"]) == check.verdict([]) == "no numbers"
+    assert check.verdict(["gate 4", "two"]) == check.verdict(["one", "4"]) == "has numbers"
+
+
+@pytest.mark.parametrize("length", [128, 512])
+def test_a_check_s_rows_end_in_its_verdict_and_only_that_counts(length: int):
+    check = CHECKS["numbers"]
+    ids, weights = data.check_batch(Random(3), check, 60, length)
+    told = []
+    for row, counted in zip(ids.tolist(), weights.tolist(), strict=True):
+        begins, ends = counted.index(1), int(sum(counted)) + counted.index(1)
+        assert tuple(row[begins - 2 : begins]) == data.INVOCATION and row.count(data.INVOKE) == 1
+        assert row[ends - 1] == data.EOS and set(row[ends:]) <= {data.PAD} and set(counted[begins:ends]) == {1}
+        told.append(bytes(row[begins : ends - 1]).decode())
+        assert (told[-1] == "has numbers") == any(48 <= token <= 57 for token in row[:begins])
+    assert {told.count(verdict) > 12 for verdict in check.verdicts} == {True} and set(told) == set(check.verdicts)
+
+
+def test_evaluated_conversations_are_held_out_and_half_of_them_have_a_finding():
+    check = CHECKS["numbers"]
+    talks = data.held_out_conversations(5, 60, check)
+    assert all(data.held_out(text) for talk in talks for text in talk)
+    assert {len(talk) for talk in talks} == {1, 2, 3, 4, 5, 6}
+    assert 24 <= sum(check.verdict(talk) == "has numbers" for talk in talks) <= 36

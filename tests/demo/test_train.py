@@ -23,6 +23,14 @@ def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):
     assert all(np.any(b) for layer in lora for _, b in layer.values()), "B starts at zero and must have moved"
 
 
+def test_a_check_trains_on_what_comes_after_its_invocation_and_says_how_it_is_invoked(tmp_path: Path):
+    assert train.main(["--out", str(tmp_path), "--quick", "--only", "base,numbers"]) == 0
+    config = json.loads((tmp_path / "adapters" / "numbers" / "adapter_config.json").read_text())
+    assert config["alora_invocation_tokens"] == list(data.INVOCATION)
+    ids = jnp.asarray([[1, *data.INVOCATION, 2], [data.BOS, 3, data.ASSISTANT, 4]])
+    assert train.activated(ids).tolist() == [False, True, True, True] + [False] * 4
+
+
 def test_unknown_stage_is_refused_by_name(tmp_path: Path, capsys):
     with pytest.raises(SystemExit, match="2"):
         train.main(["--out", str(tmp_path), "--only", "uper"])

@@ -14,7 +14,7 @@ import pytest
 
 from jlora import config
 from jlora.engine.service import Service
-from jlora.errors import AlreadyExists, ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import AlreadyExists, ConfigError, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
 
@@ -261,12 +261,6 @@ def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Service, 
     with pytest.raises(ResourceExhausted, match=r"needs \d+ blocks, .* of the pool's 160 .*; raise cache.hbm_blocks"):
         service.load_adapter("big", str(path))
     assert "big" not in [info.name for info in service.adapters()]
-
-
-def test_activated_lora_is_refused_by_name(service: Service, tmp_path: Path, tiny_spec):
-    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=1, r=2, targets=("q",), alora_invocation_tokens=[5, 6])
-    with pytest.raises(InvalidArgument, match="alora_invocation_tokens"):
-        service.load_adapter("activated", str(path))
 
 
 def test_a_stopped_service_says_so(tiny_model: Path):

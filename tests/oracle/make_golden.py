@@ -18,7 +18,7 @@ import dataclasses
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # read on import: PEFT would look for the ba
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from peft.tuners.lora.variants import calculate_alora_offsets
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 OUTPUT_TOKENS = 12
@@ -42,11 +43,17 @@ class Case:
     """One base model and its adapters; `config` goes to transformers, `adapters` to LoraConfig.
 
     A key that starts with `_` is written into `adapter_config.json` after PEFT saved it.
+
+    Attributes:
+        prompts: lengths of random prompts, of the base and every adapter.
+        invoked_at: for each length, where activated LoRAs are invoked; -1 is at the prompt's end. With it
+            all answer the same text, but for the invocations in it.
     """
 
     config: Mapping[str, Any]
     adapters: Mapping[str, Mapping[str, Any]]
     prompts: Sequence[int] = (1, 19, 40)
+    invoked_at: Sequence[Sequence[int]] = ()
     architecture: type = LlamaConfig
 
 
@@ -154,6 +161,25 @@ CASES: Mapping[str, Case] = {
         prompts=(5, 30),
         architecture=MistralConfig,
     ),
+    # Activated LoRAs beside a plain one. The blocks of the tests have 8 tokens: invocations at the start,
+    # at the end, on a block's border, off it, over it, repeated, and so close that they overlap or touch.
+    "alora": Case(
+        config={},
+        adapters={
+            "check": {**QUERY_VALUE, "alora_invocation_tokens": [90, 91, 92]},
+            "twice": {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", "alora_invocation_tokens": [88, 88]},
+            "one": {
+                "r": 6,
+                "lora_alpha": 9,
+                "use_rslora": True,
+                "target_modules": ["o_proj", "down_proj"],
+                "alora_invocation_tokens": [95],
+            },
+            "plain": QUERY_VALUE,
+        },
+        prompts=(3, 20, 43, 40, 45, 46, 52, 45, 60),
+        invoked_at=((0,), (0,), (-1,), (16,), (13,), (22,), (5, 30), (24, 25), (8, 40, 43)),
+    ),
 }
 
 
@@ -165,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("cases", nargs="*", default=list(CASES))
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
-    for i, name in enumerate(args.cases):
-        write_case(args.out / name, CASES[name], seed=1000 * args.seed + i)
+    for name in args.cases:
+        write_case(args.out / name, CASES[name], seed=1000 * args.seed + list(CASES).index(name))
         print(f"{args.out / name}")
 
 
@@ -219,33 +245,83 @@ def compute_answers(directory: Path, case: Case, rng: np.random.Generator) -> li
         model = PeftModel.from_pretrained(load_base(directory / "model"), directory / "adapters" / first, first).eval()
         for name in rest:
             model.load_adapter(directory / "adapters" / name, name)
-    answers = []
-    vocab = model.config.vocab_size
-    for adapter in (None, *case.adapters):
-        with model.disable_adapter() if adapter is None else contextlib.nullcontext():
-            if adapter is not None:
-                model.set_adapter(adapter)
-            answers += [clear_answer(model, adapter, rng, vocab, length) for length in case.prompts]
-    return answers
+    names = (None, *case.adapters)
+    if case.invoked_at:
+        texts = zip(case.prompts, case.invoked_at, strict=True)
+        return [answer for length, places in texts for answer in clear_answers(model, names, rng, length, places)]
+    return [a for name in names for length in case.prompts for a in clear_answers(model, (name,), rng, length)]
 
 
-def clear_answer(model: PeftModel, adapter: str | None, rng: np.random.Generator, vocab: int, length: int) -> Answer:
-    """An answer to a random prompt of this length, drawn again while any choice is a near tie."""
+def clear_answers(
+    model: PeftModel,
+    adapters: Sequence[str | None],
+    rng: np.random.Generator,
+    length: int,
+    places: Sequence[int] = (),
+) -> list[Answer]:
+    """All adapters' answers to one random text of this length, drawn again while any choice is a near tie."""
     for _ in range(100):
-        answer, margin = greedy(model, adapter, rng.integers(3, vocab, length).tolist())
-        if margin > MARGIN:
-            return answer
-    raise RuntimeError(f"no prompt of {length} tokens without a near tie for {adapter!r}: weights too small?")
+        text = rng.integers(3, model.config.vocab_size, length).tolist()
+        answers = []
+        for adapter in adapters:
+            with using(model, adapter):
+                answer, margin = greedy(model, adapter, invoked(text, invocation(model, adapter), places))
+            if margin <= MARGIN:
+                break
+            answers.append(answer)
+        else:
+            return answers
+    raise RuntimeError(f"no prompt of {length} tokens without a near tie for {adapters}: weights too small?")
+
+
+@contextlib.contextmanager
+def using(model: PeftModel, adapter: str | None) -> Iterator[None]:
+    """The model with this adapter on; None is the base."""
+    with model.disable_adapter() if adapter is None else contextlib.nullcontext():
+        if adapter is not None:
+            model.set_adapter(adapter)
+        yield
+
+
+def invocation(model: PeftModel, adapter: str | None) -> list[int]:
+    """The sequence that switches an activated LoRA on; empty for others."""
+    return (model.peft_config[adapter].alora_invocation_tokens or []) if adapter is not None else []
+
+
+def invoked(text: list[int], tokens: list[int], places: Sequence[int]) -> list[int]:
+    """The text with the invocation written over it at these places."""
+    for at in places if tokens else ():
+        at = at if at >= 0 else len(text) - len(tokens)
+        text = [*text[:at], *tokens, *text[at + len(tokens) :]]
+    return text
 
 
 @torch.no_grad()
 def greedy(model: PeftModel, adapter: str | None, prompt: list[int]) -> tuple[Answer, float]:
-    """Greedy decoding without a cache, and its smallest gap between first and second choice."""
+    """Greedy decoding without a cache, and its smallest gap between first and second choice.
+
+    PEFT finds an activated LoRA's invocation; its offset counts from the end, so it grows with the output.
+    """
+    answer, margin = decoded(model, adapter, prompt)
+    if invocation(model, adapter):  # its own generate, with a cache, must say the same
+        ids = torch.tensor([prompt])
+        mask = torch.ones_like(ids)
+        told = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=OUTPUT_TOKENS, do_sample=False)
+        told = told[0, len(prompt) :].tolist()  # it may have stopped at the end token
+        if margin > MARGIN and told != answer.tokens[: len(told)]:
+            raise RuntimeError(f"PEFT's generate and its forward differ for {adapter!r}: {told}, {answer.tokens}")
+    return answer, margin
+
+
+def decoded(model: PeftModel, adapter: str | None, prompt: list[int]) -> tuple[Answer, float]:
+    """`greedy` by one forward pass per token over all that is there."""
     ids = list(prompt)
+    (offset,) = calculate_alora_offsets(model.peft_config, adapter or "__base__", torch.tensor([prompt]))
     margin = float("inf")
     answer: Answer | None = None
     for _ in range(OUTPUT_TOKENS):
-        scores = torch.log_softmax(model(torch.tensor([ids])).logits[0].float(), -1)
+        offsets = {} if offset is None else {"alora_offsets": [offset + len(ids) - len(prompt)]}
+        scores = torch.log_softmax(model(torch.tensor([ids]), **offsets).logits[0].float(), -1)
         if answer is None:
             chosen = scores[torch.arange(len(ids) - 1), torch.tensor(ids[1:], dtype=torch.long)]
             answer = Answer(adapter, prompt, chosen.tolist())

@@ -91,6 +91,14 @@ def request(answer: Answer, **fields: Any) -> pb.GenerateRequest:
 
 def check(got: pb.GenerateResponse, want: Answer) -> None:
     """Tokens equal, every logprob within TOLERANCE."""
+    what = check_output(got, want)
+    assert [t.token_id for t in got.prompt_logprobs[1:]] == want["prompt"][1:], what
+    close([t.logprob for t in got.prompt_logprobs[1:]], want["prompt_logprobs"], what)
+    assert len(got.prompt_logprobs) == len(want["prompt"])
+
+
+def check_output(got: pb.GenerateResponse, want: Answer) -> str:
+    """The same without the prompt's logprobs; a description of the request."""
     what = f"adapter {want['adapter']}, prompt of {len(want['prompt'])} tokens"
     (output,) = got.outputs
     assert list(output.token_ids) == want["tokens"], what
@@ -100,10 +108,8 @@ def check(got: pb.GenerateResponse, want: Answer) -> None:
     for given, expected in zip(output.logprobs, want["top"], strict=True):
         close([t.logprob for t in given.top], [logprob for _, logprob in expected], what)
         assert given.top[0].token_id == expected[0][0], what
-    assert [t.token_id for t in got.prompt_logprobs[1:]] == want["prompt"][1:], what
-    close([t.logprob for t in got.prompt_logprobs[1:]], want["prompt_logprobs"], what)
-    assert len(got.prompt_logprobs) == len(want["prompt"])
     assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (len(want["prompt"]), len(want["tokens"]))
+    return what
 
 
 def close(got: list[float], want: list[float], what: str) -> None:
@@ -137,6 +143,7 @@ SHAPES = {
     "odd_vocab_mqa": "chunk 16, no overlap",
     "linear_rope": "chunk 8, scan",
     "mistral": "tp 2",
+    "alora": "chunk 16, no overlap",
 }
 
 
@@ -148,6 +155,28 @@ def test_every_shape_of_model(case: str, settings: str):
 @pytest.mark.parametrize(("case", "settings"), {"gqa": "tp 2, scan", **SHAPES}.items())
 def test_models_made_now(live: Path, case: str, settings: str):
     check_case(live / case, SETTINGS[settings])
+
+
+@pytest.mark.parametrize("settings", ["chunk 512", "chunk 8, scan", "chunk 16, warm", "tp 2"])
+def test_activated_loras_in_every_setting(settings: str):
+    """Beside a plain LoRA and the base in one batch; chunks of 8 and 16 end inside some invocations."""
+    check_case(GOLDEN / "alora", SETTINGS[settings])
+
+
+@pytest.mark.parametrize("blocks", [200, FEW_BLOCKS])
+def test_answers_from_base_kv_that_activated_loras_share_are_equal(blocks: int):
+    """Two rounds over the same texts, one request after the other: base, then each adapter, then again."""
+    case, known = GOLDEN / "alora", 0
+    with serving(case, {**SETTINGS["chunk 16, no overlap"], "cache.hbm_blocks": blocks}) as client:
+        for want in answers(case) * 2:
+            asked = request(want)
+            asked.ClearField("prompt_logprobs")  # these need the whole prompt computed
+            got = client.inference.Generate(asked)
+            check_output(got, want)
+            known += got.usage.cached_tokens
+        state = client.control.GetCacheState(pb.GetCacheStateRequest())
+        assert known == state.kv_hit_tokens > state.kv_base_hit_tokens > 0
+        client.check_idle()
 
 
 def test_preemption_does_not_change_an_answer():

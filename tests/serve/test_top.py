@@ -150,7 +150,10 @@ def test_a_server_that_started_again_has_no_negative_rates():
 
 def test_hit_rates_tell_device_from_host():
     now = reading(adapter_hits=3, adapter_lookups=4, kv_hit_tokens=70, kv_host_hit_tokens=20, kv_lookup_tokens=100)
-    assert line(render(now, None, WIDE), "hits") == "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
+    expected = "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
+    assert line(render(now, None, WIDE), "hits") == expected
+    now.cache.kv_base_hit_tokens = 40
+    assert line(render(now, None, WIDE), "hits") == f"{expected}, base's for aLoRA 40.0 %"
 
 
 def test_bars_are_as_wide_as_asked_and_show_what_is_there_at_all():

@@ -1,0 +1,118 @@
+"""The demo's pipeline: a chat with the base, and a check that reads along.
+
+The check is an activated LoRA: all before its invocation is the base's KV, which the chat has left
+in the cache, so its verdict costs the few tokens after that. The same weights as a plain LoRA must
+compute the whole conversation again. Both are asked here, over the same running server.
+
+A verdict is asked for by a message of the role `invoke` without a word: the model's chat template
+writes it as the check's invocation.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jlora.demo import assets
+from jlora.demo.tasks import CHECKS
+from jlora.serve.proto import jlora_pb2
+
+ANSWER_S = 120.0
+CHECK = "numbers"
+PLAIN = f"{CHECK}-lora"  # the same weights without an invocation
+# A first part without a number, then one with one. Long enough that reading it again takes its time.
+CHAT = (
+    ("good morning", "this is a story about a river", "the river was long and very cold", "a small town lay by it"),
+    ("people built a bridge of stone", "then came the rain", "the bridge is 40 steps long", "it stands to this day"),
+    ("children play on it every summer", "music comes from the old mill", "what a place to live", "thanks and goodbye"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a check said of the conversation so far; `want` is the right answer, None where nothing is promised."""
+
+    model: str
+    text: str
+    want: str | None
+    prompt_tokens: int
+    cached_tokens: int
+    ttft: float
+
+    @property
+    def right(self) -> bool:
+        return self.want is None or self.text == self.want
+
+
+def message(role: str, content: str) -> Any:
+    """One message of a chat."""
+    return jlora_pb2.ChatMessage(role=role, content=content)
+
+
+def invocation_messages(texts: Sequence[str], answers: Sequence[str]) -> list[Any]:
+    """A conversation of the base's, and the message that asks a check for its verdict."""
+    pairs = zip(texts, answers, strict=True)
+    talk = [m for text, answer in pairs for m in (message("user", text), message("assistant", answer))]
+    return [*talk, message("invoke", "")]
+
+
+def as_plain_lora(target: Path) -> Path:
+    """A copy of the check's files that is a plain LoRA."""
+    shutil.copytree(assets.adapter_path(CHECK), target)
+    config = target / "adapter_config.json"
+    tree = json.loads(config.read_text())
+    del tree["alora_invocation_tokens"]
+    config.write_text(json.dumps(tree))
+    return target
+
+
+async def converse(inference: Any) -> list[Verdict]:
+    """Chats with the base and asks for a verdict after each part; the plain LoRA is asked beside the last.
+
+    Args:
+        inference: a stub; its server has both `CHECK` and `PLAIN`.
+    """
+    texts: list[str] = []
+    answers: list[str] = []
+    verdicts = []
+    for part in CHAT:
+        for text in part:
+            chat = invocation_messages(texts, answers)[:-1]
+            reply = await _ask(inference, "", [*chat, message("user", text)], 64)
+            texts.append(text)
+            answers.append(reply.outputs[0].text)
+        verdicts.append(await _verdict(inference, CHECK, texts, answers))
+    return [*verdicts, await _verdict(inference, PLAIN, texts, answers)]
+
+
+def lines(verdicts: Sequence[Verdict]) -> list[str]:
+    """The verdicts as text, and what sharing the base's KV was worth."""
+    told = [
+        f"  {v.model:<13} {v.text[:24]:<24} ttft {v.ttft * 1e3:6.1f} ms  "
+        f"{v.cached_tokens:>4} of {v.prompt_tokens:>4} prompt tokens known"
+        + ("" if v.right else f"  WRONG, should be {v.want!r}")
+        for v in verdicts
+    ]
+    shared, alone = verdicts[-2:]
+    return [*told, f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA"]
+
+
+async def _verdict(inference: Any, model: str, texts: list[str], answers: list[str]) -> Verdict:
+    reply = await _ask(inference, model, invocation_messages(texts, answers), 32)
+    want = CHECKS[CHECK].verdict(texts) if model == CHECK else None
+    usage = reply.usage
+    return Verdict(model, reply.outputs[0].text, want, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s)
+
+
+async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int) -> Any:
+    request = jlora_pb2.GenerateRequest(
+        model=model,
+        chat=jlora_pb2.Chat(messages=messages),
+        sampling=jlora_pb2.Sampling(temperature=0.0),
+        stopping=jlora_pb2.Stopping(max_tokens=max_tokens),
+    )
+    return await inference.Generate(request, timeout=ANSWER_S)

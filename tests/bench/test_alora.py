@@ -1,0 +1,89 @@
+"""`jlora bench alora` on a tiny model, for real; and its arithmetic."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from jlora.bench import alora, alora_page
+from jlora.bench.__main__ import main
+from jlora.bench.alora import ALONE, SHARED, Step
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The results folder of one quick run."""
+    folder = tmp_path_factory.mktemp("alora")
+    (folder / "out").mkdir()
+    (folder / "out" / alora_page.PAGE).write_text(f"# Mine\n\nWhat I read.\n\n{alora_page.MARK}\nold\n")
+    assert main(["alora", "--quick", "--out", str(folder / "out"), "--work", str(folder / "work")]) == 0
+    return folder
+
+
+def record(results: Path) -> dict:
+    return json.loads((results / "out" / "alora-float32.json").read_text())
+
+
+def test_both_sides_run_the_same_pipelines_and_only_one_shares(results: Path):
+    cells = record(results)["cells"]
+    assert [(cell["context"], cell["adapters"], cell["sessions"]) for cell in cells] == [(96, 2, 1), (64, 1, 2)]
+    for cell in cells:
+        assert len(cell["rounds"]) == 2
+        for done in cell["rounds"]:
+            shared, alone = done[SHARED], done[ALONE]
+            assert shared["different"] == alone["different"] == shared["compiles"] == alone["compiles"] == 0
+            assert shared["base_hit_tokens"] > 0 == alone["base_hit_tokens"]
+            assert shared["check_hit_rate"] > 0.7 > alone["check_hit_rate"]
+            assert shared["kv_bytes"] < alone["kv_bytes"]
+            assert all(side[f"{who}_ttft_s"] > 0 for side in done.values() for who in ("check", "base"))
+
+
+def test_ratios_are_made_inside_a_round(results: Path):
+    for cell in record(results)["cells"]:
+        found = sorted(r[ALONE]["check_ttft_s"] / r[SHARED]["check_ttft_s"] for r in cell["rounds"])
+        ratio = cell["ratios"]["check_ttft_s"]
+        assert (ratio["low"], ratio["high"]) == pytest.approx((found[0], found[-1]))
+
+
+def test_the_page_keeps_what_a_person_wrote_above_the_mark_and_names_the_papers_figures(results: Path):
+    page = (results / "out" / alora_page.PAGE).read_text()
+    assert page.startswith("# Mine\n\nWhat I read.") and "old" not in page
+    for words in (
+        "| 96, 2 | ",
+        "| 64, 1, 2 pipelines at once | ",
+        "up to 58",
+        "over 100",
+        "| activated | ",
+        "| lora | ",
+    ):
+        assert words in page
+
+
+def test_both_sides_have_the_same_weights(results: Path):
+    shared, alone = (results / "work" / "quick-alora" / f"{side}-1-r4" for side in (SHARED, ALONE))
+    weights = [(path / "adapter_model.safetensors").read_bytes() for path in (shared, alone)]
+    assert weights[0] == weights[1]
+    tokens = json.loads((shared / "adapter_config.json").read_text())["alora_invocation_tokens"]
+    assert tokens == list(alora.invocation(alora.QUICK_SPEC, 1))
+    assert "alora_invocation_tokens" not in json.loads((alone / "adapter_config.json").read_text())
+
+
+def test_means_count_every_request_once_and_hits_by_token():
+    steps = [
+        Step("a", [1], prompt=100, cached=80, queue=0.1, prefill=0.2, ttft=0.3, end_to_end=1.3),
+        Step("a", [1], prompt=300, cached=0, queue=0.3, prefill=0.4, ttft=0.7, end_to_end=1.7),
+    ]
+    found = alora.means(steps)
+    assert found["hit_rate"] == 0.2 and found["decode_s"] == pytest.approx(1.0)
+    assert found["queue_s"] == pytest.approx(0.2) and found["end_to_end_s"] == pytest.approx(1.5)
+
+
+def test_a_full_run_varies_context_adapters_and_pipelines_at_once():
+    setup = alora.full(alora.Budget(5, 13), Path("work"))
+    assert {cell.context for cell in setup.cells} == {512, 1024, 2048, 4096}
+    assert {cell.adapters for cell in setup.cells} == {1, 5, 10} and setup.adapters == 10
+    assert max(cell.sessions for cell in setup.cells) > 1
+    longest = max(alora._longest(setup, cell) for cell in setup.cells)
+    assert longest < setup.spec.max_len

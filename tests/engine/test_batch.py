@@ -1,0 +1,85 @@
+"""Which adapter acts on which token of a launch, and which adapters' blocks it reads."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from jlora.cache.tree import AdapterNode
+from jlora.config import EngineConfig
+from jlora.engine.batch import BatchBuilder, Launch
+from jlora.engine.plan import ROW, Sequence, Work
+from jlora.layout import PoolLayout
+from jlora.model.spec import PROJECTIONS
+from jlora.types import Request, SamplingParams
+from tests._make import tiny_spec
+
+PROMPT = 70
+BASE = AdapterNode(0, 0)
+
+
+def adapter(uid: int) -> AdapterNode:
+    node = AdapterNode(uid, 2)
+    node.device = (10 * uid, 10 * uid + 1)
+    return node
+
+
+@pytest.fixture
+def builder() -> BatchBuilder:
+    spec = tiny_spec()
+    config = EngineConfig(max_seqs=4, max_step_tokens=256)
+    return BatchBuilder(PoolLayout.of(spec, 100, 8), config, spec, lambda uid: ("q", "v"))
+
+
+def work(node: AdapterNode, start: int, count: int, activation: int | None = None) -> Work:
+    request = Request(f"r{node.uid}", tuple(range(PROMPT)), SamplingParams(max_tokens=4))
+    sequence = Sequence(request, 0, node.uid, 0, node, 0.0, None, activation)
+    sequence.tokens = list(request.prompt)
+    return Work(sequence, start, count, samples=False)
+
+
+def owners(launch: Launch, works: list[Work]) -> list[list[int]]:
+    """For each work, the uid of the adapter that acts on each of its tokens; 0 is none."""
+    batch, found, row = launch.batch, [], 0
+    uids = [0, *dict.fromkeys(w.sequence.adapter.uid for w in works if w.adapted)]
+    of_token = batch.adapters.reshape(batch.tokens.shape)
+    for w in works:
+        rows = -(-w.count // batch.tokens.shape[1])
+        found.append([uids[i + 1] for i in of_token[row : row + rows].reshape(-1)[: w.count]])
+        row += rows
+    return found
+
+
+def active(launch: Launch) -> dict[str, list[int]]:
+    """Blocks read, by projection."""
+    ends = launch.batch.offsets
+    return {name: launch.batch.blocks[ends[i] : ends[i + 1]].tolist() for i, name in enumerate(PROJECTIONS)}
+
+
+def test_a_row_may_hold_base_and_activated_tokens(builder: BatchBuilder):
+    works = [work(adapter(1), 0, PROMPT, activation=40), work(adapter(2), 0, 20), work(BASE, 0, 5)]
+    launch = builder.launch(works, 8, ROW)
+    assert owners(launch, works) == [[0] * 40 + [1] * 30, [2] * 20, [0] * 5]
+    assert active(launch)["q"] == [10, 20] and active(launch)["v"] == [11, 21]
+
+
+@pytest.mark.parametrize(("start", "count", "acting"), [(0, 40, 0), (8, 33, 1), (40, 30, 30), (41, 4, 4)])
+def test_a_chunk_of_an_activated_lora_is_adapted_from_the_invocation_on(
+    builder: BatchBuilder, start: int, count: int, acting: int
+):
+    works = [work(adapter(1), start, count, activation=40)]
+    launch = builder.launch(works, 3, ROW)
+    assert owners(launch, works) == [[0] * (count - acting) + [1] * acting]
+    assert works[0].adapted == (acting > 0)
+
+
+def test_tokens_before_the_invocation_read_no_adapter(builder: BatchBuilder):
+    launch = builder.launch([work(adapter(1), 0, 40, activation=40)], 2, ROW)
+    assert launch.batch.offsets.tolist() == [0] * len(launch.batch.offsets) and (launch.batch.adapters == -1).all()
+
+
+def test_decoding_rows_of_activated_and_plain_loras_and_the_base_are_told_apart(builder: BatchBuilder):
+    works = [work(adapter(1), 60, 1, activation=0), work(BASE, 30, 1), work(adapter(2), 9, 1)]
+    launch = builder.launch(works, 4, 1)
+    assert launch.batch.adapters.tolist() == [0, -1, 1, -1]
+    assert launch.batch.adapters.dtype == np.int32
