@@ -41,14 +41,14 @@ class Journal:
         self._path = path
         head = json.dumps(settings, sort_keys=True, default=str)
         lines = path.read_text().splitlines() if path.exists() else []
-        self.rounds: list[dict[str, Sample]] = []
+        self.rounds: list[dict[str, Any]] = []
         if lines and lines[0] == head:
             self.rounds = [json.loads(line) for line in lines[1:]]
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(head + "\n")
 
-    def add(self, finished: dict[str, Sample]) -> None:
+    def add(self, finished: dict[str, Any]) -> None:
         """Keeps one finished round, on disk too."""
         self.rounds.append(finished)
         with self._path.open("a") as file:

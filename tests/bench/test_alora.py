@@ -17,7 +17,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results folder of one quick run."""
     folder = tmp_path_factory.mktemp("alora")
     (folder / "out").mkdir()
-    (folder / "out" / alora_page.PAGE).write_text(f"# Mine\n\nWhat I read.\n\n{alora_page.MARK}\nold\n")
+    (folder / "out" / alora_page.PAGE).write_text(f"# Mine\n\nWhat I read.\n\n{alora_page.MARK}\nof an earlier run\n")
     assert main(["alora", "--quick", "--out", str(folder / "out"), "--work", str(folder / "work")]) == 0
     return folder
 
@@ -49,7 +49,7 @@ def test_ratios_are_made_inside_a_round(results: Path):
 
 def test_the_page_keeps_what_a_person_wrote_above_the_mark_and_names_the_papers_figures(results: Path):
     page = (results / "out" / alora_page.PAGE).read_text()
-    assert page.startswith("# Mine\n\nWhat I read.") and "old" not in page
+    assert page.startswith("# Mine\n\nWhat I read.") and "of an earlier run" not in page
     for words in (
         "| 96, 2 | ",
         "| 64, 1, 2 pipelines at once | ",
