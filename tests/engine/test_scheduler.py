@@ -2,91 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 
-from jlora.cache.catalog import make_policy
-from jlora.cache.inspect import check_idle, check_integrity, state
-from jlora.cache.manager import CacheManager, Sizes
-from jlora.cache.transfer import Copy, Meter
-from jlora.cache.tree import AdapterNode
-from jlora.config import CacheConfig, EngineConfig
-from jlora.engine.plan import Drawn, Sequence, StepPlan
-from jlora.engine.scheduler import Scheduler
+from jlora.cache.inspect import state
 from jlora.errors import AlreadyExists, ResourceExhausted
-from jlora.types import Request, SamplingParams, TokenEvent
-
-EOS = 2
-BLOCK = 4
-
-
-class Bench:
-    """A scheduler with a device that answers one step late, and a link that takes `delay` steps."""
-
-    def __init__(
-        self,
-        blocks: int = 64,
-        draw: Callable[[Sequence, int], int] = lambda s, p: 7,
-        delay: int = 0,
-        policy: str = "jlora",
-        streams: bool = False,
-        **config: int,
-    ):
-        self.now = 0.0
-        made = make_policy(CacheConfig(policy=policy), Meter(1e-2, token_s=1.0))
-        self.manager = CacheManager(Sizes(blocks, 256, BLOCK), made, lambda: self.now, streams=streams)
-        self.scheduler = Scheduler(self.manager, EngineConfig(**config), [EOS])
-        self.draw = draw
-        self.delay = delay
-        self.events: list[TokenEvent] = []
-        self.plans: list[StepPlan] = []
-        self._in_flight: StepPlan | None = None
-        self._link: list[tuple[int, Copy]] = []  # (step at which it lands, copy)
-
-    def adapter(self, uid: int, size: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, size)
-        assert node is not None
-        return node
-
-    def submit(self, name: str, prompt: int | list[int], max_tokens: int = 4, **kwargs) -> None:
-        tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
-        fields = {k: kwargs.pop(k) for k in ("priority", "bypass_prefix_cache", "deadline") if k in kwargs}
-        adapter, activation = kwargs.pop("adapter", self.manager.base), kwargs.pop("activation", None)
-        params = SamplingParams(max_tokens=max_tokens, **kwargs)
-        self.scheduler.submit(Request(name, tuple(tokens), params, **fields), adapter, self.now, activation)
-
-    def step(self) -> None:
-        self.now += 1
-        steps = len(self.plans)
-        self.manager.landed([copy for at, copy in self._link if at <= steps])
-        self._link = [(at, copy) for at, copy in self._link if at > steps]
-        plan = self.scheduler.plan(self.now)
-        self._link += [(steps + 1 + self.delay, copy) for copy in plan.copies]
-        self.plans.append(plan)
-        done, self._in_flight = self._in_flight, plan if plan.work else None
-        if done is not None:
-            drawn = [Drawn(self.draw(w.sequence, w.start + w.count) if w.samples else None) for w in done.work]
-            self.events += self.scheduler.commit(done, drawn, self.now)
-        check_integrity(self.manager)
-
-    def finish(self, limit: int = 500) -> None:
-        while self.scheduler.live or self._in_flight or self._link or self.manager.flying:
-            self.step()
-            limit -= 1
-            assert limit, "the scheduler does not get on"
-        check_idle(self.manager)
-
-    def tokens(self, name: str, index: int = 0) -> list[int]:
-        mine = [e for e in self.events if e.request_id == name and e.index == index]
-        return [e.token_id for e in mine if e.token_id is not None]
-
-    def reason(self, name: str, index: int = 0) -> str | None:
-        return next(e.finish_reason for e in self.events if (e.request_id, e.index) == (name, index) and e.usage)
-
-
-def work(plan: StepPlan) -> dict[str, tuple[int, int]]:
-    return {w.sequence.request.id: (w.start, w.count) for w in plan.work}
+from jlora.types import Request, SamplingParams
+from tests.engine._bench import EOS, Bench, work
 
 
 def test_a_long_prompt_is_cut_into_chunks_while_others_decode():
@@ -441,62 +362,3 @@ def test_the_cache_is_told_whether_others_wait():
     bench.submit("last", 8)
     bench.step()
     assert told == [False, True, False]
-
-
-def activated(bench: Bench, uid: int = 1, at: int = 10) -> dict:
-    """Fields of a request for an activated LoRA that acts from position `at` on."""
-    return {"adapter": bench.adapter(uid, 2), "activation": at}
-
-
-def test_a_chunk_may_end_inside_an_invocation():
-    bench = Bench(max_step_tokens=6)
-    bench.submit("a", 15, **activated(bench, at=10))  # invoked by tokens 10, 11 and 12
-    bench.finish()
-    chunks = [w for p in bench.plans for w in p.prefill]
-    assert [(w.start, w.count, w.adapted) for w in chunks] == [(0, 6, False), (6, 6, True), (12, 3, True)]
-
-
-def test_base_and_activated_loras_read_one_prefix():
-    bench = Bench()
-    talk = list(range(10, 31))
-    bench.submit("base", talk)
-    bench.finish()
-    for uid in (1, 2):
-        bench.submit(f"check{uid}", [*talk, 90, 91], **activated(bench, uid, at=21))
-    bench.finish()
-    cached = {e.request_id: e.usage.cached_tokens for e in bench.events if e.usage}
-    assert cached == {"base": 0, "check1": 20, "check2": 20}
-
-
-def test_completions_of_one_activated_prompt_share_its_suffix():
-    bench = Bench()
-    bench.submit("a", 18, n=3, **activated(bench, at=9))
-    bench.finish()
-    assert [e.usage.cached_tokens for e in bench.events if e.usage] == [0, 16, 16]
-
-
-def test_a_preempted_activated_sequence_comes_back_and_keeps_its_activation():
-    bench = Bench(blocks=14, draw=lambda s, position: 10 + position)  # it generates its own invocation again
-    check = activated(bench, at=5)
-    for i in range(3):
-        bench.submit(f"r{i}", [10 + i] * 9, max_tokens=12, **check)
-    bench.finish()
-    assert bench.scheduler.preemptions > 0
-    assert {w.sequence.activation for p in bench.plans for w in p.work} == {5}
-    assert all(bench.tokens(f"r{i}") == list(range(19, 31)) for i in range(3))
-
-
-def test_the_answer_of_an_activated_step_is_computed_once_as_the_bases():
-    bench = Bench(draw=lambda s, position: 50 + position)
-    talk = list(range(10, 27))
-    bench.submit("base", talk, max_tokens=4)
-    bench.finish()
-    answered = [*talk, *bench.tokens("base")]
-    bench.submit("check", [*answered, 90, 91], max_tokens=9, **activated(bench, at=21))
-    bench.finish()
-    goes_on = [*answered, 90, 91, *bench.tokens("check"), 7]
-    for turn in ("base2", "base3"):
-        bench.submit(turn, goes_on, max_tokens=2)
-        bench.finish()
-    first = {w.sequence.request.id: w.start for p in reversed(bench.plans) for w in p.prefill}
-    assert first == {"base": 0, "check": 20, "base2": 20, "base3": 32}
