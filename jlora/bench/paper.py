@@ -226,7 +226,8 @@ class Runs:
         self.deadline = deadline
         self._journal = Journal(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
         self._work: tuple[float, Work] | None = None
-        self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in self._journal.rounds}
+        kept: list[dict[str, Any]] = self._journal.rounds
+        self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in kept}
 
     def at(self, rate: float, policy: str) -> Sample:
         """One run: means and counts of `jlora.sim.scenario.simulate`."""
@@ -236,7 +237,8 @@ class Runs:
                 raise TimeoutError
             result = simulate(self._study.case.scenario, self._played(rate), policy)
             self.known[rate, policy] = self._study.keep(result)
-            self._journal.add({"rate": rate, "policy": policy, "run": self.known[rate, policy]})
+            finished: dict[str, Any] = {"rate": rate, "policy": policy, "run": self.known[rate, policy]}
+            self._journal.add(finished)
         return self.known[rate, policy]
 
     def _played(self, rate: float) -> Work:
