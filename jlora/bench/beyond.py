@@ -89,7 +89,7 @@ def quick(work: Path, data: Path | None) -> Plan:
     """Two short cells: whether it works at all."""
     cells = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0),)
     hinted = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0, hint_s=1.0),)
-    return Plan((), cells, hinted, 5.0, len(LEVELS), work, 5.0, data)
+    return Plan((), cells, hinted, 5.0, len(LEVELS), work, 5.0, data, past=(), close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:

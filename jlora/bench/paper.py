@@ -46,7 +46,7 @@ ABLATIONS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)  # as Figure 9 sweeps them
 LIMIT_S = 0.5  # of mean TTFT, at the peak
 BEYOND = (1.1, 1.2, 1.35, 1.5, 1.75, 2.0)  # times the reference's peak
-CLOSE = 1.06  # the peak is looked for until two rates are so close
+CLOSE = 1.06  # times: between what is below the limit and what is not
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class Plan:
         work: where journals are kept.
         minutes: no run begins later than that after the start.
         chat: the workload of Figures 9 and 14.
+        past: rates beyond the reference's peak, as multiples of it; close: how exactly a peak is found.
     """
 
     figures: tuple[int, ...]
@@ -111,6 +112,8 @@ class Plan:
     seed: int = 0
     processes: int = 2
     chat: str = "W1"
+    past: tuple[float, ...] = BEYOND
+    close: float = CLOSE
 
     def settings(self) -> dict[str, Any]:
         """What makes two runs comparable."""
@@ -131,7 +134,7 @@ def full(work: Path, data: Path | None) -> Plan:
 def quick(work: Path, data: Path | None) -> Plan:
     """Few short cases: whether it works at all."""
     many = (Case("W3", "7B", 40, "skewed:0.1"),)
-    return Plan(FIGURES, (Case("W3", "7B", 20),), many, 5.0, 2, work, 5.0, data, chat="W3")
+    return Plan(FIGURES, (Case("W3", "7B", 20),), many, 5.0, 2, work, 5.0, data, chat="W3", past=(1.1,), close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:
@@ -226,7 +229,8 @@ class Runs:
         self.deadline = deadline
         self._journal = Journal(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
         self._work: tuple[float, Work] | None = None
-        self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in self._journal.rounds}
+        kept: list[dict[str, Any]] = self._journal.rounds
+        self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in kept}
 
     def at(self, rate: float, policy: str) -> Sample:
         """One run: means and counts of `jlora.sim.scenario.simulate`."""
@@ -236,7 +240,8 @@ class Runs:
                 raise TimeoutError
             result = simulate(self._study.case.scenario, self._played(rate), policy)
             self.known[rate, policy] = self._study.keep(result)
-            self._journal.add({"rate": rate, "policy": policy, "run": self.known[rate, policy]})
+            finished: dict[str, Any] = {"rate": rate, "policy": policy, "run": self.known[rate, policy]}
+            self._journal.add(finished)
         return self.known[rate, policy]
 
     def _played(self, rate: float) -> Work:
@@ -260,7 +265,7 @@ class Curves(Study):
             for policy in policies:
                 runs.at(rate, policy)
         left, before = policies, peak
-        for factor in BEYOND:
+        for factor in self.plan.past:
             left = [policy for policy in left if runs.at(before, policy)["ttft_s"] < LIMIT_S]
             before = factor * peak
             for policy in left:
@@ -268,7 +273,7 @@ class Curves(Study):
 
     def anchors(self, runs: Runs) -> tuple[float, str]:
         """The reference's peak, and vllm-fair at the share that is best near it."""
-        peak = find_peak(runs, self.reference, GUESS.get(self.case.workload, 2.0))
+        peak = find_peak(runs, self.reference, GUESS.get(self.case.workload, 2.0), self.plan.close)
         fair = [f"vllm-fair:{share:g}" for share in SHARES]
         return peak, min(fair, key=lambda policy: runs.at(0.9 * peak, policy)["ttft_s"])
 
@@ -350,11 +355,11 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.4g}")
 
 
-def find_peak(runs: Runs, policy: str, guess: float) -> float:
-    """The highest rate at which the policy's mean TTFT is below the limit, to 6 %."""
+def find_peak(runs: Runs, policy: str, guess: float, close: float) -> float:
+    """The highest rate at which the policy's mean TTFT is below the limit, to a factor of `close`."""
     low, high = 0.0, float("inf")
     rate = guess
-    while (not low or high / low > CLOSE) and guess / 100 < rate < 100 * guess:
+    while (not low or high / low > close) and guess / 100 < rate < 100 * guess:
         if runs.at(rate, policy)["ttft_s"] < LIMIT_S:
             low = rate
         else:

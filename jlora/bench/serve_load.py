@@ -1,7 +1,7 @@
 """`jlora bench serve`: replays a workload against gRPC servers, several configurations in turn.
 
     jlora bench serve --target 127.0.0.1:50051 --workload W3 --rate 5 --shrink 4
-    jlora bench serve --config ours=cache.policy=jlora --config lru=cache.policy=lru --rounds 5
+    jlora bench serve --config ours=cache.policy=jlora --config lru=cache.policy=lru --shrink 2
     jlora bench serve --target old=host:50051 new=host:50052 --trace mine.csv --users 8
 
 A `--target` runs already; a `--config` is started here, from a TOML file or from `section.key=value`
