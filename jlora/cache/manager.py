@@ -20,10 +20,9 @@ from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
 
-# A prefix is computed again only if copying it would take so many times as long. While others wait
-# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d); while
-# nobody does, what is sooner is better.
-RECOMPUTE, RACE = 3.0, 1.5
+# A prefix is computed again only if copying it would take so many times as long: near saturation
+# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
+RECOMPUTE = 3.0
 # A step starts before its copies have landed if they need at most this share of its time.
 STREAM = 0.9
 # Shorter copies come as one piece: a group of layers costs a transfer of its own.
@@ -102,7 +101,6 @@ class CacheManager:
         self.base = self.tree.base
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
-        self.crowded = True  # others wait in the queue, as the scheduler told it last
         self._pinned: set[AdapterNode] = set()
         self._clock = clock
 
@@ -421,8 +419,7 @@ class CacheManager:
             return path
         meter, backlog = self.policy.meter, self.cells.backlog["in"]
         tokens = (len(path) - missing[0]) * self.block_tokens
-        guard = RECOMPUTE if self.crowded else RACE
-        if meter.load_s(KV, backlog + len(missing)) <= guard * tokens * meter.token_s:
+        if meter.load_s(KV, backlog + len(missing)) <= RECOMPUTE * tokens * meter.token_s:
             return path
         return path[: missing[0]]
 

@@ -300,7 +300,6 @@ class Scheduler:
         if sequence.refused == self.manager.epoch:
             return False
         headroom = min(len(self.running), self.manager.total // 16)
-        self.manager.crowded = self._queued > 1
         again = sequence.admitted > 0
         lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again)
         if lease is None:

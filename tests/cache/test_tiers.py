@@ -204,17 +204,6 @@ def test_a_prefix_is_computed_again_only_if_copying_takes_over_three_times_as_lo
     assert cache.manager.counters.recomputed_tokens == (0 if copied else 8)
 
 
-@pytest.mark.parametrize(("ratio", "copied"), [(1.4, True), (1.6, False)])
-def test_while_nobody_waits_a_prefix_comes_the_way_that_is_sooner(ratio: float, copied: bool):
-    cache = Cache()
-    cache.run(A)
-    cache.drop_from_device(A)
-    meter = cache.cells.policy.meter
-    meter.token_s = meter.load_s(KV, 2) / (8 * ratio)
-    cache.manager.crowded = False
-    assert cache.leased(A).cached == (8 if copied else 0)
-
-
 # -- the monitor -------------------------------------------------------------------------------
 
 

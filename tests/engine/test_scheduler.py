@@ -343,22 +343,3 @@ def test_what_a_preempted_sequence_finds_again_is_no_hit():
     counters = bench.manager.counters
     assert bench.scheduler.preemptions > 0
     assert (counters.kv_hit_tokens, counters.kv_lookup_tokens) == (0, 27)
-
-
-def test_the_cache_is_told_whether_others_wait():
-    """Who is alone may compute a prefix that would be slow to copy."""
-    bench = Bench()
-    told: list[bool] = []
-    acquire = bench.manager.acquire
-
-    def asked(*args):
-        told.append(bench.manager.crowded)
-        return acquire(*args)
-
-    bench.manager.acquire = asked
-    bench.submit("alone", 8)
-    bench.step()
-    bench.submit("first", 8)
-    bench.submit("last", 8)
-    bench.step()
-    assert told == [False, True, False]

@@ -156,7 +156,7 @@ def test_one_seed_replays_byte_for_byte_in_another_process():
 def test_a_slower_link_makes_requests_wait_longer_for_the_same_hits():
     trace = chats(sessions=40, turns=4, rate=1.0)
     waits = []
-    for factor in (0.25, 1):  # and computing again would still take longer
+    for factor in (1, 4):  # and computing again would still take longer
         link = replace(SPEC.link, block_s=factor * SPEC.link.block_s)
         replay = Replay(replica_of(replace(sized(device=40), link=link), "lru"), trace)
         replay.run()
