@@ -4,6 +4,7 @@
     .venv/bin/python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"    # in another
 
 The requests of all adapters share the engine's steps; each answer is printed when it is complete.
+Activated LoRAs act from an invocation in the prompt on, which a plain text has not: they are named only.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ async def main() -> None:
     async with grpc.aio.insecure_channel(args.server) as channel:
         info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest())
         listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest())
-        models = [info.model, *(adapter.name for adapter in listed.adapters)]
+        activated = [adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens]
+        models = [info.model, *(adapter.name for adapter in listed.adapters if adapter.name not in activated)]
+        for name in activated:
+            print(f"{name:>16}: not asked, an activated LoRA needs its invocation in the prompt")
         await asyncio.gather(*(ask(channel, model, args.text, args.max_tokens) for model in models))
 
 

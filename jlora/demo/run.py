@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     right, count = sum(answer.right for answer in answers), len(answers)
     misjudged = [verdict for verdict in verdicts if not verdict.right]
     if (right < count and text == TEXT) or misjudged:
-        print(f"jlora demo: {count - right} answers and {len(misjudged)} verdicts are wrong", file=sys.stderr)
+        print(f"jlora demo: wrong answers: {count - right}, wrong verdicts: {len(misjudged)}", file=sys.stderr)
         return 1
     say(f"{right} of {count} answers are exactly what the task says.")
     return 0
