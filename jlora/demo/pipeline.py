@@ -24,11 +24,10 @@ from jlora.serve.proto import jlora_pb2
 ANSWER_S = 120.0
 CHECK = "numbers"
 PLAIN = f"{CHECK}-lora"  # the same weights without an invocation
-# A first part without a number, then one with one. Long enough that reading it again takes its time.
+# A first part without a number, then one with one.
 CHAT = (
     ("good morning", "this is a story about a river", "the river was long and very cold", "a small town lay by it"),
     ("people built a bridge of stone", "then came the rain", "the bridge is 40 steps long", "it stands to this day"),
-    ("children play on it every summer", "music comes from the old mill", "what a place to live", "thanks and goodbye"),
 )
 
 
