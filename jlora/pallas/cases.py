@@ -262,9 +262,6 @@ def _large_lora(spec: ModelSpec, tp: int) -> list[LoraCase]:
         "decode 64, 1 adapter": ((16,), ((0, 64),)),
         "decode 64, 8 adapters": ((16,) * 8, tuple((i // 8, 1) for i in range(64))),
         "decode 64, 64 adapters, mixed ranks": (mixed * 16, tuple((i, 1) for i in range(64))),
-            tuple(mixed[i % 4] for i in range(64)),
-            tuple((i, 1) for i in range(64)),
-        ),
         "prefill 2048, 4 adapters": ((16,) * 4, tuple((i, 512) for i in range(4))),
     }
     return [
