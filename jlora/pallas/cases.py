@@ -7,7 +7,7 @@ parallelism a case has one shard's view: heads, widths and pool are the shard's 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
-from jlora.pallas.ops import ActiveBlocks, Adapted, Pages
+from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Pages
 
 LAYERS = 2  # of a case's pool; the op runs on the second, so that a forgotten layer offset shows
 
@@ -26,9 +26,6 @@ LLAMA2_7B = ModelSpec(32000, 4096, 11008, 32, 32, 32, 128, 4096, dtype="bfloat16
 TINY = ModelSpec(96, 512, 768, LAYERS, 4, 2, 128, 256, name="tiny128")  # a lane is 128 wide on TPU
 TINY64 = ModelSpec(96, 256, 384, LAYERS, 8, 2, 64, 256, name="tiny64")
 MODELS = {spec.name: spec for spec in (LLAMA3_8B, LLAMA2_7B, TINY, TINY64)}
-
-# Projections that share an input: one launch each.
-GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +68,7 @@ class LoraCase:
         group: projections that share an input.
         ranks: of each adapter in the batch, a number for all projections or one for each of the group.
         tokens: runs of (adapter index or -1, tokens), in launch order.
+        fit: rearranges units as a platform's kernels read them (`gpu_layout.fit_units`).
     """
 
     name: str
@@ -80,6 +78,7 @@ class LoraCase:
     ranks: tuple[int | tuple[int, ...], ...]
     tokens: tuple[tuple[int, int], ...]
     tp: int = 1
+    fit: Callable[[PoolLayout], PoolLayout] = lambda layout: layout
 
     @property
     def count(self) -> int:
@@ -95,7 +94,7 @@ class LoraCase:
     @property
     def layout(self) -> PoolLayout:
         """A pool with a few blocks more than the adapters need."""
-        one = PoolLayout.of(self.spec, 1, self.block_tokens, self.tp)
+        one = self.fit(PoolLayout.of(self.spec, 1, self.block_tokens, self.tp))
         ranks = [[r] * len(self.group) if isinstance(r, int) else r for r in self.ranks]
         units = [one.units[name] for name in self.group]
         used = sum(-(-r // unit.per_block) for of in ranks for r, unit in zip(of, units, strict=True))
@@ -107,13 +106,10 @@ class LoraCase:
         return self.layout.units[self.group[0]].a
 
 
-def attention_inputs(case: AttentionCase, seed: int = 0, junk: float = np.nan) -> tuple[Any, ...]:
-    """q, pool, first_row, pages for `Attention`; `junk` fills what no valid token may read."""
-    rng = np.random.default_rng(seed)
-    layout, rows = case.layout, len(case.rows) + case.padding
-    pool = np.full(_pool_shape(layout), junk, np.float32)
-    pool.reshape(layout.layers, layout.blocks, -1)[:, 0] = 0
-    free = iter(rng.permutation(np.arange(1, layout.blocks)).tolist())
+def attention_pages(case: AttentionCase, seed: int = 0) -> Pages:
+    """Where the case's rows lie: numpy, blocks in random order."""
+    rows = len(case.rows) + case.padding
+    free = iter(np.random.default_rng(seed).permutation(np.arange(1, case.layout.blocks)).tolist())
     table = np.zeros((rows, case.width), np.int32)
     for i, (length, _) in enumerate(case.rows):
         held = case.rows[i - 1][0] if i in case.continued else 0
@@ -121,16 +117,26 @@ def attention_inputs(case: AttentionCase, seed: int = 0, junk: float = np.nan) -
             table[i] = table[i - 1]
         for page in range(-(-held // case.block_tokens), -(-length // case.block_tokens)):
             table[i, page] = next(free)
-        for at in range(held, length):
-            row = layout.blocks + table[i, at // case.block_tokens]
-            pool[row, at % case.block_tokens] = rng.standard_normal(pool.shape[2:])
     for i in sorted(case.continued, reverse=True):  # rows of a sequence share its whole table
         table[i - 1] = table[i]
-    q = rng.standard_normal((rows, case.chunk, case.spec.heads // case.tp, case.spec.head_dim))
     lengths = np.array([n for n, _ in case.rows] + [0] * case.padding, np.int32)
     starts = np.array([n - c for n, c in case.rows] + [0] * case.padding, np.int32)
-    pages = Pages(*(jnp.asarray(x) for x in (table, lengths, starts)))
-    return jnp.asarray(q, layout.dtype), jnp.asarray(pool, layout.dtype), jnp.int32(layout.blocks), pages
+    return Pages(table, lengths, starts)
+
+
+def attention_inputs(case: AttentionCase, seed: int = 0, junk: float = np.nan) -> tuple[Any, ...]:
+    """q, pool, first_row, pages for `Attention`; `junk` fills what no valid token may read."""
+    rng = np.random.default_rng(seed)
+    layout, pages = case.layout, attention_pages(case, seed)
+    pool = np.full(_pool_shape(layout), junk, np.float32)
+    pool.reshape(layout.layers, layout.blocks, -1)[:, 0] = 0
+    for row, length in enumerate(pages.lengths):
+        at = np.arange(length)
+        slots = layout.blocks + pages.table[row, at // case.block_tokens], at % case.block_tokens
+        pool[slots] = rng.standard_normal((length, *pool.shape[2:]))
+    q = rng.standard_normal((len(pages.lengths), case.chunk, case.spec.heads // case.tp, case.spec.head_dim))
+    placed = Pages(*(jnp.asarray(x) for x in pages))
+    return jnp.asarray(q, layout.dtype), jnp.asarray(pool, layout.dtype), jnp.int32(layout.blocks), placed
 
 
 def attention_shapes(case: AttentionCase) -> tuple[Any, ...]:
@@ -148,34 +154,39 @@ def attention_valid(case: AttentionCase) -> np.ndarray:
     return np.arange(case.chunk) < counts[:, None]
 
 
+def lora_lists(case: LoraCase, seed: int = 0) -> tuple[list[ActiveBlocks], np.ndarray]:
+    """Each projection's active blocks, and the adapter of each token: numpy, blocks in random order."""
+    free = iter(np.random.default_rng(seed).permutation(np.arange(1, case.layout.blocks)).tolist())
+    blocks, owners, ends = [], [], [0]
+    for name in case.group:
+        for owner, count in enumerate(case.blocks(name)):
+            blocks += [next(free) for _ in range(count)]
+            owners += [owner] * count
+        ends.append(len(blocks))
+    # As a launch has them: more room than entries.
+    lists = [np.array([*x, 0, 0], np.int32) for x in (blocks, owners)]
+    active = [ActiveBlocks(*lists, np.int32(a), np.int32(b)) for a, b in zip(ends, ends[1:], strict=False)]
+    adapters = np.repeat([a for a, _ in case.tokens], [n for _, n in case.tokens]).astype(np.int32)
+    return active, adapters
+
+
 def lora_inputs(case: LoraCase, seed: int = 0, junk: float = np.nan) -> tuple[Any, ...]:
     """x, pool, first_row, projections, adapters for `Lora`; `junk` fills blocks that are not active."""
     rng = np.random.default_rng(seed)
     layout = case.layout
+    active, adapters = lora_lists(case, seed)
     pool = np.full(_pool_shape(layout), junk, np.float32)
     pool.reshape(layout.layers, layout.blocks, -1)[:, 0] = 0
-    free = iter(rng.permutation(np.arange(1, layout.blocks)).tolist())
-    blocks, owners, ends = [], [], [0]
-    for at, name in enumerate(case.group):
-        for owner, rank in enumerate(case.ranks):
-            rank = rank if isinstance(rank, int) else rank[at]
-            for first in range(0, rank, layout.units[name].per_block):
-                blocks.append(next(free))
-                owners.append(owner)
-                _fill(pool[layout.blocks + blocks[-1]], layout, name, rank - first, rng)
-        ends.append(len(blocks))
-    # As a launch has them: more room than entries, other projections' entries around.
-    lists = [np.array([*x, 0, 0], np.int32) for x in (blocks, owners)]
-    projections = [
-        Adapted(
-            jnp.asarray(rng.standard_normal((case.count, layout.units[name].b)), layout.dtype),
-            ActiveBlocks(*(jnp.asarray(x) for x in lists), jnp.int32(ends[at]), jnp.int32(ends[at + 1])),
-            layout.units[name],
-        )
-        for at, name in enumerate(case.group)
-    ]
+    projections = []
+    for at, (name, entries) in enumerate(zip(case.group, active, strict=True)):
+        unit = layout.units[name]
+        ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
+        left = [rank - first for rank in ranks for first in range(0, rank, unit.per_block)]
+        for block, rank in zip(entries.blocks[entries.start : entries.stop], left, strict=True):
+            fill_block(pool[layout.blocks + block], layout, name, rank, rng)
+        base = jnp.asarray(rng.standard_normal((case.count, unit.b)), layout.dtype)
+        projections.append(Adapted(base, ActiveBlocks(*(jnp.asarray(x) for x in entries)), unit))
     x = rng.standard_normal((case.count, case.input_width)) / np.sqrt(case.input_width)
-    adapters = np.repeat([a for a, _ in case.tokens], [n for _, n in case.tokens]).astype(np.int32)
     arrays = (jnp.asarray(x, layout.dtype), jnp.asarray(pool, layout.dtype), jnp.int32(layout.blocks))
     return *arrays, projections, jnp.asarray(adapters)
 
@@ -191,12 +202,13 @@ def lora_shapes(case: LoraCase, entries: int = 4096) -> tuple[Any, ...]:
     return *arrays, projections, jax.ShapeDtypeStruct((case.count,), np.int32)
 
 
-def _fill(row: np.ndarray, layout: PoolLayout, name: str, rank: int, rng: np.random.Generator) -> None:
+def fill_block(row: np.ndarray, layout: PoolLayout, name: str, rank: int, rng: np.random.Generator) -> None:
     """Writes one block's units [per_block, slots * 2K * H]: at most `rank` of them, the rest zero."""
     unit, size = layout.units[name], row.shape[1] * row.shape[2]
     cells = np.zeros((unit.per_block, unit.slots * size), np.float32)
     used = min(rank, unit.per_block)
-    cells[:used, : unit.a + unit.b] = rng.standard_normal((used, unit.a + unit.b))
+    for start, width in ((0, unit.a), (unit.b_start, unit.b)):
+        cells[:used, start : start + width] = rng.standard_normal((used, width))
     flat = np.zeros(row.size, np.float32)
     flat[: cells.size] = cells.reshape(-1)
     row[:] = flat.reshape(row.shape)

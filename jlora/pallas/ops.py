@@ -45,6 +45,9 @@ import jax
 
 from jlora.layout import UnitLayout
 
+# Projections that share an input: one launch of `Lora` each.
+GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+
 # Adds a partial product of all shards; None on a single device.
 Psum = Callable[[jax.Array], jax.Array] | None
 

@@ -188,7 +188,7 @@ def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i)
     rows = pool[first_row + active.blocks[at]].reshape(tile, -1)
     cells = rows[:, : unit.per_block * size].reshape(tile * unit.per_block, size)
     owners = jnp.repeat(owner, unit.per_block, total_repeat_length=tile * unit.per_block)
-    return cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b], owners
+    return cells[:, : unit.a], cells[:, unit.b_start : unit.b_start + unit.b], owners
 
 
 def block_rows(ids: jax.Array, layers: int, blocks: int) -> jax.Array:
