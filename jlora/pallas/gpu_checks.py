@@ -100,7 +100,7 @@ LARGE = Sizes(
 )
 # For an interpreter: every check in seconds.
 SMALL = Sizes(
-    specs=(replace(TINY, dtype="bfloat16"),),
+    specs=(replace(TINY, heads=2, kv_heads=1, dtype="bfloat16"),),
     block_tokens=(32,),
     lengths=(100,),
     prompts=(70,),
