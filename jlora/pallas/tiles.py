@@ -26,11 +26,10 @@ SMALLEST = 16  # tokens and units of a tile
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """Most tokens and rank units of a tile, 128-wide pieces per turn of the inner loop, memory limit."""
+    """Most tokens and rank units of a tile, memory limit."""
 
     tokens: int
     units: int
-    unroll: int
     vmem_bytes: int
 
 

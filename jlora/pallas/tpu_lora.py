@@ -43,7 +43,7 @@ from jlora.layout import UnitLayout
 from jlora.pallas.ops import Adapted, Psum
 from jlora.pallas.tiles import Chip, LoraShape, LoraTiles
 
-LANES = 128
+LANES, SUBLANES = 128, 8
 NOBODY = -2  # no token's adapter; -1 is the base
 
 
@@ -78,9 +78,15 @@ class Tile:
         """Numbers of a unit that one load brings."""
         return LANES * self.packing
 
+    @property
+    def stride(self) -> int:
+        """32-bit rows from a unit to the next."""
+        return self.slots * self.slot_rows // self.packing
+
     def buffer(self, copies: int, dtype: Any) -> Any:
-        """Scratch memory for some tiles."""
-        return pltpu.VMEM((copies, self.units * self.slots, self.slot_rows, LANES), dtype)
+        """Scratch memory for some tiles, and room behind them for the last aligned window of rows."""
+        room = _cdiv(2 * SUBLANES * self.packing, self.slot_rows)
+        return pltpu.VMEM((copies, self.units * self.slots + room, self.slot_rows, LANES), dtype)
 
 
 class Lists(NamedTuple):
@@ -105,6 +111,7 @@ class Feed:
     Attributes:
         start, stop: this token tile's entries in the lists.
         pool: the whole pool, in slow memory; arrived: a semaphore for each buffer.
+        views: the buffers can be seen in another shape, which the TPU-semantics interpreter cannot do.
     """
 
     tile: Tile
@@ -114,6 +121,7 @@ class Feed:
     pool: Any
     buffers: Any
     arrived: Any
+    views: bool
 
     @property
     def turns(self) -> Any:
@@ -132,12 +140,20 @@ class Feed:
         """Until they have come."""
         self._each(turn, lambda copy: copy.wait())
 
-    def rows(self, turn: Any) -> Any:
-        """A tile as rows of 128 numbers, 32 bits each."""
-        flat = self.buffers.at[self._buffer(turn)].reshape(
-            self.tile.units * self.tile.slots * self.tile.slot_rows, LANES
-        )
-        return flat.bitcast(jnp.uint32) if self.tile.packing > 1 else flat
+    def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
+        """32-bit row `window` + `at` of every unit of a tile: [units, 128].
+
+        `window` may be traced and is a multiple of 8: the compiler wants to know where tiles begin.
+        """
+        tile, count = self.tile, self.buffers.shape[1] * self.tile.slot_rows // self.tile.packing
+        size = (tile.units - 1) * tile.stride + 2 * SUBLANES
+        if not self.views:
+            words = _words(self.buffers[self._buffer(turn)], tile)
+            return lax.dynamic_slice_in_dim(words, window, size)[at :: tile.stride][: tile.units]
+        flat = self.buffers.at[self._buffer(turn)].reshape(count * tile.packing, LANES)
+        flat = flat.bitcast(jnp.uint32) if tile.packing > 1 else flat
+        near = flat.at[pl.ds(pl.multiple_of(window, SUBLANES), size)]
+        return near[pl.ds(at, tile.units, stride=tile.stride), :]
 
     def owners(self, turn: Any) -> jax.Array:
         """[1, units] owner of each unit of a tile."""
@@ -168,73 +184,80 @@ class Feed:
         lax.fori_loop(0, self.count(turn), block, None)
 
 
-def _load(feed: Feed, turn: Any, piece: Any, valid: jax.Array | None = None) -> jax.Array:
-    """Numbers piece * step .. of every unit of a tile: [units, step]; zero where not valid."""
-    tile = feed.tile
-    stride = tile.slots * tile.slot_rows // tile.packing
-    words = feed.rows(turn)[pl.ds(piece, tile.units, stride=stride), :]
+def _words(buffer: jax.Array, tile: Tile) -> jax.Array:
+    """A whole buffer as 32-bit rows, by value."""
+    rows = buffer.reshape(-1, LANES)
+    if tile.packing == 1:
+        return rows
+    return lax.bitcast_convert_type(rows.reshape(-1, tile.packing, LANES).swapaxes(1, 2), jnp.uint32)
+
+
+def _numbers(words: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """32-bit rows as numbers [units, step]; zero where not valid."""
     if valid is not None:
         words = jnp.where(valid, words, jnp.zeros_like(words))
-    if tile.packing == 1:
+    if words.dtype == jnp.float32:
         return words
     low, high = words << 16, words & jnp.uint32(0xFFFF0000)
     halves = [lax.bitcast_convert_type(w, jnp.float32).astype(jnp.bfloat16) for w in (low, high)]
     return jnp.concatenate(halves, axis=1)
 
 
-def _shrink(feed: Feed, turn: Any, x: Any, unroll: int) -> jax.Array:
+def _shrink(feed: Feed, turn: Any, x: Any) -> jax.Array:
     """x Aᵀ for a tile: [tokens, units] float32; units that were not fetched give anything."""
     step = feed.tile.step
 
-    def piece(c: Any, h: jax.Array) -> jax.Array:
-        part = x[:, pl.ds(pl.multiple_of(c * step, step), step)]
-        return h + _dot(part, _load(feed, turn, c), ((1,), (1,)))
+    def piece(h: jax.Array, words: jax.Array, at: Any, size: int) -> jax.Array:
+        return h + _dot(x[:, pl.ds(at, size)], _numbers(words)[:, :size], ((1,), (1,)))
 
-    whole, rest = divmod(feed.tile.unit.a, step)
-    h = _loop(whole, unroll, piece, jnp.zeros((x.shape[0], feed.tile.units), jnp.float32))
-    if rest:  # the last piece of a shard's input is narrower
-        h += _dot(x[:, whole * step :], _load(feed, turn, whole)[:, :rest], ((1,), (1,)))
-    return h
+    start = jnp.zeros((x.shape[0], feed.tile.units), jnp.float32)
+    return _pieces(feed, turn, (0, feed.tile.unit.a, step), piece, start)
 
 
-def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any, unroll: int) -> None:
+def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any) -> None:
     """out += h B for a tile."""
-    tile, step = feed.tile, feed.tile.step
-    first = (tile.unit.b_start - tile.first * tile.slot_rows * LANES) // step  # B's first piece in the fetched part
+    tile = feed.tile
+    first = (tile.unit.b_start - tile.first * tile.slot_rows * LANES) // tile.step  # B's row in the fetched part
     fetched = feed.count(turn) * tile.unit.per_block
     # Fast memory that nothing was copied to may hold NaN, and 0 · NaN is NaN.
     valid = lax.broadcasted_iota(jnp.int32, (tile.units, LANES), 0) < fetched
     h = h.astype(out.dtype)
 
-    def piece(c: Any, _: None) -> None:
-        at = pl.ds(pl.multiple_of(c * step, step), step)
-        add(at, _load(feed, turn, first + c, valid))
+    def piece(_: None, words: jax.Array, at: Any, size: int) -> None:
+        columns = pl.ds(at, size)
+        delta = _dot(h, _numbers(words, valid)[:, :size], ((1,), (0,)))
+        out[:, columns] = (out[:, columns].astype(jnp.float32) + delta).astype(out.dtype)
 
-    def add(at: Any, b: jax.Array) -> None:
-        out[:, at] = (out[:, at].astype(jnp.float32) + _dot(h, b, ((1,), (0,)))).astype(out.dtype)
+    _pieces(feed, turn, (first, tile.unit.b, tile.step), piece, None)
 
-    whole, rest = divmod(tile.unit.b, step)
-    _loop(whole, unroll, piece, None)
-    if rest:
-        add(pl.ds(whole * step, rest), _load(feed, turn, first + whole, valid)[:, :rest])
+
+def _pieces(feed: Feed, turn: Any, part: tuple[int, int, int], piece: Callable[..., Any], carry: Any) -> Any:
+    """Goes through `part` (first 32-bit row in the unit, numbers, numbers per row) of a tile's units.
+
+    Eight rows at a time in a loop, so that the compiled kernel stays small; the rest is written
+    out. `piece(carry, words [units, 128], first number, how many)` gives the next carry.
+    """
+    first, numbers, step = part
+    near, over = divmod(first, SUBLANES)
+    groups = numbers // (SUBLANES * step)
+
+    def group(g: Any, carry: Any) -> Any:
+        for r in range(SUBLANES):
+            words = feed.rows(turn, (near + g) * SUBLANES, over + r)
+            carry = piece(carry, words, pl.multiple_of((g * SUBLANES + r) * step, step), step)
+        return carry
+
+    if groups:
+        carry = lax.fori_loop(0, groups, group, carry)
+    for at in range(groups * SUBLANES * step, numbers, step):
+        window, row = divmod(first + at // step, SUBLANES)
+        carry = piece(carry, feed.rows(turn, window * SUBLANES, row), at, min(step, numbers - at))
+    return carry
 
 
 def _dot(x: jax.Array, y: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
     exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return lax.dot_general(x, y, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32)
-
-
-def _loop(count: int, unroll: int, body: Callable[[Any, Any], Any], carry: Any) -> Any:
-    """`count` turns, `unroll` of them at a time where that divides."""
-    while count and count % unroll:
-        unroll -= 1
-
-    def several(i: Any, carry: Any) -> Any:
-        for k in range(unroll):
-            carry = body(i * unroll + k, carry)
-        return carry
-
-    return lax.fori_loop(0, count // unroll, several, carry)
 
 
 def _mask(h: jax.Array, adapters: Any, owners: jax.Array) -> jax.Array:
@@ -253,8 +276,8 @@ def _fused(plan: Plan, *refs: Any) -> None:
         def turn(j: Any, _: None, feed: Feed = feed, out: Any = out) -> None:
             feed.fetch(j + 1)
             feed.wait(j)
-            h = _mask(_shrink(feed, j, x, plan.sizes.unroll), adapters, feed.owners(j))
-            _expand(feed, j, h, out, plan.sizes.unroll)
+            h = _mask(_shrink(feed, j, x), adapters, feed.owners(j))
+            _expand(feed, j, h, out)
 
         lax.fori_loop(0, feed.turns, turn, None)
 
@@ -269,7 +292,7 @@ def _first_half(plan: Plan, *refs: Any) -> None:
     for feed, out in zip(feeds, outs, strict=True):
         feed.wait(turn)
         # Masked, so that what the shards add up is finite whatever the memory held.
-        out[...] = jnp.where(feed.owners(turn) != NOBODY, _shrink(feed, turn, x, plan.sizes.unroll), 0.0)
+        out[...] = jnp.where(feed.owners(turn) != NOBODY, _shrink(feed, turn, x), 0.0)
 
 
 def _second_half(plan: Plan, *refs: Any) -> None:
@@ -283,7 +306,7 @@ def _second_half(plan: Plan, *refs: Any) -> None:
         out[...] = base[...]
         feed.wait(turn)
         part = h[:, at : at + feed.tile.units]
-        _expand(feed, turn, _mask(part, adapters, feed.owners(turn)), out, plan.sizes.unroll)
+        _expand(feed, turn, _mask(part, adapters, feed.owners(turn)), out)
         at += feed.tile.units
 
 
@@ -316,7 +339,8 @@ class Plan:
         at = 2 * self.count * pl.program_id(0)
         spans = [[lists.spans[at + 2 * i + end] for end in (0, 1)] for i in range(self.count)]
         parts = zip(self.tiles, spans, buffers, strict=True)
-        return [Feed(tile, lists, *span, pool, b, arrived.at[i]) for i, (tile, span, b) in enumerate(parts)]
+        views = isinstance(self.interpret, bool)
+        return [Feed(tile, lists, *span, pool, b, arrived.at[i], views) for i, (tile, span, b) in enumerate(parts)]
 
     def call(self, kernel: Any, lists: Lists, inputs: Sequence[jax.Array], bases: Any, outs: Any) -> list[jax.Array]:
         """Launches `kernel` over the token tiles; `bases` become the outputs in place where given."""
@@ -404,7 +428,8 @@ class Launch:
         outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
         shape = LoraShape(*x.shape, outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
         tiles = op.chip.lora(shape)
-        tokens = min(tiles.tokens, x.shape[0])
+        even = _cdiv(x.shape[0], _cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
+        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, _cdiv(even, 16) * 16)
         spans = entry_spans(projections, adapters, tokens)
         like = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
         return cls(tuple(projections), adapters, spans, like, tiles, tokens, op.interpret)
