@@ -172,9 +172,10 @@ def _repeated(case: AttentionCase, tiles: GpuTiles, repeats: int) -> Finding:
 
 
 def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
-    """Groups that the kernels read on every model: few and many adapters, decode and prompts."""
+    """Few and many adapters, decode and prompts, blocks that are full and blocks that end in zeros."""
     shapes: Sequence[tuple[str, tuple[str, ...], tuple[Any, ...], tuple[tuple[int, int], ...]]] = (
         ("q k v, mixed ranks", ("q", "k", "v"), (16, (3, 0, 20), 8), ((0, 3), (-1, 2), (1, 1), (2, 7), (-1, 3))),
+        ("gate up, few units to a block", ("gate", "up"), (16, 5), ((0, 4), (-1, 2), (1, 2))),
         ("o, one adapter, a prompt", ("o",), (64,), ((0, 96), (-1, 32))),
         ("q k v, all distinct", ("q", "k", "v"), (8, 16, 32, 64) * 4, tuple((i, 1) for i in range(16))),
     )

@@ -79,6 +79,11 @@ def without_tail(tile: Any, first: jax.Array, length: jax.Array) -> jax.Array:
     return jnp.where(at < length, v, jnp.zeros_like(v))
 
 
+def row_argument(first_row: jax.Array | int) -> jax.Array:
+    """A layer's first pool row as kernels read it: [1], which is the scalar itself and costs no launch."""
+    return jnp.asarray(first_row, jnp.int32).reshape(1)
+
+
 @partial(jax.jit, static_argnames=("block_tokens", "tile"))
 def page_lists(table: jax.Array, lengths: jax.Array, block_tokens: int, tile: int) -> jax.Array:
     """[S, W] block ids as the kernels read them: padded to whole tiles, block 0 past a row's length."""

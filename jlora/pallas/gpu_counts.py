@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jlora.layout import BYTES, UnitLayout
 from jlora.pallas import counts
 from jlora.pallas.counts import Chip, Count
-from jlora.pallas.gpu_layout import UNITS, chunk_width, fit_units, lora_refusal
+from jlora.pallas.gpu_layout import UNITS, chunk_width, fit_units, lora_refusal, tile_rows
 
 if TYPE_CHECKING:
     from jlora.pallas.cases import AttentionCase, LoraCase
@@ -92,7 +92,7 @@ def _met_tiles(case: LoraCase, at: int, per_block: int, tokens: int) -> list[set
     owners = [who for who, rank in enumerate(ranks) for _ in range(-(-rank // per_block))]
     of: dict[int, set[int]] = {}
     for i, who in enumerate(owners):
-        of.setdefault(who, set()).add(i * per_block // UNITS)
+        of.setdefault(who, set()).add(i * tile_rows(per_block) // UNITS)
     users = [who for who, n in case.tokens for _ in range(n)]
     tiles = [set(users[i : i + tokens]) for i in range(0, len(users), tokens)]
     return [set().union(*(of.get(who, set()) for who in tile)) for tile in tiles]

@@ -131,7 +131,7 @@ def decode_attention(
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
     turned = jnp.pad(q.reshape(rows, kv_heads, group, width), ((0, 0), (0, 0), (0, padded - group), (0, 0)))
-    first = jnp.full((4,), first_row, jnp.int32)
+    first = gpu.row_argument(first_row)
     out, weight = call(turned, pool, table, parts.work, first)
     whole = gpu_plan.merged(out[:, :, :group], weight[:, :, :group], parts, most)
     return whole.reshape(rows, heads, width).astype(q.dtype)

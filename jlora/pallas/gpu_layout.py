@@ -3,10 +3,10 @@
 Plain arithmetic: the engine asks before anything is made, and `lora_refusal` and
 `attention_refusal` are the recorded reasons when an op stays with XLA.
 
-A bulk copy takes whole groups of 8 rows, so a block must hold a multiple of 8 units, at the same
-place in every block: `fit_units` widens a projection's units to the next width for which that is
-so, where there is one. Llama-2-7B needs nothing; in Llama-3-8B k and v grow from 3 slots to 4
-(blocks of 32 or 64 tokens), and its MLP, 9 slots wide, finds no such width below 128 tokens.
+A block must hold 2, 4, ... 64 units at the same place in every block, so that one bulk copy takes a
+chunk of all of them: `fit_units` widens a projection's units to the next width for which that is
+so. Llama-2-7B needs nothing; in Llama-3-8B k and v grow from 3 slots to 4, its MLP from 9 to 16.
+Copies and tensor cores take 8 rows together: a block of fewer units comes with rows of zeros.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from jlora.layout import PoolLayout, UnitLayout
 from jlora.pallas.ops import GROUPS
 
 COPY_ROWS = 8  # rows that bulk copies and tensor cores take together
+FEWEST = 2  # units of a block
 UNITS = 64  # rank units of one product
 PAGES = (16, 32, 64)  # tokens of a block: parts of a tile of 64
 WIDTHS = (64, 128)  # of a head, and of a chunk of a unit
@@ -34,8 +35,8 @@ def fit_units(layout: PoolLayout) -> PoolLayout:
 
 
 def _fitting(block_tokens: int, slots: int) -> int:
-    """The fewest slots, at least `slots`, that cut a block into 8, 16, 32 or 64 units; 0: none."""
-    for count in range(slots, block_tokens // COPY_ROWS + 1):
+    """The fewest slots, at least `slots`, that cut a block into 2, 4, ... 64 units; 0: none."""
+    for count in range(slots, block_tokens // FEWEST + 1):
         if block_tokens % count == 0 and _takes(block_tokens // count):
             return count
     return 0
@@ -48,7 +49,12 @@ def chunk_width(units: Sequence[UnitLayout]) -> int:
 
 
 def _takes(units: int) -> bool:
-    return units % COPY_ROWS == 0 and UNITS % units == 0
+    return units >= FEWEST and UNITS % units == 0
+
+
+def tile_rows(per_block: int) -> int:
+    """Rows of a tile of units that a block takes."""
+    return max(per_block, COPY_ROWS)
 
 
 def attention_refusal(layout: PoolLayout) -> str | None:
@@ -74,6 +80,6 @@ def lora_refusal(layout: PoolLayout, units: Sequence[UnitLayout]) -> str | None:
         if unit.slots * unit.per_block != layout.block_tokens or not _takes(unit.per_block):
             return (
                 f"a block of {layout.block_tokens} tokens holds {unit.per_block} units of {unit.slots} slots; "
-                "the kernels take 8, 16, 32 or 64 units that fill it"
+                "the kernels take 2, 4, 8, 16, 32 or 64 units that fill it"
             )
     return None

@@ -36,8 +36,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jlora.layout import UnitLayout
 from jlora.pallas import gpu_common as gpu
 from jlora.pallas import gpu_plan
-from jlora.pallas.gpu_layout import chunk_width
-from jlora.pallas.gpu_plan import UNITS, Pairs, Room
+from jlora.pallas.gpu_layout import UNITS, chunk_width, tile_rows
+from jlora.pallas.gpu_plan import Pairs, Room
 from jlora.pallas.ops import Adapted, Psum
 
 
@@ -74,6 +74,7 @@ class _Shape:
 
     tokens: int  # of a tile
     units: int  # of a block
+    rows: int  # of a tile that a block takes: its units, or 8
     width: int  # of a chunk
     inputs: int  # chunks of A
     b_start: int  # the chunk at which B starts
@@ -84,7 +85,7 @@ class _Shape:
     @property
     def copies(self) -> int:
         """Blocks of a tile of units."""
-        return UNITS // self.units
+        return UNITS // self.rows
 
     @property
     def splits(self) -> int:
@@ -150,6 +151,7 @@ def _add(x, pool, first_row, bases, active, adapters, fixed: _Fixed) -> list[jax
     shape = _Shape(
         tokens=tile,
         units=unit.per_block,
+        rows=tile_rows(unit.per_block),
         width=width,
         inputs=unit.a // width,
         b_start=unit.b_start // width,
@@ -158,10 +160,18 @@ def _add(x, pool, first_row, bases, active, adapters, fixed: _Fixed) -> list[jax
         tiles=fixed.tiles,
     )
     cells = pool.reshape(pool.shape[0], unit.per_block, -1, width)
-    first = jnp.full((4,), first_row, jnp.int32)
+    first = gpu.row_argument(first_row)
     h = _combine(shape, _shrink(shape, x, cells, first, pairs), pairs, adapters)
     h = h if fixed.psum is None else fixed.psum(h)
     return [y[:count] for y in _expand(shape, h, cells, first, pairs, bases)]
+
+
+def _units(c: _Shape, cells_g, row: jax.Array, chunk: jax.Array):
+    """One chunk of a block's units, and zeros up to 8 rows: what a copy takes past the end of an array."""
+    if c.units == c.rows:
+        return cells_g.at[row, :, chunk]
+    start = pl.multiple_of(row * 0, 8)  # not a constant: those are checked against the array's end
+    return cells_g.at[row, pl.ds(start, c.rows), chunk]
 
 
 def _in_turn(count: jax.Array, work: Callable[[jax.Array], None]) -> None:
@@ -216,7 +226,7 @@ def _shrink_item(c: _Shape, source, h_g, s: _Shrink, item: jax.Array) -> None:
         arrived = s.arrived.at[slot]
         plgpu.copy_gmem_to_smem(x_g.at[tokens, inputs], s.x.at[slot, pl.ds(0, c.tokens)], arrived)
         for j, row in enumerate(rows):
-            plgpu.copy_gmem_to_smem(cells_g.at[row, :, chunk], s.a.at[slot, pl.ds(j * c.units, c.units)], arrived)
+            plgpu.copy_gmem_to_smem(_units(c, cells_g, row, chunk), s.a.at[slot, pl.ds(j * c.rows, c.rows)], arrived)
 
     def step(i, acc):
         slot = lax.rem(i, jnp.int32(stages))
@@ -264,7 +274,7 @@ def _combine_pair(c: _Shape, source, h_g, s: _Combine, pair: jax.Array) -> None:
     stages, here = c.tiles.stages[1], pl.ds(0, c.tokens)
     token, entry = work_g[pair, 0], work_g[pair, 1]
     tokens = pl.ds(pl.multiple_of(token * c.tokens, 8), c.tokens)
-    units = pl.ds(pl.multiple_of(entry * c.units, UNITS), UNITS)
+    units = pl.ds(pl.multiple_of(entry * c.rows, UNITS), UNITS)
 
     def bring(i, slot):
         plgpu.copy_gmem_to_smem(parts_g.at[i, pair], s.part.at[slot, here], s.arrived.at[slot])
@@ -340,8 +350,8 @@ def _expand_block(c: _Shape, h_g, cells_g, blocks_g, work_g, starts_g, first_g, 
         plgpu.copy_gmem_to_smem(h_g.at[pair + i], s.h.at[slot, pl.ds(0, c.tokens)], arrived)
         entry = work_g[pair + i, 1]
         for j in range(c.copies):
-            units = cells_g.at[layer + blocks_g[entry + j], :, c.b_start + inner]
-            plgpu.copy_gmem_to_smem(units, s.b.at[slot, pl.ds(j * c.units, c.units)], arrived)
+            units = _units(c, cells_g, layer + blocks_g[entry + j], c.b_start + inner)
+            plgpu.copy_gmem_to_smem(units, s.b.at[slot, pl.ds(j * c.rows, c.rows)], arrived)
 
     def step(i, acc):
         slot = lax.rem(i, jnp.int32(c.tiles.stages[2]))

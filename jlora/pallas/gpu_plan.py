@@ -23,12 +23,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jlora.pallas.gpu_layout import UNITS, tile_rows
 from jlora.pallas.ops import ActiveBlocks, Pages
 
 NEG, TINY = -1e30, 1e-30
 NOBODY = -2  # owner of a unit that is padding; -1 is a token without an adapter
 TILE_ROWS = 128  # rows of a prompt tile: two warpgroups of 64
-UNITS = 64  # rank units of one product
 
 
 class Splits(NamedTuple):
@@ -160,7 +160,7 @@ class Pairs(NamedTuple):
 
     Attributes:
         blocks: [tiles * blocks per tile] of every projection's unit tiles, one after the other.
-        owners: [tiles * 64] of their units.
+        owners: [tiles * 64] of their rows: units, and zeros where a block has fewer than 8.
         work: [N, 2] token tile, first entry of `blocks`; of which the first starts[-1] are real.
         starts: [projections * token tiles + 1] where the pairs of (projection, token tile) begin.
     """
@@ -179,14 +179,14 @@ def token_tile(tokens: int) -> int:
 def unit_tiles(room: Room, per_block: int, entries: int) -> int:
     """Unit tiles that hold any launch's blocks of a projection; `entries` is M."""
     blocks = min(entries, room.adapters * -(-room.rank // per_block))
-    return -(-blocks // (UNITS // per_block))
+    return -(-blocks // (UNITS // tile_rows(per_block)))
 
 
 def pair_count(room: Room, per_block: int, entries: int, tokens: int) -> int:
     """Pairs of a projection that any launch of `tokens` tokens can have."""
     tile = token_tile(tokens)
     of_tile = min(room.adapters, -(-tile // room.run) + (0 if tile % room.run == 0 else 1))
-    wide = UNITS // per_block
+    wide = UNITS // tile_rows(per_block)
     spanned = -(-(-(-room.rank // per_block) - 1) // wide) + 1
     return tokens // tile * min(unit_tiles(room, per_block, entries), of_tile * spanned)
 
@@ -198,9 +198,9 @@ def unit_pairs(active: Sequence[ActiveBlocks], adapters: jax.Array, per_block: i
     Args:
         active: the adapter blocks of each projection, all from the same lists.
         adapters: [T] with T a multiple of 8.
-        per_block: units of a block, a divisor of 64.
+        per_block: units of a block, a divisor of 64; fewer than 8 have rows of zeros behind them.
     """
-    wide, entries = UNITS // per_block, active[0].blocks.shape[0]
+    wide, entries = UNITS // tile_rows(per_block), active[0].blocks.shape[0]
     entry = jnp.arange(unit_tiles(room, per_block, entries) * wide, dtype=jnp.int32)
     blocks, owners = [], []
     for lists in active:
@@ -216,5 +216,5 @@ def unit_pairs(active: Sequence[ActiveBlocks], adapters: jax.Array, per_block: i
     ends = jnp.cumsum(meets.sum(axis=2).reshape(-1))
     work = jnp.stack([token, (which * meets.shape[2] + unit) * wide], axis=1)
     starts = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
-    owner = jnp.repeat(owner, per_block, total_repeat_length=per_block * owner.shape[0])
+    owner = jnp.repeat(owner, UNITS // wide, total_repeat_length=UNITS // wide * owner.shape[0])
     return Pairs(*(x.astype(jnp.int32) for x in (block, owner, work, starts)))

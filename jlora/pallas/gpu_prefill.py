@@ -158,7 +158,7 @@ def _attend(q, pool, first_row, pages: Pages, tiles: PrefillTiles) -> jax.Array:
         thread_name="warpgroup",
         compiler_params=plgpu.CompilerParams(approx_math=True),
     )
-    return call(q, pool, table, work, jnp.full((4,), first_row, jnp.int32))
+    return call(q, pool, table, work, gpu.row_argument(first_row))
 
 
 def _prefill(c: _Shape, q_g, pool_g, table_g, work_g, first_g, out_g, s: _Scratch) -> None:

@@ -150,14 +150,11 @@ LORA = some(
 @pytest.mark.parametrize(("case", "block_tokens"), LORA)
 def test_lora_compiles(case: LoraCase, block_tokens: int, resources):
     layout = fit_units(PoolLayout.of(case.spec, 4096, block_tokens, case.tp))
-    reason = lora_refusal(layout, [layout.units[name] for name in case.group])
-    if case.spec is LLAMA3_8B and case.group not in (("q", "k", "v"), ("o",)):
-        assert reason and "units" in reason
-        return
-    assert reason is None
+    assert lora_refusal(layout, [layout.units[name] for name in case.group]) is None
     args, f = adapted(layout, case.group, case.count)
     program = _gpu.compiled(f, *args)
-    assert program.memory_analysis().temp_size_in_bytes < 128 * MIB
+    # Room for 64 adapters of rank 256: memory, not time.
+    assert program.memory_analysis().temp_size_in_bytes < 512 * MIB
     check_resources(resources())
 
 

@@ -34,6 +34,7 @@ CASES = [
     fitted("o, one adapter", SPEC, 64, ("o",), (8,), ((0, 5), (-1, 3))),
     fitted("gate up, tiles of tokens", SPEC, 32, ("gate", "up"), (8, 70, 4), ((0, 40), (-1, 40), (1, 30), (2, 18))),
     fitted("down, all distinct", SPEC, 32, ("down",), tuple(range(1, 9)), tuple((i, 1) for i in range(8))),
+    fitted("two units to a block", replace(SPEC, mlp=4096), 32, ("down",), (5, 18), ((1, 9), (0, 4), (-1, 3))),
     fitted("narrow heads", replace(TINY64, dtype="bfloat16"), 32, ("q", "k", "v"), (40, 8), ((1, 9), (0, 7))),
 ]
 
