@@ -4,6 +4,7 @@
     jlora bench throughput | latency | host                one of them
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
+    jlora bench tune                                       block sizes of the TPU kernels on this chip
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -14,13 +15,14 @@ Run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput
+from jlora.bench import cache, growth, host, latency, policies, policy_page, report, throughput, tune
 from jlora.bench.rounds import Budget
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import R1, R1_QUICK
@@ -35,6 +37,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "host": ("host",),
     "cache": ("cache",),
     "policies": ("policies",),
+    "tune": ("tune",),
 }
 
 
@@ -47,10 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         "host": _host,
         "cache": _cache,
         "policies": _policies,
+        "tune": _tune,
     }
     try:
         for name in GROUPS[args.name]:
-            for dtype in {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"]}.get(name, args.dtype):
+            once = {"host": args.dtype[:1], "cache": ["python"], "policies": ["float32"], "tune": ["tiles"]}
+            for dtype in once.get(name, args.dtype):
                 path = report.save(args.out, name, dtype, benchmarks[name](args, dtype))
                 print(f"{name} {dtype}: {path}", flush=True)
     except (JloraError, RuntimeError) as e:
@@ -118,6 +123,13 @@ def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = policies.quick if args.quick else policies.full
     result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
     policy_page.write(args.out, result)
+    return result
+
+
+def _tune(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    result = tune.run(args.quick)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "tiles.json").write_text(json.dumps(result["tiles"], indent=2) + "\n")
     return result
 
 

@@ -249,7 +249,7 @@ def _small_lora(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
     return [
         case("q k v, mixed ranks", ("q", "k", "v"), (16, (3, 0, 20), 8), runs),
         case("o, one adapter", ("o",), (8,), ((0, 5), (-1, 3))),
-        case("gate up, many tokens", ("gate", "up"), (8, 12, 4), ((0, 100), (-1, 40), (1, 100), (2, 60))),
+        case("gate up, many tokens", ("gate", "up"), (8, 12, 4), ((0, 100), (-1, 40), (1, 100), (2, 80))),
         case("down, all distinct", ("down",), tuple(range(1, 9)), tuple((i, 1) for i in range(8))),
         case("q k v, no adapter", ("q", "k", "v"), (), ((-1, 8),)),
     ]

@@ -31,7 +31,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,168 +39,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from jlora.layout import UnitLayout
 from jlora.pallas.ops import Adapted, Psum
 from jlora.pallas.tiles import Chip, LoraShape, LoraTiles
-
-LANES, SUBLANES = 128, 8
-NOBODY = -2  # no token's adapter; -1 is the base
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How a tile of one projection's units lies in fast memory: `slots` of each unit, from `first` on.
-
-    Attributes:
-        slot_rows: rows of 128 numbers in a slot (2K).
-        blocks: pool blocks of a full tile.
-        units: units that the arithmetic sees; those behind the last fetched one are masked.
-        packing: rows in one 32-bit sublane.
-    """
-
-    unit: UnitLayout
-    slot_rows: int
-    first: int
-    slots: int
-    blocks: int
-    units: int
-    packing: int
-
-    @classmethod
-    def of(cls, unit: UnitLayout, pool: Any, units: int, first: int, slots: int) -> Tile:
-        """A tile of about `units` units: as many whole blocks as fit, at least one."""
-        blocks = max(1, units // unit.per_block)
-        room = _cdiv(max(units, unit.per_block), 8) * 8
-        return cls(unit, pool.shape[2], first, slots, blocks, room, 4 // pool.dtype.itemsize)
-
-    @property
-    def step(self) -> int:
-        """Numbers of a unit that one load brings."""
-        return LANES * self.packing
-
-    @property
-    def stride(self) -> int:
-        """32-bit rows from a unit to the next."""
-        return self.slots * self.slot_rows // self.packing
-
-    def buffer(self, copies: int, dtype: Any) -> Any:
-        """Scratch memory for some tiles, and room behind them for the last aligned window of rows."""
-        room = _cdiv(2 * SUBLANES * self.packing, self.slot_rows)
-        return pltpu.VMEM((copies, self.units * self.slots + room, self.slot_rows, LANES), dtype)
-
-
-class Lists(NamedTuple):
-    """A launch's entries in scalar memory.
-
-    Attributes:
-        spans: [token tiles * P * 2] each token tile's entries start .. stop - 1 of each projection.
-        blocks, owners: [M].
-        place: [2] the layer's first pool row; the turn (of the two-kernel form).
-    """
-
-    spans: Any
-    blocks: Any
-    owners: Any
-    place: Any
-
-
-@dataclass(frozen=True, slots=True)
-class Feed:
-    """Brings one projection's tiles from the pool, into its buffers in turn.
-
-    Attributes:
-        start, stop: this token tile's entries in the lists.
-        pool: the whole pool, in slow memory; arrived: a semaphore for each buffer.
-        views: the buffers can be seen in another shape, which the TPU-semantics interpreter cannot do.
-    """
-
-    tile: Tile
-    lists: Lists
-    start: Any
-    stop: Any
-    pool: Any
-    buffers: Any
-    arrived: Any
-    views: bool
-
-    @property
-    def turns(self) -> Any:
-        """Tiles of blocks to go through."""
-        return lax.div(self.stop - self.start + (self.tile.blocks - 1), jnp.int32(self.tile.blocks))
-
-    def count(self, turn: Any) -> Any:
-        """Blocks of a tile: `tile.blocks`, fewer in the last, none behind it."""
-        return jnp.clip(self.stop - self.start - turn * self.tile.blocks, 0, self.tile.blocks)
-
-    def fetch(self, turn: Any) -> None:
-        """Starts the copies of a tile's blocks."""
-        self._each(turn, lambda copy: copy.start())
-
-    def wait(self, turn: Any) -> None:
-        """Until they have come."""
-        self._each(turn, lambda copy: copy.wait())
-
-    def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
-        """32-bit row `window` + `at` of every unit of a tile: [units, 128].
-
-        `window` may be traced and is a multiple of 8: the compiler wants to know where tiles begin.
-        """
-        tile, count = self.tile, self.buffers.shape[1] * self.tile.slot_rows // self.tile.packing
-        size = (tile.units - 1) * tile.stride + 2 * SUBLANES
-        if not self.views:
-            words = _words(self.buffers[self._buffer(turn)], tile)
-            return lax.dynamic_slice_in_dim(words, window, size)[at :: tile.stride][: tile.units]
-        flat = self.buffers.at[self._buffer(turn)].reshape(count * tile.packing, LANES)
-        flat = flat.bitcast(jnp.uint32) if tile.packing > 1 else flat
-        near = flat.at[pl.ds(pl.multiple_of(window, SUBLANES), size)]
-        return near[pl.ds(at, tile.units, stride=tile.stride), :]
-
-    def owners(self, turn: Any) -> jax.Array:
-        """[1, units] owner of each unit of a tile."""
-        block = lax.div(lax.broadcasted_iota(jnp.int32, (1, self.tile.units), 1), jnp.int32(self.tile.unit.per_block))
-        first = self.start + turn * self.tile.blocks
-
-        def name(e: Any, row: jax.Array) -> jax.Array:
-            return jnp.where(block == e, self.lists.owners[first + e], row)
-
-        return lax.fori_loop(0, self.count(turn), name, jnp.full((1, self.tile.units), NOBODY, jnp.int32))
-
-    def _buffer(self, turn: Any) -> Any:
-        return lax.rem(turn, jnp.int32(self.buffers.shape[0])) if self.buffers.shape[0] > 1 else 0
-
-    def _each(self, turn: Any, act: Callable[[Any], None]) -> None:
-        unit, slots = self.tile.unit, self.tile.slots
-        buffer, arrived = self.buffers.at[self._buffer(turn)], self.arrived.at[self._buffer(turn)]
-        # Whole units of a block lie end to end: one copy. A part of each: a copy per unit.
-        pieces, size = (1, unit.per_block * slots) if slots == unit.slots else (unit.per_block, slots)
-
-        def block(e: Any, _: None) -> None:
-            row = self.lists.place[0] + self.lists.blocks[self.start + turn * self.tile.blocks + e]
-            for piece in range(pieces):
-                source = self.pool.at[row, pl.ds(piece * unit.slots + self.tile.first, size)]
-                target = buffer.at[pl.ds((e * pieces + piece) * size, size)]
-                act(pltpu.make_async_copy(source, target, arrived))
-
-        lax.fori_loop(0, self.count(turn), block, None)
-
-
-def _words(buffer: jax.Array, tile: Tile) -> jax.Array:
-    """A whole buffer as 32-bit rows, by value."""
-    rows = buffer.reshape(-1, LANES)
-    if tile.packing == 1:
-        return rows
-    return lax.bitcast_convert_type(rows.reshape(-1, tile.packing, LANES).swapaxes(1, 2), jnp.uint32)
-
-
-def _numbers(words: jax.Array, valid: jax.Array | None = None) -> jax.Array:
-    """32-bit rows as numbers [units, step]; zero where not valid."""
-    if valid is not None:
-        words = jnp.where(valid, words, jnp.zeros_like(words))
-    if words.dtype == jnp.float32:
-        return words
-    low, high = words << 16, words & jnp.uint32(0xFFFF0000)
-    halves = [lax.bitcast_convert_type(w, jnp.float32).astype(jnp.bfloat16) for w in (low, high)]
-    return jnp.concatenate(halves, axis=1)
+from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Tile, cdiv, numbers
 
 
 def _shrink(feed: Feed, turn: Any, x: Any) -> jax.Array:
@@ -208,7 +49,7 @@ def _shrink(feed: Feed, turn: Any, x: Any) -> jax.Array:
     step = feed.tile.step
 
     def piece(h: jax.Array, words: jax.Array, at: Any, size: int) -> jax.Array:
-        return h + _dot(x[:, pl.ds(at, size)], _numbers(words)[:, :size], ((1,), (1,)))
+        return h + _dot(x[:, pl.ds(at, size)], numbers(words)[:, :size], ((1,), (1,)))
 
     start = jnp.zeros((x.shape[0], feed.tile.units), jnp.float32)
     return _pieces(feed, turn, (0, feed.tile.unit.a, step), piece, start)
@@ -225,7 +66,7 @@ def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any) -> None:
 
     def piece(_: None, words: jax.Array, at: Any, size: int) -> None:
         columns = pl.ds(at, size)
-        delta = _dot(h, _numbers(words, valid)[:, :size], ((1,), (0,)))
+        delta = _dot(h, numbers(words, valid)[:, :size], ((1,), (0,)))
         out[:, columns] = (out[:, columns].astype(jnp.float32) + delta).astype(out.dtype)
 
     _pieces(feed, turn, (first, tile.unit.b, tile.step), piece, None)
@@ -428,8 +269,8 @@ class Launch:
         outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
         shape = LoraShape(*x.shape, outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
         tiles = op.chip.lora(shape)
-        even = _cdiv(x.shape[0], _cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
-        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, _cdiv(even, 16) * 16)
+        even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
+        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, 16) * 16)
         spans = entry_spans(projections, adapters, tokens)
         like = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
         return cls(tuple(projections), adapters, spans, like, tiles, tokens, op.interpret)
@@ -455,7 +296,7 @@ def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psu
     """The two-kernel form: a sum over the shards between the products, once per turn."""
     size = pool.shape[2] * pool.shape[3]
     units = [p.unit for p in launch.projections]
-    a_part = launch.plan([(0, _cdiv(u.a, size)) for u in units], 1)
+    a_part = launch.plan([(0, cdiv(u.a, size)) for u in units], 1)
     b_part = launch.plan([(u.b_start // size, u.slots - u.b_start // size) for u in units], 1)
     halves = [jax.ShapeDtypeStruct((x.shape[0], t.units), jnp.float32) for t in a_part.tiles]
 
@@ -465,7 +306,7 @@ def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psu
         return b_part.call(_second_half, lists, launch.inputs(h, pool), outs, outs)
 
     held = launch.spans[..., 1] - launch.spans[..., 0]
-    turns = [_cdiv(held[:, i], t.blocks).max() for i, t in enumerate(a_part.tiles)]
+    turns = [cdiv(held[:, i], t.blocks).max() for i, t in enumerate(a_part.tiles)]
     return lax.fori_loop(0, functools.reduce(jnp.maximum, turns), turn, [p.base for p in launch.projections])
 
 
@@ -476,7 +317,7 @@ def entry_spans(projections: Sequence[Adapted], adapters: jax.Array, tokens: int
     few and their entries lie together.
     """
     ends = jnp.stack([jnp.stack([p.active.start, p.active.stop]) for p in projections])
-    tiles = _cdiv(adapters.shape[0], tokens)
+    tiles = cdiv(adapters.shape[0], tokens)
     if tiles == 1:
         return ends[None]
     padded = jnp.pad(adapters, (0, tiles * tokens - adapters.shape[0]), constant_values=-1).reshape(tiles, tokens)
@@ -495,7 +336,3 @@ def entry_spans(projections: Sequence[Adapted], adapters: jax.Array, tokens: int
     stop = ends[:, 0] + below(last + 1)
     # A tile of the base alone: first and last are -1, nothing is below 0.
     return jnp.stack([start, stop], axis=-1)
-
-
-def _cdiv(a: Any, b: int) -> Any:
-    return (a + b - 1) // b
