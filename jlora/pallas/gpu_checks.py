@@ -173,13 +173,17 @@ def _repeated(case: AttentionCase, tiles: GpuTiles, repeats: int) -> Finding:
 
 def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
     """Few and many adapters, decode and prompts, blocks that are full and blocks that end in zeros."""
-    shapes: Sequence[tuple[str, tuple[str, ...], tuple[Any, ...], tuple[tuple[int, int], ...]]] = (
-        ("q k v, mixed ranks", ("q", "k", "v"), (16, (3, 0, 20), 8), ((0, 3), (-1, 2), (1, 1), (2, 7), (-1, 3))),
-        ("gate up, few units to a block", ("gate", "up"), (16, 5), ((0, 4), (-1, 2), (1, 2))),
-        ("o, one adapter, a prompt", ("o",), (64,), ((0, 96), (-1, 32))),
-        ("q k v, all distinct", ("q", "k", "v"), (8, 16, 32, 64) * 4, tuple((i, 1) for i in range(16))),
-    )
-    return [LoraCase(name, spec, block_tokens, *rest, fit=fit_units) for name, *rest in shapes]
+
+    def case(name: str, group: tuple[str, ...], ranks: tuple[Any, ...], tokens: Sequence[tuple[int, int]]) -> LoraCase:
+        return LoraCase(name, spec, block_tokens, group, ranks, tuple(tokens), fit=fit_units)
+
+    qkv = ("q", "k", "v")
+    return [
+        case("q k v, mixed ranks", qkv, (16, (3, 0, 20), 8), ((0, 3), (-1, 2), (1, 1), (2, 7), (-1, 3))),
+        case("gate up, few units to a block", ("gate", "up"), (16, 5), ((0, 4), (-1, 2), (1, 2))),
+        case("o, one adapter, a prompt", ("o",), (64,), ((0, 96), (-1, 32))),
+        case("q k v, all distinct", qkv, (8, 16, 32, 64) * 4, [(i, 1) for i in range(16)]),
+    ]
 
 
 def _lora(case: LoraCase) -> Finding:

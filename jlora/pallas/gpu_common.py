@@ -39,15 +39,17 @@ MATRIX = plgpu.Layout.WGMMA  # how a warpgroup's registers hold the result of a 
 def tiled(*shape: int, dtype: Any = jnp.bfloat16) -> Any:
     """Scratch [..., rows, columns] in shared memory, as bulk copies write and tensor cores read it."""
     wide = 128 // jnp.dtype(dtype).itemsize
-    return plgpu.SMEM(shape, dtype, transforms=(plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(128)))
+    pieces = plgpu.TilingTransform((8, wide))  # pyright: ignore[reportAbstractUsage]
+    swizzle = plgpu.SwizzleTransform(128)  # pyright: ignore[reportAbstractUsage]
+    return plgpu.SMEM(shape, dtype, transforms=(pieces, swizzle))
 
 
-def along_rows(v: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_rows(v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A number per row, [R] -> [R, C]."""
     return lax.broadcast_in_dim(v, shape, [0])
 
 
-def along_columns(v: jax.Array, shape: tuple[int, int]) -> jax.Array:
+def along_columns(v: jax.Array, shape: tuple[int, ...]) -> jax.Array:
     """A number per column, [C] -> [R, C]."""
     return lax.broadcast_in_dim(v, shape, [1])
 
@@ -69,7 +71,7 @@ def product(shape: tuple[int, int], a: Any, b: Any) -> jax.Array:
         plgpu.wgmma(acc, a, b)
         return acc[...]
 
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def without_tail(tile: Any, first: jax.Array, length: jax.Array) -> jax.Array:

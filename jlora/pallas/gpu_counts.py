@@ -79,7 +79,8 @@ def lora(case: LoraCase, units: Sequence[UnitLayout], split: int) -> Count:
         met = _met_tiles(case, at, unit.per_block, tokens)
         pairs, touched = sum(map(len, met)), sum(map(bool, met))
         splits = -(-unit.a // width // split)
-        moved = pairs * size * (UNITS * (unit.a + unit.b) + tokens * unit.a)
+        real = UNITS // tile_rows(unit.per_block) * unit.per_block  # rows of zeros are not read
+        moved = pairs * size * (real * (unit.a + unit.b) + tokens * unit.a)
         moved += pairs * tokens * UNITS * (2 * 4 * splits + size * (1 + unit.b // width))
         moved += 2 * touched * tokens * unit.b * size
         whole += Count(moved, pairs * 2 * TILE * UNITS * (unit.a + unit.b))

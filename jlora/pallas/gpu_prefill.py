@@ -199,7 +199,7 @@ def _compute(c: _Shape, s: _Scratch, tile: _Tile, ends) -> None:
     head, mine = lax.axis_index("head"), lax.axis_index("warpgroup")
     chunk, group = c.pieces.chunk, c.pieces.group
     for i in range(c.mine):
-        row, inner, _ = _piece(c, tile, mine * c.mine + i)
+        row, inner, _real = _piece(c, tile, mine * c.mine + i)
         place = s.q.at[mine, pl.ds(i * chunk, chunk)]
         plgpu.copy_gmem_to_smem(q_g.at[row, :, head * group + inner], place, s.q_in.at[mine])
     plgpu.barrier_wait(s.q_in.at[mine])
