@@ -123,7 +123,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         (args.out / f"step-{name}.json").write_text(json.dumps(model["fit"], indent=1) + "\n")
     print(table(record))
     print(path)
-    return int(any(row["ok"] is False for row in record.get("kernels", [])))
+    checked = [*record.get("kernels", []), *(record.get("checklist") or [])]
+    return int(any(row["ok"] is False for row in checked))
 
 
 def parser() -> argparse.ArgumentParser:
@@ -151,6 +152,8 @@ def run(args: argparse.Namespace) -> Report:
     report.found["models"] = models
     report.section("engine", 5 if plan.small else 90, lambda: engine(plan, args.kernels))
     report.section("kernel_speed", 40, lambda: device_checks.speed(measured, plan.small, lambda: report.left() - 20))
+    # Last, because a wrong wait among the warps of a new kernel hangs instead of failing.
+    report.section("checklist", 30, lambda: device_checks.checklist(report.left))
     return report
 
 
@@ -282,6 +285,7 @@ def table(record: Mapping[str, Any]) -> str:
             f"{n} {row[f'{n}_us']:.0f} us ({row[f'{n}_share']:.2f})" for n in ("kernel", "xla") if f"{n}_us" in row
         ]
         lines.append(f"  {row['case']:60} floor {row.get('floor_us', 0):.0f} us; {', '.join(parts)}")
+    lines += [f"  checklist: {row['check']} failed: {row}" for row in record.get("checklist", []) if row["ok"] is False]
     if whole := record.get("engine"):
         lines.append(f"\nengine: {whole['decode']['step_s'] * 1e3:.2f} ms per full decode step")
         for row in whole["policies"]:

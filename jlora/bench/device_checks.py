@@ -74,6 +74,27 @@ def correctness(every: int) -> list[dict[str, Any]]:
     return [_compare(case) for case in todo[::every]]
 
 
+def checklist(left: Callable[[], float]) -> list[dict[str, Any]]:
+    """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`); nothing on other platforms."""
+    if jax.default_backend() != "gpu":
+        return []
+    from jlora.pallas import gpu_checks, gpu_ops
+
+    if reason := gpu_ops.runtime_refusal():
+        return [{"check": "all", "ok": None, "reason": reason}]
+    rows: list[dict[str, Any]] = []
+    for check in gpu_checks.checks(gpu_checks.LARGE):
+        if left() < 0:
+            rows.append({"check": check.name, "ok": None, "reason": "no time left"})
+            continue
+        try:
+            found = check.run()
+            rows.append({"check": check.name, "ok": found.passed, "seen": found.seen})
+        except FAILURES as e:
+            rows.append({"check": check.name, "ok": False, "reason": first_line(e)})
+    return rows
+
+
 def _compare(case: Case) -> dict[str, Any]:
     case = fitted(case)
     row: dict[str, Any] = {"case": case.name}
