@@ -81,13 +81,17 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The step. `max_step_tokens` bounds the prompt tokens computed in one step."""
+    """The step. `max_step_tokens` bounds the prompt tokens computed in one step.
+
+    `kernels`: auto (the platform's where they serve the model), pallas (or an error), xla.
+    """
 
     max_seqs: int = 64
     max_step_tokens: int = 512
     max_queue: int = 4096
     overlap: bool = True
     layers: str = "auto"
+    kernels: str = "auto"
     warmup: bool = True
 
 
@@ -210,6 +214,7 @@ def validate(config: Config) -> Config:
         ("engine.max_step_tokens", e.max_step_tokens, e.max_step_tokens >= 1, "at least 1"),
         ("engine.max_queue", e.max_queue, e.max_queue >= 1, "at least 1"),
         ("engine.layers", e.layers, e.layers in ("auto", "scan", "unroll"), "auto, scan or unroll"),
+        ("engine.kernels", e.kernels, e.kernels in ("auto", "pallas", "xla"), "auto, pallas or xla"),
         ("serve.port", config.serve.port, 0 <= config.serve.port <= 65535, "in [0, 65535]"),
         ("serve.drain_s", config.serve.drain_s, config.serve.drain_s >= 0, "at least 0 seconds"),
         ("serve.heartbeat_s", config.serve.heartbeat_s, config.serve.heartbeat_s > 0, "more than 0 seconds"),

@@ -5,7 +5,7 @@ row is B token slots; a slot is `[2K, H]` numbers: for KV the keys of head k at 
 values at 2k + 1. Block 0 is never handed out: it is where padding points.
 
 An adapter is cut along its rank. A *unit* is one rank of one projection in one layer: a row of
-A and a column of B, end to end, in as few slots as hold them. A block holds units of one
+A and behind it a column of B, in as few slots as hold them. A block holds units of one
 projection only, so a kernel streams nothing it does not need; unused units are zero, which
 makes them no-ops. Under tensor parallelism each shard holds its slice of every unit, so the
 counts below are per shard and the same on all of them.
@@ -24,12 +24,21 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """One projection's units: `a` numbers of A then `b` of B in `slots` slots, `per_block` units."""
+    """One projection's units: `a` numbers of A then `b` of B in `slots` slots, `per_block` units.
+
+    B starts at a multiple of `align`, so that kernels read whole rows of either.
+    """
 
     a: int
     b: int
     slots: int
     per_block: int
+    align: int = 1
+
+    @property
+    def b_start(self) -> int:
+        """Where in the unit B starts; the numbers between A and B are zero."""
+        return -(-self.a // self.align) * self.align
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +71,13 @@ class PoolLayout:
         slot = 2 * spec.kv_heads // tp * spec.head_dim
         units = {}
         for name, (d_in, d_out) in spec.projection_shapes.items():
-            slots = -(-(d_in // tp + d_out // tp) // slot)
+            align = 2 * spec.head_dim  # a key row and a value row
+            slots = -(-(-(-d_in // tp // align) * align + d_out // tp) // slot)
             if slots > block_tokens:
                 raise ConfigError(
                     f"cache.block_tokens = {block_tokens}: must be at least {slots} to hold one rank of {name}"
                 )
-            units[name] = UnitLayout(d_in // tp, d_out // tp, slots, block_tokens // slots)
+            units[name] = UnitLayout(d_in // tp, d_out // tp, slots, block_tokens // slots, align)
         return cls(spec.layers, blocks, block_tokens, spec.kv_heads, spec.head_dim, spec.dtype, tp, units)
 
     @property

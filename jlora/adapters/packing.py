@@ -71,6 +71,6 @@ def _pack_shard(
         a, b = (w[:, shard * n : (shard + 1) * n] for w, n in zip(pair, (unit.a, unit.b), strict=True))
         for r in range(a.shape[0]):
             cell = cells[r // unit.per_block, layer, r % unit.per_block]
-            cell[: unit.a], cell[unit.a : unit.a + unit.b] = a[r], b[r]
+            cell[: unit.a], cell[unit.b_start : unit.b_start + unit.b] = a[r], b[r]
     flat[:, :, :used] = cells.reshape(count, layout.layers, used)
     return flat.reshape(count, layout.layers, layout.block_tokens, heads, layout.head_dim)

@@ -10,6 +10,7 @@
     jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
     jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
     jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs
+    jlora bench tune                                       block sizes of the TPU kernels on this chip
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -20,6 +21,7 @@ Run it on a machine that does nothing else.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -44,6 +46,7 @@ from jlora.bench import (
     report,
     serve_load,
     throughput,
+    tune,
     workload_facts,
 )
 from jlora.bench.rounds import Budget
@@ -64,6 +67,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "paper": ("paper",),
     "beyond": ("beyond",),
     "alora": ("alora",),
+    "tune": ("tune",),
 }
 
 # Those with flags of their own.
@@ -77,6 +81,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "alora": ["float32"],
     "paper": ["simulated"],
     "beyond": ["simulated"],
+    "tune": ["tiles"],
 }
 
 
@@ -96,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "paper": _paper,
         "beyond": _beyond,
         "alora": _alora,
+        "tune": _tune,
     }
     try:
         for name in _chosen(args):
@@ -215,6 +221,13 @@ def _alora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = alora.quick if args.quick else alora.full
     result = alora.run(make(budget, args.work / ("quick-alora" if args.quick else "alora")))
     alora_page.write(args.out, result)
+    return result
+
+
+def _tune(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    result = tune.run(args.quick)
+    args.out.mkdir(parents=True, exist_ok=True)
+    (args.out / "tiles.json").write_text(json.dumps(result["tiles"], indent=2) + "\n")
     return result
 
 

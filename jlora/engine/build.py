@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
 from tqdm.auto import tqdm
 
 from jlora.adapters.names import at_start, check_name
@@ -20,17 +19,18 @@ from jlora.adapters.peft import read_peft
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
-from jlora.cache.pool import DevicePool, HostPool, has_pinned_host
+from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
-from jlora.engine.batch import BatchBuilder, Projections
+from jlora.engine import device
+from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
-from jlora.model import checkpoint, sampling, sharding, step
+from jlora.model import checkpoint, sharding
 from jlora.model.spec import ModelSpec
 
 log = logging.getLogger(__name__)
@@ -73,14 +73,10 @@ def build_device(
 ) -> tuple[Runner, DevicePool]:
     """Loads the weights and makes the pool: the part of an engine that lives on the device."""
     mesh = sharding.make_mesh(config.model.tp)
-    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
+    stacked = device.uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
     directory = checkpoint.resolve(config.model.path)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
-    programs = step.build(spec, layout, mesh, stacked)
-    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
-    replicated = NamedSharding(mesh, sharding.REPLICATED)
-    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
-    return Runner(params, programs, pool, state, BatchBuilder(layout, config.engine, spec, projections)), pool
+    return device.device_side(config, spec, layout, projections, params)
 
 
 def make_manager(config: Config, layout: PoolLayout, host_blocks: int, streams: bool) -> CacheManager:
@@ -102,7 +98,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     cache, tp = config.cache, config.model.tp
     on_cpu = jax.default_backend() == "cpu"
     block_tokens = cache.block_tokens or smallest_block_tokens(spec, 16 if on_cpu else 32)
-    one = PoolLayout.of(spec, 1, block_tokens, tp)
+    one = device.fitted(PoolLayout.of(spec, 1, block_tokens, tp), config.engine.kernels)
     per_block = one.block_bytes // (1 if on_cpu else tp)
     weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
     room = free_bytes - weights
@@ -152,11 +148,6 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int
             f"has {blocks}; raise cache.host_blocks or cache.host_gib"
         )
     return blocks
-
-
-def uses_scan(layers: str, platform: str) -> bool:
-    """Scan over stacked layers on TPU, unrolled elsewhere (on GPU a scan copies its weights each step)."""
-    return platform == "tpu" if layers == "auto" else layers == "scan"
 
 
 def free_memory(device: Any) -> int:

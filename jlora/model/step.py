@@ -22,20 +22,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
-from jlora.model.llama import Joints, Params, Run, embed, forward, logits, over_layers, rms_norm
+from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, over_layers, rms_norm
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
-from jlora.pallas.reference import (
-    ActiveBlocks,
-    Adapted,
-    Pages,
-    attention,
-    lora,
-    read_blocks,
-    write_blocks,
-    write_kv,
-    write_layers,
-)
+from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages
+from jlora.pallas.reference import XLA
 
 # A field of a batch: numpy where the host makes it, jax.Array inside the program.
 Array = Any
@@ -98,8 +89,8 @@ def group_layers(params: Params, group: int, size: int) -> Any:
     return layers[group * size : (group + 1) * size] if isinstance(layers, list) else layers
 
 
-def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Programs:
-    """Programs for one model, pool and mesh.
+def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA) -> Programs:
+    """Programs for one model, pool and mesh, made of `ops` (see `jlora.pallas.dispatch`).
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(params, rows [S, D], state, sample_batch) -> state, Sampled
@@ -124,27 +115,35 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool) -> Pro
         shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), outputs, is_leaf=_is_spec)
         return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
 
-    shard = sharding.shard_of(mesh)
+    place = _Place(layout, sharding.shard_of(mesh), ops)
     return Programs(
-        on_mesh(partial(_forward, spec, layout, shard), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
-        on_mesh(partial(_sample, spec, shard), (weights, rep, rep, rep), (rep, rep), donate=2),
-        on_mesh(partial(_score, spec, shard), (weights, rep, rep), rep),
+        on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
+        on_mesh(partial(_sample, spec, place.shard), (weights, rep, rep, rep), (rep, rep), donate=2),
+        on_mesh(partial(_score, spec, place.shard), (weights, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
-        on_mesh(write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
-        on_mesh(partial(read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
-        on_mesh(partial(_embed, shard), (weights["embed"], rep, rep), rep),
-        on_mesh(partial(_layers, spec, layout, shard), (group, pool, rep, rep, rep), (pool, rep), donate=1),
+        on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
+        on_mesh(partial(ops.read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
+        on_mesh(partial(_embed, place.shard), (weights["embed"], rep, rep), rep),
+        on_mesh(partial(_layers, spec, place), (group, pool, rep, rep, rep), (pool, rep), donate=1),
         on_mesh(partial(_finish, spec), (rep, rep, rep), (rep, rep)),
-        on_mesh(partial(write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
+        on_mesh(partial(ops.write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
     )
+
+
+class _Place(NamedTuple):
+    """What every forward is made of: the pool's layout, its shard, the ops."""
+
+    layout: PoolLayout
+    shard: Shard
+    ops: Ops
 
 
 def _is_spec(x: object) -> bool:
     return isinstance(x, PartitionSpec)
 
 
-def _forward(spec: ModelSpec, layout: PoolLayout, shard, params: Params, pool: jax.Array, last: jax.Array, b: Batch):
-    joints = _joints(layout, shard, pool.shape[0], b)
+def _forward(spec: ModelSpec, place: _Place, params: Params, pool: jax.Array, last: jax.Array, b: Batch):
+    joints = _joints(place, pool.shape[0], b)
     pool, hidden = forward(spec, params, _tokens(last, b), _positions(b), pool, joints)
     return pool, hidden[b.last], hidden
 
@@ -153,11 +152,9 @@ def _embed(shard, table: jax.Array, last: jax.Array, b: Batch):
     return embed({"embed": table}, _tokens(last, b), shard)
 
 
-def _layers(
-    spec: ModelSpec, layout: PoolLayout, shard, group, pool: jax.Array, x: jax.Array, first: jax.Array, b: Batch
-):
+def _layers(spec: ModelSpec, place: _Place, group, pool: jax.Array, x: jax.Array, first: jax.Array, b: Batch):
     run = Run(group, first, spec.layers // layer_groups(spec.layers))
-    return over_layers(spec, run, _positions(b), (pool, x), _joints(layout, shard, pool.shape[0], b))
+    return over_layers(spec, run, _positions(b), (pool, x), _joints(place, pool.shape[0], b))
 
 
 def _finish(spec: ModelSpec, norm: jax.Array, x: jax.Array, b: Batch):
@@ -177,8 +174,9 @@ def _positions(b: Batch) -> jax.Array:
     return (b.starts[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32)).reshape(-1)
 
 
-def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
+def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
     """How a launch's layers reach the pool: pages for attention, active blocks for the adapters."""
+    layout, shard, ops = place
     rows, chunk = b.tokens.shape
     inside = (b.write_rows >= 0) & (b.write_rows < layout.blocks)
     outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct: indices stay unique
@@ -187,9 +185,9 @@ def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
     def attend(pool, layer, q, k, v):
         first = layer * layout.blocks
         pool, q, k, v = jax.lax.optimization_barrier((pool, q, k, v))  # the adapters' reads come before
-        pool = write_kv(pool, jnp.where(inside, b.write_rows + first, outside), b.write_slots, k, v)
+        pool = ops.write_kv(pool, jnp.where(inside, b.write_rows + first, outside), b.write_slots, k, v)
         pool, q = jax.lax.optimization_barrier((pool, q))  # reads come after this write
-        out = attention(q.reshape(rows, chunk, *q.shape[1:]), pool, first, pages)
+        out = ops.attention(q.reshape(rows, chunk, *q.shape[1:]), pool, first, pages)
         return pool, out.reshape(rows * chunk, *q.shape[1:])
 
     def adapt(pool, layer, x, products):
@@ -197,9 +195,9 @@ def _joints(layout: PoolLayout, shard, pool_rows: int, b: Batch) -> Joints:
         active = {name: ActiveBlocks(b.blocks, b.owners, b.offsets[i], b.offsets[i + 1]) for name, i in at.items()}
         projections = [Adapted(y, active[name], layout.units[name]) for name, y in products.items()]
         x = x if all(name in ROW_PARALLEL for name in products) else shard.slice(x)
-        return dict(
-            zip(products, lora(x, pool, layer * layout.blocks, projections, b.adapters, shard.psum), strict=True)
-        )
+        psum = shard.psum if shard.size > 1 else None
+        added = ops.lora(x, pool, layer * layout.blocks, projections, b.adapters, psum)
+        return dict(zip(products, added, strict=True))
 
     return Joints(attend, adapt, shard)
 

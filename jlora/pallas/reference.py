@@ -1,4 +1,4 @@
-"""The ops of a step in plain jnp: the specification, the CPU path, the kernels' oracle.
+"""The ops of a step (`jlora.pallas.ops`) in plain jnp: the specification, the CPU path, the kernels' oracle.
 
     attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
     lora        y += Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
@@ -16,8 +16,7 @@ H head width, B tokens per block, P pool blocks, G = N / K.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -25,53 +24,11 @@ import numpy as np
 from jax import lax
 
 from jlora.layout import UnitLayout
+from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
 SPAN = 64  # tokens of context per item of decode: long enough for efficient products, short enough to waste little
 NEG = -1e30  # finite, so that a fully masked tile gives zeros and never NaN
-
-
-class Pages(NamedTuple):
-    """Where S sequences' KV lies.
-
-    Attributes:
-        table: [S, W] block ids; entries past a sequence's length are never read as valid.
-        lengths: [S] tokens of context including this launch's chunk; 0 for a padding row.
-        starts: [S] position of the chunk's first token.
-    """
-
-    table: jax.Array
-    lengths: jax.Array
-    starts: jax.Array
-
-
-class ActiveBlocks(NamedTuple):
-    """One projection's adapter blocks of this launch: entries start .. stop - 1 of the lists.
-
-    Attributes:
-        blocks: [M] block ids.
-        owners: [M] the adapter index each belongs to.
-        start, stop: scalar int32.
-    """
-
-    blocks: jax.Array
-    owners: jax.Array
-    start: jax.Array
-    stop: jax.Array
-
-
-class Adapted(NamedTuple):
-    """A projection on its way to its adapters.
-
-    Attributes:
-        base: [T, b] this shard's slice of the base product.
-        active: the projection's adapter blocks.
-        unit: how its rank units lie in a block.
-    """
-
-    base: jax.Array
-    active: ActiveBlocks
-    unit: UnitLayout
 
 
 def write_kv(pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -195,7 +152,7 @@ def lora(
     first_row: jax.Array | int,
     projections: Sequence[Adapted],
     adapters: jax.Array,
-    psum: Callable[[jax.Array], jax.Array] = lambda h: h,
+    psum: Psum = None,
 ) -> list[jax.Array]:
     """Adds the adapters to projections that share an input (q, k, v; gate, up), for T tokens.
 
@@ -210,7 +167,8 @@ def lora(
 
     def body(i, outs):
         parts = [_tile(pool, first_row, p.active, p.unit, tile, i) for p, tile in zip(projections, tiles, strict=True)]
-        h = psum(jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1))
+        h = jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1)
+        h = h if psum is None else psum(h)
         ends = np.cumsum([a.shape[0] for a, _, _ in parts])[:-1]
         added = []
         for out, part, (_, b, owner) in zip(outs, jnp.split(h, ends, axis=1), parts, strict=True):
@@ -230,7 +188,7 @@ def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i)
     rows = pool[first_row + active.blocks[at]].reshape(tile, -1)
     cells = rows[:, : unit.per_block * size].reshape(tile * unit.per_block, size)
     owners = jnp.repeat(owner, unit.per_block, total_repeat_length=tile * unit.per_block)
-    return cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b], owners
+    return cells[:, : unit.a], cells[:, unit.b_start : unit.b_start + unit.b], owners
 
 
 def block_rows(ids: jax.Array, layers: int, blocks: int) -> jax.Array:
@@ -261,3 +219,6 @@ def write_layers(pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Ar
     inside = (ids >= 0) & (ids < blocks)
     rows = jnp.where(inside[:, None], rows, pool.shape[0]).reshape(-1)
     return pool.at[rows].set(data.reshape(n * count, *data.shape[2:]), mode="drop")
+
+
+XLA = Ops(attention, lora, write_kv, write_blocks, write_layers, read_blocks)

@@ -124,6 +124,6 @@ def _fill(pool: np.ndarray, row: int, unit: UnitLayout, rng: np.random.Generator
     a = rng.standard_normal((unit.per_block, unit.a), dtype=np.float32)
     b = rng.standard_normal((unit.per_block, unit.b), dtype=np.float32)
     cells = np.zeros((unit.per_block, unit.slots * 2 * K * H), np.float32)
-    cells[:, : unit.a], cells[:, unit.a : unit.a + unit.b] = a, b
+    cells[:, : unit.a], cells[:, unit.b_start : unit.b_start + unit.b] = a, b
     pool[row] = np.resize(np.append(cells.reshape(-1), np.zeros(pool[row].size)), pool[row].size).reshape(B, 2 * K, H)
     return a, b

@@ -1,0 +1,202 @@
+"""Every kernel against the reference on this device, and how fast both are on the large cases.
+
+The kernels are those that dispatch would choose for the platform if asked for them; on a CPU they
+are the TPU kernels in the interpreter. A kernel that a case's shape or dtype is not served by is
+reported with the reason, never left out in silence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlora.bench.device_rates import Rates, seconds
+from jlora.errors import ConfigError
+from jlora.pallas import cases, counts
+from jlora.pallas.cases import AttentionCase, LoraCase
+from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.ops import Adapted, Ops, Pages
+from jlora.pallas.reference import XLA
+
+TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value: products may use lower precision
+REPEATS = {"cpu": 1, "gpu": 20, "tpu": 20}
+JUNK = 100.0  # in memory that a kernel must not use; NaN would only show in one place
+
+Case = AttentionCase | LoraCase
+FAILURES = (jax.errors.JaxRuntimeError, AssertionError, NotImplementedError, TypeError, ValueError)
+
+
+def kernels_for(case: Case) -> Ops:
+    """This platform's kernels for a case; raises ConfigError with the reason where there are none."""
+    device = jax.devices()[0]
+    if device.platform == "cpu" and isinstance(case, AttentionCase):
+        raise ConfigError("no interpreter of jax runs ragged_paged_attention; tests compile it for TPU")
+    # On a CPU the TPU kernel of LoRA, which `interpreter` runs.
+    platform, kind = ("tpu", "interpreter") if device.platform == "cpu" else (device.platform, device.device_kind)
+    one = isinstance(case, AttentionCase)
+    shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
+    width = case.layout.blocks_for(case.spec.max_len)
+    site = Site(platform, kind, case.layout, case.spec.heads, shapes, width, rank=64)
+    chosen = choose(site, "auto" if platform == "tpu" else "pallas")
+    op = chosen.choices[0 if one else 1]
+    if op.implementation == "xla":
+        raise ConfigError(op.reason)
+    return chosen.ops
+
+
+def fitted(case: Case) -> Case:
+    """The case with its units as the platform's kernels read them."""
+    if isinstance(case, AttentionCase) or jax.default_backend() != "gpu":
+        return case
+    from jlora.pallas.gpu_layout import fit_units
+
+    return replace(case, fit=fit_units)
+
+
+def interpreter() -> contextlib.AbstractContextManager[Any]:
+    """On a CPU, TPU kernels inside run in the interpreter."""
+    if jax.default_backend() != "cpu":
+        return contextlib.nullcontext()
+    from jlora.pallas.interpret import interpreted
+
+    return interpreted()
+
+
+def correctness(every: int) -> list[dict[str, Any]]:
+    """One row per small case, or every so manyth: the largest difference to the reference, or why it has no kernel."""
+    todo: list[Case] = [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
+    return [_compare(case) for case in todo[::every]]
+
+
+def checklist(left: Callable[[], float]) -> list[dict[str, Any]]:
+    """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`); nothing on other platforms."""
+    if jax.default_backend() != "gpu":
+        return []
+    from jlora.pallas import gpu_checks, gpu_ops
+
+    if reason := gpu_ops.runtime_refusal():
+        return [{"check": "all", "ok": None, "reason": reason}]
+    rows: list[dict[str, Any]] = []
+    for check in gpu_checks.checks(gpu_checks.LARGE):
+        if left() < 0:
+            rows.append({"check": check.name, "ok": None, "reason": "no time left"})
+            continue
+        try:
+            found = check.run()
+            rows.append({"check": check.name, "ok": found.passed, "seen": found.seen})
+        except FAILURES as e:
+            rows.append({"check": check.name, "ok": False, "reason": first_line(e)})
+    return rows
+
+
+def _compare(case: Case) -> dict[str, Any]:
+    case = fitted(case)
+    row: dict[str, Any] = {"case": case.name}
+    try:
+        ops = kernels_for(case)
+        with interpreter():
+            pairs = _both(case, ops)
+    except ConfigError as e:
+        return {**row, "ok": None, "reason": str(e)}
+    except FAILURES as e:
+        return {**row, "ok": False, "reason": first_line(e)}
+    error = max(float(np.abs(a - b).max() / max(1.0, np.abs(b).max())) for a, b in pairs)
+    finite = all(np.isfinite(a).all() for a, _ in pairs)
+    return {**row, "ok": bool(finite and error < TOLERANCE[case.spec.dtype]), "error": error}
+
+
+def _both(case: Case, ops: Ops) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Results of kernel and reference, those that mean something."""
+    if isinstance(case, AttentionCase):
+        inputs, valid = cases.attention_inputs(case, junk=JUNK), cases.attention_valid(case)
+        got, want = (np.asarray(jax.jit(f)(*inputs), np.float32)[valid] for f in (ops.attention, XLA.attention))
+        return [(got, want)]
+    inputs = cases.lora_inputs(case, junk=JUNK)
+    return list(zip(*(_lora(f, inputs) for f in (ops.lora, XLA.lora)), strict=True))
+
+
+def first_line(error: BaseException) -> str:
+    """An error in one line."""
+    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+
+
+def _lora(op: Callable[..., Any], inputs: tuple[Any, ...]) -> list[np.ndarray]:
+    return [np.asarray(out, np.float32) for out in jitted(op, inputs)(*flat(inputs))]
+
+
+def jitted(op: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
+    """A LoRA op over `flat` inputs."""
+    units = [p.unit for p in inputs[3]]
+
+    def call(x: Any, pool: Any, first: Any, bases: Any, active: Any, adapters: Any) -> Any:
+        return op(x, pool, first, [Adapted(*p) for p in zip(bases, active, units, strict=True)], adapters)
+
+    return jax.jit(call)
+
+
+def flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A LoRA case's inputs as arrays only."""
+    x, pool, first, projections, adapters = inputs
+    return x, pool, first, [p.base for p in projections], [p.active for p in projections], adapters
+
+
+def speed(rates: Rates, small: bool, left: Callable[[], float]) -> list[dict[str, Any]]:
+    """One row per large case: seconds of kernel and reference, and of the roofline's floor."""
+    attention: list[Case] = [c for c in cases.LARGE_ATTENTION if c.tp == 1]
+    lora: list[Case] = [c for c in cases.LARGE_LORA if c.tp == 1 and c.group in (("q", "k", "v"), ("o",))]
+    if small:
+        attention, lora = [cases.SMALL_ATTENTION[0]], [cases.SMALL_LORA[0]]
+    rows = []
+    for case in map(fitted, [*attention, *lora]):
+        if left() < 0:
+            rows.append({"case": case.name, "reason": "no time left"})
+            continue
+        rows.append(_time(case, rates))
+    return rows
+
+
+def _time(case: Case, rates: Rates) -> dict[str, Any]:
+    inputs = random_inputs(case)
+    count = counts.attention(case) if isinstance(case, AttentionCase) else counts.lora(case)
+    floor = count.floor(rates.chip)
+    row: dict[str, Any] = {"case": case.name, "bytes": count.bytes, "flops": count.flops, "floor_us": floor * 1e6}
+    for name in ("kernel", "xla"):
+        try:
+            ops = XLA if name == "xla" else kernels_for(case)
+            attends = isinstance(case, AttentionCase)
+            run = jax.jit(ops.attention) if attends else jitted(ops.lora, inputs)
+            with interpreter():
+                taken = seconds(calls(run, inputs if attends else flat(inputs)), REPEATS[jax.default_backend()], 3)
+        except (ConfigError, *FAILURES) as e:
+            row[f"{name}_reason"] = first_line(e)
+        else:
+            row |= {f"{name}_us": taken * 1e6, f"{name}_share": floor / taken}
+    return row
+
+
+def calls(run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[int], Any]:
+    """For `seconds`: so many calls, enqueued together."""
+    return lambda count: [run(*args) for _ in range(count)]
+
+
+def random_inputs(case: Case) -> tuple[Any, ...]:
+    """The case's index lists with contents made on the device: a large pool never crosses the link."""
+    abstract = cases.attention_shapes(case) if isinstance(case, AttentionCase) else cases.lora_shapes(case)
+    random = jax.jit(
+        lambda shape, dtype: 0.05 * jax.random.normal(jax.random.key(0), shape, dtype), static_argnums=(0, 1)
+    )
+    x, pool = (random(a.shape, a.dtype) for a in abstract[:2])
+    first = jnp.int32(case.layout.blocks)
+    if isinstance(case, AttentionCase):
+        return x, pool, first, Pages(*(jnp.asarray(v) for v in cases.attention_pages(case)))
+    active, adapters = cases.lora_lists(case)
+    bases = [random(p.base.shape, p.base.dtype) for p in abstract[3]]
+    units = [case.layout.units[name] for name in case.group]
+    placed = [type(a)(*(jnp.asarray(v) for v in a)) for a in active]
+    return x, pool, first, [Adapted(*p) for p in zip(bases, placed, units, strict=True)], jnp.asarray(adapters)

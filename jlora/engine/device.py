@@ -1,0 +1,60 @@
+"""The device side of an engine: ops, programs, pool and slot state around weights that are there already.
+
+Kept apart from `build`, which reads files: a benchmark with random weights needs this part alone.
+"""
+
+from __future__ import annotations
+
+import jax
+from jax.sharding import NamedSharding
+
+from jlora.cache.pool import DevicePool, has_pinned_host
+from jlora.config import Config
+from jlora.engine.batch import BatchBuilder, Projections
+from jlora.engine.runner import Runner
+from jlora.layout import PoolLayout
+from jlora.model import sampling, sharding, step
+from jlora.model.llama import Params
+from jlora.model.spec import ModelSpec
+from jlora.pallas.dispatch import Chosen, Site, choose
+
+
+def device_side(
+    config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections, params: Params
+) -> tuple[Runner, DevicePool]:
+    """Everything that lives on the devices; `params` is stacked or listed as `uses_scan` says.
+
+    Raises:
+        ConfigError: `engine.kernels` asks for kernels that do not serve this model here.
+    """
+    mesh = sharding.make_mesh(config.model.tp)
+    builder = BatchBuilder(layout, config.engine, spec, projections)
+    ops = choose_ops(config, spec, layout, tuple(builder.buckets.shapes)).ops
+    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
+    programs = step.build(spec, layout, mesh, stacked, ops)
+    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
+    replicated = NamedSharding(mesh, sharding.REPLICATED)
+    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
+    return Runner(params, programs, pool, state, builder), pool
+
+
+def choose_ops(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Chosen:
+    """The implementation of each op on this process's devices, for launches of `shapes`."""
+    device = jax.devices()[0]
+    width = layout.blocks_for(spec.max_len)
+    site = Site(device.platform, device.device_kind, layout, spec.heads, shapes, width, config.adapters.max_rank)
+    return choose(site, config.engine.kernels)
+
+
+def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
+    """The layout with units as the platform's kernels read them, where these are to be used."""
+    if jax.default_backend() != "gpu" or kernels != "pallas":
+        return layout
+    from jlora.pallas.gpu_layout import fit_units
+
+    return fit_units(layout)
+
+
+def uses_scan(layers: str, platform: str) -> bool:
+    """Scan over stacked layers on TPU, unrolled elsewhere (on GPU a scan copies its weights each step)."""
+    return platform == "tpu" if layers == "auto" else layers == "scan"

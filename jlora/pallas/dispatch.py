@@ -1,0 +1,206 @@
+"""Which implementation of each op runs: decided once, at start, from platform, shapes and configuration.
+
+    chosen = choose(Site(...), config.engine.kernels)
+    chosen.ops                     a value, passed down to the step
+    chosen.choices                 op, implementation, reason: logged, and shown in reports
+
+`auto` takes the kernels of the platform where they serve this model, and XLA (the reference)
+elsewhere, with the reason recorded; on NVIDIA it stays with XLA until the kernels have been timed
+against it on a device. `pallas` insists: what the kernels cannot serve is an error. `xla` takes
+the reference everywhere. Nothing is probed while tokens are made: all shapes that a
+launch can have are checked here, their tiles looked up, so that a step cannot fail later.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from jlora.errors import ConfigError
+from jlora.layout import BYTES, PoolLayout
+from jlora.pallas.ops import GROUPS, Ops
+from jlora.pallas.reference import XLA
+from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of
+
+log = logging.getLogger(__name__)
+
+KERNELS = ("auto", "pallas", "xla")
+SCALAR_SHARE = 0.5  # of a chip's scalar memory for one kernel's tables
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where the ops will run, and on what.
+
+    Attributes:
+        platform: jax's name of the backend: cpu, tpu, gpu.
+        kind: `device_kind` of its devices.
+        layout: the pool.
+        heads: N, over all shards.
+        shapes: (rows, tokens per row) of every launch.
+        width: W, pages of the longest context.
+        rank: the largest rank of an adapter.
+    """
+
+    platform: str
+    kind: str
+    layout: PoolLayout
+    heads: int
+    shapes: tuple[tuple[int, int], ...]
+    width: int
+    rank: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One op's implementation and why."""
+
+    op: str
+    implementation: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """What `choose` decided."""
+
+    ops: Ops
+    choices: tuple[Choice, ...]
+
+    def __str__(self) -> str:
+        return "; ".join(f"{c.op}: {c.implementation} ({c.reason})" for c in self.choices)
+
+
+# What a platform offers for one op: a way to make it, or why not.
+Offer = tuple[str, Callable[[], object] | None, str]  # implementation, maker, reason
+
+IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
+
+
+def choose(site: Site, kernels: str = "auto") -> Chosen:
+    """Chooses every op's implementation and logs it.
+
+    Raises:
+        ConfigError: `kernels` is pallas and the platform's kernels do not serve this site.
+    """
+    offers: dict[str, Offer] = {} if kernels == "xla" else _offers(site, kernels)
+    ops, choices = XLA, []
+    for op in ("attention", "lora"):
+        name, make, reason = offers.get(op, ("xla", None, "engine.kernels = xla"))
+        if make is not None:
+            ops = replace(ops, **{op: make()})
+        elif kernels == "pallas":
+            raise ConfigError(f"engine.kernels = 'pallas': no {op} kernel: {reason}; set it to auto or xla")
+        choices.append(Choice(op, name, reason))
+    choices += [Choice(op, "xla", IN_PLACE) for op in ("write_kv", "write_blocks", "write_layers", "read_blocks")]
+    chosen = Chosen(ops, tuple(choices))
+    log.info("ops on %s (%s): %s", site.platform, site.kind, chosen)
+    return chosen
+
+
+def _offers(site: Site, kernels: str) -> dict[str, Offer]:
+    if site.platform == "tpu":
+        return _tpu(site)
+    if site.platform == "gpu" and kernels == "pallas":
+        return _gpu(site)
+    reason = {
+        "cpu": "on a CPU the reference is the fast path",
+        "gpu": "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas takes them",
+    }.get(site.platform, f"there are no kernels for {site.platform}")
+    return {op: ("xla", None, reason) for op in ("attention", "lora")}
+
+
+def _gpu(site: Site) -> dict[str, Offer]:
+    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`."""
+    from jlora.pallas import gpu_layout, gpu_ops
+
+    layout = site.layout
+    limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
+    gap = gpu_ops.runtime_refusal() or gpu_layout.attention_refusal(layout)
+    refused = {
+        "+".join(group): gpu_layout.lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS
+    }
+    left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
+    lora_gap = gpu_ops.runtime_refusal() or (left if all(refused.values()) else "")
+    attention: Offer = ("pallas-gpu", gpu_ops.attention_op, f"serves {site.kind}")
+    lora: Offer = ("pallas-gpu", lambda: gpu_ops.lora_op(layout, limits, XLA.lora), left or f"serves {site.kind}")
+    return {
+        "attention": ("xla", None, gap) if gap else attention,
+        "lora": ("xla", None, lora_gap) if lora_gap else lora,
+    }
+
+
+def _tpu(site: Site) -> dict[str, Offer]:
+    """Mosaic kernels: our LoRA, and jax's ragged paged attention."""
+    chip = chip_of(site.kind)
+    if chip is None:
+        reason = f"jlora/pallas/tiles.json does not know the chip {site.kind!r}"
+        return {op: ("xla", None, reason) for op in ("attention", "lora")}
+    # Imported where it is used: a server on another platform does not load the TPU compiler's front.
+    from jlora.pallas.tpu_attention import TpuAttention
+    from jlora.pallas.tpu_lora import TpuLora
+
+    offers: dict[str, Offer] = {}
+    for op, name, check, make in (
+        ("attention", "pallas-tpu", _attention_gap, TpuAttention),
+        ("lora", "pallas-tpu", _lora_gap, TpuLora),
+    ):
+        gap = check(site, chip)
+        offers[op] = ("xla", None, gap) if gap else (name, lambda make=make: make(chip), f"serves {chip.name}")
+    return offers
+
+
+def _attention_gap(site: Site, chip: Chip) -> str:
+    """Why jax's ragged paged attention cannot serve this site; empty where it can."""
+    from jlora.pallas import tpu_attention
+
+    layout = site.layout
+    gap = _pool_gap(layout)
+    tables = max(tpu_attention.smem_bytes(rows, chunk, site.width) for rows, chunk in site.shapes)
+    if gap or tables > SCALAR_SHARE * chip.smem_bytes:
+        return gap or f"page tables of {tables // 1024} KiB pass the scalar memory; lower model.max_model_len"
+    for rows, chunk in site.shapes:
+        heads, kv_heads = site.heads // layout.tp, layout.kv_heads // layout.tp
+        sizes = (rows * chunk, chunk, heads, kv_heads, layout.head_dim, layout.block_tokens, BYTES[layout.dtype])
+        gap = _reason(chip.attention, AttentionShape(*sizes))
+        if gap:
+            return gap
+    return ""
+
+
+def _lora_gap(site: Site, chip: Chip) -> str:
+    """Why our LoRA kernel cannot serve this site; empty where it can."""
+    layout, size = site.layout, BYTES[site.layout.dtype]
+    if gap := _pool_gap(layout):
+        return gap
+    lists = 8 * layout.blocks
+    if lists > SCALAR_SHARE * chip.smem_bytes:
+        return f"lists of {layout.blocks} blocks pass the scalar memory; lower cache.hbm_blocks"
+    slot = 2 * layout.kv_heads // layout.tp * layout.head_dim * size
+    for tokens in {rows * chunk for rows, chunk in site.shapes}:
+        for group in GROUPS:
+            units = [layout.units[name] for name in group]
+            parts = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
+            gap = _reason(chip.lora, LoraShape(tokens, units[0].a, *parts, slot, size))
+            if gap:
+                return gap
+    return ""
+
+
+def _pool_gap(layout: PoolLayout) -> str:
+    """Why slots of the pool are no whole tiles of the vector memory; empty where they are."""
+    if layout.head_dim != 128:
+        return f"head_dim = {layout.head_dim}: the TPU kernels need 128, a row of the vector memory"
+    rows = 2 * layout.kv_heads // layout.tp // (4 // BYTES[layout.dtype])
+    if rows not in (1, 2, 4) and rows % 8:
+        return f"{layout.kv_heads // layout.tp} key-value heads per device: a slot must fill 1, 2, 4 or 8 n rows"
+    return ""
+
+
+def _reason(look_up: Callable, shape: object) -> str:
+    try:
+        look_up(shape)
+    except ConfigError as e:
+        return str(e)
+    return ""

@@ -1,0 +1,242 @@
+"""What to look at when the NVIDIA kernels meet a GPU: the first-run checklist, as a list that a script runs.
+
+    for check in checks(LARGE):  print(check.name, check.run())
+
+The kernels were written without a GPU: their arithmetic comes from the interpreter, their registers
+and instructions from the compiler. What neither shows is on this list: numerics of the tensor cores
+and of the approximate exponential, races among the warps of one group (a result that changes from
+run to run), deadlocks (run the list under a watchdog), what a bulk copy does at the end of an array,
+and whether the pool stays where it is. Errors are against the reference in float32, absolute for
+attention, relative to the largest value for LoRA; the bounds are what bfloat16 rounding explains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jlora.model.spec import ModelSpec
+from jlora.pallas import reference
+from jlora.pallas.cases import (
+    LLAMA2_7B,
+    LLAMA3_8B,
+    TINY,
+    AttentionCase,
+    LoraCase,
+    attention_inputs,
+    attention_valid,
+    lora_inputs,
+)
+from jlora.pallas.gpu_decode import DecodeTiles
+from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.gpu_lora import lora
+from jlora.pallas.gpu_ops import GpuTiles, attention_op
+from jlora.pallas.gpu_plan import Room
+from jlora.pallas.gpu_prefill import PrefillTiles
+
+ATTENTION_BOUND, LORA_BOUND = 0.02, 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Whether a check passed, and the number it saw."""
+
+    passed: bool
+    seen: str
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One line of the checklist."""
+
+    name: str
+    run: Callable[[], Finding]
+
+
+def room_of(case: LoraCase) -> Room:
+    """Room for exactly a case's adapters."""
+    largest = max((max(r) if isinstance(r, tuple) else r for r in case.ranks), default=1)
+    return Room(max(1, len(case.ranks)), largest)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How large the checks are.
+
+    Attributes:
+        specs: models, bfloat16.
+        block_tokens: pages.
+        lengths: contexts of decode, beside those around the borders of pages and tiles.
+        prompts: lengths of prompts, in rows of 32 tokens.
+        repeats: runs whose results must be equal bit for bit.
+        decode: tiles to try, among them one that cuts contexts and one that does not.
+        prefill: tiles to try.
+    """
+
+    specs: tuple[ModelSpec, ...]
+    block_tokens: tuple[int, ...]
+    lengths: tuple[int, ...]
+    prompts: tuple[int, ...]
+    repeats: int
+    decode: tuple[DecodeTiles, ...]
+    prefill: tuple[PrefillTiles, ...]
+
+
+_WIDE = tuple(replace(spec, max_len=32768) for spec in (LLAMA3_8B, LLAMA2_7B))
+LARGE = Sizes(
+    specs=_WIDE,
+    block_tokens=(32, 64),
+    lengths=(1000, 8192),
+    prompts=(2048, 777, 31),
+    repeats=1000,
+    decode=(DecodeTiles(), DecodeTiles(blocks=1), DecodeTiles(stages=3)),
+    prefill=(PrefillTiles(), PrefillTiles(registers=True), PrefillTiles(stages=2)),
+)
+# For an interpreter: every check in seconds.
+SMALL = Sizes(
+    specs=(replace(TINY, heads=2, kv_heads=1, dtype="bfloat16"),),
+    block_tokens=(32,),
+    lengths=(100,),
+    prompts=(70,),
+    repeats=2,
+    decode=(DecodeTiles(blocks=4),),
+    prefill=(PrefillTiles(),),
+)
+
+
+def checks(sizes: Sizes) -> list[Check]:
+    """The list, in the order in which a failure says the most."""
+    found = [check for spec in sizes.specs for tokens in sizes.block_tokens for check in _of_pool(sizes, spec, tokens)]
+    spec, tokens, tiles = sizes.specs[0], sizes.block_tokens[0], GpuTiles(sizes.decode[0])
+    longest = AttentionCase("longest", spec, tokens, ((spec.max_len, 1), (5, 1)))
+    found.append(_attention(f"{spec.name} B={tokens} decode {spec.max_len} tokens", longest, tiles))
+    found.append(Check("the pool stays in place over steps", partial(_in_place, spec, tokens, tiles)))
+    return found
+
+
+def _of_pool(sizes: Sizes, spec: ModelSpec, tokens: int) -> Iterator[Check]:
+    """The checks of one model with pages of `tokens` tokens."""
+    where = f"{spec.name} B={tokens}"
+    edges = (1, tokens - 1, tokens, tokens + 1, 63, 64, 65, *sizes.lengths)
+    decode = AttentionCase("decode", spec, tokens, tuple((n, 1) for n in edges), 1, frozenset(), 2)
+    prompts = _prompts(sizes, spec, tokens)
+    for tiles in sizes.decode:
+        yield _attention(f"{where} decode {tiles}", decode, GpuTiles(decode=tiles))
+    for tiles in sizes.prefill:
+        yield _attention(f"{where} prompts {tiles}", prompts, GpuTiles(prefill=tiles))
+    for case in (decode, prompts):
+        run = partial(_repeated, case, GpuTiles(sizes.decode[0], sizes.prefill[0]), sizes.repeats)
+        yield Check(f"{where} {case.name}: {sizes.repeats} runs are equal", run)
+    for case in _lora_cases(spec, tokens):
+        yield Check(f"{where} {case.name}", partial(_lora, case))
+    yield Check(f"{where} no adapter: the base, bit for bit", partial(_no_adapter, spec, tokens))
+
+
+def _attention(name: str, case: AttentionCase, tiles: GpuTiles) -> Check:
+    return Check(name, partial(_compared, case, tiles))
+
+
+def _prompts(sizes: Sizes, spec: ModelSpec, block_tokens: int) -> AttentionCase:
+    """Several prompts in rows of 32 tokens, and a short row far into a context."""
+    rows: list[tuple[int, int]] = []
+    continued = set()
+    for length in sizes.prompts:
+        for at in range(0, length, 32):
+            if at:
+                continued.add(len(rows))
+            rows.append((min(at + 32, length), min(32, length - at)))
+    rows.append((sizes.lengths[0], 5))
+    return AttentionCase("prompts", spec, block_tokens, tuple(rows), 32, frozenset(continued), 1)
+
+
+def _compared(case: AttentionCase, tiles: GpuTiles) -> Finding:
+    q, pool, first, pages = attention_inputs(case)
+    got = np.asarray(jax.jit(attention_op(tiles))(q, pool, first, pages).astype(jnp.float32))
+    want = jax.jit(reference.attention)(q.astype(jnp.float32), pool.astype(jnp.float32), first, pages)
+    valid = attention_valid(case)
+    error = float(np.abs(got[valid] - np.asarray(want)[valid]).max())
+    return Finding(bool(np.isfinite(got).all() and error <= ATTENTION_BOUND), f"largest error {error:.1e}")
+
+
+def _repeated(case: AttentionCase, tiles: GpuTiles, repeats: int) -> Finding:
+    args, run = attention_inputs(case), jax.jit(attention_op(tiles))
+    first = np.asarray(run(*args).astype(jnp.float32))
+    unlike = sum(not np.array_equal(first, np.asarray(run(*args).astype(jnp.float32))) for _ in range(repeats - 1))
+    return Finding(unlike == 0, f"{unlike} of {repeats - 1} differ from the first")
+
+
+def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
+    """Few and many adapters, decode and prompts, blocks that are full and blocks that end in zeros."""
+
+    def case(name: str, group: tuple[str, ...], ranks: tuple[Any, ...], tokens: Sequence[tuple[int, int]]) -> LoraCase:
+        return LoraCase(name, spec, block_tokens, group, ranks, tuple(tokens), fit=fit_units)
+
+    qkv = ("q", "k", "v")
+    return [
+        case("q k v, mixed ranks", qkv, (16, (3, 0, 20), 8), ((0, 3), (-1, 2), (1, 1), (2, 7), (-1, 3))),
+        case("gate up, few units to a block", ("gate", "up"), (16, 5), ((0, 4), (-1, 2), (1, 2))),
+        case("o, one adapter, a prompt", ("o",), (64,), ((0, 96), (-1, 32))),
+        case("q k v, all distinct", qkv, (8, 16, 32, 64) * 4, [(i, 1) for i in range(16)]),
+    ]
+
+
+def _lora(case: LoraCase) -> Finding:
+    inputs = lora_inputs(case)
+    x, pool, first, projections, adapters = inputs
+    got = _adapted(case, inputs)
+    wide = [p._replace(base=p.base.astype(jnp.float32)) for p in projections]
+    want = reference.lora(x.astype(jnp.float32), pool.astype(jnp.float32), first, wide, adapters)
+    error = max(_relative(a, b) for a, b in zip(got, want, strict=True))
+    return Finding(error <= LORA_BOUND, f"largest error {error:.1e} of the largest value")
+
+
+def _adapted(case: LoraCase, inputs: tuple[Any, ...]) -> list[jax.Array]:
+    x, pool, first, projections, adapters = inputs
+
+    @jax.jit
+    def run(x, pool, bases):
+        parts = [p._replace(base=base) for p, base in zip(projections, bases, strict=True)]
+        return lora(x, pool, first, parts, adapters, room=room_of(case))
+
+    return run(x, pool, [p.base for p in projections])
+
+
+def _relative(got: jax.Array, want: jax.Array) -> float:
+    a, b = (np.asarray(y.astype(jnp.float32)) for y in (got, want))
+    return float(np.abs(a - b).max() / np.abs(b).max()) if np.isfinite(a).all() else float("inf")
+
+
+def _no_adapter(spec: ModelSpec, block_tokens: int) -> Finding:
+    case = LoraCase("none", spec, block_tokens, ("q", "k", "v"), (), ((-1, 64),), fit=fit_units)
+    inputs = lora_inputs(case)
+    pairs = zip(_adapted(case, inputs), inputs[3], strict=True)
+    equal = all(bool((y == projection.base).all()) for y, projection in pairs)
+    return Finding(equal, "equal" if equal else "differs")
+
+
+def _in_place(spec: ModelSpec, block_tokens: int, tiles: GpuTiles) -> Finding:
+    """New keys, attention over them, ten times over a donated pool."""
+    case = AttentionCase("in place", spec, block_tokens, ((block_tokens + 1, 1),) * 4)
+    q, pool, first, pages = attention_inputs(case, junk=0.0)
+    attend = attention_op(tiles)
+    rows = first + pages.table[:, 1]
+    new = jnp.ones((4, spec.kv_heads, spec.head_dim), pool.dtype)
+
+    @partial(jax.jit, donate_argnums=0)
+    def step(pool, q):
+        pool = reference.write_kv(pool, rows, jnp.zeros(4, jnp.int32), new, new)
+        pool, q = jax.lax.optimization_barrier((pool, q))
+        return pool, attend(q, pool, first, pages)
+
+    pool, _ = step(pool, q)
+    where = pool.unsafe_buffer_pointer()
+    for _ in range(9):
+        pool, _ = step(pool, q)
+    stays = pool.unsafe_buffer_pointer() == where
+    return Finding(stays, "same address" if stays else "moved")

@@ -1,0 +1,90 @@
+"""The NVIDIA kernels as `jlora.pallas.ops` has them: what dispatch puts into an `Ops`.
+
+    attention    decode and prompt launches, each with its kernel
+    lora_op      the adapters, with room for what an engine's limits allow
+
+A group of projections whose units the kernels cannot read (`gpu_layout.lora_refusal`) goes to the
+plain op instead, decided while tracing; dispatch logs which and why, at start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jlora.layout import PoolLayout
+from jlora.pallas.gpu_decode import DecodeTiles, decode_attention
+from jlora.pallas.gpu_layout import lora_refusal
+from jlora.pallas.gpu_lora import LoraTiles, lora
+from jlora.pallas.gpu_plan import Room
+from jlora.pallas.gpu_prefill import PrefillTiles, chunk_attention
+from jlora.pallas.ops import Adapted, Attention, Lora, Pages, Psum
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What an engine's launches never exceed.
+
+    Attributes:
+        sequences: rows of a decode launch, its padding included; distinct adapters of any launch.
+        rank: the largest rank of an adapter.
+        row: tokens per row of a prompt launch.
+    """
+
+    sequences: int
+    rank: int
+    row: int
+
+    def room(self, tokens: int) -> Room:
+        """Room for a launch of `tokens` tokens: one with more than a decode launch is made of whole rows."""
+        run = 1 if tokens <= self.sequences else self.row
+        return Room(min(self.sequences, -(-tokens // run)), self.rank, run)
+
+
+@dataclass(frozen=True, slots=True)
+class GpuTiles:
+    """What may be tuned, of every kernel."""
+
+    decode: DecodeTiles = DecodeTiles()
+    prefill: PrefillTiles = PrefillTiles()
+    lora: LoraTiles = LoraTiles()
+
+
+def runtime_refusal() -> str | None:
+    """Why this version of jax cannot run the kernels; None: it can."""
+    if hasattr(plgpu, "InterpretGPUParams"):
+        return None
+    return f"jax {jax.__version__}: the NVIDIA kernels need 0.11 or newer (Python 3.12 or newer)"
+
+
+def attention_op(tiles: GpuTiles = GpuTiles()) -> Attention:
+    """`ops.Attention` for pools that `gpu_layout.attention_refusal` does not refuse."""
+
+    def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
+        if q.shape[1] == 1:
+            return decode_attention(q[:, 0], pool, first_row, pages, tiles.decode)[:, None]
+        return chunk_attention(q, pool, first_row, pages, tiles.prefill)
+
+    return attention
+
+
+def lora_op(layout: PoolLayout, limits: Limits, plain: Lora, tiles: GpuTiles = GpuTiles()) -> Lora:
+    """`ops.Lora` for a layout from `gpu_layout.fit_units`; `plain` serves the groups that it refuses."""
+
+    def joined(
+        x: jax.Array,
+        pool: jax.Array,
+        first_row: jax.Array | int,
+        projections: Sequence[Adapted],
+        adapters: jax.Array,
+        psum: Psum = None,
+    ) -> list[jax.Array]:
+        if lora_refusal(layout, [p.unit for p in projections]):
+            return plain(x, pool, first_row, projections, adapters, psum)
+        room = limits.room(x.shape[0])
+        return lora(x, pool, first_row, projections, adapters, psum, room=room, tiles=tiles.lora)
+
+    return joined

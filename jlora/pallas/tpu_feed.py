@@ -1,0 +1,186 @@
+"""How tiles of adapter blocks come from the pool into a TPU's vector memory, and how they are read there.
+
+    Tile   which slots of each rank unit a kernel fetches, and how they lie side by side
+    Feed   starts the copies of a tile, waits for them, names each unit's owner, gives rows of all units
+
+A unit is rows of 128 numbers. bfloat16 rows lie in pairs in a 32-bit sublane, so everything here
+counts 32-bit rows: one of them is 128 numbers in float32 and 256 in bfloat16.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jlora.layout import UnitLayout
+
+LANES, SUBLANES = 128, 8
+NOBODY = -2  # no token's adapter; -1 is the base
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """How a tile of one projection's units lies in fast memory: `slots` of each unit, from `first` on.
+
+    Attributes:
+        slot_rows: rows of 128 numbers in a slot (2K).
+        blocks: pool blocks of a full tile.
+        units: units that the arithmetic sees; those behind the last fetched one are masked.
+        packing: rows in one 32-bit sublane.
+    """
+
+    unit: UnitLayout
+    slot_rows: int
+    first: int
+    slots: int
+    blocks: int
+    units: int
+    packing: int
+
+    @classmethod
+    def of(cls, unit: UnitLayout, pool: Any, units: int, first: int, slots: int) -> Tile:
+        """A tile of about `units` units: as many whole blocks as fit, at least one."""
+        blocks = max(1, units // unit.per_block)
+        room = cdiv(max(units, unit.per_block), 8) * 8
+        return cls(unit, pool.shape[2], first, slots, blocks, room, 4 // pool.dtype.itemsize)
+
+    @property
+    def step(self) -> int:
+        """Numbers of a unit that one load brings."""
+        return LANES * self.packing
+
+    @property
+    def stride(self) -> int:
+        """32-bit rows from a unit to the next."""
+        return self.slots * self.slot_rows // self.packing
+
+    def buffer(self, copies: int, dtype: Any) -> Any:
+        """Scratch memory for some tiles, and room behind them for the last aligned window of rows."""
+        room = cdiv(2 * SUBLANES * self.packing, self.slot_rows)
+        return pltpu.VMEM((copies, self.units * self.slots + room, self.slot_rows, LANES), dtype)
+
+
+class Lists(NamedTuple):
+    """A launch's entries in scalar memory.
+
+    Attributes:
+        spans: [token tiles * P * 2] each token tile's entries start .. stop - 1 of each projection.
+        blocks, owners: [M].
+        place: [2] the layer's first pool row; the turn (of the two-kernel form).
+    """
+
+    spans: Any
+    blocks: Any
+    owners: Any
+    place: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Feed:
+    """Brings one projection's tiles from the pool, into its buffers in turn.
+
+    Attributes:
+        start, stop: this token tile's entries in the lists.
+        pool: the whole pool, in slow memory; arrived: a semaphore for each buffer.
+        views: the buffers can be seen in another shape, which the TPU-semantics interpreter cannot do.
+    """
+
+    tile: Tile
+    lists: Lists
+    start: Any
+    stop: Any
+    pool: Any
+    buffers: Any
+    arrived: Any
+    views: bool
+
+    @property
+    def turns(self) -> Any:
+        """Tiles of blocks to go through."""
+        return lax.div(self.stop - self.start + (self.tile.blocks - 1), jnp.int32(self.tile.blocks))
+
+    def count(self, turn: Any) -> Any:
+        """Blocks of a tile: `tile.blocks`, fewer in the last, none behind it."""
+        return jnp.clip(self.stop - self.start - turn * self.tile.blocks, 0, self.tile.blocks)
+
+    def fetch(self, turn: Any) -> None:
+        """Starts the copies of a tile's blocks."""
+        self._each(turn, lambda copy: copy.start())
+
+    def wait(self, turn: Any) -> None:
+        """Until they have come."""
+        self._each(turn, lambda copy: copy.wait())
+
+    def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
+        """32-bit row `window` + `at` of every unit of a tile: [units, 128].
+
+        `window` may be traced and is a multiple of 8: the compiler wants to know where tiles begin.
+        """
+        tile, count = self.tile, self.buffers.shape[1] * self.tile.slot_rows // self.tile.packing
+        size = (tile.units - 1) * tile.stride + 2 * SUBLANES
+        if not self.views:
+            words = _words(self.buffers[self._buffer(turn)], tile)
+            return lax.dynamic_slice_in_dim(words, window, size)[at :: tile.stride][: tile.units]
+        flat = self.buffers.at[self._buffer(turn)].reshape(count * tile.packing, LANES)
+        flat = flat.bitcast(jnp.uint32) if tile.packing > 1 else flat
+        near = flat.at[pl.ds(pl.multiple_of(window, SUBLANES), size)]
+        return near[pl.ds(at, tile.units, stride=tile.stride), :]
+
+    def owners(self, turn: Any) -> jax.Array:
+        """[1, units] owner of each unit of a tile."""
+        block = lax.div(lax.broadcasted_iota(jnp.int32, (1, self.tile.units), 1), jnp.int32(self.tile.unit.per_block))
+        first = self.start + turn * self.tile.blocks
+
+        def name(e: Any, row: jax.Array) -> jax.Array:
+            return jnp.where(block == e, self.lists.owners[first + e], row)
+
+        return lax.fori_loop(0, self.count(turn), name, jnp.full((1, self.tile.units), NOBODY, jnp.int32))
+
+    def _buffer(self, turn: Any) -> Any:
+        return lax.rem(turn, jnp.int32(self.buffers.shape[0])) if self.buffers.shape[0] > 1 else 0
+
+    def _each(self, turn: Any, act: Callable[[Any], None]) -> None:
+        unit, slots = self.tile.unit, self.tile.slots
+        buffer, arrived = self.buffers.at[self._buffer(turn)], self.arrived.at[self._buffer(turn)]
+        # Whole units of a block lie end to end: one copy. A part of each: a copy per unit.
+        pieces, size = (1, unit.per_block * slots) if slots == unit.slots else (unit.per_block, slots)
+
+        def block(e: Any, _: None) -> None:
+            row = self.lists.place[0] + self.lists.blocks[self.start + turn * self.tile.blocks + e]
+            for piece in range(pieces):
+                source = self.pool.at[row, pl.ds(piece * unit.slots + self.tile.first, size)]
+                target = buffer.at[pl.ds((e * pieces + piece) * size, size)]
+                act(pltpu.make_async_copy(source, target, arrived))
+
+        lax.fori_loop(0, self.count(turn), block, None)
+
+
+def _words(buffer: jax.Array, tile: Tile) -> jax.Array:
+    """A whole buffer as 32-bit rows, by value."""
+    rows = buffer.reshape(-1, LANES)
+    if tile.packing == 1:
+        return rows
+    return lax.bitcast_convert_type(rows.reshape(-1, tile.packing, LANES).swapaxes(1, 2), jnp.uint32)
+
+
+def numbers(words: jax.Array, valid: jax.Array | None = None) -> jax.Array:
+    """32-bit rows as numbers [units, step]; zero where not valid."""
+    if valid is not None:
+        words = jnp.where(valid, words, jnp.zeros_like(words))
+    if words.dtype == jnp.float32:
+        return words
+    low, high = words << 16, words & jnp.uint32(0xFFFF0000)
+    halves = [lax.bitcast_convert_type(w, jnp.float32).astype(jnp.bfloat16) for w in (low, high)]
+    return jnp.concatenate(halves, axis=1)
+
+
+def cdiv(a: Any, b: int) -> Any:
+    """a / b, rounded up."""
+    return (a + b - 1) // b

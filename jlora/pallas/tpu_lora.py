@@ -1,0 +1,338 @@
+"""LoRA on TPU (Mosaic): adapters are read where they lie, in the pool.
+
+A grid step owns a tile of tokens and walks the active blocks of its tokens' adapters, a tile of
+rank units at a time. The block ids and owners are in scalar memory before the kernel starts, so a
+tile's blocks are fetched by plain copies, one per block, while the tile before it is computed:
+
+    h = x Aᵀ            [tokens, units]   the matrix unit, over 128-wide pieces of x
+    h = 0 where a unit's owner is not the token's adapter
+    y = y + h B         [tokens, b]       added in place to the base product
+
+A unit is rows of 128 numbers in its slots: A's pieces, then B's. Piece c of every unit is one
+strided load. bfloat16 rows lie in pairs in a 32-bit sublane, so two pieces come at once and are
+told apart by their bits.
+
+Work and bytes follow the active blocks: the number of turns is read from the list, several
+adapters share a tile whatever their ranks, a token tile visits only blocks whose owners can be
+among its tokens, and a launch without active blocks does not run at all. With at most
+`LoraTiles.tokens` tokens every block is read exactly once; a longer prompt reads its own
+adapters' blocks once per token tile.
+
+On several devices x Aᵀ has to be added up over the shards between the two products. There the
+kernel comes in two halves with the sum between them; the first fetches only the slots with A, the
+second those with B. A turn takes a tile of every projection, and costs one small all-reduce.
+
+Source of the computation: Punica (Chen et al. 2023, section 4) and S-LoRA (Sheng et al. 2023,
+section 5); here with one pool, no gathered copies, and no padding to the largest rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from jlora.pallas.ops import Adapted, Psum
+from jlora.pallas.tiles import Chip, LoraShape, LoraTiles
+from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Tile, cdiv, numbers
+
+
+def _shrink(feed: Feed, turn: Any, x: Any) -> jax.Array:
+    """x Aᵀ for a tile: [tokens, units] float32; units that were not fetched give anything."""
+    step = feed.tile.step
+
+    def piece(h: jax.Array, words: jax.Array, at: Any, size: int) -> jax.Array:
+        return h + _dot(x[:, pl.ds(at, size)], numbers(words)[:, :size], ((1,), (1,)))
+
+    start = jnp.zeros((x.shape[0], feed.tile.units), jnp.float32)
+    return _pieces(feed, turn, (0, feed.tile.unit.a, step), piece, start)
+
+
+def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any) -> None:
+    """out += h B for a tile."""
+    tile = feed.tile
+    first = (tile.unit.b_start - tile.first * tile.slot_rows * LANES) // tile.step  # B's row in the fetched part
+    fetched = feed.count(turn) * tile.unit.per_block
+    # Fast memory that nothing was copied to may hold NaN, and 0 · NaN is NaN.
+    valid = lax.broadcasted_iota(jnp.int32, (tile.units, LANES), 0) < fetched
+    h = h.astype(out.dtype)
+
+    def piece(_: None, words: jax.Array, at: Any, size: int) -> None:
+        columns = pl.ds(at, size)
+        delta = _dot(h, numbers(words, valid)[:, :size], ((1,), (0,)))
+        out[:, columns] = (out[:, columns].astype(jnp.float32) + delta).astype(out.dtype)
+
+    _pieces(feed, turn, (first, tile.unit.b, tile.step), piece, None)
+
+
+def _pieces(feed: Feed, turn: Any, part: tuple[int, int, int], piece: Callable[..., Any], carry: Any) -> Any:
+    """Goes through `part` (first 32-bit row in the unit, numbers, numbers per row) of a tile's units.
+
+    Eight rows at a time in a loop, so that the compiled kernel stays small; the rest is written
+    out. `piece(carry, words [units, 128], first number, how many)` gives the next carry.
+    """
+    first, numbers, step = part
+    near, over = divmod(first, SUBLANES)
+    groups = numbers // (SUBLANES * step)
+
+    def group(g: Any, carry: Any) -> Any:
+        for r in range(SUBLANES):
+            words = feed.rows(turn, (near + g) * SUBLANES, over + r)
+            carry = piece(carry, words, pl.multiple_of((g * SUBLANES + r) * step, step), step)
+        return carry
+
+    if groups:
+        carry = lax.fori_loop(0, groups, group, carry)
+    for at in range(groups * SUBLANES * step, numbers, step):
+        window, row = divmod(first + at // step, SUBLANES)
+        carry = piece(carry, feed.rows(turn, window * SUBLANES, row), at, min(step, numbers - at))
+    return carry
+
+
+def _dot(x: jax.Array, y: jax.Array, contract: tuple[tuple[int, ...], tuple[int, ...]]) -> jax.Array:
+    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return lax.dot_general(x, y, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32)
+
+
+def _mask(h: jax.Array, adapters: Any, owners: jax.Array) -> jax.Array:
+    return jnp.where(adapters[...] == owners, h, 0.0)
+
+
+def _fused(plan: Plan, *refs: Any) -> None:
+    """Both products of every projection, for one tile of tokens."""
+    lists, (adapters, x, pool), bases, outs, buffers, (arrived,) = plan.split(refs, plan.count, plan.count, plan.count)
+    feeds = plan.feeds(lists, pool, buffers, arrived)
+    for feed in feeds:  # every projection's first tile is on its way before anything is computed
+        feed.fetch(jnp.int32(0))
+    for feed, base, out in zip(feeds, bases, outs, strict=True):
+        out[...] = base[...]
+
+        def turn(j: Any, _: None, feed: Feed = feed, out: Any = out) -> None:
+            feed.fetch(j + 1)
+            feed.wait(j)
+            h = _mask(_shrink(feed, j, x), adapters, feed.owners(j))
+            _expand(feed, j, h, out)
+
+        lax.fori_loop(0, feed.turns, turn, None)
+
+
+def _first_half(plan: Plan, *refs: Any) -> None:
+    """x Aᵀ of one tile of every projection."""
+    lists, (_, x, pool), _, outs, buffers, (arrived,) = plan.split(refs, 0, plan.count, plan.count)
+    feeds = plan.feeds(lists, pool, buffers, arrived)
+    turn = lists.place[1]
+    for feed in feeds:
+        feed.fetch(turn)
+    for feed, out in zip(feeds, outs, strict=True):
+        feed.wait(turn)
+        # Masked, so that what the shards add up is finite whatever the memory held.
+        out[...] = jnp.where(feed.owners(turn) != NOBODY, _shrink(feed, turn, x), 0.0)
+
+
+def _second_half(plan: Plan, *refs: Any) -> None:
+    """Adds h B of one tile of every projection."""
+    lists, (adapters, h, pool), bases, outs, buffers, (arrived,) = plan.split(refs, plan.count, plan.count, plan.count)
+    feeds = plan.feeds(lists, pool, buffers, arrived)
+    turn, at = lists.place[1], 0
+    for feed in feeds:
+        feed.fetch(turn)
+    for feed, base, out in zip(feeds, bases, outs, strict=True):
+        out[...] = base[...]
+        feed.wait(turn)
+        part = h[:, at : at + feed.tile.units]
+        _expand(feed, turn, _mask(part, adapters, feed.owners(turn)), out)
+        at += feed.tile.units
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One kernel of a launch: its tiles, and how its references are ordered."""
+
+    tiles: tuple[Tile, ...]
+    tokens: int
+    sizes: LoraTiles
+    buffers: int
+    interpret: Any
+
+    @property
+    def count(self) -> int:
+        """Projections."""
+        return len(self.tiles)
+
+    def split(self, refs: Sequence[Any], *sizes: int) -> tuple[Any, ...]:
+        """Lists, the three inputs, then groups of `sizes`, then the rest."""
+        parts: list[Any] = [Lists(*refs[:4]), refs[4:7]]
+        at = 7
+        for size in sizes:
+            parts.append(refs[at : at + size])
+            at += size
+        return (*parts, refs[at:])
+
+    def feeds(self, lists: Lists, pool: Any, buffers: Sequence[Any], arrived: Any) -> list[Feed]:
+        """Every projection's."""
+        at = 2 * self.count * pl.program_id(0)
+        spans = [[lists.spans[at + 2 * i + end] for end in (0, 1)] for i in range(self.count)]
+        parts = zip(self.tiles, spans, buffers, strict=True)
+        views = isinstance(self.interpret, bool)
+        return [Feed(tile, lists, *span, pool, b, arrived.at[i], views) for i, (tile, span, b) in enumerate(parts)]
+
+    def call(self, kernel: Any, lists: Lists, inputs: Sequence[jax.Array], bases: Any, outs: Any) -> list[jax.Array]:
+        """Launches `kernel` over the token tiles; `bases` become the outputs in place where given."""
+
+        def rows(width: int) -> pl.BlockSpec:
+            return pl.BlockSpec((self.tokens, width), lambda i, *_: (i, 0))
+
+        scratch = [t.buffer(self.buffers, inputs[2].dtype) for t in self.tiles]
+        spec = pltpu.PrefetchScalarGridSpec(
+            num_scalar_prefetch=4,
+            grid=(lists.spans.shape[0] // (2 * self.count),),
+            in_specs=[
+                rows(1),
+                rows(inputs[1].shape[1]),
+                pl.BlockSpec(memory_space=pl.ANY),
+                *(rows(base.shape[1]) for base in bases),
+            ],
+            out_specs=[rows(o.shape[1]) for o in outs],
+            scratch_shapes=[*scratch, pltpu.SemaphoreType.DMA((self.count, self.buffers))],
+        )
+        call = pl.pallas_call(
+            functools.partial(kernel, self),
+            grid_spec=spec,
+            out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs],
+            input_output_aliases={7 + i: i for i in range(len(bases))},
+            compiler_params=pltpu.CompilerParams(
+                dimension_semantics=("arbitrary",), vmem_limit_bytes=self.sizes.vmem_bytes
+            ),
+            interpret=self.interpret,
+            name=kernel.__name__.strip("_") + "_lora",
+        )
+        return list(call(*lists, *inputs, *bases))
+
+
+@dataclass(frozen=True, eq=False)
+class TpuLora:
+    """`ops.Lora` on one kind of TPU; `interpret` runs the kernels on a CPU (True, or `InterpretParams`)."""
+
+    chip: Chip
+    interpret: Any = False
+
+    def __call__(
+        self,
+        x: jax.Array,
+        pool: jax.Array,
+        first_row: jax.Array | int,
+        projections: Sequence[Adapted],
+        adapters: jax.Array,
+        psum: Psum = None,
+    ) -> list[jax.Array]:
+        """See `ops.Lora`; raises ConfigError where not even the smallest tiles fit the chip."""
+        launch = Launch.of(self, x, pool, projections, adapters)
+        first = jnp.asarray(first_row, jnp.int32)
+        bases = [p.base for p in projections]
+
+        def fused(bases: list[jax.Array]) -> list[jax.Array]:
+            whole = launch.plan([(0, p.unit.slots) for p in projections], 2)
+            return whole.call(_fused, launch.lists(first, 0), launch.inputs(x, pool), bases, bases)
+
+        if psum is None:
+            active = sum((p.active.stop - p.active.start for p in projections), jnp.int32(0))
+            return lax.cond(active > 0, fused, lambda bases: bases, bases)
+        return _summed(launch, first, x, pool, psum)
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What the kernels of a launch share."""
+
+    projections: tuple[Adapted, ...]
+    adapters: jax.Array
+    spans: jax.Array
+    pool: Any
+    tiles: LoraTiles
+    tokens: int
+    interpret: Any
+
+    @classmethod
+    def of(
+        cls, op: TpuLora, x: jax.Array, pool: jax.Array, projections: Sequence[Adapted], adapters: jax.Array
+    ) -> Launch:
+        """Looks up the tiles, and each token tile's entries."""
+        size = pool.dtype.itemsize
+        units = [p.unit for p in projections]
+        outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
+        shape = LoraShape(*x.shape, outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
+        tiles = op.chip.lora(shape)
+        even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
+        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, 16) * 16)
+        spans = entry_spans(projections, adapters, tokens)
+        like = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
+        return cls(tuple(projections), adapters, spans, like, tiles, tokens, op.interpret)
+
+    def plan(self, parts: Sequence[tuple[int, int]], buffers: int) -> Plan:
+        """A kernel that fetches `parts` (first slot, slots) of each projection's units."""
+        pairs = zip(self.projections, parts, strict=True)
+        made = tuple(Tile.of(p.unit, self.pool, self.tiles.units, *part) for p, part in pairs)
+        return Plan(made, self.tokens, self.tiles, buffers, self.interpret)
+
+    def lists(self, first: jax.Array, turn: jax.Array | int) -> Lists:
+        """What goes to scalar memory; `first` is the layer's first pool row."""
+        active = self.projections[0].active
+        place = jnp.stack([first, jnp.asarray(turn, jnp.int32)])
+        return Lists(self.spans.reshape(-1), active.blocks, active.owners, place)
+
+    def inputs(self, x: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A kernel's three inputs."""
+        return self.adapters[:, None], x, pool
+
+
+def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psum: Any) -> list[jax.Array]:
+    """The two-kernel form: a sum over the shards between the products, once per turn."""
+    size = pool.shape[2] * pool.shape[3]
+    units = [p.unit for p in launch.projections]
+    a_part = launch.plan([(0, cdiv(u.a, size)) for u in units], 1)
+    b_part = launch.plan([(u.b_start // size, u.slots - u.b_start // size) for u in units], 1)
+    halves = [jax.ShapeDtypeStruct((x.shape[0], t.units), jnp.float32) for t in a_part.tiles]
+
+    def turn(j: jax.Array, outs: list[jax.Array]) -> list[jax.Array]:
+        lists = launch.lists(first, j)
+        h = psum(jnp.concatenate(a_part.call(_first_half, lists, launch.inputs(x, pool), [], halves), axis=1))
+        return b_part.call(_second_half, lists, launch.inputs(h, pool), outs, outs)
+
+    held = launch.spans[..., 1] - launch.spans[..., 0]
+    turns = [cdiv(held[:, i], t.blocks).max() for i, t in enumerate(a_part.tiles)]
+    return lax.fori_loop(0, functools.reduce(jnp.maximum, turns), turn, [p.base for p in launch.projections])
+
+
+def entry_spans(projections: Sequence[Adapted], adapters: jax.Array, tokens: int) -> jax.Array:
+    """[token tiles, P, 2]: the entries whose owners can be among a token tile's adapters.
+
+    A launch holds its sequences one after the other and owners ascend, so a tile's adapters are
+    few and their entries lie together.
+    """
+    ends = jnp.stack([jnp.stack([p.active.start, p.active.stop]) for p in projections])
+    tiles = cdiv(adapters.shape[0], tokens)
+    if tiles == 1:
+        return ends[None]
+    padded = jnp.pad(adapters, (0, tiles * tokens - adapters.shape[0]), constant_values=-1).reshape(tiles, tokens)
+    last = padded.max(1)
+    first = jnp.where(padded < 0, last[:, None], padded).min(1)  # the lowest but -1
+    owners = projections[0].active.owners
+    entry = jnp.arange(owners.shape[0], dtype=jnp.int32)
+
+    def below(limit: jax.Array) -> jax.Array:
+        """[tiles, P] how many of a projection's owners are smaller than `limit` [tiles]."""
+        small = owners < limit[:, None, None]
+        inside = (entry >= ends[:, :1]) & (entry < ends[:, 1:])
+        return (small & inside).sum(-1, dtype=jnp.int32)
+
+    start = ends[:, 0] + below(first)
+    stop = ends[:, 0] + below(last + 1)
+    # A tile of the base alone: first and last are -1, nothing is below 0.
+    return jnp.stack([start, stop], axis=-1)

@@ -1,0 +1,108 @@
+"""The choice of implementations: made once, with a reason, and refused with one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jlora.errors import ConfigError
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.pallas import cases, gpu_ops
+from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.reference import XLA
+from jlora.pallas.tiles import BUDGET, Chip, LoraShape, chip_of, load
+
+SHAPES = ((2, 1), (64, 1), (16, 32))
+
+
+def site(platform: str, kind: str, spec: ModelSpec = cases.LLAMA3_8B, tp: int = 1, blocks: int = 2048) -> Site:
+    layout = PoolLayout.of(spec, blocks, 32, tp)
+    return Site(platform, kind, layout, spec.heads, SHAPES, layout.blocks_for(spec.max_len))
+
+
+def test_a_cpu_runs_the_reference_and_says_why():
+    chosen = choose(site("cpu", "cpu"))
+    assert chosen.ops is XLA
+    assert {c.op for c in chosen.choices} == set(XLA.__slots__)
+    assert all(c.implementation == "xla" and c.reason for c in chosen.choices)
+    assert "on a CPU the reference is the fast path" in str(chosen)
+
+
+def test_a_gpu_stays_with_xla_until_it_is_asked_for_its_kernels():
+    where = site("gpu", "NVIDIA H200", cases.LLAMA2_7B)
+    assert choose(where).ops is XLA and "not been timed" in choose(where).choices[0].reason
+
+
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_a_gpu_runs_its_kernels_where_it_is_asked_to_and_names_what_they_leave():
+    where = site("gpu", "NVIDIA H200", replace(cases.LLAMA3_8B, mlp=40960))  # 22 slots wide: no two units in a block
+    chosen = choose(replace(where, layout=fit_units(where.layout)), "pallas")
+    assert [c.implementation for c in chosen.choices[:2]] == ["pallas-gpu"] * 2
+    assert "gate+up stays with XLA" in chosen.choices[1].reason
+    with pytest.raises(ConfigError, match="no attention kernel: the pool is float32"):
+        choose(site("gpu", "NVIDIA H200", replace(cases.LLAMA3_8B, dtype="float32")), "pallas")
+
+
+@pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("spec", [cases.LLAMA3_8B, cases.LLAMA2_7B], ids=lambda s: s.name)
+def test_a_tpu_runs_kernels_for_both_models(spec: ModelSpec, tp: int, kind: str):
+    chosen = choose(site("tpu", kind, spec, tp))
+    assert [c.implementation for c in chosen.choices[:2]] == ["pallas-tpu"] * 2
+    assert chosen.ops.lora is not XLA.lora and chosen.ops.attention is not XLA.attention
+    assert chosen.ops.write_kv is XLA.write_kv
+
+
+def test_xla_is_taken_where_it_is_asked_for():
+    chosen = choose(site("tpu", "TPU v5 lite"), "xla")
+    assert chosen.ops is XLA and chosen.choices[0].reason == "engine.kernels = xla"
+
+
+@pytest.mark.parametrize(
+    ("where", "reason"),
+    [
+        (site("tpu", "TPU v5 lite", replace(cases.TINY64, dtype="bfloat16")), "head_dim = 64"),
+        (site("tpu", "TPU v99"), "does not know the chip 'TPU v99'"),
+        (site("tpu", "TPU v5 lite", blocks=10**6), "pass the scalar memory"),
+        (site("rocm", "MI300"), "no kernels for rocm"),
+        (site("cpu", "cpu"), "on a CPU"),
+    ],
+    ids=["narrow heads", "unknown chip", "huge pool", "unknown platform", "cpu"],
+)
+def test_what_kernels_cannot_serve_runs_on_xla_with_the_reason_or_is_refused_with_it(where: Site, reason: str):
+    lora = next(c for c in choose(where).choices if c.op == "lora")
+    assert lora.implementation == "xla" and reason in lora.reason
+    with pytest.raises(ConfigError, match="engine.kernels = 'pallas'"):
+        choose(where, "pallas")
+
+
+def test_long_contexts_that_pass_the_scalar_memory_are_refused_for_attention_alone():
+    spec = replace(cases.LLAMA3_8B, max_len=131072)
+    attention, lora, *_ = choose(site("tpu", "TPU v5 lite", spec)).choices
+    assert attention.implementation == "xla" and "lower model.max_model_len" in attention.reason
+    assert lora.implementation == "pallas-tpu"
+
+
+@pytest.mark.parametrize("name", [name for name in load()["chips"] if name != "cpu"])
+@pytest.mark.parametrize("case", cases.LARGE_LORA, ids=lambda c: c.name)
+def test_tiles_fit_every_chips_vector_memory(case: cases.LoraCase, name: str):
+    chip = chip_of(name)
+    assert chip is not None
+    layout = case.layout
+    units = [layout.units[n] for n in case.group]
+    parts = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
+    shape = LoraShape(case.count, case.input_width, *parts, 2 * layout.kv_heads // layout.tp * layout.head_dim * 2, 2)
+    tiles = chip.lora(shape)
+    assert shape.vmem(tiles) <= BUDGET * chip.vmem_bytes
+    assert tiles.tokens % 16 == 0 or tiles.tokens >= case.count
+
+
+def test_a_measured_entry_replaces_the_default_for_its_shape_alone():
+    chip = chip_of("TPU v5 lite")
+    assert chip is not None
+    shape = LoraShape(60, 4096, (4096,), (4,), (8,), 4096, 2)
+    tuned = Chip(chip.name, chip.vmem_bytes, chip.smem_bytes, chip.defaults, {shape.key: {"units": 64}})
+    assert tuned.lora(shape).units == 64 and tuned.lora(replace(shape, tokens=2000)).units == chip.lora(shape).units

@@ -1,0 +1,83 @@
+"""The NVIDIA attention kernels in the interpreter, against the reference in float32."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jlora.pallas import reference
+from jlora.pallas.cases import SMALL_ATTENTION, TINY, AttentionCase, attention_inputs, attention_valid
+from jlora.pallas.gpu_decode import DecodeTiles
+from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal
+from tests.pallas import _gpu
+
+pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
+
+SPEC = replace(TINY, dtype="bfloat16")
+# Few items, so that the interpreter is quick; still more than one per row.
+TILES = GpuTiles(decode=DecodeTiles(blocks=8))
+
+
+def check(case: AttentionCase, tiles: GpuTiles = TILES) -> None:
+    """Kernel and reference agree where rows mean something; all else is finite."""
+    q, pool, first, pages = attention_inputs(case)
+    with _gpu.interpreted():
+        got = np.asarray(attention_op(tiles)(q, pool, first, pages).astype(jnp.float32))
+    want = np.asarray(reference.attention(q.astype(jnp.float32), pool.astype(jnp.float32), first, pages))
+    valid = attention_valid(case)
+    assert got.shape == want.shape and np.isfinite(got).all()
+    np.testing.assert_allclose(got[valid], want[valid], atol=0.02)
+    assert not got[len(case.rows) :].any()
+
+
+NAMES = ("tiny128 bfloat16 B=32 decode", "tiny128 bfloat16 B=32 mixed", "tiny64 bfloat16 B=32 chunks")
+
+
+@pytest.mark.parametrize("case", [c for c in SMALL_ATTENTION if c.name in NAMES], ids=lambda c: c.name)
+def test_attention_equals_the_reference(case: AttentionCase):
+    check(case)
+
+
+@pytest.mark.parametrize(
+    ("block_tokens", "chunk", "rows", "continued"),
+    [(16, 1, ((1, 1), (70, 1), (200, 1)), frozenset()), (64, 8, ((8, 8), (16, 8), (90, 3)), frozenset({1}))],
+)
+def test_other_page_sizes_are_read(block_tokens: int, chunk: int, rows: tuple, continued: frozenset):
+    spec = replace(SPEC, heads=2, kv_heads=1)
+    check(AttentionCase("pages", spec, block_tokens, rows, chunk, continued))
+
+
+@pytest.mark.parametrize(
+    ("group", "chunk", "rows"),
+    [
+        (12, 1, ((130, 1), (9, 1))),
+        (1, 32, ((32, 32), (64, 32), (80, 16), (130, 5))),
+        (6, 32, ((32, 32), (40, 8))),
+    ],
+)
+def test_any_number_of_heads_may_share_keys(group: int, chunk: int, rows: tuple):
+    """With one head per KV head, rows of a prompt share a tile; with many, a row takes several."""
+    continued = frozenset({1, 2}) & frozenset(range(len(rows))) if chunk > 1 else frozenset()
+    spec = replace(SPEC, heads=group, kv_heads=1, head_dim=64)
+    check(AttentionCase("heads", spec, 32, rows, chunk, continued))
+
+
+def test_how_a_context_is_cut_changes_only_the_last_bits():
+    spec = replace(SPEC, max_len=704, heads=2, kv_heads=1)
+    case = AttentionCase("cuts", spec, 32, ((700, 1), (1, 1), (64, 1)))
+    for blocks in (1, 12):
+        check(case, GpuTiles(decode=DecodeTiles(blocks=blocks)))
+
+
+def test_long_rows_are_cut_into_pieces():
+    check(AttentionCase("long row", replace(SPEC, heads=1, kv_heads=1), 32, ((100, 70), (5, 5)), 70))
+
+
+def test_a_long_page_list_is_brought_in_parts():
+    """More than 256 entries: several copies, of which a span needs some."""
+    spec = replace(SPEC, max_len=16 * 300, kv_heads=1, heads=2, head_dim=64)
+    tiles = GpuTiles(decode=DecodeTiles(blocks=3))
+    check(AttentionCase("long list", spec, 16, ((4200, 1), (30, 1))), tiles)

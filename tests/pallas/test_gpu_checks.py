@@ -1,0 +1,38 @@
+"""The first-run checklist runs, in miniature, and sees what is wrong."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import pytest
+
+from jlora.pallas import gpu_checks, reference
+from jlora.pallas.gpu_checks import LARGE, SMALL, checks
+from jlora.pallas.gpu_ops import runtime_refusal
+from tests.pallas import _gpu
+
+pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
+
+
+# One of each kind; the list has more shapes of the same.
+KINDS = ("DecodeTiles", "prompts: 2 runs", "few units", "no adapter", "in place")
+
+
+@pytest.mark.parametrize("check", [c for c in checks(SMALL) if any(k in c.name for k in KINDS)], ids=lambda c: c.name)
+def test_checks_pass_in_the_interpreter(check: gpu_checks.Check):
+    with _gpu.interpreted():
+        finding = check.run()
+    assert finding.passed, finding.seen
+
+
+def test_no_check_has_the_name_of_another():
+    for sizes in (SMALL, LARGE):
+        names = [check.name for check in checks(sizes)]
+        assert len(set(names)) == len(names) >= 11
+
+
+def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch):
+    """The oracle off by more than rounding explains: the first check must say so."""
+    right = reference.attention
+    monkeypatch.setattr(gpu_checks.reference, "attention", lambda *a: right(*a) + jnp.float32(0.1))
+    with _gpu.interpreted():
+        assert not checks(SMALL)[0].run().passed

@@ -1,0 +1,174 @@
+"""The TPU kernels against the reference, in both interpreters, on the shared cases.
+
+Unnamed memory holds NaN and fast memory starts as NaN, so a kernel that reads what it must not
+shows it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
+from jax.sharding import AxisType, Mesh, PartitionSpec
+
+from jlora.pallas import cases, reference, tpu_attention
+from jlora.pallas.ops import ActiveBlocks, Adapted
+from jlora.pallas.tiles import Chip, chip_of
+from jlora.pallas.tpu_attention import TpuAttention, sequences
+from jlora.pallas.tpu_lora import TpuLora, entry_spans
+
+MODES = {"plain": True, "tpu": pltpu.InterpretParams()}
+TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
+ATTENTION = [c for c in cases.SMALL_ATTENTION if c.spec.head_dim == 128]
+
+
+@pytest.fixture(scope="module")
+def chip() -> Chip:
+    found = chip_of("interpreter")
+    assert found is not None
+    return found
+
+
+def of(values: list[Any], name: str) -> Any:
+    return next(c for c in values if c.name.endswith(name))
+
+
+def run_lora(op: Any, inputs: tuple[Any, ...], psum: Any = None) -> list[np.ndarray]:
+    """An op on a case's arrays, jitted as a step does it; float32 results."""
+    x, pool, first, projections, adapters = inputs
+    units = [p.unit for p in projections]
+
+    def call(x, pool, first, bases, active, adapters):
+        made = [Adapted(*parts) for parts in zip(bases, active, units, strict=True)]
+        return op(x, pool, first, made, adapters, psum)
+
+    outs = jax.jit(call)(x, pool, first, [p.base for p in projections], [p.active for p in projections], adapters)
+    return [np.asarray(out, np.float32) for out in outs]
+
+
+def close(got: list[np.ndarray], want: list[np.ndarray], dtype: str) -> None:
+    for a, b in zip(got, want, strict=True):
+        assert a.shape == b.shape and np.isfinite(a).all()
+        np.testing.assert_allclose(a, b, atol=TOLERANCE[dtype] * max(1, np.abs(b).max()))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("case", cases.SMALL_LORA, ids=lambda c: c.name)
+def test_lora_equals_the_reference(case: cases.LoraCase, mode: str, chip: Chip):
+    inputs = cases.lora_inputs(case)
+    got = run_lora(TpuLora(chip, MODES[mode]), inputs)
+    want = run_lora(reference.lora, inputs)
+    close(got, want, case.spec.dtype)
+    alone = np.asarray(inputs[-1]) < 0
+    for out, p in zip(got, inputs[3], strict=True):  # bit for bit the base where there is no adapter
+        np.testing.assert_array_equal(out[alone], np.asarray(p.base, np.float32)[alone])
+        assert not case.ranks or np.abs(out - np.asarray(p.base, np.float32)).max() > 0.1
+
+
+def test_a_last_tile_of_tokens_may_be_filled_in_part(chip: Chip):
+    case = replace(of(cases.SMALL_LORA, "bfloat16 gate up, many tokens"), tokens=((1, 90), (-1, 20), (0, 9)))
+    inputs = cases.lora_inputs(case)
+    close(run_lora(TpuLora(chip, True), inputs), run_lora(reference.lora, inputs), "bfloat16")
+
+
+def test_lora_tells_adapters_apart(chip: Chip):
+    """The check above must be able to fail: with two owners exchanged it does."""
+    case = of(cases.SMALL_LORA, "float32 q k v, mixed ranks")
+    x, pool, first, projections, adapters = cases.lora_inputs(case)
+    swapped = jnp.asarray([1, 0, 2, -1])[adapters]
+    got = run_lora(TpuLora(chip, True), (x, pool, first, projections, swapped))
+    want = run_lora(reference.lora, (x, pool, first, projections, adapters))
+    assert max(np.abs(a - b).max() for a, b in zip(got, want, strict=True)) > 0.1
+
+
+def test_lora_of_long_prompts_visits_only_each_tiles_own_adapters():
+    """Entries per token tile: two adapters of 100 tokens each, 64 tokens per tile."""
+    case = of(cases.SMALL_LORA, "float32 gate up, many tokens")
+    _, _, _, projections, adapters = cases.lora_inputs(case)
+    spans = np.asarray(entry_spans(projections, adapters, 64))
+    per_adapter = case.blocks("gate")
+    assert spans.shape == (5, 2, 2)
+    # tokens 0-63: adapter 0; 64-127: 0 and the base; 128-191: base and 1; 192-255: 1 and 2; 256-: 2
+    held = (spans[:, 0, 1] - spans[:, 0, 0]).tolist()
+    zero, one, two = per_adapter
+    assert held == [zero, zero, one, one + two, two]
+
+
+@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+def test_attention_equals_the_reference(case: cases.AttentionCase, chip: Chip, monkeypatch: pytest.MonkeyPatch):
+    """jax's own reference stands for its kernel, which no interpreter of jax 0.10 to 0.12 runs."""
+
+    def plain(*args: Any, sm_scale: float, **tiles: Any) -> jax.Array:
+        assert tiles["num_kv_pages_per_block"] >= 1 and tiles["num_queries_per_block"] >= 1
+        out = ref_ragged_paged_attention(*args, sm_scale=sm_scale)
+        rest = args[0].shape[0] - out.shape[0]  # nothing is written for queries that no sequence has
+        return jnp.pad(out, ((0, rest), (0, 0), (0, 0)), constant_values=jnp.nan)
+
+    monkeypatch.setattr(tpu_attention, "ragged_paged_attention", plain)
+    inputs = cases.attention_inputs(case)
+    got = np.asarray(TpuAttention(chip)(*inputs), np.float32)
+    want = np.asarray(jax.jit(reference.attention)(*inputs), np.float32)
+    valid = cases.attention_valid(case)
+    close([got[valid]], [want[valid]], case.spec.dtype)
+    assert np.isfinite(got).all()
+
+
+def test_prompt_rows_become_sequences_and_their_padding_is_kept_apart():
+    """Three rows of one prompt (8, 8, 4 of 8 tokens behind 5 cached), one of another, one of padding."""
+    case = of(cases.SMALL_ATTENTION, "tiny128 float32 B=16 chunks")
+    pages = cases.attention_inputs(case)[3]
+    made = jax.tree.map(np.asarray, sequences(pages, case.chunk))
+    assert made.count == 5
+    assert made.kv_lens[:5].tolist() == [25, 4, 8, 33, 5]
+    assert made.cu_q_lens[:6].tolist() == [0, 20, 24, 32, 35, 40]
+    assert not made.table[[1, 4]].any() and (made.table[0] == pages.table[2]).all()
+
+
+@pytest.mark.parametrize(("tp", "group"), [(2, ("q",)), (4, ("gate", "up"))], ids=["q on 2", "gate and up on 4"])
+def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[str, ...], chip: Chip):
+    spec = replace(cases.TINY, kv_heads=4, heads=8, width=1024, mlp=2048, dtype="bfloat16")
+    case = cases.LoraCase("tp", spec, 32, group, (16, 5, 8), ((0, 3), (-1, 2), (2, 3), (1, 4)), tp)
+    per_shard = [cases.lora_inputs(case, seed) for seed in range(tp)]
+    _, _, first, projections, adapters = per_shard[0]
+    lists: list[ActiveBlocks] = [p.active for p in projections]
+    units = [p.unit for p in projections]
+    # Pools differ by shard, but one shard's lists must name blocks that all shards have written.
+    pools = [_with_blocks_of(case, seed, per_shard[0]) for seed in range(tp)]
+    xs, pools = jnp.stack([s[0] for s in per_shard]), jnp.stack(pools)
+    bases = [jnp.stack([s[3][i].base for s in per_shard]) for i in range(len(units))]
+    mesh = Mesh(np.array(jax.devices()[:tp]), ("tp",), axis_types=(AxisType.Auto,))
+    split, rep = PartitionSpec("tp"), PartitionSpec()
+
+    def on_mesh(op: Callable[..., Any]):
+        def local(x, pool, bases, lists, adapters):
+            made = [Adapted(b[0], a, u) for b, a, u in zip(bases, lists, units, strict=True)]
+            outs = op(x[0], pool[0], first, made, adapters, lambda h: jax.lax.psum(h, "tp"))
+            return [out[None] for out in outs]
+
+        specs = (split, split, split, rep, rep)
+        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
+
+    values = (xs, pools, bases, lists, adapters)
+    got = [np.asarray(o, np.float32) for o in on_mesh(TpuLora(chip, True))(*values)]
+    want = [np.asarray(o, np.float32) for o in on_mesh(reference.lora)(*values)]
+    close(got, want, "bfloat16")
+    assert max(np.abs(a - np.asarray(b, np.float32)).max() for a, b in zip(got, bases, strict=True)) > 0.1
+
+
+def _with_blocks_of(case: cases.LoraCase, seed: int, named: tuple[Any, ...]) -> jax.Array:
+    """A shard's pool: random units of its own in the blocks that `named` lists."""
+    layout, pool = case.layout, np.array(named[1], np.float32)
+    rng = np.random.default_rng(100 + seed)
+    blocks = np.asarray(named[3][0].active.blocks)
+    for at, name in enumerate(case.group):
+        start, stop = (int(v) for v in named[3][at].active[2:])
+        for block in blocks[start:stop]:
+            cases.fill_block(pool[layout.blocks + block], layout, name, layout.units[name].per_block, rng)
+    return jnp.asarray(pool, layout.dtype)
