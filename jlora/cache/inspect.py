@@ -73,6 +73,9 @@ def check_integrity(manager: CacheManager) -> None:
         for node in lease.path:
             assert node.parent is above, "a lease skips a part of its prefix"
             above = node
+        for owner, part in manager.tree.by_owner(lease.origin, lease.path):
+            found = [manager.cells.adapter_of(node) for node in part[-1:]]
+            assert all(other is owner for other in found), "a lease reads another adapter's KV"
         private += lease.blocks[len(head) :]
         users.update((lease.adapter, *lease.path))
     nodes: list[Node] = []

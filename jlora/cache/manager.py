@@ -424,8 +424,11 @@ class CacheManager:
         return path[: missing[0]]
 
     def _bring_path(self, origin: Origin, path: list[Node], demand: bool) -> None:
-        """Starts the copies of what of a path is not on the device; the caller has made room."""
-        for owner, nodes in self.tree.by_owner(origin, path):
+        """Starts the copies of what of a path is not on the device; the caller has made room.
+
+        An activated suffix comes first: only the last of the copies can be streamed, and the prefix is long.
+        """
+        for owner, nodes in reversed(self.tree.by_owner(origin, path)):
             self._bring(owner, [node for node in nodes if not node.device], demand)
 
     def _bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:

@@ -98,22 +98,27 @@ class Jlora(Policy):
     `t`.
 
     W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
-    that has served for s seconds. Dividing by T from the start would hold crowds for so much rarer
-    than they are, and give their room to conversations. W is one for all, so keys do without it.
+    that has served for s seconds, since its first request or since a silence in which all counts have
+    decayed. Dividing by T from the start would hold crowds for so much rarer than they are, and give
+    their room to conversations. W is one for all, so keys do without it.
     """
 
     name = "jlora"
     T = 100.0  # seconds
     BETA = 0.25
     A0 = 5.0  # seconds
+    SILENCE = 3.0  # times T: so long without a request, and counts are gone
 
     def __init__(self, meter: Meter):
         super().__init__(meter)
-        self._began: float | None = None  # the first visit
+        self._began = -math.inf  # when requests began to come
+        self._asked = -math.inf  # when the last one did
 
     def visit(self, node: Node, now: float) -> None:
-        if self._began is None:
-            self._began = now
+        if node.kind == KV:  # a request's; an adapter is also visited when it is loaded
+            if now - self._asked > self.SILENCE * self.T:
+                self._began = now
+            self._asked = now
         node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)  # it may come to be shared
         node.last_use = now
 
@@ -140,8 +145,7 @@ class Jlora(Policy):
 
     def _window(self, now: float) -> float:
         """Seconds that counts have been taken over; A0 at least, or a first visit would be worth everything."""
-        served = 0.0 if self._began is None else now - self._began
-        return self.T * -math.expm1(-max(served, self.A0) / self.T)
+        return self.T * -math.expm1(-max(now - self._began, self.A0) / self.T)
 
 
 class Vllm(Policy):

@@ -83,6 +83,8 @@ class Residency:
         now = self.clock()
         for node in nodes:
             self.policy.visit(node, now)
+            if type(node) is SuffixNode:
+                node.use()
             if node in self.departing:
                 self._stay(node)
 

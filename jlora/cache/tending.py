@@ -52,9 +52,10 @@ class Tending:
             self._back_up()
 
     def _every_node(self) -> Iterator[Node]:
-        """Lazily; a node that comes or goes meanwhile has the right key, or none."""
-        for adapter in list(self._manager.adapters.values()):
-            yield adapter
+        """Lazily; a node that comes or goes meanwhile has the right key, or none. Adapters first: they are few."""
+        adapters = list(self._manager.adapters.values())
+        yield from adapters
+        for adapter in adapters:
             yield from self._manager.tree.below(adapter)
 
     def _evict_above(self, upper: float | None) -> None:

@@ -132,7 +132,7 @@ class AdapterNode(Node):
         flying: copies under way of itself and of its own KV.
         pinned: never evicted.
         dying: unloaded or replaced: no new lease, freed with its last user.
-        suffixes: the first blocks of its activated suffixes, in order of making (a dict as a set).
+        suffixes: the first blocks of its activated suffixes, in order of use (a dict as a set).
     """
 
     __slots__ = ("uid", "size", "flying", "pinned", "dying", "suffixes")
@@ -176,6 +176,11 @@ class SuffixNode(Node):
     @property
     def needs(self) -> tuple[Node, ...]:
         return (*super().needs, self.adapter)
+
+    def use(self) -> None:
+        """Makes it the latest of its adapter's suffixes."""
+        del self.adapter.suffixes[self]
+        self.adapter.suffixes[self] = None
 
 
 class Origin(NamedTuple):
@@ -246,6 +251,8 @@ class Tree:
         child = parent.child(key)
         if child is not None:
             return child
+        if not suffix and not parent.shared and any(type(other) is Node for other in parent.branches()):
+            _share(parent)  # a suffix is the same conversation's
         child = SuffixNode(parent, key, origin.adapter) if suffix else Node(parent, key)
         below = parent.children
         if isinstance(below, dict):
@@ -254,7 +261,6 @@ class Tree:
             parent.children = child
         else:
             parent.children = {below.key: below, key: child}
-            _share(parent)
         return child
 
     def remove(self, node: Node) -> Node:

@@ -1,8 +1,9 @@
 """The demo's pipeline: a chat with the base, and a check that reads along.
 
 The check is an activated LoRA: all before its invocation is the base's KV, which the chat has left
-in the cache, so its verdict costs the few tokens after that. The same weights as a plain LoRA must
-compute the whole conversation again. Both are asked here, over the same running server.
+in the cache, so its verdict costs the few tokens after that. The same weights as a plain LoRA have
+KV of their own, and must compute all that was said since they were asked last. Both are asked after
+each part, over the same running server.
 
 A verdict is asked for by a message of the role `invoke` without a word: the model's chat template
 writes it as the check's invocation.
@@ -84,8 +85,9 @@ async def converse(inference: Any) -> list[Verdict]:
             reply = await _ask(inference, "", [*chat, message("user", text)], 64)
             texts.append(text)
             answers.append(reply.outputs[0].text)
-        verdicts.append(await _verdict(inference, CHECK, texts, answers))
-    return [*verdicts, await _verdict(inference, PLAIN, texts, answers)]
+        for model in (CHECK, PLAIN):
+            verdicts.append(await _verdict(inference, model, texts, answers))
+    return verdicts
 
 
 def lines(verdicts: Sequence[Verdict]) -> list[str]:

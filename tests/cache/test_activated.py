@@ -76,6 +76,26 @@ def test_an_invocation_at_the_start_hangs_below_the_base_and_keeps_tenants_apart
     assert cache.run(TALK, activated(one, 0, tenant="b")) == 0 and cache.run(TALK) == 0
 
 
+def test_a_suffix_makes_no_crowd_of_the_conversation_it_reads():
+    cache = Cache()
+    one = cache.adapter(1, 1)
+    for uses in (TALK, [*TALK, 1, 2, 3]):
+        cache.run(uses)
+        cache.run([*TALK, 8, 8, 8, 8], activated(one, 13))
+    assert len(suffixes(one)) == 1 and not any(node.shared for node in cache.path(TALK))
+    cache.run([*TALK[:12], 7, 7, 7, 7, 7])
+    assert all(node.shared for node in cache.path(TALK))
+
+
+def test_suffixes_are_kept_in_order_of_use():
+    cache = Cache()
+    one = cache.adapter(1, 1)
+    for last in (7, 8, 7):
+        cache.run([*TALK, last, last, last, last], activated(one, 13))
+    found = cache.path([*TALK, 7, 7, 7, 7], activated(one, 13))[-1]
+    assert suffixes(one)[-1] is found and len(suffixes(one)) == 2
+
+
 def test_generated_tokens_of_an_activated_lora_are_no_base_kv():
     cache = Cache()
     one = cache.adapter(1, 1)

@@ -11,7 +11,7 @@ import pytest
 from jlora.cache.fastlibra import BATCH_S, WINDOW_S, Fastlibra, Knobs, Median, Wol, Wom, Wos
 from jlora.cache.policies import Jlora, Policy, Pulse, Slora, Vllm, VllmFair
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import KV, AdapterNode, Node
 
 TAU = 5.0
 
@@ -41,6 +41,18 @@ def touch(policy: Policy, nodes: list[Node], until: float = 190.0, seed: int = 0
     return visits
 
 
+def ask(policy: Policy, adapter: AdapterNode, begin: float, end: float) -> None:
+    """Two requests a second for an adapter, with KV of their own."""
+    for half in range(int(2 * (end - begin))):
+        policy.visit(adapter, begin + half / 2)
+        policy.visit(kv(), begin + half / 2)
+
+
+def rate(policy: Policy, node: Node, now: float) -> float:
+    """How often a second the policy takes a node to be asked for."""
+    return policy.value(node, now) / policy.meter.density(node.kind, node.size)
+
+
 # -- jlora ------------------------------------------------------------------------------------------
 
 
@@ -50,7 +62,7 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
     visits, now = touch(policy, nodes), 260.0
     for node in nodes:
         if node.shared:
-            began = min(times[0] for times in visits.values())
+            began = min(visits[n][0] for n in nodes if n.kind == KV)
             window = 100.0 * (1 - math.exp(-(now - began) / 100.0))
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / window
         else:
@@ -74,16 +86,21 @@ def test_jlora_keys_order_like_the_values_at_any_later_time():
 @pytest.mark.parametrize("served", [10.0, 60.0, 1000.0])
 def test_jlora_knows_how_often_an_adapter_is_asked_for_however_short_it_has_served(served: float):
     policy, adapter = Jlora(meter()), AdapterNode(1, 4)
-    for tenth in range(int(2 * served)):  # twice a second
-        policy.visit(adapter, tenth / 2)
-    rate = policy.value(adapter, served) / policy.meter.density(adapter.kind, adapter.size)
-    assert rate == pytest.approx(2.0, rel=0.05)
+    ask(policy, adapter, 0.0, served)
+    assert rate(policy, adapter, served) == pytest.approx(2.0, rel=0.05)
+
+
+def test_jlora_does_not_count_the_time_before_requests_came_or_a_long_silence():
+    policy, adapter = Jlora(meter()), AdapterNode(1, 4)
+    policy.visit(adapter, 0.0)  # it is loaded when the replica starts
+    for begin in (3600.0, 9000.0):
+        ask(policy, adapter, begin, begin + 10)
+        assert rate(policy, adapter, begin + 10) == pytest.approx(2.0, rel=0.06)
 
 
 def test_jlora_keeps_an_adapter_in_use_over_a_conversation_that_has_just_ended_from_the_start():
     policy, adapter, spoken = Jlora(meter()), AdapterNode(1, 4), kv()
-    for second in range(10):
-        policy.visit(adapter, float(second))
+    ask(policy, adapter, 0.0, 10.0)
     policy.visit(spoken, 9.0)
     assert policy.value(adapter, 10.0) > policy.value(spoken, 10.0)
 
@@ -91,7 +108,8 @@ def test_jlora_keeps_an_adapter_in_use_over_a_conversation_that_has_just_ended_f
 def test_jlora_does_not_take_a_first_visit_for_a_crowd():
     policy, adapter = Jlora(meter()), AdapterNode(1, 4)
     policy.visit(adapter, 7.0)
-    assert policy.value(adapter, 7.0) <= 0.25 * policy.meter.density(adapter.kind, adapter.size)
+    policy.visit(kv(), 7.0)
+    assert 0.2 <= rate(policy, adapter, 7.0) <= 0.25
 
 
 def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():

@@ -254,6 +254,18 @@ def test_waiting_times_tell_adapter_and_kv_apart_and_only_the_first_lease_counts
     assert timing["base"].adapter_cold_start == timing["base"].kv_cold_start == 0
 
 
+def test_who_has_one_token_to_compute_when_its_copies_land_runs_in_that_step():
+    bench = Bench(blocks=32, delay=2)
+    bench.submit("first", 9, max_tokens=1)
+    bench.finish()
+    while (victim := bench.manager.cells.worst()) is not None:
+        bench.manager.cells.evict(victim)
+    begin = len(bench.plans)
+    bench.submit("again", 9, max_tokens=1)
+    bench.finish()
+    assert bench.plans[begin].copies and work(bench.plans[begin + 3]) == {"again": (8, 1)}
+
+
 def test_an_abort_while_its_copies_are_on_the_way_leaves_nothing_behind():
     bench = Bench(delay=4)
     node = bench.adapter(1, 3)
