@@ -63,5 +63,5 @@ def fit(steps: Sequence[Measured]) -> StepModel:
     found = nnls(relative, np.ones(len(steps)))[0] / scale
     errors = np.abs(terms @ found / taken - 1)
     fixed, per_flop, per_byte, per_block = (float(x) for x in found)
-    rates = [1 / x if x > 0 else 0.0 for x in (per_flop, per_byte)]
-    return StepModel(fixed, *rates, per_block, float(np.median(errors)), float(errors.max()))
+    flops, moved = (1 / x if x > 0 else 0.0 for x in (per_flop, per_byte))
+    return StepModel(fixed, flops, moved, per_block, float(np.median(errors)), float(errors.max()))

@@ -97,9 +97,9 @@ def _start(case: device_checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:
         tiles = chip.attention(shape)
         return shape.key, {"kv_tokens": tiles.kv_tokens, "queries": tiles.queries}
     units = [layout.units[name] for name in case.group]
-    parts = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
+    outputs, slots, per_block = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
     slot = 2 * layout.kv_heads // case.tp * layout.head_dim * size
-    shape = LoraShape(case.count, case.input_width, *parts, slot, size)
+    shape = LoraShape(case.count, case.input_width, outputs, slots, per_block, slot, size)
     tiles = chip.lora(shape)
     return shape.key, {"tokens": tiles.tokens, "units": tiles.units}
 

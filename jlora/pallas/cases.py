@@ -164,8 +164,8 @@ def lora_lists(case: LoraCase, seed: int = 0) -> tuple[list[ActiveBlocks], np.nd
             owners += [owner] * count
         ends.append(len(blocks))
     # As a launch has them: more room than entries.
-    lists = [np.array([*x, 0, 0], np.int32) for x in (blocks, owners)]
-    active = [ActiveBlocks(*lists, np.int32(a), np.int32(b)) for a, b in zip(ends, ends[1:], strict=False)]
+    entries, owned = (np.array([*x, 0, 0], np.int32) for x in (blocks, owners))
+    active = [ActiveBlocks(entries, owned, np.int32(a), np.int32(b)) for a, b in zip(ends, ends[1:], strict=False)]
     adapters = np.repeat([a for a, _ in case.tokens], [n for _, n in case.tokens]).astype(np.int32)
     return active, adapters
 

@@ -181,8 +181,8 @@ def _lora_gap(site: Site, chip: Chip) -> str:
     for tokens in {rows * chunk for rows, chunk in site.shapes}:
         for group in GROUPS:
             units = [layout.units[name] for name in group]
-            parts = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
-            gap = _reason(chip.lora, LoraShape(tokens, units[0].a, *parts, slot, size))
+            outputs, slots, per_block = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
+            gap = _reason(chip.lora, LoraShape(tokens, units[0].a, outputs, slots, per_block, slot, size))
             if gap:
                 return gap
     return ""

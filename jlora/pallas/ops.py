@@ -39,11 +39,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 
 from jlora.layout import UnitLayout
+
+# A field of a launch's lists: jax.Array in a program; numpy or abstract where cases and compilers ask.
+Array = Any
 
 # Projections that share an input: one launch of `Lora` each.
 GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
@@ -61,9 +64,9 @@ class Pages(NamedTuple):
         starts: [S] position of the row's first token.
     """
 
-    table: jax.Array
-    lengths: jax.Array
-    starts: jax.Array
+    table: Array
+    lengths: Array
+    starts: Array
 
 
 class ActiveBlocks(NamedTuple):
@@ -75,10 +78,10 @@ class ActiveBlocks(NamedTuple):
         start, stop: scalar int32.
     """
 
-    blocks: jax.Array
-    owners: jax.Array
-    start: jax.Array
-    stop: jax.Array
+    blocks: Array
+    owners: Array
+    start: Array
+    stop: Array
 
 
 class Adapted(NamedTuple):
@@ -90,7 +93,7 @@ class Adapted(NamedTuple):
         unit: how its rank units lie in a block.
     """
 
-    base: jax.Array
+    base: Array
     active: ActiveBlocks
     unit: UnitLayout
 

@@ -178,10 +178,10 @@ class Plan:
     def feeds(self, lists: Lists, pool: Any, buffers: Sequence[Any], arrived: Any) -> list[Feed]:
         """Every projection's."""
         at = 2 * self.count * pl.program_id(0)
-        spans = [[lists.spans[at + 2 * i + end] for end in (0, 1)] for i in range(self.count)]
+        spans = [(lists.spans[at + 2 * i], lists.spans[at + 2 * i + 1]) for i in range(self.count)]
         parts = zip(self.tiles, spans, buffers, strict=True)
         views = isinstance(self.interpret, bool)
-        return [Feed(tile, lists, *span, pool, b, arrived.at[i], views) for i, (tile, span, b) in enumerate(parts)]
+        return [Feed(tile, lists, a, z, pool, b, arrived.at[i], views) for i, (tile, (a, z), b) in enumerate(parts)]
 
     def call(self, kernel: Any, lists: Lists, inputs: Sequence[jax.Array], bases: Any, outs: Any) -> list[jax.Array]:
         """Launches `kernel` over the token tiles; `bases` become the outputs in place where given."""
@@ -267,7 +267,7 @@ class Launch:
         size = pool.dtype.itemsize
         units = [p.unit for p in projections]
         outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
-        shape = LoraShape(*x.shape, outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
+        shape = LoraShape(x.shape[0], x.shape[1], outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
         tiles = op.chip.lora(shape)
         even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
         tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, 16) * 16)
