@@ -59,12 +59,12 @@ def plan_for(platform: str, quick: bool) -> Plan:
     """The plan for a platform; `quick` has one model and fewer shapes."""
     if platform == "cpu":
         tiny = replace(cases.TINY, max_len=128)
-        load = Load(rate=3, seconds=1.5, gap_s=1, adapters=3, shrink=16, vocab=tiny.vocab, max_len=64)
+        load = Load(rate=3, seconds=1.5, gap_s=1, adapters=3, shrink=32, vocab=tiny.vocab, max_len=tiny.max_len)
         return Plan((tiny,), (2,), (64,), 32, (1, 2), Busy(2, 16, 8), tiny, load, True)
     models = (cases.LLAMA3_8B,) if quick else (cases.LLAMA3_8B, cases.LLAMA2_7B)
     models = tuple(replace(spec, max_len=4096) for spec in models)
     shallow = replace(cases.LLAMA3_8B, layers=2, max_len=1024, name="llama3-8b, 2 layers")
-    load = Load(rate=8, seconds=20, gap_s=4, adapters=24, shrink=1, vocab=shallow.vocab, max_len=shallow.max_len)
+    load = Load(rate=8, seconds=20, gap_s=4, adapters=24, shrink=4, vocab=shallow.vocab, max_len=shallow.max_len)
     sizes = ((1, 64), (512,)) if quick else ((1, 8, 32, 64), (512, 2048))
     return Plan(models, *sizes, 1024, (1, 8, 64), Busy(16, 32, 48), shallow, load, False)
 

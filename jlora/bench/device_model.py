@@ -130,7 +130,7 @@ def batch_of(layout: PoolLayout, case: StepCase, width: int) -> step.Batch:
         write_rows=np.where(inside, page, -1).reshape(-1).astype(np.int32),
         write_slots=(positions % layout.block_tokens).reshape(-1).astype(np.int32),
         table=table,
-        adapters=adapters,
+        adapters=np.repeat(adapters, chunk),
         blocks=lists[0],
         owners=lists[1],
         offsets=np.array(offsets, np.int32),

@@ -66,7 +66,7 @@ def launch(tp: int, chunk: int) -> tuple[PoolLayout, np.ndarray, step.Batch]:
         write_rows=np.where(np.arange(chunk) < counts[:, None], page, -1).reshape(-1).astype(np.int32),
         write_slots=(positions % TOKENS).reshape(-1).astype(np.int32),
         table=table,
-        adapters=np.array([0, -1, 1, -1], np.int32),
+        adapters=np.repeat(np.array([0, -1, 1, -1], np.int32), chunk),
         blocks=blocks,
         owners=owners,
         offsets=np.array(offsets, np.int32),
