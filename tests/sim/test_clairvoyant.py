@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import AdapterNode, Tree
+from jlora.cache.tree import AdapterNode, Origin, Tree
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
 from jlora.sim.replay import Replay
 from jlora.sim.replica import START_S, Replica
@@ -27,8 +27,8 @@ def oracle() -> Oracle:
 
 def nodes(tokens: list[int], adapter: AdapterNode) -> list:
     tree = Tree(BLOCK)
-    first = tree.insert(adapter, "", tokens, 0)
-    return [first, tree.insert(first, "", tokens, BLOCK)]
+    first = tree.insert(adapter, Origin(adapter), tokens, 0)
+    return [first, tree.insert(first, Origin(adapter), tokens, BLOCK)]
 
 
 def test_it_knows_when_each_block_and_each_adapter_is_used_next():
