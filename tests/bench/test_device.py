@@ -77,7 +77,7 @@ def test_a_batch_holds_its_cases_contexts_and_adapters_on_blocks_of_their_own():
     batch = batch_of(layout, case, layout.blocks_for(spec.max_len))
     assert case.shape == (3, 32) and batch.tokens.shape == (3, 32)
     assert batch.starts.tolist() == [10, 42, 0] and batch.lengths.tolist() == [42, 50, 32]
-    assert batch.adapters.tolist() == [1, 1, -1]
+    assert batch.adapters.reshape(3, 32).T.tolist() == [[1, 1, -1]] * 32
     used = batch.blocks[: batch.offsets[-1]].tolist()
     pages = {*batch.table[0].tolist(), *batch.table[2].tolist()} - {0}
     assert len(set(used)) == len(used) and not pages & set(used) and 0 not in used
