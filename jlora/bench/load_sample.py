@@ -14,6 +14,7 @@ import numpy as np
 
 from jlora.bench.load_client import Call
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.sim import outcome
 
 QUANTILES = (50, 90, 95, 99)
 COLD = {"queue_s": "queue_s", "adapter_s": "adapter_cold_start_s", "kv_s": "kv_cold_start_s", "prefill_s": "prefill_s"}
@@ -114,20 +115,7 @@ def by_adapter(calls: Sequence[Call], slo: Slo) -> list[dict[str, Any]]:
 
 def cache(before: pb.CacheState, after: pb.CacheState) -> dict[str, float]:
     """What the server's cache did between two looks."""
-
-    def grown(name: str) -> int:
-        return getattr(after, name) - getattr(before, name)
-
-    looked = max(grown("kv_lookup_tokens"), 1)
-    return {
-        "adapter_hits": grown("adapter_hits") / max(grown("adapter_lookups"), 1),
-        "kv_device_hits": (grown("kv_hit_tokens") - grown("kv_host_hit_tokens")) / looked,
-        "kv_host_hits": grown("kv_host_hit_tokens") / looked,
-        "bytes_in": grown("bytes_swapped_in"),
-        "bytes_out": grown("bytes_swapped_out"),
-        "blocks_lost": grown("blocks_lost"),
-        "invalid_kv": after.invalid_kv,
-    }
+    return {**outcome.hits_and_bytes(before, after), "invalid_kv": after.invalid_kv}
 
 
 def differing(answers: Mapping[str, int], reference: Mapping[str, int]) -> int:

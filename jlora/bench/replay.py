@@ -25,9 +25,10 @@ from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
 from jlora.cache.tree import KV
 from jlora.engine.engine import Engine
+from jlora.sim import outcome
 from jlora.sim.script import HISTORY, Script
 from jlora.sim.trace import Trace, Turn
-from jlora.types import CacheState, Request, SamplingParams, TokenEvent, Usage
+from jlora.types import Request, SamplingParams, TokenEvent, Usage
 
 HISTORY_AT_ONCE = 16  # turns of the history under way together
 LOOKS = 16  # how often invalid KV is counted in a run
@@ -89,11 +90,10 @@ class Replay:
         tokens = sum(len(ask.tokens) for ask in self._asks)
         return {
             **requests(self._asks, seconds),
-            **cache(before, after),
+            **outcome.cache(before, after),
             "invalid_kv": invalid,
             "preemptions": told.preemptions - asked.preemptions,
             "steps": told.steps - asked.steps,
-            "streamed": self._manager.counters.streamed,
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
             "answers": {f"{a.turn.session}.{a.turn.turn}": crc(a.tokens) for a in self._asks if a.ended},
@@ -204,25 +204,6 @@ def requests(asks: Sequence[Ask], seconds: float) -> dict[str, Any]:
         "swap_s": _mean(swap),
         "prompt_tokens": sum(ask.usage.prompt_tokens for ask in ended if ask.usage),
         "cached_tokens": sum(ask.usage.cached_tokens for ask in ended if ask.usage),
-    }
-
-
-def cache(before: CacheState, after: CacheState) -> dict[str, float]:
-    """What the cache did between two looks."""
-
-    def grown(name: str) -> int:
-        return getattr(after, name) - getattr(before, name)
-
-    looked = max(grown("kv_lookup_tokens"), 1)
-    return {
-        "adapter_hits": grown("adapter_hits") / max(grown("adapter_lookups"), 1),
-        "kv_device_hits": (grown("kv_hit_tokens") - grown("kv_host_hit_tokens")) / looked,
-        "kv_host_hits": grown("kv_host_hit_tokens") / looked,
-        "bytes_in": grown("bytes_swapped_in"),
-        "bytes_out": grown("bytes_swapped_out"),
-        "blocks_lost": grown("blocks_lost"),
-        "recomputed_tokens": grown("recomputed_tokens"),
-        "evictions": grown("clean_evictions"),
     }
 
 

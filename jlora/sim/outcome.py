@@ -87,6 +87,16 @@ def summary(asks: Sequence[Ask], end: float) -> dict[str, float]:
 
 def cache(before: CacheState, after: CacheState) -> dict[str, float]:
     """What the cache did between two looks."""
+    return {
+        **hits_and_bytes(before, after),
+        "recomputed_tokens": after.recomputed_tokens - before.recomputed_tokens,
+        "evictions": after.clean_evictions - before.clean_evictions,
+        "streamed": after.streamed - before.streamed,
+    }
+
+
+def hits_and_bytes(before: Any, after: Any) -> dict[str, float]:
+    """The part of it that every look has, whether of a `CacheState` or of its message over gRPC."""
 
     def grown(name: str) -> int:
         return getattr(after, name) - getattr(before, name)
@@ -99,9 +109,6 @@ def cache(before: CacheState, after: CacheState) -> dict[str, float]:
         "bytes_in": grown("bytes_swapped_in"),
         "bytes_out": grown("bytes_swapped_out"),
         "blocks_lost": grown("blocks_lost"),
-        "recomputed_tokens": grown("recomputed_tokens"),
-        "evictions": grown("clean_evictions"),
-        "streamed": grown("streamed"),
     }
 
 
