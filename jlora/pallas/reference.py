@@ -28,6 +28,7 @@ from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
 SPAN = 64  # tokens of context per item of decode: long enough for efficient products, short enough to waste little
+CHUNK_SPAN = 128  # the same of prefill, whose products are larger
 NEG = -1e30  # finite, so that a fully masked tile gives zeros and never NaN
 
 
@@ -45,24 +46,20 @@ def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: 
         first_row: the layer's first pool row (l * P).
     Returns:
         [S, C, N, H] in q's dtype; zeros for padding rows.
+
+    One online softmax over a work list of (row, span of pages): the spans of all rows are laid end
+    to end and cut into equal tiles, so long contexts cost their own pages and short ones pad by
+    less than a span (measured 3x faster at 128 decoding rows than every row in step). A span is
+    normalised by its own maximum, then merged into its row.
     """
-    if q.shape[1] == 1:
-        return _decode_attention(q[:, 0], pool, first_row, pages)[:, None]
-    return _chunk_attention(q, pool, first_row, pages)
-
-
-def _decode_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
-    """One token per sequence: an online softmax over a work list of (sequence, span of pages).
-
-    Spans of all sequences are laid end to end and cut into equal tiles, so long contexts cost
-    their own pages and short ones pad by less than a span (measured 3x faster at S = 128 than
-    every row in step). A span is normalised by its own maximum, then merged into its sequence.
-    """
-    rows, heads, width = q.shape
+    rows, chunk, heads, width = q.shape
     tokens, kv_heads = pool.shape[1], pool.shape[2] // 2
-    span = max(1, SPAN // tokens)
-    tile = max(8, min(32, rows))
-    q = (q * width**-0.5).reshape(rows, kv_heads, -1, width)
+    span, tile = _tiling(rows, chunk, tokens)
+    # [S, K, G * C, H]: one matrix product per item and KV head
+    q = (q * width**-0.5).reshape(rows, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
+    group = q.shape[2]
+    q = q.reshape(rows, kv_heads, -1, width)
+    last = jnp.tile(pages.starts[:, None] + jnp.arange(chunk, dtype=jnp.int32), (1, group))  # [S, G * C]
     ends = jnp.cumsum(-(-pages.lengths // (span * tokens)))
     table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % span))).reshape(rows, -1, span)
 
@@ -74,14 +71,15 @@ def _decode_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int,
         owner = jnp.minimum(owner, rows - 1)
         part = item - jnp.where(owner > 0, ends[owner - 1], 0)
         k, v = _split(_read_pages(pool, first_row + table[owner, part]))  # [tile, K, span * B, H]
-        s = jnp.einsum("wkgh,wkbh->wkgb", q[owner], k).astype(jnp.float32)
+        s = jnp.einsum("wkqh,wkbh->wkqb", q[owner], k).astype(jnp.float32)
         at = part[:, None] * span * tokens + jnp.arange(span * tokens, dtype=jnp.int32)
-        seen = valid[:, None] & (at < pages.lengths[owner][:, None])
-        s = jnp.where(seen[:, None, None], s, NEG)
-        v = jnp.where(seen[:, None, :, None], v, 0)  # a reused block may hold anything: 0 · NaN is NaN
-        own = s.max(-1)
+        held = valid[:, None] & (at < pages.lengths[owner][:, None])
+        seen = held[:, None] & (at[:, None] <= last[owner][..., None])
+        s = jnp.where(seen[:, None], s, NEG)
+        v = jnp.where(held[:, None, :, None], v, 0)  # a reused block may hold anything: 0 · NaN is NaN
+        own = s.max(-1)  # NEG where the span lies behind the token: then its share is 0
         p = jnp.exp(s - own[..., None])
-        out = jnp.einsum("wkgb,wkbh->wkgh", p.astype(v.dtype), v).astype(jnp.float32)
+        out = jnp.einsum("wkqb,wkbh->wkqh", p.astype(v.dtype), v).astype(jnp.float32)
         target = jnp.where(valid, owner, rows)
         new = m.at[target].max(own, mode="drop")
         decay, share = jnp.exp(m - new), jnp.exp(own - new[owner])
@@ -90,40 +88,15 @@ def _decode_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int,
 
     start = _softmax_start(q.shape[:-1], width)
     _, total, acc = lax.fori_loop(0, -(-ends[-1] // tile), body, start)
-    return (acc / jnp.maximum(total, 1e-30)[..., None]).reshape(rows, heads, width).astype(q.dtype)
-
-
-def _chunk_attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
-    """C tokens per sequence: an online softmax over tiles of pages, every row in step."""
-    rows, chunk, heads, width = q.shape
-    tokens, kv_heads = pool.shape[1], pool.shape[2] // 2
-    tile = min(max(1, 256 // tokens), pages.table.shape[1])
-    table = jnp.pad(pages.table, ((0, 0), (0, -pages.table.shape[1] % tile)))
-    # [S, K, G * C, H]: one matrix product per sequence and KV head
-    q = (q * width**-0.5).reshape(rows, chunk, kv_heads, -1, width).transpose(0, 2, 3, 1, 4)
-    group = q.shape[2]
-    q = q.reshape(rows, kv_heads, group * chunk, width)
-    last = jnp.tile(pages.starts[:, None] + jnp.arange(chunk, dtype=jnp.int32), (1, group))  # [S, G*C]
-
-    def body(i, state):
-        m, total, acc = state
-        ids = lax.dynamic_slice_in_dim(table, i * tile, tile, 1)
-        k, v = _split(_read_pages(pool, first_row + ids))  # [S, K, tile * B, H]
-        s = jnp.einsum("skqh,skbh->skqb", q, k).astype(jnp.float32)
-        at = i * tile * tokens + jnp.arange(tile * tokens, dtype=jnp.int32)
-        seen = (at <= last[..., None]) & (at < pages.lengths[:, None, None])
-        s = jnp.where(seen[:, None], s, NEG)
-        v = jnp.where((at < pages.lengths[:, None])[:, None, :, None], v, 0)
-        new = jnp.maximum(m, s.max(-1))
-        p = jnp.where(seen[:, None], jnp.exp(s - new[..., None]), 0)
-        decay = jnp.exp(m - new)
-        part = jnp.einsum("skqb,skbh->skqh", p.astype(v.dtype), v).astype(jnp.float32)
-        return new, total * decay + p.sum(-1), acc * decay[..., None] + part
-
-    trips = -(-jnp.max(pages.lengths) // (tile * tokens))
-    _, total, acc = lax.fori_loop(0, trips, body, _softmax_start(q.shape[:-1], width))
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     return out.reshape(rows, kv_heads, group, chunk, width).transpose(0, 3, 1, 2, 4).reshape(rows, chunk, heads, width)
+
+
+def _tiling(rows: int, chunk: int, tokens: int) -> tuple[int, int]:
+    """Pages per item, and items per turn of the loop."""
+    if chunk == 1:
+        return max(1, SPAN // tokens), max(8, min(32, rows))
+    return max(1, CHUNK_SPAN // tokens), max(8, min(16, rows))
 
 
 def _read_pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
