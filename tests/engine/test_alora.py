@@ -7,7 +7,7 @@ that these are PEFT's is shown in `tests/oracle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jlora.adapters.invocation import last_occurrence
 from jlora.engine.service import Service
 from jlora.errors import InvalidArgument
-from jlora.types import Request, TokenEvent
+from jlora.types import Invocation, Request, TokenEvent
 from tests import _make
 from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
 from tests.engine.test_exactness import poisoned
@@ -168,6 +169,25 @@ def test_no_suffix_kv_is_used_by_another_adapter_or_the_base(caught: Service, ex
         assert answers(caught, others) == {r.id: expected[r.id] for r in others}
     events = serve(caught, [replace(invoked[1], sampling=GREEDY)])[invoked[1].id]  # its own: the canary sings
     assert any(_is_nan(event) for event in events)
+
+
+def test_a_prompt_is_searched_once_and_while_the_engine_is_free(caught: Service, monkeypatch: pytest.MonkeyPatch):
+    searched = []
+
+    def search(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+        free = caught._engine.lock.acquire(timeout=5)  # not if the searcher holds it
+        if free:
+            caught._engine.lock.release()
+        searched.append(free)
+        return last_occurrence(prompt, invocation)
+
+    for module in ("jlora.engine.service", "jlora.adapters.registry"):
+        monkeypatch.setattr(f"{module}.last_occurrence", search)
+    asked = replace(requests()[0], invocation=Invocation(CHECK, 0))  # what a client claims is not believed
+    checked = caught.check(asked)
+    assert checked.invocation == Invocation(CHECK, len(TALK))
+    serve(caught, [checked])
+    assert searched == [True]
 
 
 def _is_nan(event: TokenEvent) -> bool:
