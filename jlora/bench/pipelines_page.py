@@ -22,7 +22,7 @@ BOTH: Mapping[str, tuple[str, float, int]] = {
     "TTFT ms": ("check_ttft_s", 1e3, 0),
     "hit rate": ("check_hit_rate", 1, 3),
     "KV GB": ("kv_bytes", 1e-9, 1),
-    "prompt tokens computed, M": ("prompt_tokens", 1e-6, 2),
+    "prompt tokens computed, k": ("prompt_tokens", 1e-3, 1),
 }
 SWEEPS: Mapping[str, str] = {
     "context": "By context: one pipeline alone, {adapters} adapters",
