@@ -74,8 +74,8 @@ CONTEXTS = tuple(512 << i for i in range(8))
 CELLS = (
     *(Cell("context", *size, context) for size in (SMALL, LARGE) for context in CONTEXTS),
     *(Cell("adapters", *SMALL, 16384, adapters) for adapters in (1, 2, 5, 10)),
-    *(Cell("batch", *SMALL, 16384, pipelines=count) for count in (4, 16, 24)),
-    *(Cell("batch", *LARGE, 16384, pipelines=count) for count in (4, 16, 24)),
+    *(Cell("batch", *size, 16384, pipelines=count) for size in (SMALL, LARGE) for count in (4, 12, 24)),
+    *(Cell("batch", *size, 65536, pipelines=6) for size in (SMALL, LARGE)),
     *(Cell("rate", *SMALL, 16384, pipelines=40, rate=rate) for rate in (0.1, 0.2, 0.3, 0.5, 1.0)),
 )
 QUICK = (Cell("context", *SMALL, 512, 2), Cell("rate", *SMALL, 512, 2, pipelines=3, rate=1.0))

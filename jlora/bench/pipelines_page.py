@@ -27,7 +27,7 @@ BOTH: Mapping[str, tuple[str, float, int]] = {
 SWEEPS: Mapping[str, str] = {
     "context": "By context: one pipeline alone, {adapters} adapters",
     "adapters": "By number of adapters: one pipeline alone, {model}, {context} tokens",
-    "batch": "By pipelines at once: all begin together, {adapters} adapters, {context} tokens",
+    "batch": "By pipelines at once: all begin together, {adapters} adapters",
     "rate": "By rate: {pipelines} pipelines begin at random times, {model}, {adapters} adapters, {context} tokens",
 }
 
@@ -113,7 +113,9 @@ def _setting(cell: Mapping[str, Any]) -> str:
         return f"{cell['model']}, {cell['context']:,}"
     if cell["sweep"] == "adapters":
         return str(cell["adapters"])
-    return f"{cell['rate']:g}/s" if cell["sweep"] == "rate" else f"{cell['model']}, {cell['pipelines']}"
+    if cell["sweep"] == "rate":
+        return f"{cell['rate']:g}/s"
+    return f"{cell['model']}, {cell['context']:,}, {cell['pipelines']} at once"
 
 
 def _gains(ratios: Mapping[str, float]) -> list[str]:

@@ -177,8 +177,8 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
 ):
     """The adapter's blocks hold NaN meanwhile: whoever read them would answer with it."""
     (long,) = (r for r in requests() if r.id == "check, long")
-    settings = {"cache__hbm_blocks": 100, "cache__link_gbps": 5e-4, "engine__max_step_tokens": 32}  # 4 ms a block
-    with poisoned(tiny_model, adapters, **settings) as service:
+    settings = {"cache__hbm_blocks": 100, "cache__monitor_s": 60, "cache__link_gbps": 5e-4}  # 4 ms a block
+    with poisoned(tiny_model, adapters, **settings, engine__max_step_tokens=32) as service:
         while service.cache_state().in_flight:
             pass
         manager, ahead = service._engine._manager, []
