@@ -209,7 +209,7 @@ def test_a_prompt_is_searched_once_and_while_the_engine_is_free(caught: Service,
 
     for module in ("jlora.engine.service", "jlora.adapters.registry"):
         monkeypatch.setattr(f"{module}.last_occurrence", search)
-    asked = replace(requests()[0], invocation=Invocation(CHECK, 0))  # what a client claims is not believed
+    asked = replace(requests()[0], id="r", invocation=Invocation(CHECK, 0))  # what a client claims is not believed
     checked = caught.check(asked)
     assert checked.invocation == Invocation(CHECK, len(TALK))
     serve(caught, [checked])
