@@ -55,6 +55,14 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Invocation:
+    """What was found of an activated LoRA's `alora_invocation_tokens` in a prompt; `at`: its last occurrence."""
+
+    tokens: tuple[int, ...]
+    at: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One validated request, as the engine takes it.
 
@@ -66,6 +74,7 @@ class Request:
         bypass_prefix_cache: neither read from nor leave KV in the prefix cache.
         tenant: salt of the prefix cache; equal prompts of two tenants never share KV.
         deadline: `time.monotonic()` seconds after which the engine aborts it; None is never.
+        invocation: where the prompt invokes the adapter, if it has been searched for that.
     """
 
     id: str
@@ -76,6 +85,7 @@ class Request:
     bypass_prefix_cache: bool = False
     tenant: str = ""
     deadline: float | None = None
+    invocation: Invocation | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +112,8 @@ class Timing:
 
     queue ends when the request is first granted its blocks; adapter_cold_start and kv_cold_start
     are from then until its adapter and its cached KV had come to the device (0: they were there).
-    The two overlap; prefill counts from the later one.
+    The two overlap; prefill counts from the later one. An activated LoRA's request computes what
+    comes before its invocation meanwhile: of its adapter only what it then waited is counted.
     """
 
     queue: float = 0.0

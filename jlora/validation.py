@@ -82,6 +82,7 @@ def validate(request: Request, limits: Limits) -> Request:
         bypass_prefix_cache=_boolean("bypass_prefix_cache", request.bypass_prefix_cache),
         tenant=_text("tenant", request.tenant, MAX_ID_CHARS, empty=True),
         deadline=None if request.deadline is None else _number("deadline", request.deadline, -math.inf, math.inf),
+        invocation=None,  # for the engine to find
     )
 
 

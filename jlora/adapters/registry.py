@@ -10,9 +10,10 @@ import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from jlora.adapters.invocation import last_occurrence
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
-from jlora.types import AdapterInfo
+from jlora.types import AdapterInfo, Invocation
 
 
 @dataclass(slots=True)
@@ -37,19 +38,6 @@ class Record:
     load_cost_s: float
     hits: int = 0
     last_used: float = 0.0
-
-    def activation(self, prompt: Sequence[int]) -> int | None:
-        """Where an activated LoRA begins to act: the first token of its invocation's last occurrence.
-
-        As PEFT has it (`calculate_alora_offsets`), counted from the prompt's start; None if the prompt
-        has no occurrence. Found from the end, where it nearly always is: O(distance from there).
-        """
-        wanted = self.alora_invocation_tokens
-        size, first = len(wanted), wanted[0]
-        for at in range(len(prompt) - size, -1, -1):
-            if prompt[at] == first and tuple(prompt[at : at + size]) == wanted:
-                return at
-        return None
 
     def info(self, now: float) -> AdapterInfo:
         """What a user may know; `last_used_s` is seconds ago, -1 if never."""
@@ -135,24 +123,29 @@ class AdapterRegistry:
             raise NotFound(f"adapter {name!r} is not loaded{hint}")
         return record
 
-    def resolve(self, name: str, prompt: Sequence[int]) -> tuple[Record | None, int | None]:
+    def resolve(
+        self, name: str, prompt: Sequence[int], known: Invocation | None = None
+    ) -> tuple[Record | None, int | None]:
         """Which version answers a prompt, None for the base, and where its activation is, if it has one.
 
+        Args:
+            known: what a search of the prompt has found; by now the name may stand for another version.
         Raises:
             NotFound: no adapter of that name.
             InvalidArgument: it is an activated LoRA, and the prompt does not invoke it.
         """
         record = self.get(name)
-        if not record.alora_invocation_tokens:
+        tokens = record.alora_invocation_tokens
+        if not tokens:
             return record, None
-        at = record.activation(prompt)
+        at = known.at if known is not None and known.tokens == tokens else last_occurrence(prompt, tokens)
         if at is not None:
             return record, at
         if self._alora_missing == "base":
             return None, None
         raise InvalidArgument(
             f"prompt: does not invoke adapter {name!r}, an activated LoRA: it must hold alora_invocation_tokens = "
-            f'{list(record.alora_invocation_tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
+            f'{list(tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
         )
 
     def by_uid(self, uid: int) -> Record:

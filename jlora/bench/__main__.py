@@ -9,7 +9,9 @@
     jlora bench workloads                                  what the workloads are like (workloads --help)
     jlora bench paper --figure 11 12 --minutes 60          FASTLIBRA's figures, simulated
     jlora bench beyond                                     the same simulator past the paper: slow links, drift, hints
-    jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs
+    jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs,
+                                                           on this engine and, at the paper's sizes, simulated
+    jlora bench pipelines                                  its simulated part alone
     jlora bench tune                                       block sizes of the TPU kernels on this chip
     jlora bench                                            all of them
 
@@ -41,6 +43,8 @@ from jlora.bench import (
     machine,
     paper,
     paper_page,
+    pipelines,
+    pipelines_page,
     policies,
     policy_page,
     report,
@@ -66,7 +70,8 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "policies": ("policies",),
     "paper": ("paper",),
     "beyond": ("beyond",),
-    "alora": ("alora",),
+    "alora": ("alora", "pipelines"),
+    "pipelines": ("pipelines",),
     "tune": ("tune",),
 }
 
@@ -79,6 +84,7 @@ OWN: Mapping[str, Sequence[str]] = {
     "cache": ["python"],
     "policies": ["float32"],
     "alora": ["float32"],
+    "pipelines": ["simulated"],
     "paper": ["simulated"],
     "beyond": ["simulated"],
     "tune": ["tiles"],
@@ -101,6 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "paper": _paper,
         "beyond": _beyond,
         "alora": _alora,
+        "pipelines": _pipelines,
         "tune": _tune,
     }
     try:
@@ -221,6 +228,12 @@ def _alora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = alora.quick if args.quick else alora.full
     result = alora.run(make(budget, args.work / ("quick-alora" if args.quick else "alora")))
     alora_page.write(args.out, result)
+    return result
+
+
+def _pipelines(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    result = pipelines.run(pipelines.QUICK if args.quick else pipelines.CELLS)
+    pipelines_page.write(args.out, result)
     return result
 
 

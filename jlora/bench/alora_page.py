@@ -1,4 +1,9 @@
-"""The page and the figure of `jlora bench alora`."""
+"""The page of `jlora bench alora`: its head and the real engine's part, with its figure.
+
+what somebody has written      stays
+MARK                           the real engine, this module
+SIMULATED                      the simulator, `pipelines_page`
+"""
 
 from __future__ import annotations
 
@@ -15,7 +20,9 @@ from jlora.bench.alora import ALONE, SHARED
 
 PAGE = "alora.md"
 FIGURE = "alora.png"
+TITLE = "# Activated LoRA against LoRA\n\n"
 MARK = "<!-- below: written by jlora bench alora -->"
+SIMULATED = "<!-- below: simulated, written by jlora bench alora -->"
 
 # What the paper reports against LoRA (arXiv 2512.17910, abstract), in words and as a number.
 PAPER = {"check_end_to_end_s": ("up to 58", 58.0), "check_ttft_s": ("over 100", 100.0)}
@@ -45,12 +52,14 @@ RATIOS: Mapping[str, str] = {
 
 
 def write(out: Path, result: Mapping[str, Any]) -> None:
-    """Writes the page and the figure into `out`; what stands above the mark on the page stays."""
+    """Writes its part of the page and the figure into `out`; what stands above it, and the simulated part, stay."""
     out.mkdir(parents=True, exist_ok=True)
     path = out / PAGE
-    text = path.read_text().partition(MARK)[0] if path.exists() else "# Activated LoRA against LoRA\n\n"
+    page, mark, simulated = path.read_text().partition(SIMULATED) if path.exists() else (TITLE, "", "")
+    text = page.partition(MARK)[0]
     figure = f"![gain by length of context]({FIGURE})\n\n" if draw(result, out / FIGURE) else ""
-    path.write_text(f"{text}{MARK}\n\n{origin(result)}\n{figure}{tables(result)}")
+    ours = f"{MARK}\n\n{origin(result)}\n{figure}{tables(result)}"
+    path.write_text(f"{text.rstrip()}\n\n{ours}" + (f"\n{mark}{simulated}" if mark else ""))
 
 
 def origin(result: Mapping[str, Any]) -> str:

@@ -11,10 +11,10 @@ Nothing here touches a device. Copies to make are handed out by `take_copies` an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.blocks import Tier
+from jlora.cache.lease import Lease, Sizes, Want
 from jlora.cache.policies import Policy
 from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
@@ -29,55 +29,6 @@ STREAM = 0.9
 STREAM_FROM_S = 1e-3
 # Hints may have copies of at most this share of the device under way.
 HINT_SHARE = 0.25
-
-
-@dataclass(slots=True, eq=False)
-class Lease:
-    """What one sequence holds from its admission to its end.
-
-    Attributes:
-        blocks: its block table: the published path's blocks, then its own.
-        path: the published nodes it goes through, one per leading block.
-        cached: prompt tokens whose KV was known, on the device or on the host.
-        coming: nodes of its own path or its adapter whose copy has not been seen to land.
-    """
-
-    origin: Origin
-    reuse: bool
-    granted: float = 0.0
-    blocks: list[int] = field(default_factory=list)
-    path: list[Node] = field(default_factory=list)
-    cached: int = 0
-    coming: list[Node] = field(default_factory=list)
-    streamed: bool = False  # a step of it began before its copies had landed
-    adapter_s: float = 0.0  # from the grant until the adapter had landed
-    kv_s: float = 0.0  # and until the prefix had
-
-    @property
-    def adapter(self) -> AdapterNode:
-        """Whose blocks it holds beside its KV's."""
-        return self.origin.adapter
-
-
-@dataclass(frozen=True, slots=True)
-class Want:
-    """What a queued sequence will need; others leave before it.
-
-    Attributes:
-        nodes: the adapter, and the last nodes of its prefix that are on the device and on the host.
-    """
-
-    adapter: AdapterNode
-    nodes: tuple[Node, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Sizes:
-    """The two tiers: blocks of `block_tokens` tokens on the device and on the host."""
-
-    device: int
-    host: int
-    block_tokens: int
 
 
 class CacheManager:
@@ -268,7 +219,8 @@ class CacheManager:
         """
         adapter, cells = origin.adapter, self.cells
         assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
-        lease = Lease(origin, reuse and self.prefix_reuse, self._clock())
+        now = self._clock()
+        lease = Lease(origin, reuse and self.prefix_reuse, granted=now, since=now)
         known: list[Node] = []
         if lease.reuse:  # at least one token is always computed: its hidden state is needed
             known = self.tree.match(origin, tokens, limit=len(tokens) - 1)
@@ -304,23 +256,35 @@ class CacheManager:
             tokens: prompt tokens of the lease's first step: what is still on its way may be streamed
                 into that step if it needs less time than the step.
         """
-        if not lease.coming:
-            return True
-        left = [node for node in lease.coming if node.coming]
-        streamed = bool(left) and self._fits_in_step(left, tokens)
-        if len(left) < len(lease.coming) or streamed:
-            waited = self._clock() - lease.granted
-            landed = {node.kind for node in lease.coming} - {node.kind for node in left if not streamed}
-            lease.adapter_s = waited if ADAPTER in landed else lease.adapter_s
-            lease.kv_s = waited if KV in landed else lease.kv_s
-            lease.coming = left
-        return streamed or not left
+        if lease.coming and not self._arrived(lease, (ADAPTER, KV), tokens):
+            return False
+        lease.ahead = False
+        return True
+
+    def ready_ahead(self, lease: Lease, tokens: int) -> bool:
+        """The same for a step whose tokens an activated LoRA does not act on: its copy may still be under way."""
+        lease.ahead = self._arrived(lease, (KV,), tokens)
+        return lease.ahead
+
+    def outlasts(self, lease: Lease, tokens: int) -> bool:
+        """Whether the copy of a lease's adapter takes longer than computing so many tokens."""
+        copy = self.cells.flying.get(lease.adapter)
+        if copy is None or not tokens:
+            return False
+        now, meter = self._clock(), self.policy.meter
+        blocks = len(copy.source) if copy.started else self.cells.backlog["in"]
+        return meter.load_s(ADAPTER, blocks) + (copy.started or now) - now > tokens * meter.token_s
+
+    def hold(self, lease: Lease) -> None:
+        """A lease that has run ahead of its adapter has to wait for it from now on."""
+        lease.ahead, lease.since = False, self._clock()
 
     def unlanded(self, leases: Sequence[Lease]) -> tuple[Copy, ...]:
         """The copies under way that these leases read: what a step with them must stream."""
         found: dict[Copy, None] = {}
         for lease in leases:
-            copies = [self.cells.flying[node] for node in lease.coming if node.coming]
+            read = (node for node in lease.coming if node.coming and not (lease.ahead and node.kind == ADAPTER))
+            copies = [self.cells.flying[node] for node in read]
             self.counters.streamed += bool(copies) and not lease.streamed
             lease.streamed |= bool(copies)
             found |= dict.fromkeys(copies)
@@ -436,6 +400,21 @@ class CacheManager:
         blocks = sum(node.size for node in nodes)
         long = blocks > 0 and self.policy.meter.load_s(nodes[0].kind, blocks) > STREAM_FROM_S
         self.cells.bring(adapter, nodes, demand, streams=self._streams and demand and long)
+
+    def _arrived(self, lease: Lease, kinds: Collection[int], tokens: int) -> bool:
+        """Whether what a lease needs of these kinds is there, or can be streamed into a step of so many tokens."""
+        needed = [node for node in lease.coming if node.kind in kinds]
+        left = [node for node in needed if node.coming]
+        streamed = bool(left) and self._fits_in_step(left, tokens)
+        if len(left) < len(needed) or streamed:
+            waited = self._clock() - lease.since
+            landed = {node.kind for node in needed} - {node.kind for node in left if not streamed}
+            if ADAPTER in landed:
+                lease.adapter_s = 0.0 if lease.ahead else waited
+            if KV in landed:
+                lease.kv_s = waited
+            lease.coming = [node for node in lease.coming if node.kind not in kinds] + left
+        return streamed or not left
 
     def _fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether what is left of the nodes' copies takes less time than computing so many tokens."""

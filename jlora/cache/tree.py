@@ -302,10 +302,19 @@ class Tree:
     def _key(self, origin: Origin, data: bytes, first: bool, suffix: bool) -> Key:
         """The key of a path's first block, of a suffix's first block, or of any other."""
         if suffix:
-            # Where it begins to act does not follow from the block's tokens: the invocation may be there twice.
             assert origin.activation is not None
-            data += array("q", (origin.adapter.uid, origin.activation % self.block_tokens)).tobytes()
+            data = suffix_key(data, origin.adapter.uid, origin.activation % self.block_tokens)
         return (origin.tenant, data) if first else data
+
+
+def suffix_key(data: bytes, uid: int, place: int) -> bytes:
+    """The key of an activated suffix's first block, below a conversation's first.
+
+    Args:
+        data: the block's tokens; place: of the first activated one among them, which does not follow from
+            them: the invocation may be there twice.
+    """
+    return data + array("q", (uid, place)).tobytes()
 
 
 def _share(node: Node | None) -> None:

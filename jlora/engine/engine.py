@@ -199,7 +199,7 @@ class Engine:
         """The adapter version that answers a request, None for the base, and what its KV depends on."""
         if request.adapter is None:
             return None, Origin(self._manager.base, request.tenant)
-        record, activation = self._registry.resolve(request.adapter, request.prompt)
+        record, activation = self._registry.resolve(request.adapter, request.prompt, request.invocation)
         return record, Origin(self._manager.base if record is None else record.node, request.tenant, activation)
 
     # -- adapters ---------------------------------------------------------------------------
@@ -253,6 +253,10 @@ class Engine:
     def check_free(self, name: str) -> None:
         """Raises AlreadyExists if the name is taken."""
         self._registry.check_free(name)
+
+    def invocation(self, name: str) -> tuple[int, ...]:
+        """The tokens that an activated LoRA acts from; () for one that acts on every token. Raises NotFound."""
+        return self._registry.get(name).alora_invocation_tokens
 
     def has_adapter(self, name: str) -> bool:
         """Whether an adapter of that name is in service."""

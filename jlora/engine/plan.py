@@ -2,6 +2,8 @@
 
 A sequence's life:
 
+                          ┌──hold── its activated LoRA has not come
+                          ▼                          │
     waiting ──admit──▶ loading ──copies landed──▶ running ──last token──▶ done
        ▲                  │                          │
        └──────────────────┴────────preempt───────────┘    (its tokens stay known; its KV may come back)
@@ -16,7 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jlora.cache.manager import Lease, Want
+from jlora.cache.lease import Lease, Want
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode, Origin
 from jlora.types import FinishReason, Request, TokenLogprob
@@ -101,6 +103,11 @@ class Sequence:
     def remaining(self) -> int:
         """Tokens to compute before the next sample."""
         return len(self.tokens) + self.in_flight - self.computed
+
+    @property
+    def unadapted(self) -> int:
+        """Of these, those that come before its activated LoRA acts."""
+        return max(0, (self.activation or 0) - self.computed)
 
     @property
     def exhausted(self) -> bool:

@@ -53,6 +53,7 @@ class Scheduler:
         self._requests: dict[str, list[Sequence]] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
+        self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
         self._random = random.Random(seed)
         self._tending = Tending(manager, monitor_s)
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
@@ -153,6 +154,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
+        self._hold()
         self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
         budget = self.config.max_step_tokens
@@ -226,8 +228,10 @@ class Scheduler:
 
     def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
         """Plans the next tokens of a sequence; what they take of the budget, in whole rows."""
+        assert sequence.lease is not None
         most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
-        count = min(sequence.remaining, budget, most)
+        reach = sequence.unadapted if sequence.lease.ahead else sequence.remaining
+        count = min(reach, budget, most)
         samples = count == sequence.remaining
         works.append(Work(sequence, sequence.computed, count, samples))
         sequence.computed += count
@@ -240,19 +244,48 @@ class Scheduler:
             if self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
+    def _hold(self) -> None:
+        """Sequences that can run ahead of their activated LoRA no further wait for its copy, without a slot."""
+        for sequence in list(self._ahead):
+            assert sequence.lease is not None
+            if not self._ready(sequence):
+                self.manager.hold(sequence.lease)
+                self._take_slot(sequence)
+                self.loading.append(sequence)
+            if not sequence.lease.ahead:
+                del self._ahead[sequence]
+
+    def _ready(self, sequence: Sequence) -> bool:
+        """Whether its next step can run.
+
+        Ahead of its activated LoRA's copy, if the step ends before that one acts anyway; or if computing
+        up to there takes less time than the copy, so that the step more costs nothing.
+        """
+        assert sequence.lease is not None
+        lease, manager = sequence.lease, self.manager
+        whole, before = min(sequence.remaining, self.config.max_step_tokens), sequence.unadapted
+        if lease.coming and whole <= before:
+            return manager.ready_ahead(lease, whole)
+        if manager.ready(lease, whole):
+            return True
+        return manager.outlasts(lease, before) and manager.ready_ahead(lease, before)
+
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
         lease = sequence.lease
-        ready = self.manager.ready(lease, min(sequence.remaining, self.config.max_step_tokens))
-        if not (ready and self._slots):
+        if not (self._ready(sequence) and self._slots):
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False
+        if lease.ahead:
+            self._ahead[sequence] = None
         if not sequence.boarded:
             sequence.adapter_s, sequence.kv_s, sequence.boarded = lease.adapter_s, lease.kv_s, True
             # Between its copies and its slot it waited like any other in the queue.
             sequence.slot_s = max(0.0, now - lease.granted - max(lease.adapter_s, lease.kv_s))
+        elif not sequence.first_token:
+            sequence.adapter_s = max(sequence.adapter_s, lease.adapter_s)  # held on its way
         sequence.slot = self._slots.pop()
         sequence.set_up = False
         self.running.append(sequence)
@@ -321,15 +354,21 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """Takes a leased sequence off the device's books."""
         if sequence.slot >= 0:
-            self.running.remove(sequence)
-            self._slots.append(sequence.slot)
+            self._take_slot(sequence)
         else:
             self.loading.remove(sequence)
             if not sequence.boarded:  # it has only waited so far
                 sequence.admitted = 0.0
         assert sequence.lease is not None
         self.manager.release(sequence.lease)
-        sequence.lease, sequence.slot, sequence.computed = None, -1, 0
+        self._ahead.pop(sequence, None)
+        sequence.lease, sequence.computed = None, 0
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        """A running sequence gives its slot back."""
+        self.running.remove(sequence)
+        self._slots.append(sequence.slot)
+        sequence.slot = -1
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._queued += 1

@@ -14,12 +14,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TypeVar
 
+from jlora.adapters.invocation import last_occurrence
 from jlora.config import Config
 from jlora.engine.build import build_engine, read_adapter
 from jlora.engine.engine import Engine, EngineStats, PrefetchResult
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.model.spec import ModelSpec
-from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
+from jlora.types import AdapterInfo, CacheState, Invocation, Request, TokenEvent
 from jlora.validation import Limits, validate
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,12 @@ class Service:
             NotFound: no such adapter.
             InvalidArgument: the prompt does not invoke its activated LoRA.
         """
-        checked = validate(request, self.limits)  # first: the adapter's name must be sound to be looked up
+        checked = self._searched(validate(request, self.limits))  # first: a name must be sound to be looked up
         capacity = self._call(lambda: self._engine.capacity(checked))
         if capacity == self.limits.capacity_tokens:
             return checked
-        return validate(request, replace(self.limits, capacity_tokens=capacity))
+        limited = validate(request, replace(self.limits, capacity_tokens=capacity))
+        return replace(limited, invocation=checked.invocation)
 
     def submit(self, request: Request, sink: Sink) -> int:
         """Queues a validated request; `sink` gets its events on the engine's thread.
@@ -231,6 +233,14 @@ class Service:
         while (info := self.adapter(name)).tier == "LOADING":
             time.sleep(0.002)
         return info
+
+    def _searched(self, request: Request) -> Request:
+        """The same with what a search for its adapter's invocation finds, outside the engine's lock."""
+        name = request.adapter
+        tokens = () if name is None else self._call(lambda: self._engine.invocation(name))
+        if not tokens:
+            return request
+        return replace(request, invocation=Invocation(tokens, last_occurrence(request.prompt, tokens)))
 
     def _call(self, function: Callable[[], T]) -> T:
         """Runs `function` with the engine to itself."""

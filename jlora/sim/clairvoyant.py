@@ -19,10 +19,11 @@ from collections.abc import Sequence
 
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import AdapterNode, Key, Node
+from jlora.cache.tree import AdapterNode, Key, Node, suffix_key
 
 SOONEST_S = 1e-3  # a use that is due
 UNKNOWN = -1
+BASE = 0  # its uid
 
 
 class Oracle:
@@ -41,16 +42,19 @@ class Oracle:
         self._ids: dict[tuple[int, Key], int] = {}  # (above, tokens) -> number; an adapter's is its uid
         self._uses: dict[int, list[float]] = {}
 
-    def expect(self, at: float, uid: int, tenant: str, prompt: Sequence[int]) -> None:
-        """A request at `at` of the trace, not before those expected so far."""
+    def expect(self, at: float, uid: int, tenant: str, prompt: Sequence[int], activation: int | None = None) -> None:
+        """A request at `at` of the trace, not before those expected so far; `activation` as in `Origin`."""
         use = self._start + at
-        above = uid
+        above = uid if activation is None else BASE
+        suffix = -1 if activation is None else activation // self._size
         self._uses.setdefault(uid, []).append(use)
         data = array("i", prompt[: (len(prompt) - 1) // self._size * self._size]).tobytes()
         step = 4 * self._size
-        for begin in range(0, len(data), step):
+        for index, begin in enumerate(range(0, len(data), step)):
             block = data[begin : begin + step]
-            key = (above, block if begin else (tenant, block))
+            if activation is not None and index == suffix:
+                block = suffix_key(block, uid, activation % self._size)
+            key = (above, block if index else (tenant, block))
             above = self._ids.setdefault(key, -2 - len(self._ids))
             self._uses.setdefault(above, []).append(use)
 
@@ -101,5 +105,7 @@ class Clairvoyant(Policy):
     def _number(self, node: Node) -> int:
         if isinstance(node, AdapterNode):
             return node.uid
-        assert node.parent is not None, "visited a node that has left the tree"
-        return self._oracle.number(self._numbers[node.parent], node.key)
+        above = node.parent
+        assert above is not None, "visited a node that has left the tree"
+        # Below the base hang activated LoRAs' paths too, whose requests do not visit it.
+        return self._oracle.number(above.uid if isinstance(above, AdapterNode) else self._numbers[above], node.key)

@@ -82,6 +82,10 @@ CHIPS: dict[str, Chip] = {
             "NVIDIA A100 80GB SXM data sheet; assumed: 1 ms per step, all shares",
         ),
         Chip(
+            "h100", 989e12, 80e9, 3.35e12, PCIE5, 450e9, 0.7, 0.85, 0.8, 1e-3,
+            "NVIDIA H100 SXM data sheet; assumed: 1 ms per step, all shares",
+        ),
+        Chip(
             "h200", 989e12, 141e9, 4.8e12, PCIE5, 450e9, 0.8, 0.9, 0.8, 1e-3,
             "NVIDIA H200 SXM data sheet; shares of compute and memory as measured (790 TFLOP/s, 4.3 TB/s); assumed: "
             "the link's share, 1 ms per step",
@@ -112,6 +116,8 @@ MODELS: dict[str, ModelSpec] = {
         _llama("llama-2-13b", 32000, (5120, 13824, 40), (40, 40), 4096),
         _llama("llama-34b", 32000, (8192, 22016, 48), (64, 8), 16384),
         _llama("llama-3-8b", 128256, (4096, 14336, 32), (32, 8), 8192),
+        _llama("llama-3.1-8b", 128256, (4096, 14336, 32), (32, 8), 131072),
+        _llama("llama-3.1-70b", 128256, (8192, 28672, 80), (64, 8), 131072),
     )
 }
 

@@ -114,7 +114,7 @@ class Replay:
         request = Request(f"{turn.session}.{turn.turn}", prompt, sampling, name, tenant=turn.tenant)
         self.asks.append(ask)
         try:
-            self._replica.submit(request, turn.adapter, self._start + due)
+            self._replica.submit(request, turn.adapter, self._start + due, turn.activation(len(prompt)))
         except ResourceExhausted:
             ask.refused = True
             self._answered(turn, (), due)
@@ -159,8 +159,9 @@ class Hinted(Replay):
     def _send_due(self) -> float:
         while self._hints and self._hints[0][0] <= self._replica.clock.now:
             turn = heapq.heappop(self._hints)[2]
-            known = self._script.prompt(turn)
-            self._replica.hint(known[: len(known) - len(turn.adds)], turn.adapter, turn.tenant)
+            coming = self._script.prompt(turn)
+            known = coming[: len(coming) - len(turn.adds)]
+            self._replica.hint(known, turn.adapter, turn.tenant, turn.activation(len(coming)))
         due = super()._send_due()
         return min(due, self._hints[0][0]) if self._hints else due
 

@@ -98,8 +98,10 @@ class _Batch:
         self.context += start + count
         self.pairs += count * (start + (count + 1) / 2)
         node = sequence.adapter
-        self.adapters[node.uid] = node.size
-        self.adapter_tokens += count * node.size
+        acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
+        if acted_on > 0:
+            self.adapters[node.uid] = node.size
+            self.adapter_tokens += acted_on * node.size
 
 
 class Replica:
@@ -129,16 +131,16 @@ class Replica:
         """Whether a step would do anything."""
         return self.scheduler.live > 0 or self._in_flight is not None
 
-    def submit(self, request: Request, adapter: int | None, at: float) -> None:
-        """Queues a request that came at `at`, not later than now. Raises as `Scheduler.submit`."""
+    def submit(self, request: Request, adapter: int | None, at: float, activation: int | None = None) -> None:
+        """Queues a request that came at `at`, not later than now; as `Scheduler.submit`."""
         node = self.manager.base if adapter is None else self.adapters[adapter]
-        self.scheduler.submit(request, node, at)
+        self.scheduler.submit(request, node, at, activation)
 
-    def hint(self, tokens: Sequence[int], adapter: int | None, tenant: str) -> None:
+    def hint(self, tokens: Sequence[int], adapter: int | None, tenant: str, activation: int | None = None) -> None:
         """`Prefetch`: somebody is about to go on from these tokens."""
         self._settled = False
         node = self.manager.base if adapter is None else self.adapters[adapter]
-        self.manager.hint(Origin(node, tenant), tokens)
+        self.manager.hint(Origin(node, tenant, activation), tokens)
 
     def step(self, until: float) -> list[TokenEvent]:
         """One engine step; rests, if there is nothing to run, until `until` at most."""

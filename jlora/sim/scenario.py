@@ -207,6 +207,7 @@ def foresee(trace: Trace, block_tokens: int) -> Oracle:
     while (due := script.next_due()) is not None:
         for at, turn in script.take(due):
             prompt = script.prompt(turn)
-            oracle.expect(at, 0 if turn.adapter is None else turn.adapter + 1, turn.tenant, prompt)
+            uid = 0 if turn.adapter is None else turn.adapter + 1
+            oracle.expect(at, uid, turn.tenant, prompt, turn.activation(len(prompt)))
             script.answered(turn, answer(seed_of(turn), len(prompt), turn.output), at)
     return oracle

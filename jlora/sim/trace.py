@@ -17,7 +17,7 @@ import hashlib
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -46,6 +46,8 @@ class Turn:
             None, open loop: at `at`, or when the turn before is answered, if that is later.
         user: number of who asks, one thing at a time, in the order of the trace; None: the session's number.
         aside: neither what it adds nor its answer stays in the session's context.
+        acts_from: its adapter is an activated LoRA that acts from this token of `adds` on, and what comes
+            before is computed as the base would. None: its adapter acts on every token.
     """
 
     at: float
@@ -58,6 +60,11 @@ class Turn:
     after: float | None = None
     user: int | None = None
     aside: bool = False
+    acts_from: int | None = field(default=None, repr=False)  # apart in a digest: those of older traces stand
+
+    def activation(self, prompt: int) -> int | None:
+        """Position of the first token that its activated LoRA acts on, in its prompt of so many tokens."""
+        return None if self.acts_from is None else prompt - len(self.adds) + self.acts_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +86,7 @@ class Trace:
         for t in self.turns:
             sha.update(repr(replace(t, adds=())).encode())
             sha.update(np.asarray(t.adds, np.int64).tobytes())
+            sha.update(b"" if t.acts_from is None else f"from {t.acts_from}".encode())
         return sha.hexdigest()[:16]
 
 
@@ -93,7 +101,7 @@ class Facts:
         top10: share of the requests that goes to the ten most asked for adapters.
         recent10: share of the requests with an adapter whose adapter is one of the ten last asked for.
         bound: share of prompt tokens that a cache of any size would find, in whole blocks.
-        bound_shared: the same if all adapters used one KV, as activated LoRA does before its invocation.
+        bound_shared: the same if all adapters used one KV.
         kv_blocks, adapter_blocks: the working set: what was used and will be used again, at the
             moment when that is most.
     """
@@ -186,7 +194,9 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
         content.extend(turn.adds)
         if turn.adapter is not None:
             spans.use(("adapter", turn.adapter), turn.at, sizes[turn.adapter])
-        known = _prefix(content, [spans.use(("kv", turn.adapter, turn.tenant, h), turn.at, 1) for h in content.chain])
+        base = (turn.activation(len(content)) or 0) // block_tokens  # blocks that are the base's KV
+        owners = ((h, turn.adapter if i >= base else None) for i, h in enumerate(content.chain))
+        known = _prefix(content, [spans.use(("kv", owner, turn.tenant, h), turn.at, 1) for h, owner in owners])
         shared = _prefix(content, [(turn.tenant, h) in seen for h in content.chain])
         seen.update((turn.tenant, h) for h in content.chain)
         if turn.at >= 0:
@@ -229,15 +239,13 @@ def longest(trace: Trace) -> int:
 
 def shrunk(trace: Trace, divisor: int) -> Trace:
     """The same trace with all lengths divided, at least 1; of what a turn adds, the first part is kept."""
-    turns = (
-        replace(
-            turn,
-            adds=turn.adds[: max(1, round(len(turn.adds) / divisor))],
-            output=max(1, round(turn.output / divisor)),
-        )
-        for turn in trace.turns
-    )
-    return replace(trace, turns=tuple(turns))
+
+    def less(turn: Turn) -> Turn:
+        kept = max(1, round(len(turn.adds) / divisor))
+        acts_from = None if turn.acts_from is None else min(turn.acts_from, kept - 1)
+        return replace(turn, adds=turn.adds[:kept], output=max(1, round(turn.output / divisor)), acts_from=acts_from)
+
+    return replace(trace, turns=tuple(map(less, trace.turns)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,13 @@
-"""Names, versions, and where an activated LoRA begins in a prompt: as PEFT counts it."""
+"""Names and versions, and what a prompt invokes."""
 
 from __future__ import annotations
-
-import random
 
 import pytest
 
 from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
+from jlora.types import Invocation
 
 
 def record(name: str = "check", invocation: tuple[int, ...] = (), uid: int = 1) -> Record:
@@ -17,42 +16,6 @@ def record(name: str = "check", invocation: tuple[int, ...] = (), uid: int = 1) 
 
 def node(uid: int) -> AdapterNode:
     return AdapterNode(uid, 1)
-
-
-@pytest.mark.parametrize(
-    ("invocation", "prompt", "at"),
-    [
-        ((7, 8), (7, 8, 1, 2), 0),
-        ((7, 8), (1, 2, 7, 8), 2),  # nothing after it: it still acts, on itself and on what is generated
-        ((7, 8), (7, 8, 1, 7, 8, 2), 3),  # the last one
-        ((7, 8), (7, 8, 1, 7), 0),  # cut off at the end: no occurrence
-        ((7, 7), (1, 7, 7, 7, 2), 2),  # overlapping ones
-        ((7, 8, 7), (7, 8, 7, 8, 7), 2),
-        ((7,), (7, 1, 7, 1), 2),
-        ((7, 8), (7, 8), 0),
-        ((7, 8), (8, 7), None),
-        ((7, 8), (7,), None),
-    ],
-)
-def test_the_last_occurrence_activates_from_its_first_token(
-    invocation: tuple[int, ...], prompt: tuple[int, ...], at: int | None
-):
-    assert record(invocation=invocation).activation(prompt) == at
-
-
-def test_activation_is_where_peft_puts_it():
-    peft = pytest.importorskip("peft.tuners.lora.variants", reason="compares with peft, which needs PyTorch")
-    import torch
-    from peft import LoraConfig
-
-    draw = random.Random(0)
-    for _ in range(400):
-        invocation = tuple(draw.randint(0, 1) for _ in range(draw.randint(1, 4)))
-        prompt = tuple(draw.randint(0, 1) for _ in range(draw.randint(1, 14)))
-        config = {"x": LoraConfig(alora_invocation_tokens=list(invocation), task_type="CAUSAL_LM")}
-        (offset,) = peft.calculate_alora_offsets(config, "x", torch.tensor([prompt]))  # counted from the end
-        expected = None if offset is None else len(prompt) - offset
-        assert record(invocation=invocation).activation(prompt) == expected, (invocation, prompt)
 
 
 def test_a_lora_needs_no_invocation():
@@ -70,6 +33,16 @@ def test_a_prompt_without_the_invocation_is_refused_by_adapter_and_sequence_or_l
     with pytest.raises(InvalidArgument, match=r"'check'.*alora_invocation_tokens = \[70, 80\].*alora_missing"):
         strict.resolve("check", (70, 8, 80))
     assert lenient.resolve("check", (70, 8, 80)) == (None, None)
+
+
+def test_what_a_search_has_found_is_taken_unless_the_name_stands_for_another_invocation_by_now():
+    registry = AdapterRegistry()
+    registry.add(record(invocation=(70, 80)))
+    prompt = (70, 80, 5, 70, 90)
+    assert registry.resolve("check", prompt, Invocation((70, 80), 7))[1] == 7  # not looked at again
+    assert registry.resolve("check", prompt, Invocation((70, 90), 3))[1] == 0
+    with pytest.raises(InvalidArgument, match=r"\[70, 80\]"):
+        registry.resolve("check", prompt, Invocation((70, 80), None))
 
 
 def test_unknown_names_and_names_in_use_are_said():

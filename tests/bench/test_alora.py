@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jlora.bench import alora, alora_page
+from jlora.bench import alora, alora_page, pipelines, pipelines_page
 from jlora.bench.__main__ import main
 from jlora.bench.alora import ALONE, SHARED, Step
 
@@ -87,3 +87,56 @@ def test_a_full_run_varies_context_adapters_and_pipelines_at_once():
     assert max(cell.sessions for cell in setup.cells) > 1
     longest = max(alora._longest(setup, cell) for cell in setup.cells)
     assert longest < setup.spec.max_len
+
+
+# -- the simulated part ---------------------------------------------------------------------------
+
+
+def simulated(results: Path) -> dict:
+    return json.loads((results / "out" / "pipelines-simulated.json").read_text())
+
+
+def test_one_command_simulates_the_same_pipelines_too(results: Path):
+    cells = simulated(results)["cells"]
+    assert [(cell["sweep"], cell["context"], cell["adapters"]) for cell in cells] == [
+        ("context", 512, 2),
+        ("rate", 512, 2),
+    ]
+    for cell in cells:
+        ours, theirs = cell[SHARED], cell[ALONE]
+        assert ours["check_hit_rate"] > 0.9 > 0.5 > theirs["check_hit_rate"]
+        assert ours["prompt_tokens"] < theirs["prompt_tokens"] and ours["kv_bytes"] < theirs["kv_bytes"]
+        assert cell["ratios"]["check_ttft_s"] == pytest.approx(theirs["check_ttft_s"] / ours["check_ttft_s"], rel=1e-4)
+        assert cell["ratios"]["check_ttft_s"] > 2 and cell["ratios"]["pipeline_s"] > 1
+
+
+def test_the_simulated_part_is_the_same_every_time_and_written_apart(results: Path):
+    out = results / "out"
+    before, cells = (out / alora_page.PAGE).read_text(), simulated(results)["cells"]
+    assert main(["pipelines", "--quick", "--out", str(out), "--work", str(results / "work")]) == 0
+    after = (out / alora_page.PAGE).read_text()
+    assert simulated(results)["cells"] == cells
+    head, mark, _ = after.partition(alora_page.SIMULATED)
+    assert mark and before.partition(alora_page.SIMULATED)[0] == head
+    assert after.count("### By ") == 2 and after.count("up to 58") == 2 and f"({pipelines_page.FIGURE})" in after
+    alora_page.write(out, record(results))
+    page = (out / alora_page.PAGE).read_text()
+    assert page.startswith("# Mine\n\nWhat I read.") and page.count("### By ") == 2 and page.count(alora_page.MARK) == 1
+
+
+def test_the_papers_sizes_are_simulated_long_large_and_crowded():
+    assert {cell.sweep for cell in pipelines.CELLS} == set(pipelines_page.SWEEPS)
+    assert {cell.context for cell in pipelines.CELLS} >= {512 << i for i in range(8)}  # to 64k
+    assert {cell.adapters for cell in pipelines.CELLS} >= {1, 10}
+    for cell in pipelines.CELLS:
+        pool = pipelines.hardware(cell.model, cell.chips).pool_bytes
+        spec = pipelines.make_replica(cell).spec
+        assert (spec.sizes.device + 1) * pipelines.hardware(cell.model, cell.chips).layout.block_bytes > pool
+        assert (cell.context + 1024) // spec.sizes.block_tokens + sum(spec.adapters) < spec.sizes.device
+
+
+def test_random_starts_have_the_rate_that_is_asked_for():
+    cell = pipelines.Cell("rate", *pipelines.SMALL, 512, pipelines=400, rate=2.0)
+    starts = cell.starts()
+    assert starts == cell.starts() == sorted(starts) and starts[0] == 0.0
+    assert len(starts) == 400 and starts[-1] == pytest.approx(200, rel=0.15)

@@ -170,6 +170,50 @@ def test_a_prefix_and_a_suffix_come_back_as_copies_of_their_own():
     cache.manager.release(lease)
 
 
+def test_what_comes_before_the_invocation_waits_for_its_own_kv_only():
+    cache = Cache()
+    one = cache.adapter(1, 2)
+    cache.run(TALK)
+    while (node := cache.cells.worst()) is not None:
+        cache.cells.evict(node)
+    lease = cache.leased([*TALK, 5, 5, 8], activated(one, 15))
+    adapter, prefix = cache.copies()
+    assert not cache.manager.ready(lease, 3) and not cache.manager.ready_ahead(lease, 2)
+    cache.land(prefix)
+    assert cache.manager.ready_ahead(lease, 2) and lease.ahead and not cache.manager.ready(lease, 3)
+    assert lease.ahead and not cache.manager.unlanded([lease])  # such a step reads no adapter
+    cache.now += 5.0
+    cache.land(adapter)
+    assert cache.manager.ready(lease, 3) and not lease.ahead
+    assert lease.adapter_s == 0.0  # it had other things to do
+    cache.manager.release(lease)
+
+
+def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
+    cache = Cache()
+    lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))
+    assert cache.manager.ready_ahead(lease, 13)
+    cache.now += 5.0
+    cache.manager.hold(lease)
+    cache.now += 2.0
+    cache.land()
+    assert cache.manager.ready(lease, 1) and lease.adapter_s == 2.0
+    cache.manager.release(lease)
+
+
+def test_a_copy_outlasts_computing_as_long_as_it_is_measured_to():
+    cache = Cache()
+    lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))  # 2.1 ms to copy, 1 ms a token
+    assert cache.manager.outlasts(lease, 2) and not cache.manager.outlasts(lease, 3)
+    assert not cache.manager.outlasts(lease, 0)
+    (copy,) = cache.copies()
+    copy.started, cache.now = cache.now, cache.now + 0.0015
+    assert not cache.manager.outlasts(lease, 1)
+    cache.land()
+    assert not cache.manager.outlasts(lease, 1)
+    cache.manager.release(lease)
+
+
 # -- the end of a version -------------------------------------------------------------------------
 
 

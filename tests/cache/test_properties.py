@@ -30,6 +30,7 @@ def test_long_random_runs_keep_every_invariant_and_end_at_rest(policy: str):
     assert sum(c.clean_evictions for c in totals) and sum(c.streamed for c in totals)
     if policy != "slora":  # the base and activated LoRAs went through the same blocks at the same time
         assert sum(world.shared for world in worlds) > 0
+    assert sum(world.ahead for world in worlds) > 0  # and some ran before their adapter had come
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -7,7 +7,7 @@ that these are PEFT's is shown in `tests/oracle`.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,9 +15,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from jlora.adapters.invocation import last_occurrence
+from jlora.cache.lease import Lease
 from jlora.engine.service import Service
 from jlora.errors import InvalidArgument
-from jlora.types import Request, TokenEvent
+from jlora.types import Invocation, Request, TokenEvent
 from tests import _make
 from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
 from tests.engine.test_exactness import poisoned
@@ -168,6 +170,50 @@ def test_no_suffix_kv_is_used_by_another_adapter_or_the_base(caught: Service, ex
         assert answers(caught, others) == {r.id: expected[r.id] for r in others}
     events = serve(caught, [replace(invoked[1], sampling=GREEDY)])[invoked[1].id]  # its own: the canary sings
     assert any(_is_nan(event) for event in events)
+
+
+def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_way(
+    tiny_model: Path, adapters: dict[str, Path], expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    """The adapter's blocks hold NaN meanwhile: whoever read them would answer with it."""
+    (long,) = (r for r in requests() if r.id == "check, long")
+    settings = {"cache__hbm_blocks": 100, "cache__monitor_s": 60, "cache__link_gbps": 5e-4}  # 4 ms a block
+    with poisoned(tiny_model, adapters, **settings, engine__max_step_tokens=32) as service:
+        while service.cache_state().in_flight:
+            pass
+        manager, ahead = service._engine._manager, []
+        with service._engine.lock:
+            while (node := manager.cells.worst()) is not None:
+                manager.cells.evict(node)
+        ready = manager.ready_ahead
+
+        def ready_ahead(lease: Lease, count: int) -> bool:
+            found = ready(lease, count)
+            ahead.append(found and lease.adapter.coming)
+            return found
+
+        monkeypatch.setattr(manager, "ready_ahead", ready_ahead)
+        assert answers(service, [long]) == {long.id: expected[long.id]}
+        assert any(ahead)
+
+
+def test_a_prompt_is_searched_once_and_while_the_engine_is_free(caught: Service, monkeypatch: pytest.MonkeyPatch):
+    searched = []
+
+    def search(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
+        free = caught._engine.lock.acquire(timeout=5)  # not if the searcher holds it
+        if free:
+            caught._engine.lock.release()
+        searched.append(free)
+        return last_occurrence(prompt, invocation)
+
+    for module in ("jlora.engine.service", "jlora.adapters.registry"):
+        monkeypatch.setattr(f"{module}.last_occurrence", search)
+    asked = replace(requests()[0], id="r", invocation=Invocation(CHECK, 0))  # what a client claims is not believed
+    checked = caught.check(asked)
+    assert checked.invocation == Invocation(CHECK, len(TALK))
+    serve(caught, [checked])
+    assert searched == [True]
 
 
 def _is_nan(event: TokenEvent) -> bool:

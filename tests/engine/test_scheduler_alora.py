@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.engine._bench import Bench
+import pytest
+
+from jlora.types import Timing
+from tests.engine._bench import Bench, work
 
 
 def activated(bench: Bench, uid: int = 1, at: int = 10) -> dict:
@@ -62,3 +65,92 @@ def test_the_answer_of_an_activated_step_is_computed_once_as_the_bases():
         bench.finish()
     first = {w.sequence.request.id: w.start for p in reversed(bench.plans) for w in p.prefill}
     assert first == {"base": 0, "check": 20, "base2": 20, "base3": 32}
+
+
+def prefills(bench: Bench, name: str) -> list[tuple[int, int, int]]:
+    """The step, start and count of a request's chunks, single tokens included."""
+    return [
+        (step, *found)
+        for step, plan in enumerate(bench.plans, 1)
+        if (found := work(plan).get(name)) is not None and found[0] < 15
+    ]
+
+
+def timing(bench: Bench, name: str) -> Timing:
+    return next(e.timing for e in bench.events if e.request_id == name and e.timing is not None)
+
+
+def test_chunks_before_the_invocation_do_not_wait_for_the_adapter_and_what_is_activated_does():
+    bench = Bench(max_step_tokens=6, delay=10)  # the copy starts in step 1 and has landed in step 12
+    bench.submit("a", 15, **activated(bench, at=13))
+    bench.step()
+    assert bench.manager.flying and bench.plans[0].copies[0].demand
+    bench.finish()
+    assert prefills(bench, "a")[:3] == [(1, 0, 6), (2, 6, 6), (12, 12, 3)]
+    found = timing(bench, "a")
+    assert (found.queue, found.adapter_cold_start, found.prefill, found.ttft) == (1.0, 9.0, 3.0, 13.0)
+
+
+def test_a_copy_that_lands_behind_the_base_s_chunks_costs_no_wait():
+    bench = Bench(max_step_tokens=6, delay=1)  # it has landed in step 3
+    bench.submit("a", 15, **activated(bench, at=13))
+    bench.finish()
+    assert prefills(bench, "a")[:3] == [(1, 0, 6), (2, 6, 6), (3, 12, 3)]
+    assert timing(bench, "a").adapter_cold_start == 0
+
+
+@pytest.mark.parametrize("token_s, chunks", [(1.0, [(12, 12, 3)]), (1e-4, [(3, 12, 1), (12, 13, 2)])])
+def test_a_chunk_is_cut_at_the_invocation_only_if_computing_that_takes_less_than_the_copy(
+    token_s: float, chunks: list[tuple[int, int, int]]
+):
+    bench = Bench(max_step_tokens=6, delay=10)
+    bench.manager.policy.meter.token_s = token_s  # against 20 ms of the adapter's copy
+    bench.submit("a", 15, **activated(bench, at=13))
+    bench.finish()
+    assert prefills(bench, "a")[2 : 2 + len(chunks)] == chunks
+
+
+def test_an_invocation_of_one_token_at_the_end_is_not_decoded_before_its_adapter_has_come():
+    bench = Bench(max_step_tokens=6, delay=10)
+    bench.submit("a", 13, **activated(bench, at=12))
+    bench.finish()
+    assert prefills(bench, "a")[:3] == [(1, 0, 6), (2, 6, 6), (12, 12, 1)]
+    assert timing(bench, "a").adapter_cold_start == 9
+
+
+def test_who_waits_on_the_way_lends_its_slot_to_others():
+    bench = Bench(max_step_tokens=6, max_seqs=1, delay=20)
+    bench.submit("a", 15, **activated(bench, at=12))
+    bench.submit("b", 5)
+    bench.finish()
+    ended = [e.request_id for e in bench.events if e.usage]
+    assert ended == ["b", "a"] and bench.tokens("a") == bench.tokens("b") == [7] * 4
+
+
+@pytest.mark.parametrize("at, waits", [(None, True), (0, True), (5, True), (8, False)])
+def test_a_lora_that_acts_in_the_first_chunk_is_waited_for(at: int | None, waits: bool):
+    bench = Bench(max_step_tokens=8, delay=10)
+    bench.submit("a", 15, adapter=bench.adapter(1, 2), activation=at)
+    bench.finish()
+    assert prefills(bench, "a")[0] == ((12, 0, 8) if waits else (1, 0, 8))
+
+
+def test_a_request_that_waits_on_its_way_can_be_aborted_and_preempted():
+    bench = Bench(blocks=14, max_step_tokens=8, delay=10, draw=lambda s, position: 10 + position)
+    check = activated(bench, at=8)
+    bench.submit("a", 11, **check)
+    bench.submit("gone", 11, **check)
+    bench.submit("base", [5] * 17, max_tokens=20)  # grows until the others' blocks are needed
+    for _ in range(4):
+        bench.step()
+    bench.events += bench.scheduler.abort("gone", bench.now)
+    bench.finish()
+    assert bench.tokens("a") == list(range(21, 25)) and len(bench.tokens("base")) == 20
+
+
+def test_only_what_is_read_is_streamed_into_a_step_that_runs_ahead():
+    bench = Bench(max_step_tokens=6, delay=10, streams=True)
+    bench.submit("a", 15, **activated(bench, at=13))
+    bench.finish()
+    assert prefills(bench, "a")[:2] == [(1, 0, 6), (2, 6, 6)]
+    assert not any(plan.streams for plan in bench.plans[:2])

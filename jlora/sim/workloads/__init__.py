@@ -9,6 +9,7 @@
     W4b    the same, a recorded clock            one request                 recorded
     W5     shifting popularity (LoRAServe)       one request                 Zipf 1.0, dealt anew every 5 min
     W6     pipelines base, checkers, base        W3's dialogs                three checkers each, and the base
+    W6a    the same                              the same                    the checkers are activated LoRAs
     W7     synthetic (S-LoRA, Punica)            one request                 power law
     W8     coding agents                         long, closed loop           per session, another for sub-agents
 
@@ -60,6 +61,7 @@ SOURCES: Mapping[str, Callable[[Path | None], Source]] = {
     "W4b": scenarios.recorded_tenants,
     "W5": scenarios.drift,
     "W6": scenarios.pipelines,
+    "W6a": scenarios.activated_pipelines,
     "W7": scenarios.synthetic,
     "W8": scenarios.coding,
 }

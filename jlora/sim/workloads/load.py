@@ -26,6 +26,7 @@ class Exchange:
         role: which adapter of the session's group answers; None is the base model.
         context: 0, or the number of a context of its own within the dialog (a sub-agent).
         aside: asked on the context, and not part of it afterwards.
+        activated: the adapter is an activated LoRA, invoked by what is asked: it reads the context as the base does.
     """
 
     asked: float
@@ -34,6 +35,7 @@ class Exchange:
     role: int | None = 0
     context: int = 0
     aside: bool = False
+    activated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,7 +159,8 @@ class _Session:
         adds = (*context.said, *question) if fresh else tuple(question)
         number, context.turns = context.turns, context.turns + 1
         adapter, user = self._adapter(exchange.role), self._place.number
-        return Turn(at, context.session, number, adds, 1, adapter, user=user, aside=exchange.aside)
+        acts_from = len(adds) - len(question) if exchange.activated else None
+        return Turn(at, context.session, number, adds, 1, adapter, user=user, aside=exchange.aside, acts_from=acts_from)
 
     def _history(self) -> list[Turn]:
         """What each context had said before time 0, as one turn."""

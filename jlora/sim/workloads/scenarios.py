@@ -141,23 +141,12 @@ def pipelines(data: Path | None = None) -> Source:
     The pipeline of activated LoRA's evaluation, on the dialogs of W3; a checker is an aside of a few
     tokens and 10 to 50 answered. An adapter group is a pipeline of three checkers.
     """
-    dialog, turns = _services(data)
+    return _pipelines(data, "W6")
 
-    def piped(rng: Random, group: int) -> list[Exchange]:
-        exchanges: list[Exchange] = []
-        for index, step in enumerate(dialog(rng, group)):
-            gap = rng.exponential(1.0) * PIPELINE_STEPS if index else 0.0
-            exchanges.append(Exchange(step.asked, step.told, gap, role=None))
-            roles = rng.permutation(CHECKERS)[: rng.integers(1, CHECKERS + 1)].tolist()
-            verdicts = rng.uniform(*VERDICT, len(roles))
-            exchanges += [Exchange(INVOCATION, v, role=r, aside=True) for r, v in zip(roles, verdicts, strict=True)]
-            exchanges.append(Exchange(float(verdicts.sum()), step.told, role=None))
-        return exchanges
 
-    arrivals = files.clients(data, "m-small") if data else typical_clients(34)
-    name = "W6" if data else "W6 synthetic"
-    turns = turns * PIPELINE_STEPS
-    return Source(name, piped, arrivals, Zipf(0.9), turns, 8.0 / PIPELINE_STEPS, SERVICE_PROMPT, CHECKERS)
+def activated_pipelines(data: Path | None = None) -> Source:
+    """W6a: the very same, and the checkers are activated LoRAs, each invoked by the few tokens that it is asked."""
+    return _pipelines(data, "W6a", activated=True)
 
 
 def synthetic(data: Path | None = None) -> Source:
@@ -199,6 +188,28 @@ def coding(data: Path | None = None) -> Source:
         ]
 
     return Source("W8", real, Gamma(1.0), Zipf(0.9), _mean(sessions), gap_s, prompt, 2, thinks=True)
+
+
+def _pipelines(data: Path | None, name: str, activated: bool = False) -> Source:
+    """Pipelines of checkers that are activated LoRAs, or plain ones."""
+    dialog, turns = _services(data)
+
+    def piped(rng: Random, group: int) -> list[Exchange]:
+        exchanges: list[Exchange] = []
+        for index, step in enumerate(dialog(rng, group)):
+            gap = rng.exponential(1.0) * PIPELINE_STEPS if index else 0.0
+            exchanges.append(Exchange(step.asked, step.told, gap, role=None))
+            roles = rng.permutation(CHECKERS)[: rng.integers(1, CHECKERS + 1)].tolist()
+            verdicts = rng.uniform(*VERDICT, len(roles))
+            check = partial(Exchange, INVOCATION, aside=True, activated=activated)
+            exchanges += [check(told, role=role) for role, told in zip(roles, verdicts, strict=True)]
+            exchanges.append(Exchange(float(verdicts.sum()), step.told, role=None))
+        return exchanges
+
+    arrivals = files.clients(data, "m-small") if data else typical_clients(34)
+    name = name if data else f"{name} synthetic"
+    turns = turns * PIPELINE_STEPS
+    return Source(name, piped, arrivals, Zipf(0.9), turns, 8.0 / PIPELINE_STEPS, SERVICE_PROMPT, CHECKERS)
 
 
 def _services(data: Path | None) -> tuple[Callable[[Random, int], Sequence[Step]], float]:

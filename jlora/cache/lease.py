@@ -1,0 +1,60 @@
+"""What the cache and those who use it hand to each other. Plain Python, no jax."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jlora.cache.tree import AdapterNode, Node, Origin
+
+
+@dataclass(slots=True, eq=False)
+class Lease:
+    """What one sequence holds from its admission to its end.
+
+    Attributes:
+        granted: when; since: from when on it has waited for what is coming.
+        blocks: its block table: the published path's blocks, then its own.
+        path: the published nodes it goes through, one per leading block.
+        cached: prompt tokens whose KV was known, on the device or on the host.
+        coming: nodes of its own path or its adapter whose copy has not been seen to land.
+        ahead: it computes what its activated LoRA does not act on, while that one's copy is under way.
+    """
+
+    origin: Origin
+    reuse: bool
+    granted: float = 0.0
+    since: float = 0.0
+    blocks: list[int] = field(default_factory=list)
+    path: list[Node] = field(default_factory=list)
+    cached: int = 0
+    coming: list[Node] = field(default_factory=list)
+    ahead: bool = False
+    streamed: bool = False  # a step of it began before its copies had landed
+    adapter_s: float = 0.0  # waited for the adapter, from the grant on or from where nothing else was left to do
+    kv_s: float = 0.0  # from the grant until the prefix had landed
+
+    @property
+    def adapter(self) -> AdapterNode:
+        """Whose blocks it holds beside its KV's."""
+        return self.origin.adapter
+
+
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a queued sequence will need; others leave before it.
+
+    Attributes:
+        nodes: the adapter, and the last nodes of its prefix that are on the device and on the host.
+    """
+
+    adapter: AdapterNode
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """The two tiers: blocks of `block_tokens` tokens on the device and on the host."""
+
+    device: int
+    host: int
+    block_tokens: int
