@@ -3,6 +3,7 @@
     jlora bench peers --peer-python ~/torch/bin/python     R1 and R1b against transformers + PEFT
     jlora bench peers --llama-server PATH --llama-convert SCRIPT   the same and R2 against llama.cpp
     jlora bench throughput | latency | host | llama        one of them
+    jlora bench lora                                       adapters by active blocks against dense over all slots
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
     jlora bench serve --target HOST:PORT                   a workload against running servers (serve --help)
@@ -12,7 +13,7 @@
     jlora bench alora                                      R6: pipelines with activated LoRAs against plain LoRAs,
                                                            on this engine and, at the paper's sizes, simulated
     jlora bench pipelines                                  its simulated part alone
-    jlora bench tune                                       block sizes of the TPU kernels on this chip
+    jlora bench tune                                       block sizes of the kernels on this chip
     jlora bench                                            all of them
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
@@ -40,6 +41,7 @@ from jlora.bench import (
     host,
     latency,
     llama,
+    lora,
     machine,
     paper,
     paper_page,
@@ -66,6 +68,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "latency": ("latency",),
     "llama": ("llama",),
     "host": ("host",),
+    "lora": ("lora",),
     "cache": ("cache",),
     "policies": ("policies",),
     "paper": ("paper",),
@@ -102,6 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "latency": _latency,
         "llama": _llama,
         "host": _host,
+        "lora": _lora,
         "cache": _cache,
         "policies": _policies,
         "paper": _paper,
@@ -132,7 +136,9 @@ def parser() -> Parser:
     made.add_argument("--llama-adapter", action="append", default=[], metavar="NAME=GGUF", help="and its adapters")
     made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes them instead")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency 15, policies 3)")
+    made.add_argument(
+        "--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency, lora 15; policies 3)"
+    )
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces for the policies (default: synthetic)")
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
@@ -188,6 +194,12 @@ def _host(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     setup = _setup(args, dtype, rounds=5)
     setup = replace(setup, plan=host.HOST, work=setup.work / "host")
     return host.run(setup, host.QUICK_LOADS if args.quick else host.LOADS)
+
+
+def _lora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    budget = Budget(args.rounds or (2 if args.quick else 15), min(args.minutes, 3.0))
+    work = args.work / ("quick" if args.quick else "lora")
+    return lora.run(lora.QUICK if args.quick else lora.FULL, dtype, budget, work)
 
 
 def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -8,21 +8,25 @@ reported with the reason, never left out in silence.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.bench.device_rates import Rates, seconds
+from jlora.bench.device_fit import Rates
+from jlora.bench.device_rates import seconds
 from jlora.errors import ConfigError
 from jlora.pallas import cases, counts
 from jlora.pallas.cases import AttentionCase, LoraCase
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.ops import Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
+
+if TYPE_CHECKING:  # imported where there is a GPU
+    from jlora.pallas.gpu_checks import Check
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value: products may use lower precision
 REPEATS = {"cpu": 1, "gpu": 20, "tpu": 20}
@@ -68,44 +72,44 @@ def interpreter() -> contextlib.AbstractContextManager[Any]:
     return interpreted()
 
 
-def correctness(every: int) -> list[dict[str, Any]]:
-    """One row per small case, or every so manyth: the largest difference to the reference, or why it has no kernel."""
-    todo: list[Case] = [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
-    return [_compare(case) for case in todo[::every]]
+def small_cases() -> list[Case]:
+    """Those that are compared with the reference."""
+    return [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
 
 
-def checklist(left: Callable[[], float]) -> list[dict[str, Any]]:
-    """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`); nothing on other platforms."""
-    if jax.default_backend() != "gpu":
-        return []
+def large_cases(small: bool) -> list[Case]:
+    """Those that are timed; `small`: two of the small ones, for a CPU."""
+    if small:
+        return [cases.SMALL_ATTENTION[0], cases.SMALL_LORA[0]]
+    lora = [c for c in cases.LARGE_LORA if c.tp == 1 and c.group in (("q", "k", "v"), ("o",))]
+    return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *lora]
+
+
+def checklist() -> Sequence[Check]:
+    """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`)."""
     from jlora.pallas import gpu_checks, gpu_ops
 
     if reason := gpu_ops.runtime_refusal():
-        return [{"check": "all", "ok": None, "reason": reason}]
-    rows: list[dict[str, Any]] = []
-    for check in gpu_checks.checks(gpu_checks.LARGE):
-        if left() < 0:
-            rows.append({"check": check.name, "ok": None, "reason": "no time left"})
-            continue
-        try:
-            found = check.run()
-            rows.append({"check": check.name, "ok": found.passed, "seen": found.seen})
-        except FAILURES as e:
-            rows.append({"check": check.name, "ok": False, "reason": first_line(e)})
-    return rows
+        return [gpu_checks.Check("all", lambda: gpu_checks.Finding(None, reason))]
+    return gpu_checks.checks(gpu_checks.LARGE)
 
 
-def _compare(case: Case) -> dict[str, Any]:
+def checked(check: Check) -> dict[str, Any]:
+    """A row of the checklist."""
+    found = check.run()
+    return {"case": check.name, "ok": found.passed, "seen": found.seen}
+
+
+def compare(case: Case) -> dict[str, Any]:
+    """A small case's largest difference to the reference, or why it has no kernel."""
     case = fitted(case)
     row: dict[str, Any] = {"case": case.name}
     try:
         ops = kernels_for(case)
-        with interpreter():
-            pairs = _both(case, ops)
     except ConfigError as e:
         return {**row, "ok": None, "reason": str(e)}
-    except FAILURES as e:
-        return {**row, "ok": False, "reason": first_line(e)}
+    with interpreter():
+        pairs = _both(case, ops)
     error = max(float(np.abs(a - b).max() / max(1.0, np.abs(b).max())) for a, b in pairs)
     finite = all(np.isfinite(a).all() for a, _ in pairs)
     return {**row, "ok": bool(finite and error < TOLERANCE[case.spec.dtype]), "error": error}
@@ -146,22 +150,9 @@ def flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return x, pool, first, [p.base for p in projections], [p.active for p in projections], adapters
 
 
-def speed(rates: Rates, small: bool, left: Callable[[], float]) -> list[dict[str, Any]]:
-    """One row per large case: seconds of kernel and reference, and of the roofline's floor."""
-    attention: list[Case] = [c for c in cases.LARGE_ATTENTION if c.tp == 1]
-    lora: list[Case] = [c for c in cases.LARGE_LORA if c.tp == 1 and c.group in (("q", "k", "v"), ("o",))]
-    if small:
-        attention, lora = [cases.SMALL_ATTENTION[0]], [cases.SMALL_LORA[0]]
-    rows = []
-    for case in map(fitted, [*attention, *lora]):
-        if left() < 0:
-            rows.append({"case": case.name, "reason": "no time left"})
-            continue
-        rows.append(_time(case, rates))
-    return rows
-
-
-def _time(case: Case, rates: Rates) -> dict[str, Any]:
+def timed(case: Case, rates: Rates) -> dict[str, Any]:
+    """A large case: seconds of kernel and reference, and of the roofline's floor."""
+    case = fitted(case)
     inputs = random_inputs(case)
     count = counts.attention(case) if isinstance(case, AttentionCase) else counts.lora(case)
     floor = count.floor(rates.chip)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -137,26 +137,32 @@ def _full_steps(engine: Engine) -> list[float]:
     return taken[len(taken) // 4 : -(len(taken) // 4) or None]
 
 
-def policies(world: World, load: Load, share: float, speed: float, names: Sequence[str]) -> list[dict[str, Any]]:
-    """One run of W1 for each policy; the pool holds `share` of the working set.
+class Contest:
+    """A short W1, played to one policy after the other; the pool holds `share` of the working set.
 
     Args:
         speed: seconds of the trace per second.
     """
-    trace = play(SOURCES["W1"](None), load)
-    adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(ranks(load))]
-    sizes = [len(new.packed.projections) for new in adapters]
-    working = facts(trace, world.layout.block_tokens, sizes).working_set
-    largest = world.layout.blocks_for(world.spec.max_len) + max(sizes)
-    blocks = min(max(int(share * working), 2 * largest), world.layout.blocks - 1)
-    rows = []
-    for _ in world.runner.warm_up():
-        pass
-    for name in names:
-        with world.engine(name, blocks, 2 * working + sum(sizes)) as (engine, manager):
-            for new in adapters:
+
+    def __init__(self, world: World, load: Load, share: float, speed: float):
+        self.seconds = 1.5 * load.seconds / speed  # a run's, with its history
+        self._world, self._speed = world, speed
+        self._trace = play(SOURCES["W1"](None), load)
+        self._adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(ranks(load))]
+        sizes = [len(new.packed.projections) for new in self._adapters]
+        self._working = facts(self._trace, world.layout.block_tokens, sizes).working_set
+        largest = world.layout.blocks_for(world.spec.max_len) + max(sizes)
+        self._blocks = min(max(int(share * self._working), 2 * largest), world.layout.blocks - 1)
+        self._host_blocks = 2 * self._working + sum(sizes)
+        for _ in world.runner.warm_up():
+            pass
+
+    def play(self, policy: str) -> dict[str, Any]:
+        """One run: what requests waited, and what the cache found."""
+        with self._world.engine(policy, self._blocks, self._host_blocks) as (engine, manager):
+            for new in self._adapters:
                 engine.add_adapter(new)
-            sample = Replay(engine, manager, trace, speed).run()
+            sample = Replay(engine, manager, self._trace, self._speed).run()
         keys = ("ttft_s", "ttft_p99_s", "tpot_s", "kv_device_hits", "adapter_hits", "tokens_per_s", "unfinished")
-        rows.append({"policy": name, "device_blocks": blocks, "working_set": working, **{k: sample[k] for k in keys}})
-    return rows
+        sizes = {"device_blocks": self._blocks, "working_set": self._working}
+        return {"policy": policy, **sizes, **{k: sample[k] for k in keys}}

@@ -1,13 +1,15 @@
 """A Llama with random weights made on the device, and batches of any shape for its step.
 
-Nothing is read from a disk and nothing large crosses the link: weights come from the device's own
-random numbers, adapters' blocks are part of the pool and hold what it holds. Speed depends on
+Nothing is read from a disk and nothing large crosses the link: weights are scattered numbers made
+on the device, adapters' blocks are part of the pool and hold what it holds. Speed depends on
 shapes and on the lists alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+import functools
+import math
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import NamedSharding
 
 from jlora.config import Config
@@ -25,9 +28,10 @@ from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model import llama, sampling, sharding, step
 from jlora.model.spec import PROJECTIONS, ModelSpec
 from jlora.pallas.counts import Count
-from jlora.pallas.ops import Ops
+from jlora.sim.hardware import StepLoad
 
 TARGETS = ("q", "k", "v", "o")
+WORKSPACE = 2**31  # bytes beside weights and pool: activations, logits, a product's own workspace
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +64,14 @@ class StepCase:
         return sum(p.tokens for p in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class StepKey:
+    """A compiled step: its shape, and whether it is the one that knows no adapters."""
+
+    shape: tuple[int, int]
+    bare: bool = False
+
+
 def decode(count: int, context: int, ranks: Sequence[int] = ()) -> StepCase:
     """`count` sequences of one token each; adapters are dealt out to them in turn."""
     parts = tuple(Part(context - 1, 1, i % len(ranks) if ranks else -1) for i in range(count))
@@ -78,6 +90,42 @@ def prefill(tokens: int, ranks: Sequence[int] = ()) -> StepCase:
 def mixed(count: int) -> tuple[int, ...]:
     """Ranks 8, 16, 32, 64 in turn."""
     return tuple((8, 16, 32, 64)[i % 4] for i in range(count))
+
+
+def load_of(spec: ModelSpec, case: StepCase, blocks: Callable[[int], int]) -> StepLoad:
+    """The case in the simulator's terms; `blocks`: of an adapter of a rank, as the simulator counts them."""
+    per_adapter = [blocks(rank) for rank in case.ranks]
+    new = {True: 0, False: 0}
+    for part in case.parts:
+        new[part.tokens == 1] += part.tokens
+    return StepLoad(
+        prompt=new[False],
+        decode=new[True],
+        context=sum(p.context + p.tokens for p in case.parts),
+        pairs=sum(p.tokens * (p.context + (p.tokens + 1) / 2) for p in case.parts),
+        adapter_blocks=sum(per_adapter),
+        adapter_tokens=sum(p.tokens * per_adapter[p.adapter] for p in case.parts if p.adapter >= 0),
+    )
+
+
+def those_that_fit(spec: ModelSpec, cases: Sequence[StepCase], kernels: str) -> tuple[list[StepCase], list[str]]:
+    """The cases that this device's memory holds beside the weights, and why the others do not fit."""
+    stats = jax.devices()[0].memory_stats() or {}
+    limit = stats.get("bytes_limit")
+    if not limit:
+        return list(cases), []
+    block = layout_for(spec, cases, kernels).block_bytes
+    weights_ = spec.parameters * BYTES[spec.dtype]
+    room = limit - weights_ - WORKSPACE
+    held, reasons = [], []
+    for case in cases:
+        need = layout_for(spec, [case], kernels).blocks * block
+        if need <= room:
+            held.append(case)
+        else:
+            need_gb, have = (weights_ + WORKSPACE + need) / 1e9, limit / 1e9
+            reasons.append(f"{spec.name}: {case.name}: {need_gb:.1f} GB needed, {have:.1f} GB of memory")
+    return held, reasons
 
 
 def layout_for(spec: ModelSpec, cases: Sequence[StepCase], kernels: str) -> PoolLayout:
@@ -155,7 +203,7 @@ def count_of(spec: ModelSpec, layout: PoolLayout, case: StepCase) -> Count:
 
 
 def weights(spec: ModelSpec, stacked: bool) -> llama.Params:
-    """Random weights on the device, one at a time; norms are ones."""
+    """Scattered weights on the device, one at a time; norms are ones."""
     mesh = sharding.make_mesh(1)
     shapes = llama.abstract(spec)[0]
     shapes = jax.eval_shape(llama.stack_layers, shapes) if stacked else shapes
@@ -164,18 +212,28 @@ def weights(spec: ModelSpec, stacked: bool) -> llama.Params:
 
     def make(path: Any, leaf: Any, where: Any) -> jax.Array:
         norm = "norm" in jax.tree_util.keystr(path)
-        return _random(leaf.shape, leaf.dtype, norm, NamedSharding(mesh, where))
+        return _scattered(leaf.shape, leaf.dtype, norm, NamedSharding(mesh, where))()
 
     return jax.tree_util.tree_map_with_path(make, shapes, specs)
 
 
-def _random(shape: tuple[int, ...], dtype: Any, norm: bool, where: NamedSharding) -> jax.Array:
+@functools.lru_cache(maxsize=64)  # layers are alike: each kind of weight is compiled once
+def _scattered(shape: tuple[int, ...], dtype: Any, norm: bool, where: NamedSharding) -> Callable[[], jax.Array]:
+    """Makes ones, or numbers of variance 1 / fan-in from a hash of each one's place.
+
+    One fused loop: beside the weight nothing is in memory, where a generator of random numbers may
+    need several times as much.
+    """
+
     def fill() -> jax.Array:
         if norm:
             return jnp.ones(shape, dtype)
-        return (jax.random.normal(jax.random.key(0), shape, dtype) / np.sqrt(shape[-2])).astype(dtype)
+        at = lax.iota(jnp.uint32, math.prod(shape)).reshape(shape) * jnp.uint32(0x9E3779B9)
+        at = (at ^ (at >> 15)) * jnp.uint32(0x85EBCA6B)
+        unit = (at >> 8).astype(jnp.float32) * (2.0 / 2**24) - 1
+        return (unit * math.sqrt(3 / shape[-2])).astype(dtype)
 
-    return jax.jit(fill, out_shardings=where)()
+    return jax.jit(fill, out_shardings=where)
 
 
 class DeviceModel:
@@ -203,27 +261,26 @@ class DeviceModel:
         self._slots = config.engine.max_seqs
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
         self._state = jax.jit(lambda: sampling.empty_slots(self._slots, spec.vocab), out_shardings=replicated)()
-        self._steps: dict[tuple[Any, ...], tuple[Any, Any]] = {}
+        self._steps: dict[StepKey, tuple[Any, Any]] = {}
 
-    @property
-    def compiled(self) -> Container[tuple[tuple[int, int], bool]]:
-        """(shape, with the LoRA op) of every compiled step."""
-        return self._steps.keys()
-
-    def compile(self, shapes: Sequence[tuple[int, int]], base_only: Sequence[tuple[int, int]] = ()) -> None:
-        """Compiles the steps of some shapes, several at a time; `base_only`: also without any LoRA op."""
-        bare = step.build(self.spec, self.layout, self._mesh, self.stacked, without_lora(self.chosen.ops))
-        todo = [(shape, True, self.programs) for shape in shapes] + [(shape, False, bare) for shape in base_only]
+    def compile(self, keys: Sequence[StepKey]) -> None:
+        """Compiles some steps, several at a time."""
+        todo = [key for key in dict.fromkeys(keys) if key not in self._steps]
         with ThreadPoolExecutor(4) as pool:
-            made = list(pool.map(lambda job: self._compile(job[0], job[2]), todo))
-        self._steps = {(shape, lora): pair for (shape, lora, _), pair in zip(todo, made, strict=True)}
+            self._steps |= zip(todo, pool.map(self._compile, todo), strict=True)
 
-    def runner(self, case: StepCase, lora: bool = True) -> Callable[[int], Any]:
-        """A function that runs so many steps of the case, one after the other, and gives what to wait for."""
-        forward, sample = self._steps[case.shape, lora]
+    def runner(self, case: StepCase, bare: bool = False) -> Callable[[int], Any]:
+        """A function that runs so many steps of the case, one after the other, and gives what to wait for.
+
+        Args:
+            bare: by the program that knows no adapters. Its step is compiled, as the other one is.
+        """
+        forward, sample = self._steps[StepKey(case.shape, bare)]
         replicated = NamedSharding(self._mesh, sharding.REPLICATED)
         width = self.layout.blocks_for(self.spec.max_len)
-        batch, drawn = jax.device_put((batch_of(self.layout, case, width), self._sampling(case.shape)), replicated)
+        batch = batch_of(self.layout, case, width)
+        batch = batch._replace(blocks=batch.blocks[:0], owners=batch.owners[:0]) if bare else batch
+        batch, drawn = jax.device_put((batch, self._sampling(case.shape)), replicated)
 
         def run(count: int) -> Any:
             for _ in range(count):
@@ -242,18 +299,9 @@ class DeviceModel:
     def _sampling(self, shape: tuple[int, int]) -> Any:
         return self._builder.blank(*shape).sampling
 
-    def _compile(self, shape: tuple[int, int], programs: step.Programs) -> tuple[Any, Any]:
-        batch = self._builder.blank(*shape).batch
-        forward = programs.forward.lower(self.params, self._pool, self._state.last, batch).compile()
-        rows = jax.ShapeDtypeStruct((max(2, shape[0]), self.spec.width), jnp.dtype(self.spec.dtype))
-        sample = programs.sample.lower(self.params, rows, self._state, self._sampling(shape)).compile()
+    def _compile(self, key: StepKey) -> tuple[Any, Any]:
+        batch = self._builder.blank(*key.shape, bare=key.bare).batch
+        forward = self.programs.forward.lower(self.params, self._pool, self._state.last, batch).compile()
+        rows = jax.ShapeDtypeStruct((max(2, key.shape[0]), self.spec.width), jnp.dtype(self.spec.dtype))
+        sample = self.programs.sample.lower(self.params, rows, self._state, self._sampling(key.shape)).compile()
         return forward, sample
-
-
-def without_lora(ops: Ops) -> Ops:
-    """The ops of a step that knows no adapters at all: what LoRA's cost is measured against."""
-
-    def none(x: Any, pool: Any, first_row: Any, projections: Any, adapters: Any, psum: Any = None) -> list[Any]:
-        return [p.base for p in projections]
-
-    return replace(ops, lora=none)

@@ -7,50 +7,16 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jlora.pallas.counts import Chip
+from jlora.bench.device_fit import Link, Rates
 
 ROUNDS = 5
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """One direction of the link: seconds of a copy = latency_s + bytes / bytes_per_s."""
-
-    bytes_per_s: float
-    latency_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Rates:
-    """Bytes per second of memory (the better of reading alone and of copying), products, links."""
-
-    bytes_per_s: float
-    flops_per_s: float
-    to_device: Link
-    to_host: Link
-
-    @property
-    def chip(self) -> Chip:
-        """For `Count.floor`: this device as it was measured."""
-        return Chip("measured", self.bytes_per_s, self.flops_per_s)
-
-    def describe(self) -> dict[str, Any]:
-        """For the report."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Rates:
-        """What `describe` gave, back again."""
-        links = (Link(**found[name]) for name in ("to_device", "to_host"))
-        return cls(found["bytes_per_s"], found["flops_per_s"], *links)
 
 
 def seconds(call: Callable[[int], Any], repeats: int, rounds: int = ROUNDS) -> float:

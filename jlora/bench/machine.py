@@ -29,7 +29,7 @@ def versions() -> dict[str, str]:
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "from source"
+            found[name] = "from source" if name == "jlora" else "not installed"
     return found
 
 

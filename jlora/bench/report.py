@@ -12,7 +12,7 @@ from typing import Any
 from jlora.bench import growth, machine, rounds
 
 PAGE = "cpu.md"
-NAMES = {"throughput": "R1", "latency": "R1b", "llama": "R2", "host": "host time", "cache": "R7"}
+NAMES = {"throughput": "R1", "latency": "R1b", "llama": "R2", "host": "host time", "lora": "LoRA", "cache": "R7"}
 
 
 def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
@@ -45,7 +45,14 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "# CPU results\n\nMade by `jlora bench`; the JSON files beside this page hold every round. "
         "A control outside 0.97–1.03 voids the numbers of its row.\n"
     ]
-    sections = {"throughput": throughput, "latency": latency, "llama": llama, "host": host, "cache": cache}
+    sections = {
+        "throughput": throughput,
+        "latency": latency,
+        "llama": llama,
+        "host": host,
+        "lora": lora,
+        "cache": cache,
+    }
     for name, section in sections.items():
         chosen = [r for r in records if r["benchmark"] == name]
         if chosen:
@@ -159,6 +166,33 @@ def host(records: Sequence[Mapping[str, Any]]) -> str:
         f"Without a queue: {'; '.join(fits)}.\n"
     )
     return text + "\n" + table(["running", "queued", "µs per step"], rows)
+
+
+def lora(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of the adapters' product by blocks and by dense slots."""
+    plan = records[0]["settings"]["plan"]
+    rows = [
+        [
+            r["dtype"],
+            s["batch"],
+            str(s["in_batch"]),
+            str(s["registered"]),
+            *(f"{s[key] * 1e3:.2f}" for key in ("base_s", "blocks_s", "dense_s")),
+            ratio(s["ratio"]),
+            controls(s, "blocks_control", "dense_control"),
+        ]
+        for r in records
+        for s in r["summary"]
+    ]
+    text = f"""## Adapters by active blocks, and dense over all slots
+
+Rank {plan["rank"]} on q, k, v, o of one layer of the same model (width {plan["spec"]["width"]}); milliseconds.
+*Base* is the layer's own four products.
+*Blocks* is our op: its work follows the adapters in the batch. *Dense* multiplies by all registered adapters and
+masks by a one-hot of each token's slot, as servers with a fixed number of slots do. Both give the same result.
+"""
+    head = ["dtype", "tokens", "in the batch", "registered", "base", "blocks", "dense", "ratio", "control"]
+    return text + "\n" + table(head, rows)
 
 
 def cache(records: Sequence[Mapping[str, Any]]) -> str:

@@ -1,4 +1,6 @@
-"""`jlora bench tune`: measures block sizes of the TPU kernels on this chip, for `jlora/pallas/tiles.json`.
+"""`jlora bench tune`: measures block sizes of the kernels on this chip, for `jlora/pallas/tiles.json`.
+
+Here the TPU's; an NVIDIA GPU's are in `tune_gpu`.
 
 Each shape starts from what the table has; one number at a time is varied, and what is fastest is
 kept (coordinate descent, two passes). Sizes that do not fit or do not compile are passed over. The
@@ -49,8 +51,12 @@ def run(quick: bool) -> dict[str, Any]:
     """Tunes every large case of this chip (small ones in miniature).
 
     Raises:
-        ConfigError: the device is no TPU that the table knows, and no CPU.
+        ConfigError: the device is no GPU, no TPU that the table knows, and no CPU.
     """
+    if jax.default_backend() == "gpu":
+        from jlora.bench import tune_gpu  # jax's front of Mosaic GPU is for those who have one
+
+        return tune_gpu.run(quick)
     small = jax.default_backend() == "cpu"
     device = jax.devices()[0]
     chip = chip_of("interpreter" if small else device.device_kind)

@@ -29,24 +29,30 @@ Projections = Callable[[int], Sequence[str]]
 
 @dataclass(frozen=True, slots=True)
 class Buckets:
-    """Every compiled number of rows: `decode` with one token each, `prefill` with ROW tokens each."""
+    """Every compiled number of rows: `decode` with one token each, `prefill` with ROW tokens each.
+
+    `bare` are decode sizes that are also compiled without adapters, for launches that have none.
+    """
 
     decode: tuple[int, ...]
     prefill: tuple[int, ...]
+    bare: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, config: EngineConfig) -> Buckets:
+    def of(cls, config: EngineConfig, bare: bool = False) -> Buckets:
         """Powers of two with half steps: rows up to max_seqs (at least 2), prompts up to max_step_tokens.
 
         Decode has half steps only above 16 rows: below, a step costs the reading of the weights.
+        `bare` has every other decode size and the largest: a padding row costs little where it is
+        used (`device.has_bare`), a program seconds of compilation.
         """
         most = -(-config.max_step_tokens // ROW)
-        decode = [n for n in _sizes(2 * config.max_seqs) if n > 16 or n in (2, 4, 8, 16)]
-        return cls(_up_to(config.max_seqs, decode), _up_to(most, _sizes(2 * most)))
+        rows = _up_to(config.max_seqs, [n for n in _sizes(2 * config.max_seqs) if n > 16 or n in (2, 4, 8, 16)])
+        return cls(rows, _up_to(most, _sizes(2 * most)), rows[::-2][::-1] if bare else ())
 
     @property
     def shapes(self) -> list[tuple[int, int]]:
-        """(rows, tokens per row) of every forward program."""
+        """(rows, tokens per row) of every forward program with adapters."""
         return [(rows, 1) for rows in self.decode] + [(rows, ROW) for rows in self.prefill]
 
 
@@ -133,10 +139,12 @@ def uses_tables(sequence: Seq) -> bool:
 
 
 class BatchBuilder:
-    """Assembles launches for one engine."""
+    """Assembles launches for one engine; `bare`: decode launches without adapters have programs of their own."""
 
-    def __init__(self, layout: PoolLayout, config: EngineConfig, spec: ModelSpec, projections: Projections):
-        self.buckets = Buckets.of(config)
+    def __init__(
+        self, layout: PoolLayout, config: EngineConfig, spec: ModelSpec, projections: Projections, bare: bool = False
+    ):
+        self.buckets = Buckets.of(config, bare)
         self.slots = SlotTable.of(config.max_seqs, frozenset(spec.eos_ids))
         self.max_len = spec.max_len
         self._layout = layout
@@ -151,22 +159,24 @@ class BatchBuilder:
         """Every launch of a step, decode first; together they hold each work once."""
         out = []
         if decode:
-            out.append(self.launch(decode, _fitting(self.buckets.decode, len(decode)), 1))
+            bare = bool(self.buckets.bare) and not any(w.adapted for w in decode)
+            rows = _fitting(self.buckets.bare if bare else self.buckets.decode, len(decode))
+            out.append(self.launch(decode, rows, 1, bare))
         # A scored chunk runs alone: logits are taken of every token of its launch.
         groups = [[w] for w in prefill if _scores(w)] + [[w for w in prefill if not _scores(w)]]
         for group in filter(None, groups):
             out.append(self.launch(group, _fitting(self.buckets.prefill, sum(map(_rows, group))), ROW))
         return out
 
-    def blank(self, rows: int, chunk: int) -> Launch:
+    def blank(self, rows: int, chunk: int, bare: bool = False) -> Launch:
         """A launch of nothing but padding, for warm-up; scored where scoring is possible."""
-        launch = self.launch((), rows, chunk)
+        launch = self.launch((), rows, chunk, bare)
         scored = chunk > 1 and (rows - 1) * chunk < SCORED_CHUNK
         targets = np.zeros(rows * chunk, np.int32) if scored else None
         return replace(launch, sampling=self._sampling((), len(launch.batch.last)), score_targets=targets)
 
-    def launch(self, works: Sequence[Work], rows: int, chunk: int) -> Launch:
-        """Lays `works` into `rows` rows of `chunk` tokens."""
+    def launch(self, works: Sequence[Work], rows: int, chunk: int, bare: bool = False) -> Launch:
+        """Lays `works` into `rows` rows of `chunk` tokens; `bare`: for the program without adapters."""
         size = self._layout.block_tokens
         tokens = np.zeros((rows, chunk), np.int32)
         source = np.full(rows, -1, np.int32)
@@ -190,7 +200,7 @@ class BatchBuilder:
         offsets = np.arange(chunk, dtype=np.int32)
         positions = starts[:, None] + offsets
         page = np.take_along_axis(table, np.minimum(positions // size, self._width - 1), axis=1)
-        adapters, active = self._active(works, row_of, positions)
+        adapters, (blocks, owners, ends) = self._active(works, row_of, positions)
         batch = Batch(
             tokens=tokens,
             source=source,
@@ -200,9 +210,9 @@ class BatchBuilder:
             write_slots=(positions % size).reshape(-1),
             table=table,
             adapters=adapters,
-            blocks=active[0],
-            owners=active[1],
-            offsets=active[2],
+            blocks=blocks[:0] if bare else blocks,
+            owners=owners[:0] if bare else owners,
+            offsets=ends,
             last=last,
         )
         sampling = self._sampling(works, len(last)) if any(w.samples for w in works) else None

@@ -28,9 +28,10 @@ def device_side(
         ConfigError: `engine.kernels` asks for kernels that do not serve this model here.
     """
     mesh = sharding.make_mesh(config.model.tp)
-    builder = BatchBuilder(layout, config.engine, spec, projections)
+    platform = mesh.devices.flat[0].platform
+    builder = BatchBuilder(layout, config.engine, spec, projections, has_bare(platform))
     ops = choose_ops(config, spec, layout, tuple(builder.buckets.shapes)).ops
-    stacked = uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
+    stacked = uses_scan(config.engine.layers, platform)
     programs = step.build(spec, layout, mesh, stacked, ops)
     pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
     replicated = NamedSharding(mesh, sharding.REPLICATED)
@@ -58,3 +59,13 @@ def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
 def uses_scan(layers: str, platform: str) -> bool:
     """Scan over stacked layers on TPU, unrolled elsewhere (on GPU a scan copies its weights each step)."""
     return platform == "tpu" if layers == "auto" else layers == "scan"
+
+
+def has_bare(platform: str) -> bool:
+    """Whether decode launches without adapters run programs that have no LoRA op at all.
+
+    On CPU and TPU the op is a branch or a loop that such a launch does not enter. On a GPU the
+    host waits for every branch of XLA, and every kernel costs its start, in 4 places of each layer.
+    Prompts compute for much longer than that.
+    """
+    return platform == "gpu"

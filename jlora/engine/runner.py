@@ -90,6 +90,9 @@ class Runner:
             if chunk > 1 and self._pool.groups > 1:
                 self._streamed(blank, (), None)
             yield f"{rows}x{chunk}"
+        for rows in buckets.bare:
+            self._dispatch(self._builder.blank(rows, 1, bare=True))
+            yield f"{rows}x1 without adapters"
         self._reset(0, (), (), {})
         self._pool.warm_up()
         jax.block_until_ready(self._pool.array)
@@ -104,7 +107,7 @@ class Runner:
     @property
     def programs(self) -> int:
         """How many names `warm_up` yields."""
-        return len(self._builder.buckets.shapes) + 1
+        return len(self._builder.buckets.shapes) + len(self._builder.buckets.bare) + 1
 
     @property
     def compiles_after_warmup(self) -> int:

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
-from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, over_layers, rms_norm
+from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
 from jlora.model.sampling import SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages
@@ -44,7 +44,8 @@ class Batch(NamedTuple):
         adapters: [T] adapter index of each token in this launch, -1 for the base and before an activated
             LoRA's invocation.
         blocks, owners: [M] active adapter blocks and the index they belong to, one projection
-            after the other; projection i's are entries offsets[i] .. offsets[i + 1] - 1.
+            after the other; projection i's are entries offsets[i] .. offsets[i + 1] - 1. M = 0: a
+            program that knows no adapters, for launches without any.
         offsets: [8].
         last: [R] index into T of the rows to sample from.
     """
@@ -199,7 +200,7 @@ def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
         added = ops.lora(x, pool, layer * layout.blocks, projections, b.adapters, psum)
         return dict(zip(products, added, strict=True))
 
-    return Joints(attend, adapt, shard)
+    return Joints(attend, adapt if b.blocks.shape[0] else no_adapters, shard)
 
 
 def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: SampleBatch):

@@ -13,6 +13,7 @@ launch can have are checked here, their tiles looked up, so that a step cannot f
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -113,9 +114,10 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
 
 def _gpu(site: Site) -> dict[str, Offer]:
     """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`."""
-    from jlora.pallas import gpu_layout, gpu_ops
+    from jlora.pallas import gpu_layout, gpu_ops, gpu_tiles
 
     layout = site.layout
+    tiles = gpu_tiles.tiles_of(site.kind, layout, site.heads)
     limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
     gap = gpu_ops.runtime_refusal() or gpu_layout.attention_refusal(layout)
     refused = {
@@ -123,8 +125,9 @@ def _gpu(site: Site) -> dict[str, Offer]:
     }
     left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
     lora_gap = gpu_ops.runtime_refusal() or (left if all(refused.values()) else "")
-    attention: Offer = ("pallas-gpu", gpu_ops.attention_op, f"serves {site.kind}")
-    lora: Offer = ("pallas-gpu", lambda: gpu_ops.lora_op(layout, limits, XLA.lora), left or f"serves {site.kind}")
+    attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), f"serves {site.kind}")
+    op = functools.partial(gpu_ops.lora_op, layout, limits, XLA.lora, tiles)
+    lora: Offer = ("pallas-gpu", op, left or f"serves {site.kind}")
     return {
         "attention": ("xla", None, gap) if gap else attention,
         "lora": ("xla", None, lora_gap) if lora_gap else lora,

@@ -16,11 +16,12 @@ import jax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jlora.layout import PoolLayout
-from jlora.pallas.gpu_decode import DecodeTiles, decode_attention
+from jlora.pallas.gpu_decode import decode_attention
 from jlora.pallas.gpu_layout import lora_refusal
-from jlora.pallas.gpu_lora import LoraTiles, lora
+from jlora.pallas.gpu_lora import lora
 from jlora.pallas.gpu_plan import Room
-from jlora.pallas.gpu_prefill import PrefillTiles, chunk_attention
+from jlora.pallas.gpu_prefill import chunk_attention
+from jlora.pallas.gpu_tiles import DEFAULT, GpuTiles
 from jlora.pallas.ops import Adapted, Attention, Lora, Pages, Psum
 
 
@@ -44,15 +45,6 @@ class Limits:
         return Room(min(self.sequences, -(-tokens // run)), self.rank, run)
 
 
-@dataclass(frozen=True, slots=True)
-class GpuTiles:
-    """What may be tuned, of every kernel."""
-
-    decode: DecodeTiles = DecodeTiles()
-    prefill: PrefillTiles = PrefillTiles()
-    lora: LoraTiles = LoraTiles()
-
-
 def runtime_refusal() -> str | None:
     """Why this version of jax cannot run the kernels; None: it can."""
     if hasattr(plgpu, "InterpretGPUParams"):
@@ -60,7 +52,7 @@ def runtime_refusal() -> str | None:
     return f"jax {jax.__version__}: the NVIDIA kernels need 0.11 or newer (Python 3.12 or newer)"
 
 
-def attention_op(tiles: GpuTiles = GpuTiles()) -> Attention:
+def attention_op(tiles: GpuTiles = DEFAULT) -> Attention:
     """`ops.Attention` for pools that `gpu_layout.attention_refusal` does not refuse."""
 
     def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
@@ -71,7 +63,7 @@ def attention_op(tiles: GpuTiles = GpuTiles()) -> Attention:
     return attention
 
 
-def lora_op(layout: PoolLayout, limits: Limits, plain: Lora, tiles: GpuTiles = GpuTiles()) -> Lora:
+def lora_op(layout: PoolLayout, limits: Limits, plain: Lora, tiles: GpuTiles = DEFAULT) -> Lora:
     """`ops.Lora` for a layout from `gpu_layout.fit_units`; `plain` serves the groups that it refuses."""
 
     def joined(

@@ -7,7 +7,7 @@ import pytest
 
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.batch import BatchBuilder, Launch
+from jlora.engine.batch import BatchBuilder, Buckets, Launch
 from jlora.engine.plan import ROW, Sequence, Work
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
@@ -83,3 +83,26 @@ def test_decoding_rows_of_activated_and_plain_loras_and_the_base_are_told_apart(
     launch = builder.launch(works, 4, 1)
     assert launch.batch.adapters.tolist() == [0, -1, 1, -1]
     assert launch.batch.adapters.dtype == np.int32
+
+
+def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_one():
+    spec = tiny_spec()
+    config = EngineConfig(max_seqs=24, max_step_tokens=64)
+    builder = BatchBuilder(PoolLayout.of(spec, 100, 8), config, spec, lambda uid: ("q", "v"), bare=True)
+    assert builder.buckets.decode == (2, 4, 8, 16, 24) and builder.buckets.bare == (2, 8, 24)
+    base = [work(BASE, 30 + i, 1) for i in range(3)]
+    waiting = work(adapter(1), 30, 1, activation=40)  # its invocation is still to come
+    for works, rows in ((base, 8), ([*base, waiting], 8), ([*base, work(adapter(1), 60, 1)], 4)):
+        (launch,) = builder.launches(works, [])
+        batch = launch.batch
+        assert batch.tokens.shape == (rows, 1)
+        assert (len(batch.blocks) == len(batch.owners) == 0) == (rows == 8)
+    (prompt,) = builder.launches([], [work(BASE, 0, 20)])
+    assert len(prompt.batch.blocks) == 100
+
+
+def test_programs_without_adapters_are_fewer_than_those_with_them():
+    buckets = Buckets.of(EngineConfig(max_seqs=64, max_step_tokens=512), bare=True)
+    assert buckets.bare == (4, 16, 32, 64)[-len(buckets.bare) :] and buckets.bare[-1] == buckets.decode[-1]
+    assert 4 * len(buckets.bare) <= len(buckets.shapes)
+    assert Buckets.of(EngineConfig(max_seqs=64, max_step_tokens=512)).bare == ()

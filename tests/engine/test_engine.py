@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from jlora import config
+from jlora.engine import device
 from jlora.engine.service import Service
 from jlora.errors import AlreadyExists, ConfigError, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
@@ -104,6 +105,21 @@ def test_answers_are_the_same_alone_and_mixed(
             assert {name: tokens(events) for name, events in got.items()} == expected
         hits = service.cache_state().kv_hit_tokens
         assert (hits > 0) == settings.get("cache__prefix_reuse", True)
+
+
+def test_answers_are_the_same_where_launches_without_adapters_have_their_own_programs(
+    tiny_model: Path,
+    tiny_adapters: dict[str, Path],
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """As on a GPU; `running` checks that nothing is compiled after the start."""
+    monkeypatch.setattr(device, "has_bare", lambda platform: True)
+    with running(tiny_model, tiny_adapters) as service:
+        base = [request for request in mixed() if request.adapter is None]
+        for requests in (base, mixed()):
+            got = serve(service, requests)
+            assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in requests}
 
 
 def test_answers_are_the_same_when_memory_forces_preemption_and_adapter_reloads(

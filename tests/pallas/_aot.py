@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -26,6 +28,29 @@ ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
+MIB = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """What a compiler said of a program: its HLO; bytes of temporaries and of arguments updated in place; seconds."""
+
+    text: str
+    temp: int
+    alias: int
+    seconds: float
+
+    @property
+    def vmem(self) -> int:
+        """Most bytes of a TPU's vector memory that one of its kernels takes; 0: none, or no TPU."""
+        sizes = re.findall(r'"used_scoped_memory_configs":\[{"memory_space":"1","offset":"0","size":"(\d+)"', self.text)
+        return max(map(int, sizes), default=0)
+
+    def row(self, what: str, chip: str, devices: int) -> list[str]:
+        """For the table at the end of a test run (`conftest`)."""
+        sizes = (f"{size / MIB:,.1f}" for size in (self.alias, self.temp))
+        vmem = f"{self.vmem / MIB:.1f}" if self.vmem else ""
+        return [what, chip, str(devices), f"{self.seconds:.1f}", *sizes, vmem]
 
 
 def need(package: str) -> None:
@@ -56,10 +81,13 @@ def placed(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
     return jax.tree.map(place, tree, specs)
 
 
-def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Any:
+def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
     """A jitted function compiled for the mesh's chips."""
+    began = time.monotonic()
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it which chip they are for
-        return f.trace(*args).lower().compile()
+        program = f.trace(*args).lower().compile()
+    memory, seconds = program.memory_analysis(), time.monotonic() - began
+    return Compiled(program.as_text(), memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds)
 
 
 def collectives(text: str) -> dict[str, int]:

@@ -10,10 +10,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import numpy as np
@@ -21,17 +23,44 @@ from jax.experimental import topologies
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import AxisType, Mesh, SingleDeviceSharding
 
-from tests.pallas._aot import need
+from tests.pallas import _aot
+from tests.pallas._aot import Compiled, need
 
 TARGET = Path(__file__).with_name("h200.txtpb")
 
 
 @contextmanager
-def interpreted() -> Iterator[None]:
-    """Kernels traced inside run in the interpreter, which looks for races."""
-    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+def compiled_quickly() -> Iterator[None]:
+    """An interpreted kernel is a program of callbacks: XLA's optimizations are a third of its time and gain nothing."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    try:
+        yield
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
 
-    with plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=True)):
+
+@contextmanager
+def interpreted(devices: int = 1) -> Iterator[None]:
+    """Kernels traced inside run in the interpreter, which looks for races; on so many devices at once.
+
+    On several devices it does not: there it reports races of a kernel that it finds none in on one device.
+    """
+    from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+    from jax._src.pallas.mosaic_gpu.interpret.shared_memory import GPUSharedMemory
+
+    check, ended = GPUSharedMemory.assert_no_barriers_allocated, threading.Barrier(devices)
+
+    def when_all_have_ended(memory: GPUSharedMemory) -> None:
+        """The check is of all devices' barriers, and a device makes it as soon as it has finished itself."""
+        ended.wait(timeout=120)
+        check(memory)
+
+    with (
+        compiled_quickly(),
+        mock.patch.object(GPUSharedMemory, "assert_no_barriers_allocated", when_all_have_ended),
+        plgpu.force_gpu_interpret_mode(plgpu.InterpretGPUParams(detect_races=devices == 1)),
+    ):
         yield
     assert not gpu_callbacks.get_races().races_found
 
@@ -51,21 +80,21 @@ def compiler_folder() -> Path | None:
 
 
 @functools.cache
-def device() -> Any:
-    """An H200 that exists for the compiler only."""
+def devices(count: int = 1) -> tuple[Any, ...]:
+    """H200s of one host that exist for the compiler only."""
     os.environ.setdefault("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
     folder = str(compiler_folder())
     if folder not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = folder + os.pathsep + os.environ["PATH"]
-    topology = topologies.get_topology_desc("h200", platform="cuda", topology="1x1x1", target_config=TARGET.read_text())
-    return topology.devices[0]
+    shape = f"1x1x{count}"
+    topology = topologies.get_topology_desc("h200", platform="cuda", topology=shape, target_config=TARGET.read_text())
+    return tuple(topology.devices)
 
 
-def compiled(f: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Any:
+def compiled(f: Callable[..., Any], *args: Any, donate: tuple[int, ...] = ()) -> Compiled:
     """f compiled for one H200; `args` are trees of abstract values."""
     need_compiler()
-    mesh = Mesh(np.array([device()]), ("x",), axis_types=(AxisType.Auto,))
-    placed = SingleDeviceSharding(device())
+    mesh = Mesh(np.array(devices()), ("x",), axis_types=(AxisType.Auto,))
+    placed = SingleDeviceSharding(devices()[0])
     args = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=placed), args)
-    with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
-        return jax.jit(f, donate_argnums=donate).trace(*args).lower().compile()
+    return _aot.compiled(jax.jit(f, donate_argnums=donate), args, mesh)

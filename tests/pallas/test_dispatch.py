@@ -100,6 +100,21 @@ def test_tiles_fit_every_chips_vector_memory(case: cases.LoraCase, name: str):
     assert tiles.tokens % 16 == 0 or tiles.tokens >= case.count
 
 
+def test_a_measured_entry_of_a_gpu_is_for_its_chip_and_shape_alone(monkeypatch: pytest.MonkeyPatch):
+    if reason := gpu_ops.runtime_refusal():
+        pytest.skip(reason)
+    from jlora.pallas import gpu_tiles
+
+    layout = fit_units(PoolLayout.of(cases.LLAMA3_8B, 10, 32))
+    entry = {"decode": {"stages": 3}, "lora": {"chunks": [8, 16]}}
+    table = {**load(), "gpu": {"NVIDIA H200": {"32/8x128 B=32": entry}}}
+    monkeypatch.setattr(gpu_tiles.tiles, "load", lambda: table)
+    tuned = gpu_tiles.tiles_of("NVIDIA H200", layout, 32)
+    assert (tuned.decode.stages, tuned.lora.chunks) == (3, (8, 16)) and tuned.prefill == gpu_tiles.GpuTiles().prefill
+    for kind, other in (("NVIDIA H100 80GB HBM3", layout), ("NVIDIA H200", replace(layout, block_tokens=64))):
+        assert gpu_tiles.tiles_of(kind, other, 32) == gpu_tiles.GpuTiles()
+
+
 def test_a_measured_entry_replaces_the_default_for_its_shape_alone():
     chip = chip_of("TPU v5 lite")
     assert chip is not None

@@ -29,8 +29,9 @@ from jlora.pallas.cases import (
 )
 from jlora.pallas.gpu_layout import fit_units, lora_refusal
 from jlora.pallas.gpu_lora import lora
-from jlora.pallas.gpu_ops import GpuTiles, Limits, attention_op, lora_op, runtime_refusal
+from jlora.pallas.gpu_ops import Limits, attention_op, lora_op, runtime_refusal
 from jlora.pallas.gpu_prefill import PrefillTiles
+from jlora.pallas.gpu_tiles import GpuTiles
 from jlora.pallas.ops import ActiveBlocks, Adapted, Pages
 from tests.pallas import _gpu
 
@@ -94,10 +95,11 @@ ATTENTION = some(
 
 
 @pytest.mark.parametrize(("case", "block_tokens"), ATTENTION)
-def test_attention_compiles(case: AttentionCase, block_tokens: int, resources):
+def test_attention_compiles(case: AttentionCase, block_tokens: int, resources, record_property):
     args = attention_shapes(replace(case, block_tokens=block_tokens))
     program = _gpu.compiled(attention_op(), *args)
-    assert program.memory_analysis().temp_size_in_bytes < 64 * MIB
+    record_property("compiled", program.row(f"attention {case.name} B={block_tokens}", "H200", 1))
+    assert program.temp < 64 * MIB
     check_resources(resources())
 
 
@@ -148,13 +150,14 @@ LORA = some(
 
 
 @pytest.mark.parametrize(("case", "block_tokens"), LORA)
-def test_lora_compiles(case: LoraCase, block_tokens: int, resources):
+def test_lora_compiles(case: LoraCase, block_tokens: int, resources, record_property):
     layout = fit_units(PoolLayout.of(case.spec, 4096, block_tokens, case.tp))
     assert lora_refusal(layout, [layout.units[name] for name in case.group]) is None
     args, f = adapted(layout, case.group, case.count)
     program = _gpu.compiled(f, *args)
+    record_property("compiled", program.row(f"lora {case.name} B={block_tokens}", "H200", 1))
     # Room for 64 adapters of rank 256: memory, not time.
-    assert program.memory_analysis().temp_size_in_bytes < 512 * MIB
+    assert program.temp < 512 * MIB
     check_resources(resources())
 
 
@@ -196,8 +199,8 @@ def test_layers_share_one_pool_without_copies(spec: ModelSpec, rows: int, chunk:
     program = _gpu.compiled(
         f, array(*layout.shape), x, weights, lists, ints[tokens], ints[tokens], ints[tokens], pages, donate=(0,)
     )
-    memory, pool_bytes = program.memory_analysis(), 2 * int(np.prod(layout.shape))
-    assert memory.alias_size_in_bytes >= pool_bytes
-    assert memory.temp_size_in_bytes < max(0.05 * pool_bytes, 128 * MIB)
-    kernels = program.as_text().count('custom_call_target="mosaic_gpu')
+    pool_bytes = 2 * int(np.prod(layout.shape))
+    assert program.alias >= pool_bytes
+    assert program.temp < max(0.05 * pool_bytes, 128 * MIB)
+    kernels = program.text.count('custom_call_target="mosaic_gpu')
     assert kernels == layers * 7, "attention, and shrink, combine and expand of (q, k, v) and of o"

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.pallas import reference
+from jlora.pallas import gpu_common, reference
 from jlora.pallas.cases import SMALL_ATTENTION, TINY, AttentionCase, attention_inputs, attention_valid
 from jlora.pallas.gpu_decode import DecodeTiles
-from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal
+from jlora.pallas.gpu_ops import attention_op, runtime_refusal
+from jlora.pallas.gpu_tiles import GpuTiles
 from tests.pallas import _gpu
 
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
@@ -47,7 +48,8 @@ def test_attention_equals_the_reference(case: AttentionCase):
 )
 def test_other_page_sizes_are_read(block_tokens: int, chunk: int, rows: tuple, continued: frozenset):
     spec = replace(SPEC, heads=2, kv_heads=1)
-    check(AttentionCase("pages", spec, block_tokens, rows, chunk, continued))
+    whole = GpuTiles(decode=DecodeTiles(blocks=1))  # no context is cut
+    check(AttentionCase("pages", spec, block_tokens, rows, chunk, continued), whole)
 
 
 @pytest.mark.parametrize(
@@ -65,19 +67,19 @@ def test_any_number_of_heads_may_share_keys(group: int, chunk: int, rows: tuple)
     check(AttentionCase("heads", spec, 32, rows, chunk, continued))
 
 
-def test_how_a_context_is_cut_changes_only_the_last_bits():
-    spec = replace(SPEC, max_len=704, heads=2, kv_heads=1)
-    case = AttentionCase("cuts", spec, 32, ((700, 1), (1, 1), (64, 1)))
-    for blocks in (1, 12):
-        check(case, GpuTiles(decode=DecodeTiles(blocks=blocks)))
+def test_a_long_context_among_short_ones_is_cut_into_many_spans():
+    spec = replace(SPEC, max_len=448, heads=2, kv_heads=1)
+    case = AttentionCase("cuts", spec, 32, ((440, 1), (1, 1), (64, 1)))
+    check(case, GpuTiles(decode=DecodeTiles(blocks=12)))
 
 
 def test_long_rows_are_cut_into_pieces():
     check(AttentionCase("long row", replace(SPEC, heads=1, kv_heads=1), 32, ((100, 70), (5, 5)), 70))
 
 
-def test_a_long_page_list_is_brought_in_parts():
-    """More than 256 entries: several copies, of which a span needs some."""
-    spec = replace(SPEC, max_len=16 * 300, kv_heads=1, heads=2, head_dim=64)
+def test_a_long_page_list_is_brought_in_parts(monkeypatch: pytest.MonkeyPatch):
+    """More entries than a copy takes, 16 here: several copies, of which a span needs some."""
+    monkeypatch.setattr(gpu_common, "COPY", 16)
+    spec = replace(SPEC, max_len=16 * 40, kv_heads=1, heads=2, head_dim=64)
     tiles = GpuTiles(decode=DecodeTiles(blocks=3))
-    check(AttentionCase("long list", spec, 16, ((4200, 1), (30, 1))), tiles)
+    check(AttentionCase("long list", spec, 16, ((600, 1), (30, 1))), tiles)

@@ -13,8 +13,8 @@ from tests.pallas import _gpu
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
 
 
-# One of each kind; the list has more shapes of the same.
-KINDS = ("DecodeTiles", "prompts: 2 runs", "few units", "no adapter", "in place")
+# One of each kind; the list has more shapes of the same, which `test_gpu_attention` and `test_gpu_lora` have too.
+KINDS = ("decode: 2 runs", "few units", "no adapter", "in place")
 
 
 @pytest.mark.parametrize("check", [c for c in checks(SMALL) if any(k in c.name for k in KINDS)], ids=lambda c: c.name)
@@ -31,8 +31,9 @@ def test_no_check_has_the_name_of_another():
 
 
 def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch):
-    """The oracle off by more than rounding explains: the first check must say so."""
+    """A kernel off by more than rounding explains: the first check must say so, and passes the right one."""
     right = reference.attention
-    monkeypatch.setattr(gpu_checks.reference, "attention", lambda *a: right(*a) + jnp.float32(0.1))
-    with _gpu.interpreted():
-        assert not checks(SMALL)[0].run().passed
+    for error, passes in ((0.0, True), (0.1, False)):
+        wrong = lambda *args, error=error: right(*args) + jnp.bfloat16(error)  # noqa: E731
+        monkeypatch.setattr(gpu_checks, "attention_op", lambda tiles, wrong=wrong: wrong)
+        assert checks(SMALL)[0].run().passed is passes

@@ -1,4 +1,4 @@
-"""A whole forward made of the NVIDIA kernels, compiled by the real CUDA compiler for an H200."""
+"""A whole forward made of the NVIDIA kernels, compiled by the real CUDA compiler for one H200 and for several."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_ops import runtime_refusal
 from jlora.pallas.ops import GROUPS
 from tests.pallas import _aot, _gpu
+from tests.pallas._aot import Compiled
 
 pytestmark = [
     pytest.mark.aot_cuda,
@@ -30,26 +31,32 @@ pytestmark = [
 ]
 
 GIB = 1 << 30
+DECODE, PROMPTS = (64, 1), (16, 32)
+SHAPES = pytest.mark.parametrize("shape", [DECODE, PROMPTS], ids=["decode", "prompts"])
 
 
-def compiled_step(spec: ModelSpec, gib: int, rows: int, chunk: int) -> tuple[Any, int]:
-    """The forward program with layers unrolled, and its pool's bytes."""
+def compiled_step(spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1, bare: bool = False) -> Compiled:
+    """The forward program with layers unrolled, over a pool of `gib` on each device."""
     _gpu.need_compiler()
-    mesh = Mesh(np.array([_gpu.device()]), ("tp",), axis_types=(AxisType.Auto,))
-    blocks = gib * GIB // PoolLayout.of(spec, 1, 32).block_bytes
-    layout = fit_units(PoolLayout.of(spec, blocks, 32))
-    site = Site("gpu", "H200", layout, spec.heads, ((64, 1), (16, 32)), layout.blocks_for(spec.max_len), 64)
+    mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
+    blocks = gib * tp * GIB // PoolLayout.of(spec, 1, 32).block_bytes
+    layout = fit_units(PoolLayout.of(spec, blocks, 32, tp))
+    site = Site("gpu", "H200", layout, spec.heads, (DECODE, PROMPTS), layout.blocks_for(spec.max_len), 64)
     programs = step.build(spec, layout, mesh, False, choose(site, "pallas").ops)
     params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
-    builder = BatchBuilder(layout, EngineConfig(max_seqs=64, max_step_tokens=512), spec, lambda uid: ())
+    builder = BatchBuilder(layout, EngineConfig(max_seqs=64, max_step_tokens=512), spec, lambda uid: (), bare)
     pool = _aot.placed(jax.ShapeDtypeStruct(layout.shape, jnp.dtype(layout.dtype)), mesh, sharding.POOL)
     last = jax.eval_shape(lambda: empty_slots(64, spec.vocab)).last
-    rest = _aot.placed((last, builder.blank(rows, chunk).batch), mesh)
-    program = _aot.compiled(programs.forward, (_aot.placed(params, mesh, specs), pool, *rest), mesh)
-    return program, blocks * layout.block_bytes
+    rest = _aot.placed((last, builder.blank(*shape, bare=bare).batch), mesh)
+    return _aot.compiled(programs.forward, (_aot.placed(params, mesh, specs), pool, *rest), mesh)
 
 
-@pytest.mark.parametrize(("rows", "chunk"), [(64, 1), (16, 32)], ids=["decode", "prompts"])
+def kernels(program: Compiled) -> int:
+    """How many launches of our kernels the program has."""
+    return program.text.count('custom_call_target="mosaic_gpu')
+
+
+@SHAPES
 @pytest.mark.parametrize(
     ("spec", "layers"),
     [
@@ -60,10 +67,44 @@ def compiled_step(spec: ModelSpec, gib: int, rows: int, chunk: int) -> tuple[Any
     ],
     ids=lambda v: getattr(v, "name", v),
 )
-def test_a_whole_step_updates_the_pool_in_place(spec: ModelSpec, layers: int, rows: int, chunk: int):
-    program, pool_bytes = compiled_step(replace(spec, layers=layers), 8, rows, chunk)
-    memory = program.memory_analysis()
-    assert memory.alias_size_in_bytes >= pool_bytes
-    assert memory.temp_size_in_bytes < 0.05 * pool_bytes
+def test_a_whole_step_updates_the_pool_in_place(
+    spec: ModelSpec, layers: int, shape: tuple[int, int], record_property: Any
+):
+    program = compiled_step(replace(spec, layers=layers), 8, shape)
+    record_property("compiled", program.row(f"{spec.name} step, {layers} layers, {shape[0]}x{shape[1]}", "H200", 1))
+    assert program.alias >= 8 * GIB - PoolLayout.of(spec, 1, 32).block_bytes
+    assert program.temp < 0.05 * 8 * GIB
     # Per layer: attention, and three launches for each group of projections.
-    assert program.as_text().count('custom_call_target="mosaic_gpu') == layers * (1 + 3 * len(GROUPS))
+    assert kernels(program) == layers * (1 + 3 * len(GROUPS))
+
+
+def test_a_decode_step_without_adapters_launches_attention_only(record_property: Any):
+    program = compiled_step(replace(LLAMA3_8B, layers=2), 8, DECODE, bare=True)
+    record_property("compiled", program.row("llama3-8b step without adapters, 2 layers, 64x1", "H200", 1))
+    assert kernels(program) == 2 and "lora_shrink" not in program.text
+    assert program.alias >= 8 * GIB - PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes
+
+
+@SHAPES
+@pytest.mark.parametrize(
+    ("spec", "layers", "tp"),
+    [
+        (LLAMA3_8B, 2, 4),
+        pytest.param(LLAMA3_8B, 2, 2, marks=pytest.mark.slow),
+        pytest.param(LLAMA2_7B, 2, 4, marks=pytest.mark.slow),
+        pytest.param(LLAMA3_8B, 32, 4, marks=pytest.mark.slow),
+        pytest.param(LLAMA2_7B, 32, 4, marks=pytest.mark.slow),
+    ],
+    ids=lambda v: getattr(v, "name", v),
+)
+def test_a_step_on_several_gpus_has_two_large_sums_and_one_small_one_per_group(
+    spec: ModelSpec, layers: int, tp: int, shape: tuple[int, int], record_property: Any
+):
+    program = compiled_step(replace(spec, layers=layers), 8, shape, tp)
+    what = f"{spec.name} step, {layers} layers, {shape[0]}x{shape[1]}"
+    record_property("compiled", program.row(what, "H200", tp))
+    assert program.alias >= 8 * GIB - PoolLayout.of(spec, 1, 32).block_bytes
+    assert program.temp < 0.05 * 8 * GIB
+    assert kernels(program) == layers * (1 + 3 * len(GROUPS))
+    # Layers are unrolled: a layer's two outputs of row-parallel products and its four groups; the embedding once.
+    assert _aot.collectives(program.text) == {"all-gather": 1, "all-reduce": layers * (2 + len(GROUPS))}
