@@ -47,8 +47,7 @@ class CacheManager:
         self.policy = policy
         self._streams = streams
         self.tree = Tree(sizes.block_tokens)
-        device, host = Tier(sizes.device, policy.share), Tier(sizes.host)
-        self.cells = Residency(self.tree, device, host, policy, clock)
+        self.cells = Residency(self.tree, Tier(sizes.device, policy.share), Tier(sizes.host), policy, clock)
         self.base = self.tree.base
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
@@ -234,9 +233,9 @@ class CacheManager:
             self._unlock(lease, used=False)
             cells.epoch = epoch  # a refusal gives nobody a chance
             return None
-        cells.visit((adapter, *lease.path))
         if not again:
-            self._count(lease, len(tokens))
+            self._count(lease, known, len(tokens))
+        cells.visit((adapter, *lease.path))
         self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
         self._bring_adapter(adapter, demand=True)
         self._bring_path(origin, lease.path, demand=True)
@@ -360,8 +359,7 @@ class CacheManager:
 
     def take_copies(self) -> tuple[Copy, ...]:
         """The copies decided since the last call; they must be started before the next step."""
-        copies = tuple(self.cells.outbox)
-        self.cells.outbox.clear()
+        copies, self.cells.outbox = tuple(self.cells.outbox), []
         return copies
 
     def landed(self, copies: Sequence[Copy]) -> None:
@@ -461,9 +459,11 @@ class CacheManager:
         self.cells.forget(node)
         del self.adapters[node.uid]
 
-    def _count(self, lease: Lease, tokens: int) -> None:
-        """Hits, as found: what is still on its way counts as on the host."""
+    def _count(self, lease: Lease, known: list[Node], tokens: int) -> None:
+        """Hits, as found (what is still on its way counts as on the host); the policy learns from them too."""
         c = self.counters
+        if lease.reuse:
+            self.policy.meet(known, self.cells.clock())
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
         c.kv_base_hit_tokens += len(self.tree.by_owner(lease.origin, lease.path)[0][1]) * self.block_tokens

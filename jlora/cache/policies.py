@@ -10,6 +10,7 @@ published system does differently is a few answers in its class:
     keeps(node)   whether an adapter that nobody uses stays
     binds(node)   whether a node must stay while something below it is on the device
     key, value    which idle node is worth least
+    meet          what it learns of a request: how long its conversation was silent
 
 `fastlibra` and its ablations are in `jlora.cache.fastlibra`.
 """
@@ -20,6 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jlora.cache.returns import Returns
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import KV, Node
 
@@ -64,6 +66,9 @@ class Policy:
         """Whether `node` must stay on the device while something below it is there."""
         return True
 
+    def meet(self, path: Sequence[Node], now: float) -> None:
+        """A request has come that knows this path of KV; its visits follow."""
+
     def visit(self, node: Node, now: float) -> None:
         """A request goes through the node."""
         node.last_use = now
@@ -90,12 +95,14 @@ class Jlora(Policy):
 
         v_i(now) = rate_i(now) * load_i / blocks_i
         adapters and shared prefixes   rate = C exp(-(now - t) / T) / W,  C <- 1 + C exp(-(now - t) / T)
-        KV of one conversation         rate = beta / (now - t + a0)
+        KV of one conversation         rate = how often a conversation of that age comes back (`Returns`)
 
     Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
-    asked for next. A conversation goes on soon or never: only its age tells. `load` is *measured*,
-    its fixed part included. Both classes have exact static keys: `ln C + t/T + ln(load/blocks)` and
-    `t`.
+    asked for next. A conversation goes on soon or never: only its age tells, and what ages mean is
+    learned, for it differs: agents come back every few seconds, readers of long answers after
+    minutes, translations never. Both rates are in returns per second, so they can be compared.
+    `load` is *measured*, its fixed part included. Both classes have static keys:
+    `ln C + t/T + ln(load/blocks)`, exact, and `t`: conversations leave in order of age.
 
     W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
     that has served for s seconds, since its first request or since a silence in which all counts have
@@ -105,14 +112,18 @@ class Jlora(Policy):
 
     name = "jlora"
     T = 100.0  # seconds
-    BETA = 0.25
-    A0 = 5.0  # seconds
+    LEAST_S = 5.0  # of W: a first visit is no crowd
     SILENCE = 3.0  # times T: so long without a request, and counts are gone
 
     def __init__(self, meter: Meter):
         super().__init__(meter)
+        self.returns = Returns()
         self._began = -math.inf  # when requests began to come
         self._asked = -math.inf  # when the last one did
+
+    def meet(self, path: Sequence[Node], now: float) -> None:
+        last = path[-1] if path else None
+        self.returns.add(None if last is None or last.shared else max(0.0, now - last.last_use))
 
     def visit(self, node: Node, now: float) -> None:
         if node.kind == KV:  # a request's; an adapter is also visited when it is loaded
@@ -137,15 +148,15 @@ class Jlora(Policy):
         if node.shared:
             rate = node.count * math.exp(-age / self.T) / self._window(now)
         else:
-            rate = self.BETA / (age + self.A0)
+            rate = self.returns.rate(age)
         return rate * self.meter.density(node.kind, node.size)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
         return self.meter.moved()
 
     def _window(self, now: float) -> float:
-        """Seconds that counts have been taken over; A0 at least, or a first visit would be worth everything."""
-        return self.T * -math.expm1(-max(now - self._began, self.A0) / self.T)
+        """Seconds that counts have been taken over."""
+        return self.T * -math.expm1(-max(now - self._began, self.LEAST_S) / self.T)
 
 
 class Vllm(Policy):

@@ -66,7 +66,8 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
             window = 100.0 * (1 - math.exp(-(now - began) / 100.0))
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / window
         else:
-            rate = 0.25 / (now - node.last_use + 5.0)
+            rate = policy.returns.rate(now - node.last_use)
+        assert rate > 0
         assert policy.value(node, now) == pytest.approx(rate * policy.meter.density(node.kind, node.size))
 
 
@@ -110,6 +111,25 @@ def test_jlora_does_not_take_a_first_visit_for_a_crowd():
     policy.visit(adapter, 7.0)
     policy.visit(kv(), 7.0)
     assert 0.2 <= rate(policy, adapter, 7.0) <= 0.25
+
+
+def test_jlora_keeps_conversations_over_a_rare_adapter_only_where_conversations_come_back():
+    for back in (True, False):
+        policy, adapter, said = Jlora(meter()), AdapterNode(1, 4), kv()
+        policy.visit(adapter, 100.0)
+        for second in range(100):
+            policy.visit(said, float(second))
+            policy.meet([said] if back else [], second + 3.0)
+        policy.visit(said, 109.0)
+        assert (policy.value(said, 111.0) > policy.value(adapter, 111.0)) == back
+
+
+def test_jlora_learns_nothing_of_conversations_from_what_many_share():
+    policy, prompt = Jlora(meter()), kv(shared=True)
+    for second in range(300):
+        policy.visit(prompt, float(second))
+        policy.meet([prompt], second + 1.0)
+    assert policy.returns.rate(1.0) < 0.01
 
 
 def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():

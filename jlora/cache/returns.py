@@ -1,0 +1,63 @@
+"""How soon conversations come back, learned from those that did: a life table. Plain Python, no jax.
+
+A conversation whose answer has been given falls silent; after some seconds it goes on, or it never
+does. Which of the two cannot be seen, but how many of those before it came back at which age can:
+
+    began      silences so far: every request ends one or opens a conversation, and begins its own
+    back[k]    of these, how many ended at an age between EDGES[k] and EDGES[k + 1]
+    left(k)    = began - back[0] - ... - back[k - 1], still silent at age EDGES[k]
+
+    rate(age) = back[k] / seconds spent silent in k,    seconds = width of k * mean of left(k), left(k + 1)
+
+the occurrence / exposure rate of an actuary's life table, a hazard. Old counts fade, so the table
+follows the traffic; it begins as `PRIOR` silences that end by a power law, and what is measured takes
+their place. All of it is a dozen numbers, whatever the cache holds.
+"""
+
+from __future__ import annotations
+
+import math
+
+EDGES = (0.0, *(2.0**k for k in range(13)))  # seconds: 0, 1, 2, 4, ... 4096
+RECENT = 256.0  # silences that the table remembers, about
+PRIOR = 32.0  # silences it begins with,
+SHAPE, SCALE_S = 0.25, 5.0  # of which (SCALE_S / (SCALE_S + age)) ** SHAPE last longer than `age`
+LEAST = 0.02  # share of the silences that is taken to last for ever: ages nobody has reached yet
+
+
+class Returns:
+    """The life table of one cache's conversations."""
+
+    def __init__(self) -> None:
+        left = [PRIOR * (SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]
+        self._began = PRIOR
+        self._back = [a - b for a, b in zip(left, left[1:], strict=False)]
+        self._rates = self._made()
+
+    def add(self, age: float | None) -> None:
+        """A request has come, from a conversation that was silent for `age` seconds; None: it opens one."""
+        keep = 1 - 1 / RECENT
+        self._back = [keep * count for count in self._back]
+        self._began = keep * self._began + 1
+        if age is not None and age < EDGES[-1]:
+            self._back[_interval(age)] += 1
+        self._rates = self._made()
+
+    def rate(self, age: float) -> float:
+        """How often a second a conversation that has been silent for `age` seconds comes back."""
+        if age < EDGES[-1]:
+            return self._rates[_interval(age)]
+        return self._rates[-1] * EDGES[-1] / age
+
+    def _made(self) -> list[float]:
+        rates, left = [], self._began
+        for back, begin, end in zip(self._back, EDGES, EDGES[1:], strict=False):
+            after = max(left - back, LEAST * self._began)
+            rates.append(back / ((end - begin) * (left + after) / 2))
+            left = after
+        return rates
+
+
+def _interval(age: float) -> int:
+    """Which two edges an age below the last edge lies between."""
+    return math.frexp(age)[1] if age >= 1 else 0
