@@ -84,8 +84,8 @@ def read(path: Path) -> Found:
         line = json.loads(text)
         if "begin" in line:
             found.died += [found.open] if found.open is not None else []
+            found.begun.append(line["begin"])
             found.open = line["begin"]
-            found.begun.append(found.open)
             continue
         if "row" in line:
             name, row = line["row"]
