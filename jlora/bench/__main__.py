@@ -36,6 +36,7 @@ from jlora.bench import (
     alora,
     alora_page,
     beyond,
+    beyond_page,
     cache,
     growth,
     host,
@@ -231,7 +232,7 @@ def _beyond(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     make = beyond.quick if args.quick else beyond.full
     plan = replace(make(args.work / ("quick" if args.quick else "beyond"), args.data), minutes=args.minutes)
     result = beyond.run(replace(plan, seconds=args.seconds or plan.seconds))
-    beyond.write(args.out, result)
+    beyond_page.write(args.out, result)
     return result
 
 
