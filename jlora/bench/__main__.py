@@ -101,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and words[0] in COMMANDS:
         return COMMANDS[words[0]](words[1:])
     args = parser().parse(words)
+    args.out = args.out or Path("build/bench") / ("quick" if args.quick else "results")
     benchmarks: Mapping[str, Callable[[argparse.Namespace, str], dict[str, Any]]] = {
         "throughput": _throughput,
         "latency": _latency,
@@ -123,7 +124,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench: {e}", file=sys.stderr)
         return 1
-    print(f"{args.out / report.PAGE}")
+    if any(name in report.NAMES for name in _chosen(args)):
+        print(args.out / report.PAGE)
     return 0
 
 
@@ -143,7 +145,9 @@ def parser() -> Parser:
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces for the policies (default: synthetic)")
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
-    made.add_argument("--out", type=Path, default=Path("docs/results"), help="where results go")
+    made.add_argument(
+        "--out", type=Path, help="where results go (default: build/bench/results; with --quick build/bench/quick)"
+    )
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights and unfinished runs")
     made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
     figures = paper.FIGURES

@@ -184,11 +184,13 @@ class Server:
 
     Attributes:
         adapters: their names in order, each with its pool blocks.
+        activated: those that a prompt must invoke (activated LoRAs).
     """
 
     address: str
     info: pb.ServerInfo
     adapters: Mapping[str, int]
+    activated: frozenset[str] = frozenset()
 
     def describe(self) -> Mapping[str, object]:
         """Plain values for a results file."""
@@ -209,4 +211,5 @@ async def look(address: str, timeout_s: float = 10.0) -> Server:
             listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"no jlora server at {address}: {e.code().name}: {e.details()}") from e
-    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed.adapters})
+    activated = frozenset(adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens)
+    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed.adapters}, activated)

@@ -67,9 +67,20 @@ def draw(args: argparse.Namespace, limits: Limits) -> Trace:
 
 
 def models(trace: Trace, limits: Limits) -> list[str]:
-    """The server's adapter for each of the trace's: of the same name if it has them all, else dealt in turn."""
-    if set(trace.adapters) <= set(limits.adapters):
-        return list(trace.adapters)
+    """The server's adapter for each of the trace's: of the same name, or dealt in turn if it has none of these.
+
+    Raises:
+        ConfigError: it has some of these names and not others.
+    """
+    known = [name for name in trace.adapters if name in limits.adapters]
+    if len(known) == len(trace.adapters):
+        return known
+    if known:
+        unknown = next(name for name in trace.adapters if name not in limits.adapters)
+        raise ConfigError(
+            f"trace {trace.name}: asks for adapter {unknown!r}, which is not on every server, and for {known[0]!r}, "
+            f"which is; they have {', '.join(limits.adapters)}"
+        )
     return [limits.adapters[i % len(limits.adapters)] for i in range(len(trace.adapters))]
 
 

@@ -29,13 +29,15 @@ def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
     }
     path = out / f"{name}-{dtype}.json"
     path.write_text(json.dumps(record, indent=1) + "\n")
-    (out / PAGE).write_text(page([json.loads(p.read_text()) for p in sorted(out.glob("*-*.json"))]))
+    if name in NAMES:  # the others have pages of their own
+        (out / PAGE).write_text(page([json.loads(p.read_text()) for p in sorted(out.glob("*-*.json"))]))
     return path
 
 
 def command() -> str:
     """The command line, without folders of this machine."""
     words = [Path(word).name if word.startswith("/") else word for word in sys.argv[1:]]
+    words = words[1:] if words[:1] == ["bench"] else words  # `jlora bench NAME`, `python -m jlora.bench NAME`
     return " ".join(["jlora bench", *words])
 
 

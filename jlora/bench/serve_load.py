@@ -73,7 +73,12 @@ def parser() -> Parser:
         "--model", default="random-small", metavar="DIR", help=f"for --config: a directory or {', '.join(RANDOM)}"
     )
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every --config")
-    made.add_argument("--adapters", nargs="+", metavar="NAME", help="which of the server's to ask for (default: all)")
+    made.add_argument(
+        "--adapters",
+        nargs="+",
+        metavar="NAME",
+        help="which of the server's (default: all but activated LoRAs)",
+    )
     made.add_argument("--random-adapters", type=int, default=8, metavar="N", help="of a random model (default 8)")
     made.add_argument("--ranks", default="4,8", metavar="MIX", help="of random adapters: 4,8 or hot:4,8 (default 4,8)")
     load_trace.add_flags(made)
@@ -169,7 +174,7 @@ class _Bench:
         self._servers = {target.name: asyncio.run(look(target.address)) for target in targets}
         if len(self._servers) < len(targets):
             raise ConfigError("two sides have one name")
-        limits = _limits(list(self._servers.values()), args.adapters)
+        limits = limits_of(list(self._servers.values()), args.adapters)
         self._trace = load_trace.draw(args, limits)
         self._models = load_trace.models(self._trace, limits)
         self._slo = Slo(args.slo_ttft, args.slo_tpot)
@@ -241,14 +246,18 @@ class _Bench:
         }
 
 
-def _limits(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
+def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
     """What all servers can take.
 
     Raises:
-        ConfigError: a wanted adapter is not on every server.
+        ConfigError: a wanted adapter is not on every server, or is an activated LoRA.
     """
-    common = [name for name in servers[0].adapters if all(name in server.adapters for server in servers)]
+    activated = frozenset[str]().union(*(server.activated for server in servers))
+    everywhere = [name for name in servers[0].adapters if all(name in server.adapters for server in servers)]
+    common = [name for name in everywhere if name not in activated]
     for name in wanted or ():
+        if name in activated:
+            raise ConfigError(f"--adapters {name}: is an activated LoRA, which the trace's prompts do not invoke")
         if name not in common:
             raise ConfigError(f"--adapters {name}: is not on every server; they have {', '.join(common) or 'none'}")
     return Limits(

@@ -93,7 +93,7 @@ class CacheManager:
     def share_hint(self) -> str:
         """The other key that limits adapters, where a policy splits the device."""
         share = self.policy.share
-        return "" if share is None else f" or cache.share (adapters have {share:g} of them)"
+        return "" if share is None else f", or under vllm-fair cache.share (adapters have {share:g} of them)"
 
     @property
     def host_use(self) -> str:

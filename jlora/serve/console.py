@@ -23,13 +23,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 def generate(argv: Sequence[str]) -> int:
     """Streams one answer to stdout; returns the exit code."""
     parser = Parser("jlora generate", "Sends one prompt to a running server and streams the answer.")
-    parser.add_argument("text", nargs="?", default="-", help="the prompt; '-' or none reads it from stdin")
+    parser.add_argument(
+        "text", nargs="?", default="-", help="the prompt; '-' or none reads stdin, without the last line's end"
+    )
     parser.add_argument("--ids", action="store_true", help="the prompt is token ids, and token ids are printed")
     parser.add_argument("--n", type=int, metavar="N", help="completions to draw (default 1)")
     parser.add_argument("--timing", action="store_true", help="print token counts and seconds to stderr")
     _add_common(parser)
     args = parser.parse(argv)
-    text = sys.stdin.read() if args.text == "-" else args.text
+    text = sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text  # `echo` ends its line
     request = _request(args)
     if args.ids:
         try:

@@ -14,9 +14,10 @@ from __future__ import annotations
 
 import csv
 import hashlib
+import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -185,7 +186,7 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
     turns = [turn for turn in trace.turns if turn.at >= 0]
     if not turns:
         raise ConfigError(f"trace {trace.name}: has no request")
-    spans, seen = _Spans(), set[object]()
+    spans, seen, told = _Spans(), set[object](), set[object]()
     prompts, found, found_shared = [], 0, 0
     contexts: dict[int, _Content] = {}
     for turn in trace.turns:
@@ -195,16 +196,18 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
         if turn.adapter is not None:
             spans.use(("adapter", turn.adapter), turn.at, sizes[turn.adapter])
         base = (turn.activation(len(content)) or 0) // block_tokens  # blocks that are the base's KV
-        owners = ((h, turn.adapter if i >= base else None) for i, h in enumerate(content.chain))
-        known = _prefix(content, [spans.use(("kv", owner, turn.tenant, h), turn.at, 1) for h, owner in owners])
+        keys = [_kv(turn, h, i >= base) for i, h in enumerate(content.chain)]
+        known = _prefix(content, [spans.use(key, turn.at, 1) or key in told for key in keys])
         shared = _prefix(content, [(turn.tenant, h) in seen for h in content.chain])
-        seen.update((turn.tenant, h) for h in content.chain)
         if turn.at >= 0:
             found, found_shared = found + known, found_shared + shared
             prompts.append(len(content))
         # An answer is known to its own session only: ids that nobody else has.
         answer = -1 - turn.session * (1 << 20) - len(content)
         content.extend(range(answer, answer - turn.output, -1))
+        computed = content.chain[: (len(content) - 1) // block_tokens]  # the KV of the last token is not
+        told.update(_kv(turn, h, i >= base) for i, h in enumerate(computed))
+        seen.update((turn.tenant, h) for h in computed)
     kv, adapters = spans.peak()
     gaps = np.diff([turn.at for turn in turns])
     asked = trace.asked
@@ -308,6 +311,11 @@ class _Content:
         self._rest = rest[full:]
 
 
+def _kv(turn: Turn, block: int, adapted: bool) -> object:
+    """What tells one block of KV from all others."""
+    return "kv", turn.adapter if adapted else None, turn.tenant, block
+
+
 def _prefix(content: _Content, known: Sequence[bool]) -> int:
     """Tokens of a prompt that were there: whole blocks up to the first unknown one; the last token is computed."""
     found = known.index(False) if False in known else len(known)
@@ -348,10 +356,20 @@ def _parse(reader: csv.DictReader[str], path: Path) -> Iterator[_Row]:
     if missing:
         raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
     for line, row in enumerate(reader, 2):
-        try:
-            at, prompt, output = float(row["arrival_s"]), int(row["prompt_tokens"]), int(row["output_tokens"])
-        except (TypeError, ValueError) as e:
-            raise ConfigError(f"trace {path}: line {line}: {e}") from e
-        if prompt < 1 or output < 1:
-            raise ConfigError(f"trace {path}: line {line}: prompt_tokens and output_tokens must be at least 1")
-        yield _Row(at, prompt, output, row["adapter"] or "", row["session"] or "")
+        at, prompt, output = (_number(row, column, f"trace {path}: line {line}") for column in COLUMNS[:3])
+        if min(prompt, output) < 1 or prompt % 1 or output % 1:
+            raise ConfigError(
+                f"trace {path}: line {line}: prompt_tokens and output_tokens must be whole numbers of at least 1"
+            )
+        yield _Row(at, int(prompt), int(output), row["adapter"] or "", row["session"] or "")
+
+
+def _number(row: Mapping[str, str | None], column: str, where: str) -> float:
+    text = row[column] or ""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{where}: {column} = {text!r}: must be a number")
+    return value

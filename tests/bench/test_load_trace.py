@@ -8,9 +8,12 @@ from pathlib import Path
 import pytest
 
 from jlora.bench import load_trace, workload_facts
+from jlora.bench.load_client import Server
 from jlora.bench.load_trace import Limits, draw, models
+from jlora.bench.serve_load import limits_of
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
+from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim.script import who
 from jlora.sim.trace import COLUMNS, Trace, longest, shrunk
 from jlora.sim.workloads.popularity import Distinct
@@ -59,6 +62,22 @@ def test_a_trace_of_ones_own_is_taken_whole_or_refused(tmp_path: Path):
 def test_adapters_go_by_name_where_all_are_there_and_else_in_turn():
     assert models(Trace("t", (), ("fr", "sql")), SERVER) == ["fr", "sql"]
     assert models(Trace("t", (), ("a0", "a1", "a2", "a3")), SERVER) == ["sql", "de", "fr", "sql"]
+
+
+def test_a_trace_of_known_and_unknown_adapters_is_refused():
+    with pytest.raises(ConfigError, match="asks for adapter 'nosuch', which is not on every server"):
+        models(Trace("mine", (), ("fr", "nosuch")), SERVER)
+
+
+def test_activated_adapters_are_not_asked_for():
+    info = pb.ServerInfo(max_model_len=64, vocab=100)
+    servers = [
+        Server("a", info, {"sql": 4, "judge": 4}, frozenset({"judge"})),
+        Server("b", info, {"judge": 4, "sql": 4}),
+    ]
+    assert limits_of(servers, None).adapters == ["sql"]
+    with pytest.raises(ConfigError, match="--adapters judge: is an activated LoRA"):
+        limits_of(servers, ["judge"])
 
 
 def test_a_closed_loop_and_a_law_can_be_asked_for():

@@ -41,6 +41,8 @@ def test_a_prompt_shorter_than_its_session_starts_anew(tmp_path: Path):
         ("arrival_s,prompt_tokens\n0,1\n", "no column 'output_tokens'"),
         (f"{HEAD}\n0,1,1,a,s\n1,many,1,a,s\n", "line 3"),
         (f"{HEAD}\n0,0,1,a,s\n", "at least 1"),
+        (f"{HEAD}\n0,1.5,1,a,s\n", "whole numbers"),
+        (f"{HEAD}\nnan,1,1,a,s\n", "line 2: arrival_s = 'nan': must be a number"),
     ],
 )
 def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):
@@ -58,11 +60,11 @@ def test_facts_count_what_a_cache_of_any_size_would_find():
     turns = (
         Turn(0.0, 0, 0, (*shared, 7, 8), 4, 0),  # prompt 6, context 10
         Turn(1.0, 1, 0, (*shared, 9), 1, 0),  # finds 1 block of 5 tokens
-        Turn(2.0, 0, 1, (10, 11, 12), 1, 0),  # prompt 13: the first block and the one after it
+        Turn(2.0, 0, 1, (10, 11, 12), 1, 0),  # prompt 13: finds 2 blocks
     )
     found = facts(Trace("t", turns, ("a",)), block_tokens=4, sizes=[5])
-    # The answer's ids are not the session's prompt's until it asks again: its blocks are known from then.
-    assert found.bound == pytest.approx((4 + 4) / (6 + 5 + 13))
+    # The block that its own answer filled is known, the one that holds the answer's last token is not.
+    assert found.bound == pytest.approx((4 + 8) / (6 + 5 + 13))
     assert found.requests == 3 and found.sessions == 2 and found.top10 == 1
     # From 0 to 2 the shared block and the adapter are both needed again.
     assert (found.kv_blocks, found.adapter_blocks) == (1, 5)
