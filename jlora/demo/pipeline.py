@@ -34,18 +34,19 @@ CHAT = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check said of the conversation so far; `want` is the right answer, None where nothing is promised."""
+    """What a check said of the conversation so far; `want` is the right answer, `promised` whether it is held to it."""
 
     model: str
     text: str
-    want: str | None
+    want: str
+    promised: bool
     prompt_tokens: int
     cached_tokens: int
     ttft: float
 
     @property
     def right(self) -> bool:
-        return self.want is None or self.text == self.want
+        return not self.promised or self.text == self.want
 
 
 def message(role: str, content: str) -> Any:
@@ -95,18 +96,22 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
     told = [
         f"  {v.model:<13} {v.text[:24]:<24} ttft {v.ttft * 1e3:6.1f} ms  "
         f"{v.cached_tokens:>4} of {v.prompt_tokens:>4} prompt tokens known"
-        + ("" if v.right else f"  WRONG, should be {v.want!r}")
+        + ("" if v.text == v.want else f"  WRONG, should be {v.want!r}" if v.promised else "  (not true)")
         for v in verdicts
     ]
     shared, alone = verdicts[-2:]
-    return [*told, f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA"]
+    return [
+        *told,
+        f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA, which shows time "
+        "only: these weights were trained to read the base's KV, so its verdicts are not to be trusted",
+    ]
 
 
 async def _verdict(inference: Any, model: str, texts: list[str], answers: list[str]) -> Verdict:
     reply = await _ask(inference, model, invocation_messages(texts, answers), 32)
-    want = CHECKS[CHECK].verdict(texts) if model == CHECK else None
-    usage = reply.usage
-    return Verdict(model, reply.outputs[0].text, want, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s)
+    want, usage, text = CHECKS[CHECK].verdict(texts), reply.usage, reply.outputs[0].text
+    promised = model == CHECK
+    return Verdict(model, text, want, promised, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s)
 
 
 async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int) -> Any:

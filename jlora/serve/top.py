@@ -28,6 +28,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 TIMEOUT_S = 5.0
+FILE = os.terminal_size((160, 1000))  # columns and rows where no terminal cuts
 ENTER, LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"  # the other screen, no cursor; and back
 HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
@@ -44,7 +45,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         with connect(args.address) as channel:
             if args.once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-                print("\n".join(render(Reading.take(channel), None, shutil.get_terminal_size())))
+                size = shutil.get_terminal_size(FILE) if sys.stdout.isatty() else FILE
+                print("\n".join(render(Reading.take(channel), None, size)))
             else:
                 with keys(sys.stdin, sys.stdout) as pressed:
                     watch(channel, args.interval, pressed)
@@ -121,14 +123,14 @@ def render(now: Reading, before: Reading | None, size: tuple[int, int]) -> list[
         size: columns and rows of the screen; the table of adapters is cut to fit.
     """
     columns, rows = size
-    width = max(10, min(60, columns - 60))
+    tiers = {"HBM": now.cache.hbm, "host": now.cache.host}
+    width = max(10, min(60, columns - 10 - max(len(_held(tier)) for tier in tiers.values())))
     lines = [
         _head(now.info, now.cache),
         "",
         *_numbers(now, before),
         "",
-        _tier("HBM", now.cache.hbm, width),
-        _tier("host", now.cache.host, width),
+        *(_tier(name, tier, width) for name, tier in tiers.items()),
         "      # adapters  = running KV  - history KV  . free",
         "",
     ]
@@ -153,7 +155,7 @@ def _numbers(now: Reading, before: Reading | None) -> list[str]:
     since = "" if before else " (mean since start)"
     kv = f"device {_share(device, c.kv_lookup_tokens)}, host {_share(c.kv_host_hit_tokens, c.kv_lookup_tokens)}"
     if c.kv_base_hit_tokens:
-        kv += f", base's for aLoRA {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"
+        kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     return [
         f"requests   {info.running} running  {info.waiting} waiting",
         f"TTFT       {ttft}",
@@ -175,9 +177,12 @@ def _rates(now: Reading, before: Reading | None) -> tuple[float, float]:
 
 def _tier(name: str, tier: pb.TierState, width: int) -> str:
     parts = [("#", tier.adapters), ("=", tier.running_kv), ("-", tier.history_kv), (".", tier.free)]
+    return f"{name:<5} [{bar(parts, width)}] {_held(tier)}"
+
+
+def _held(tier: pb.TierState) -> str:
     running = f"{tier.running_kv} running KV, " if tier.running_kv else ""
-    text = f"{tier.adapters} adapters, {running}{tier.history_kv} history KV, {tier.free} free"
-    return f"{name:<5} [{bar(parts, width)}] {tier.total} blocks: {text}"
+    return f"{tier.total} blocks: {tier.adapters} adapters, {running}{tier.history_kv} history KV, {tier.free} free"
 
 
 def bar(parts: Sequence[tuple[str, int]], width: int) -> str:

@@ -153,7 +153,7 @@ def test_hit_rates_tell_device_from_host():
     expected = "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
     assert line(render(now, None, WIDE), "hits") == expected
     now.cache.kv_base_hit_tokens = 40
-    assert line(render(now, None, WIDE), "hits") == f"{expected}, base's for aLoRA 40.0 %"
+    assert line(render(now, None, WIDE), "hits") == f"{expected}, base's 40.0 %"
 
 
 def test_bars_are_as_wide_as_asked_and_show_what_is_there_at_all():
