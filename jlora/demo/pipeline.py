@@ -102,8 +102,8 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
     shared, alone = verdicts[-2:]
     return [
         *told,
-        f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA, which shows time "
-        "only: these weights were trained to read the base's KV, so its verdicts are not to be trusted",
+        f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA, which shows "
+        "time only: these weights were trained to read the base's KV, so its verdicts are not to be trusted",
     ]
 
 
