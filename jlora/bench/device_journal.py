@@ -84,8 +84,9 @@ def read(path: Path) -> Found:
         line = json.loads(text)
         if "begin" in line:
             found.died += [found.open] if found.open is not None else []
-            found.open = line["begin"]
-            found.begun.append(found.open)
+            case = str(line["begin"])
+            found.begun.append(case)
+            found.open = case
             continue
         if "row" in line:
             name, row = line["row"]
