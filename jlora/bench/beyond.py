@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from jlora.bench import machine, report
-from jlora.bench.paper import Case, Curves, Plan, Runs, rounded, run_all
+from jlora.bench.paper import Case, Curves, Plan, Runs, run_all
 from jlora.bench.paper_numbers import Curve, Table
 from jlora.sim.clairvoyant import Clairvoyant
 
@@ -53,15 +53,12 @@ class Cell(Curves):
 
     kind = "cell"
     reference = OURS
+    near = (0.9,)
 
     @property
     def policies(self) -> tuple[str, ...]:
         """With the bound."""
         return POLICIES
-
-    def rates(self, peak: float) -> list[float]:
-        """From low to the peak."""
-        return [rounded(level * peak) for level in LEVELS]
 
 
 class Hint(Cell):
@@ -82,14 +79,14 @@ class Hint(Cell):
 
 def full(work: Path, data: Path | None) -> Plan:
     """Every cell."""
-    return Plan((), CELLS, HINTED, 300.0, len(LEVELS), work, 60.0, data)
+    return Plan((), CELLS, HINTED, 300.0, LEVELS, work, 60.0, data)
 
 
 def quick(work: Path, data: Path | None) -> Plan:
     """Two short cells: whether it works at all."""
     cells = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0),)
     hinted = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0, hint_s=1.0),)
-    return Plan((), cells, hinted, 5.0, len(LEVELS), work, 5.0, data, past=(), close=1.5)
+    return Plan((), cells, hinted, 5.0, LEVELS, work, 5.0, data, close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:
