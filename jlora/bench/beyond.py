@@ -79,7 +79,7 @@ class Hint(Cell):
 
 def full(work: Path, data: Path | None) -> Plan:
     """Every cell."""
-    return Plan((), CELLS, HINTED, 300.0, LEVELS, work, 60.0, data)
+    return Plan((), CELLS, HINTED, 60.0, LEVELS, work, 60.0, data)
 
 
 def quick(work: Path, data: Path | None) -> Plan:

@@ -21,7 +21,7 @@ import gc
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -35,15 +35,15 @@ from jlora.bench import machine
 from jlora.bench.rounds import Journal, Sample
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
-from jlora.sim.trace import Trace
-from jlora.sim.workloads import SOURCES, Load, Source, play, ranks
+from jlora.sim.trace import Trace, retimed
+from jlora.sim.workloads import SOURCES, Load, play, ranks
 from jlora.sim.workloads.popularity import parse as parse_popularity
 
 CHIP = "npu"
 CARDS = {"7B": ("llama-2-7b", 1), "13B": ("llama-2-13b", 2), "34B": ("llama-34b", 4)}  # section 6.1
 SCENES = {"W1": "chatbot", "W2": "translation", "W3": "agents"}
 OWN_PACE = {"W1": 1.0, "W2": 1.0, "W3": 10.0}  # requests/s at which a user's gaps are the workload's own
-GUESS = {  # requests/s: where to look for the first peak
+GUESS = {  # requests/s: at which a case's requests are drawn, and where its first peak is looked for
     "W1": {"7B": 5.5, "13B": 9.0, "34B": 14.0},
     "W2": {"7B": 80.0, "13B": 80.0, "34B": 75.0},
     "W3": {"7B": 50.0, "13B": 50.0, "34B": 55.0},
@@ -55,8 +55,8 @@ ABLATIONS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
 FAIR = tuple(f"vllm-fair:{share:g}" for share in (0.05, 0.1, 0.2, 0.3))  # of which the best is taken
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)  # as Figure 9 sweeps them
 LIMIT_S = 0.5  # of mean TTFT, at the peak
-LEVELS = (0.15, 0.35, 0.55, 0.7, 0.85, 0.95, 1.0)  # rates of a case, in peaks of the reference
-ABLATED = (0.55, 0.85, 1.0)  # of which ablations are run at these
+LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.0)  # rates of a case, in peaks of the reference
+ABLATED = (0.5, 0.85, 1.0)  # of which ablations are run at these
 CLOSE = 1.03  # times: between what is below the limit and what is not
 
 # Of a run, what is kept.
@@ -113,7 +113,7 @@ class Plan:
 
     Attributes:
         figures: numbers of the paper's.
-        levels: rates, in peaks of the reference; seconds: of traffic, of every run.
+        levels: rates, in peaks of the reference; seconds: of traffic, at the rate at which it is drawn.
         data: directory of the public traces; None draws the synthetic equivalents.
         work: where journals are kept.
         minutes: no run begins later than that after the start.
@@ -148,15 +148,15 @@ FIGURES = (9, 11, 12, 13, 14, 15, 16)
 
 
 def full(work: Path, data: Path | None) -> Plan:
-    """Every case, a minute of traffic a run."""
-    return Plan(FIGURES, CASES, MANY, 60.0, LEVELS, work, 60.0, data)
+    """Every case, with as many requests as come in 45 s near the peak."""
+    return Plan(FIGURES, CASES, MANY, 45.0, LEVELS, work, 60.0, data)
 
 
 def quick(work: Path, data: Path | None) -> Plan:
     """Few short cases: whether it works at all."""
     many = (Case("W3", "7B", 40, "skewed:0.1"),)
     cases = (Case("W3", "7B", 20),)
-    return Plan(FIGURES, cases, many, 5.0, (0.55, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
+    return Plan(FIGURES, cases, many, 5.0, (0.5, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:
@@ -220,29 +220,35 @@ class Study:
         raise NotImplementedError
 
     def traffic(self, rate: float) -> tuple[Trace, list[int]]:
-        """A trace of exactly this rate, and its adapters' ranks.
+        """The case's requests at exactly this rate, and its adapters' ranks.
 
-        All times of the workload are scaled, its pattern stays (section 6.2); its history has been computed by
-        time 0.
+        As in section 6.2 all times are scaled and the pattern stays: every rate has the same requests. Their
+        history has been computed by time 0.
         """
-        case, plan = self.case, self.plan
-        source, spec = self.source, case.hardware.spec
-        law = parse_popularity(case.popularity, plan.data) if case.popularity else None
-        load = Load(rate, self.seconds, case.adapters, vocab=spec.vocab, max_len=spec.max_len, seed=plan.seed)
-        load = replace(load, gap_s=source.gap_s * OWN_PACE.get(case.workload, 1.0) / rate, popularity=law)
-        trace = play(source, load)
+        trace, dealt = self.drawn
         proper = [turn.at for turn in trace.turns if turn.at >= 0]
         factor = len(proper) / rate / max(proper[-1], 1e-9)
-        return settled(retimed(trace, lambda at: factor * at), case.hardware), ranks(load)
+        return settled(retimed(trace, lambda at: factor * at), self.case.hardware), dealt
 
     @cached_property
-    def source(self) -> Source:
-        """The workload."""
-        return SOURCES[self.case.workload](self.plan.data)
+    def drawn(self) -> tuple[Trace, list[int]]:
+        """The case's requests, and its adapters' ranks."""
+        case, plan = self.case, self.plan
+        source, spec = SOURCES[case.workload](plan.data), case.hardware.spec
+        law = parse_popularity(case.popularity, plan.data) if case.popularity else None
+        load = Load(self.base, self.seconds, case.adapters, vocab=spec.vocab, max_len=spec.max_len, seed=plan.seed)
+        gap_s = source.gap_s * OWN_PACE.get(case.workload, 1.0) / self.base
+        load = replace(load, gap_s=gap_s, popularity=law)
+        return play(source, load), ranks(load)
+
+    @property
+    def base(self) -> float:
+        """The rate at which they are drawn."""
+        return GUESS[self.case.workload][self.case.model]
 
     @property
     def seconds(self) -> float:
-        """Length of a trace, before it is scaled to its exact rate."""
+        """Of traffic, at that rate."""
         return self.plan.seconds
 
     def keep(self, result: Mapping[str, Any]) -> Sample:
@@ -326,7 +332,7 @@ class Curves(Study):
 
     def anchors(self, runs: Runs) -> tuple[float, str]:
         """The reference's peak, and vllm-fair at the share that is best near it."""
-        guess = GUESS.get(self.case.workload, {}).get(self.case.model, 2.0)
+        guess = self.base
         sides = (0.0, guess) if runs.over(guess, self.reference) else (guess, math.inf)
         peak = find_peak(runs, self.reference, Bracket(*sides, max(self.STRIDE, self.plan.close)), self.plan.close)
         rates = [rounded(level * peak) for level in self.near]
@@ -378,7 +384,7 @@ class Ratios(Study):
 class OverTime(Study):
     """Figure 14: what the device holds over half an hour whose rate rises and falls.
 
-    At the paper's 1.6 requests/s, and nearer to this card's peak: that is where their phases differ.
+    At the paper's 1.6 requests/s, and the same requests nearer to this card's peak: there phases differ.
     """
 
     kind = "time"
@@ -397,6 +403,11 @@ class OverTime(Study):
     def seconds(self) -> float:
         """Half an hour."""
         return self.plan.long
+
+    @property
+    def base(self) -> float:
+        """The paper's rate: nearer to the peak the same requests take less time."""
+        return self.RATE
 
     def traffic(self, rate: float) -> tuple[Trace, list[int]]:
         """The same requests on a clock that runs unevenly: a stand-in for the phases of the paper's trace."""
@@ -420,19 +431,14 @@ class OverTime(Study):
         return {**super().keep(result), "series": series, "waits": waits}
 
     def result(self) -> dict[str, Any]:
-        """With the phases' ends, in seconds."""
-        return {**super().result(), "ends": [end * self.plan.long for end in self.ENDS]}
+        """With the phases' ends, in lengths of the run."""
+        return {**super().result(), "ends": list(self.ENDS)}
 
 
 def near_peak(study: Study, runs: Runs, level: float) -> float:
     """A rate at so much of the reference's peak in the curves of the same case. Raises TimeoutError."""
     curves = Curves(study.plan, study.case)
     return rounded(level * curves.anchors(Runs(curves, runs.deadline))[0])
-
-
-def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
-    """The same turns at other times."""
-    return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
 
 
 def rounded(value: float) -> float:

@@ -108,9 +108,9 @@ def origin(result: Mapping[str, Any]) -> str:
     levels, few = (", ".join(f"{level:g}" for level in each) for each in (s["levels"], ABLATED))
     return (
         f"`{report.command()}`, {day}, {m['processor']}, {m['cores']} cores; python {sys.version.split()[0]}. "
-        f"Simulated: {s['seconds']:g} s of traffic per run, after a warm start ({data}, seed {s['seed']}). In every "
-        f"case all policies at {levels} times the peak of `{REFERENCE}`, ablations at {few} times; then each one's own "
-        f"peak, to {CLOSE - 1:.0%}.\n"
+        f"Simulated: as many requests per run as come in {s['seconds']:g} s near the peak, the same at every rate, "
+        f"after a warm start ({data}, seed {s['seed']}). In every case all policies at {levels} times the peak of "
+        f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}.\n"
     )
 
 
