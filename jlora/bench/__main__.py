@@ -134,7 +134,7 @@ def parser() -> Parser:
     made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
     figures = paper.FIGURES
     made.add_argument("--figure", nargs="+", type=int, default=list(figures), choices=figures, help="of the paper")
-    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default: 45; beyond 60)")
+    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default: 30; beyond 60)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from jlora.bench import machine, paper_details, paper_figures, report
-from jlora.bench.paper import ABLATED, ABLATIONS, CLOSE, POLICIES, REFERENCE, SCENES
+from jlora.bench.paper import ABLATED, ABLATIONS, CLOSE, LONGER, POLICIES, REFERENCE, SCENES
 from jlora.bench.paper_numbers import CALM, Table, average, invalid_share
 
 PAGE = "fastlibra.md"
@@ -108,7 +108,8 @@ def origin(result: Mapping[str, Any]) -> str:
     levels, few = (", ".join(f"{level:g}" for level in each) for each in (s["levels"], ABLATED))
     return (
         f"`{report.command()}`, {day}, {m['processor']}, {m['cores']} cores; python {sys.version.split()[0]}. "
-        f"Simulated: as many requests per run as come in {s['seconds']:g} s near the peak, the same at every rate, "
+        f"Simulated: as many requests per run as come in {s['seconds']:g} s near the peak ({LONGER['W1']:g} times as "
+        f"many in the chatbot, whose answers are long), the same at every rate, "
         f"after a warm start ({data}, seed {s['seed']}). In every case all policies at {levels} times the peak of "
         f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}.\n"
     )
