@@ -24,7 +24,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jlora.bench import machine
+from jlora.bench.peaks import Bracket, find_peak, rounded
 from jlora.bench.rounds import Journal, Sample
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
@@ -158,7 +159,7 @@ def quick(work: Path, data: Path | None) -> Plan:
     """Few short cases: whether it works at all."""
     many = (Case("W3", "7B", 40, "skewed:0.1"),)
     cases = (Case("W3", "7B", 20),)
-    return Plan(FIGURES, cases, many, 5.0, (0.5, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
+    return Plan(FIGURES, cases, many, 1.0, (0.5, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:
@@ -330,13 +331,15 @@ class Curves(Study):
             tried = [*self.rates_of(policy, peak), *past[:1]]
             over = next((rate for rate in tried if runs.over(rate, policy)), math.inf)
             under = max((rate for rate in tried if rate < over), default=0.0)
-            find_peak(runs, policy, Bracket(under, over, self.plan.close**2), self.plan.close)
+            stride = self.plan.close**2 if under else self.STRIDE
+            find_peak(partial(runs.over, policy=policy), Bracket(under, over, stride), self.plan.close)
 
     def anchors(self, runs: Runs) -> tuple[float, str]:
         """The reference's peak, and vllm-fair at the share that is best near it."""
         guess = self.base
-        sides = (0.0, guess) if runs.over(guess, self.reference) else (guess, math.inf)
-        peak = find_peak(runs, self.reference, Bracket(*sides, max(self.STRIDE, self.plan.close)), self.plan.close)
+        over = partial(runs.over, policy=self.reference)
+        sides = (0.0, guess) if over(guess) else (guess, math.inf)
+        peak = find_peak(over, Bracket(*sides, max(self.STRIDE, self.plan.close)), self.plan.close)
         rates = [rounded(level * peak) for level in self.near]
         found = {fair: math.prod(runs.at(rate, fair)["ttft_s"] for rate in rates) for fair in FAIR}
         return peak, min(found, key=lambda fair: found[fair])
@@ -441,46 +444,6 @@ def near_peak(study: Study, runs: Runs, level: float) -> float:
     """A rate at so much of the reference's peak in the curves of the same case. Raises TimeoutError."""
     curves = Curves(study.plan, study.case)
     return rounded(level * curves.anchors(Runs(curves, runs.deadline))[0])
-
-
-def rounded(value: float) -> float:
-    """Four digits: rates are told apart by them."""
-    return float(f"{value:.4g}")
-
-
-@dataclass(frozen=True, slots=True)
-class Bracket:
-    """Where a peak lies: below the limit at `under` (0: not known), not below it at `over` (infinity: not known).
-
-    Attributes:
-        stride: factor to the next rate where one of the two is not known.
-    """
-
-    under: float
-    over: float
-    stride: float
-
-    @property
-    def next(self) -> float:
-        """The rate to try."""
-        if self.under and self.over < math.inf:
-            return rounded(math.sqrt(self.under * self.over))
-        return rounded(self.under * self.stride if self.under else self.over / self.stride)
-
-
-def find_peak(runs: Runs, policy: str, bracket: Bracket, close: float) -> float:
-    """The highest rate at which the policy's mean TTFT is below the limit, to a factor of `close`.
-
-    A policy that misses the limit even at a fiftieth of the first rate has no peak, and that rate is returned.
-    """
-    least = bracket.over / 50 if bracket.over < math.inf else 0.0
-    while bracket.over > close * bracket.under and bracket.over > least:
-        rate = bracket.next
-        if runs.over(rate, policy):
-            bracket = replace(bracket, over=rate)
-        else:
-            bracket = replace(bracket, under=rate)
-    return bracket.under or bracket.over
 
 
 def _jobs(plan: Plan) -> Iterator[Study]:

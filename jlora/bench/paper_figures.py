@@ -195,7 +195,7 @@ def _over_time(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
     panels = {"history_kv": "history KV", "adapters": "adapters", "running_kv": "running KV"}
     rates = sorted({run["rate"] for run in runs})
     figure = _figure(6.0 * len(rates), 9.0)
-    rows = figure.subplots(4, len(rates), sharex=True, squeeze=False)
+    rows = figure.subplots(4, len(rates), sharex="col", squeeze=False)
     for run in runs:
         series, color, column = run["series"], COLORS[run["policy"]], rows[:, rates.index(run["rate"])]
         for axes, (key, title) in zip(column, panels.items(), strict=False):

@@ -93,7 +93,8 @@ def write(out: Path, result: Mapping[str, Any]) -> None:
         "many": Table([s for s in studies["curves"] if s["case"]["popularity"]]),
     }
     figures = paper_figures.draw(out, tables, studies)
-    parts = [origin(result), "## Stand-ins\n", STAND_INS, *sections(tables["grid"], tables["many"])]
+    parts = [origin(result), progress(tables, studies["curves"]), "## Stand-ins\n", STAND_INS]
+    parts += sections(tables["grid"], tables["many"])
     parts += [paper_details.shares(studies["ratios"]), paper_details.phases(studies["time"])]
     parts.append(paper_details.overheads(out / paper_details.HOST))
     parts += [f"![{name}]({name})\n" for name in figures]
@@ -113,6 +114,16 @@ def origin(result: Mapping[str, Any]) -> str:
         f"after a warm start ({data}, seed {s['seed']}). In every case all policies at {levels} times the peak of "
         f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}.\n"
     )
+
+
+def progress(tables: Mapping[str, Table], curves: Sequence[Mapping[str, Any]]) -> str:
+    """How many cases are complete."""
+    counts = []
+    for (kind, table), figures in zip(tables.items(), ("Figures 11 to 13", "Figure 16"), strict=True):
+        asked = sum(bool(study["case"]["popularity"]) == (kind == "many") for study in curves)
+        whole = sum(all(table.curve(name, policy) for policy in (*POLICIES, "best")) for name in table.cases)
+        counts.append(f"{whole} of {asked} cases of {figures}")
+    return f"Complete: {' and '.join(counts)}. An interrupted run goes on where it stopped.\n"
 
 
 def sections(grid: Table, many: Table) -> list[str]:
