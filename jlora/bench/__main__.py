@@ -152,7 +152,7 @@ def parser() -> Parser:
     made.add_argument("--no-grpc", action="store_true", help="skip the run behind the gRPC server")
     figures = paper.FIGURES
     made.add_argument("--figure", nargs="+", type=int, default=list(figures), choices=figures, help="of the paper")
-    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic per run (default: 300)")
+    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default: 30; beyond 100)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
 
@@ -229,7 +229,7 @@ def _paper(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     plan = replace(make(work, args.data), figures=tuple(args.figure), minutes=args.minutes)
     result = paper.run(replace(plan, seconds=args.seconds or plan.seconds))
     paper_page.write(args.out, result)
-    return result
+    return paper.packed(result)
 
 
 def _beyond(args: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -24,7 +24,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jlora.bench.paper import GUESS, Case, Plan, Runs, Study, find_peak, rounded, run_all
+from jlora.bench.paper import GUESS, Case, Plan, Runs, Study, run_all
+from jlora.bench.peaks import rounded
 from jlora.bench.rounds import Sample
 from jlora.sim.clairvoyant import Clairvoyant
 
@@ -34,6 +35,7 @@ SHARES = (0.1, 0.2, 0.3)  # of the pool, for adapters, under `vllm-fair`
 POLICIES = (OURS, "lru", "fastlibra", *(f"{STATIC}:{share:g}" for share in SHARES), BOUND)
 LEVELS = (0.3, 0.7, 0.9)  # of the peak
 BATCHES = 5
+OTHERS = 2.0  # requests/s at which workloads that are not the paper's are drawn
 
 LENGTH = {"W1": 1.0, "W2": 0.25, "W3": 0.4, "W5": 1.0, "W7": 1.0}  # of `Plan.seconds`: some 300 requests
 DRIFT = {"W5": "drift:30"}
@@ -63,6 +65,11 @@ class Cell(Study):
         """By workload: as long as it takes to see about as many requests."""
         return self.plan.seconds * LENGTH[self.case.workload]
 
+    @property
+    def base(self) -> float:
+        """The rate at which the requests are drawn: the paper's cases' where there is one."""
+        return GUESS.get(self.case.workload, {}).get(self.case.model, OTHERS)
+
     def fill(self, runs: Runs) -> None:
         """Finds the peak, then runs every policy at every rate."""
         for rate in self.rates(runs):
@@ -71,8 +78,8 @@ class Cell(Study):
 
     def rates(self, runs: Runs) -> list[float]:
         """The levels of the peak of `jlora`."""
-        peak = find_peak(runs, OURS, GUESS.get(self.case.workload, 2.0), self.plan.close)
-        return [rounded(level * peak) for level in LEVELS]
+        peak = self.peak(runs, OURS)
+        return [rounded(level * peak) for level in self.plan.levels]
 
     def keep(self, result: Mapping[str, Any]) -> Sample:
         """With the mean TTFT of every fifth of the requests."""
@@ -118,14 +125,14 @@ def best_share(study: Mapping[str, Any]) -> str:
 
 def full(work: Path, data: Path | None) -> Plan:
     """Every cell, the most telling first."""
-    return Plan((), CELLS, HINTED, 100.0, len(LEVELS), work, 60.0, data, close=1.2)
+    return Plan((), CELLS, HINTED, 100.0, LEVELS, work, 60.0, data, close=1.2)
 
 
 def quick(work: Path, data: Path | None) -> Plan:
     """Two short cells: whether it works at all."""
     cells = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0),)
     hinted = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0, hint_s=1.0),)
-    return Plan((), cells, hinted, 12.0, len(LEVELS), work, 5.0, data, close=1.5)
+    return Plan((), cells, hinted, 12.0, LEVELS, work, 5.0, data, close=1.5)
 
 
 def run(plan: Plan) -> dict[str, Any]:

@@ -41,7 +41,10 @@ def draw(out: Path, figures: Mapping[str, Table], studies: Mapping[str, Sequence
         "curves": (bool(grid.cases), lambda path: _curves(path, grid)),
         "12": (bool(grid.cases), lambda path: _breakdown(path, grid)),
         "13": (bool(grid.cases), lambda path: _use(path, grid)),
-        "14": (any(study["runs"] for study in studies["time"]), lambda path: _over_time(path, studies["time"][0])),
+        "14": (
+            any(study["runs"] for study in studies["time"]),
+            lambda path: _over_time(path, studies["time"][0]["runs"]),
+        ),
         "15": (
             any(grid.curve(case, ABLATIONS[0]) for case in grid.cases),
             lambda path: _ablations(path, grid),
@@ -68,7 +71,7 @@ def _finish(figure: Any, path: Path) -> None:
     handles, labels = max((axes.get_legend_handles_labels() for axes in figure.axes), key=lambda found: len(found[1]))
     columns = max(1, min(len(labels), int(figure.get_figwidth() / 1.8)))
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=90)
 
 
 def _bars(path: Path, table: Table, keys: Sequence[str]) -> None:
@@ -187,53 +190,46 @@ def _ablations(path: Path, table: Table) -> None:
     _finish(figure, path)
 
 
-def _over_time(path: Path, study: Mapping[str, Any]) -> None:
-    """Figure 14: history KV, adapters and running KV on the device, and TTFT, over half an hour."""
+def _over_time(path: Path, runs: Sequence[Mapping[str, Any]]) -> None:
+    """Figure 14: history KV, adapters and running KV on the device, and TTFT; a column per rate."""
     panels = {"history_kv": "history KV", "adapters": "adapters", "running_kv": "running KV"}
-    figure = _figure(9.0, 9.0)
-    rows = figure.subplots(4, 1, sharex=True)
-    for run in study["runs"]:
-        series, color = run["series"], COLORS[run["policy"]]
-        for axes, (key, title) in zip(rows, panels.items(), strict=False):
+    rates = sorted({run["rate"] for run in runs})
+    figure = _figure(6.0 * len(rates), 9.0)
+    rows = figure.subplots(4, len(rates), sharex="col", squeeze=False)
+    for run in runs:
+        series, color, column = run["series"], COLORS[run["policy"]], rows[:, rates.index(run["rate"])]
+        for axes, (key, title) in zip(column, panels.items(), strict=False):
             axes.plot(series["at"], [100 * value for value in series[key]], color=color, label=run["policy"])
             axes.set_ylabel(f"{title}, % of the device")
-        at, wait = _windows(run["waits"])
-        rows[3].plot(at, wait, color=color, label=run["policy"])
-    rows[3].set_yscale("log")
-    rows[3].set_ylabel("TTFT, ms (30 s means)")
-    rows[3].set_xlabel("seconds")
-    for axes in rows:
+        at, wait = zip(*run["waits"], strict=True)
+        column[3].plot(at, [1e3 * value for value in wait], color=color, label=run["policy"])
+        column[3].set_yscale("log")
+        column[3].set_ylabel("TTFT, ms (30 s means)")
+        column[3].set_xlabel("seconds")
+        column[0].set_title(f"{run['rate']:g} requests/s", fontsize=9)
+    for axes in rows.flat:
         axes.grid(alpha=0.3)
     _finish(figure, path)
 
 
 def _ratios(path: Path, studies: Sequence[Mapping[str, Any]]) -> None:
-    """Figure 9: TTFT over the share that adapters have, and where one pool is."""
-    figure = _figure(6.0, 3.6)
-    axes = figure.subplots()
-    for index, study in enumerate(studies):
-        runs = {run["policy"]: 1e3 * run["ttft_s"] for run in study["runs"]}
-        shares = sorted((float(name.partition(":")[2]), value) for name, value in runs.items() if ":" in name)
-        if shares:
-            count = study["case"]["adapters"]
-            axes.plot(*zip(*shares, strict=True), marker="o", color=f"C{index}", label=f"vllm-fair, {count} adapters")
-            axes.axhline(runs.get("jlora", 0.0), color=f"C{index}", linestyle=":", label=f"jlora, {count}")
-    axes.set_xlabel("share of the device for adapters")
-    axes.set_ylabel("mean TTFT, ms")
-    axes.set_yscale("log")
-    axes.grid(alpha=0.3)
+    """Figure 9: TTFT over the share that adapters have, and where one pool is; a panel per number of adapters."""
+    figure = _figure(5.0 * len(studies), 3.6)
+    for axes, study in zip(figure.subplots(1, len(studies), squeeze=False)[0], studies, strict=True):
+        rates = sorted({run["rate"] for run in study["runs"]})
+        for index, rate in enumerate(rates):
+            runs = {run["policy"]: 1e3 * run["ttft_s"] for run in study["runs"] if run["rate"] == rate}
+            shares = sorted((float(name.partition(":")[2]), value) for name, value in runs.items() if ":" in name)
+            axes.plot(*zip(*shares, strict=True), marker="o", color=f"C{index}", label=f"vllm-fair, {rate:g}/s")
+            if "jlora" in runs:
+                axes.axhline(runs["jlora"], color=f"C{index}", linestyle=":", label=f"jlora, {rate:g}/s")
+        axes.set_title(study["case"]["name"], fontsize=9)
+        axes.set_xlabel("share of the device for adapters")
+        axes.set_ylabel("mean TTFT, ms")
+        axes.set_yscale("log")
+        axes.grid(alpha=0.3)
     _finish(figure, path)
 
 
 def _scenes(table: Table) -> list[str]:
     return [scene for scene in SCENES if any(name.startswith(scene) for name in table.cases)]
-
-
-def _windows(waits: Sequence[Sequence[float | None]], width: float = 30.0) -> tuple[list[float], list[float]]:
-    """Means of TTFT in milliseconds over windows of the time it was asked at."""
-    sums: dict[int, list[float]] = {}
-    for sent, ttft in waits:
-        if sent is not None and ttft is not None:
-            sums.setdefault(int(sent // width), []).append(ttft)
-    found = sorted(sums.items())
-    return [width * (index + 0.5) for index, _ in found], [1e3 * sum(values) / len(values) for _, values in found]

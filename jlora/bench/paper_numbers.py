@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,8 +36,17 @@ class Curve:
         return self.points[-1][0]
 
     def mean(self, key: str, rates: Sequence[float]) -> float:
-        """Of a value over some of the rates."""
-        return statistics.fmean(run[key] for rate, run in self.points if rate in rates)
+        """Of a value over all rates from 0 to the last of these: straight lines between, level before the first."""
+        chosen = [(rate, run[key]) for rate, run in self.points if rate in rates]
+        area = chosen[0][0] * chosen[0][1]
+        for (low, before), (high, after) in itertools.pairwise(chosen):
+            area += (high - low) * (before + after) / 2
+        return area / chosen[-1][0]
+
+    def shared(self, other: Curve, rates: Sequence[float]) -> list[float]:
+        """Of these rates, those that both have been run at."""
+        common = {rate for rate, _ in self.points} & {rate for rate, _ in other.points}
+        return [rate for rate in rates if rate in common]
 
 
 class Table:
@@ -72,7 +82,7 @@ class Table:
             if mine is None or other is None:
                 continue
             most = CALM * min(mine.peak, other.peak) if calm else float("inf")
-            rates = [rate for rate in case["rates"] if rate <= most]
+            rates = [rate for rate in mine.shared(other, case["rates"]) if rate <= most]
             if key == "peak":
                 found[name] = mine.peak / other.peak
             elif rates and other.mean(key, rates) > 0:
@@ -102,9 +112,10 @@ def invalid_share(table: Table, policy: str = ABLATIONS[0]) -> float | None:
 
 
 def _curves(study: Mapping[str, Any]) -> dict[str, Curve]:
-    """By policy, where every rate of the means has been run."""
+    """By policy, where every rate that it was to be run at has been run."""
     runs: dict[str, dict[float, Mapping[str, float]]] = {}
     for run in study["runs"]:
         runs.setdefault(run["policy"], {})[run["rate"]] = run
-    whole = {policy: by for policy, by in runs.items() if study["rates"] and by.keys() >= set(study["rates"])}
+    asked = {policy: study.get("few", {}).get(policy, study["rates"]) for policy in runs}
+    whole = {policy: by for policy, by in runs.items() if asked[policy] and by.keys() >= set(asked[policy])}
     return {policy: Curve(tuple(sorted(by.items(), key=lambda item: item[0]))) for policy, by in whole.items()}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import machine, paper_figures, report
-from jlora.bench.paper import ABLATIONS, POLICIES, REFERENCE, SCENES
+from jlora.bench import machine, paper_details, paper_figures, report
+from jlora.bench.paper import ABLATED, ABLATIONS, CLOSE, LONGER, POLICIES, REFERENCE, SCENES
 from jlora.bench.paper_numbers import CALM, Table, average, invalid_share
 
 PAGE = "fastlibra.md"
@@ -65,10 +65,17 @@ CLAIMS = (
     Claim("peak / S-LoRA", 1.6, "slora", "peak"),
 )
 # Figure 15: the ablation over the whole, TTFT, TPOT, peak.
-ABLATED = {
+WITHOUT = {
     "fastlibra-wom": (1.27, 1.18, 0.802),
     "fastlibra-wos": (1.24, 1.15, 0.828),
     "fastlibra-wol": (1.13, 1.11, 0.869),
+}
+# Whom ours are compared with, by policy.
+BASELINES = {
+    "vllm": "vLLM",
+    "vllm-fair:0.2": "vllm-fair at 20 %",
+    "best": "vllm-fair at its best share",
+    "slora": "S-LoRA",
 }
 MANY = {"ttft_s": 1 - 0.554, "tpot_s": 1 - 0.162}  # Figure 16, over both baselines
 USE = {"vllm": (1.2, 1.3), "slora": (2.6, 3.2)}  # Figure 13: device in use, hits; times the baseline's
@@ -86,9 +93,12 @@ def write(out: Path, result: Mapping[str, Any]) -> None:
         "many": Table([s for s in studies["curves"] if s["case"]["popularity"]]),
     }
     figures = paper_figures.draw(out, tables, studies)
-    parts = [origin(result), "## Stand-ins\n", STAND_INS, *sections(tables["grid"], tables["many"])]
+    parts = [origin(result), progress(tables, studies["curves"]), "## Stand-ins\n", STAND_INS]
+    parts += sections(tables["grid"], tables["many"])
+    parts += [paper_details.shares(studies["ratios"]), paper_details.phases(studies["time"])]
+    parts.append(paper_details.overheads(out / paper_details.HOST))
     parts += [f"![{name}]({name})\n" for name in figures]
-    path.write_text(f"{text}{MARK}\n\n" + "\n".join(parts))
+    path.write_text(f"{text}{MARK}\n\n" + "\n".join(part for part in parts if part))
 
 
 def origin(result: Mapping[str, Any]) -> str:
@@ -96,18 +106,31 @@ def origin(result: Mapping[str, Any]) -> str:
     m, s = machine.describe(), result["settings"]
     day = datetime.datetime.now(datetime.UTC).date().isoformat()
     data = "public traces" if s["data"] else "their synthetic equivalents"
+    levels, few = (", ".join(f"{level:g}" for level in each) for each in (s["levels"], ABLATED))
     return (
         f"`{report.command()}`, {day}, {m['processor']}, {m['cores']} cores; python {sys.version.split()[0]}. "
-        f"Simulated: {s['seconds']:g} s of traffic per run ({data}, seed {s['seed']}), {s['steps']} rates from 0 "
-        f"to the peak of `{REFERENCE}` in every case.\n"
+        f"Simulated: as many requests per run as come in {s['seconds']:g} s near the peak ({LONGER['W1']:g} times as "
+        f"many in the chatbot, whose answers are long), the same at every rate, "
+        f"after a warm start ({data}, seed {s['seed']}). In every case all policies at {levels} times the peak of "
+        f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}.\n"
     )
+
+
+def progress(tables: Mapping[str, Table], curves: Sequence[Mapping[str, Any]]) -> str:
+    """How many cases are complete."""
+    counts = []
+    for (kind, table), figures in zip(tables.items(), ("Figures 11 to 13", "Figure 16"), strict=True):
+        asked = sum(bool(study["case"]["popularity"]) == (kind == "many") for study in curves)
+        whole = sum(all(table.curve(name, policy) for policy in (*POLICIES, "best")) for name in table.cases)
+        counts.append(f"{whole} of {asked} cases of {figures}")
+    return f"Complete: {' and '.join(counts)}. An interrupted run goes on where it stopped.\n"
 
 
 def sections(grid: Table, many: Table) -> list[str]:
     """The tables."""
     parts = []
     if grid.cases:
-        parts += [claims(grid), cases(grid, "Every case (Figure 11)"), hits(grid)]
+        parts += [claims(grid), scenes(grid), cases(grid, "Every case (Figure 11)"), hits(grid)]
         if any(grid.curve(name, ABLATIONS[0]) for name in grid.cases):
             parts.append(ablations(grid))
     if many.cases:
@@ -133,6 +156,31 @@ def claims(table: Table) -> str:
         f"rates. Below 1 is better in TTFT and TPOT, above 1 in peaks. An average over rates up to one's own peak is "
         f"made by the points past the other's saturation: the columns *below {CALM:g}* leave these out.\n\n"
     ) + report.table(head, rows)
+
+
+def scenes(table: Table) -> str:
+    """The same ratios scene by scene, and the cases where `jlora` stands worst."""
+    rows, worst = [], []
+    for theirs, label in BASELINES.items():
+        for scene, title in SCENES.items():
+            cells = [label, f"{scene} {title}"]
+            for ours in (REFERENCE, OURS):
+                for key, calm in (("ttft_s", False), ("ttft_s", True), ("tpot_s", False), ("peak", False)):
+                    cells.append(_number(average(table.ratios(ours, theirs, key, calm), scene)))
+            rows.append(cells)
+        calm = table.ratios(OURS, theirs, "ttft_s", calm=True)
+        peaks = table.ratios(OURS, theirs, "peak")
+        if calm and peaks:
+            slow, low = max(calm, key=lambda name: calm[name]), min(peaks, key=lambda name: peaks[name])
+            worst.append(
+                f"- over {label}: TTFT {calm[slow]:.2f} below {CALM:g} of both peaks ({slow}); peak {peaks[low]:.2f} "
+                f"({low})"
+            )
+    head = ["over", "scene"]
+    for ours in (REFERENCE, OURS):
+        head += [f"{ours}: TTFT", f"below {CALM:g}", "TPOT", "peak"]
+    text = "## Scene by scene\n\n" + report.table(head, rows)
+    return text + f"\nWhere `{OURS}` stands worst:\n\n" + "\n".join(worst) + "\n"
 
 
 def cases(table: Table, title: str) -> str:
@@ -179,7 +227,7 @@ def hits(table: Table) -> str:
 def ablations(table: Table) -> str:
     """Figure 15, and invalid KV."""
     rows = []
-    for policy, stated in ABLATED.items():
+    for policy, stated in WITHOUT.items():
         cells = [policy]
         for key, paper in zip(("ttft_s", "tpot_s", "peak"), stated, strict=True):
             here = average(table.ratios(policy, REFERENCE, key))

@@ -13,6 +13,7 @@ The five invariants (docs/architecture.md):
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator, Sequence
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode
@@ -49,17 +50,28 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
 
 def invalid_kv(manager: CacheManager) -> int:
     """KV blocks on the device that nothing can use as they are: their prefix or their adapter is not there."""
+    departing = manager.cells.departing
+    adapters = manager.adapters.values()
+    if manager.policy.binds(Node(manager.base, b"")):  # prefixes stay: all of it is below adapters that do not
+        return sum(node not in departing for node in _on_device([a for a in adapters if a.size and not a.device]))
     invalid = 0
-    stack: list[tuple[Node, bool]] = [
-        (adapter, bool(adapter.device) or not adapter.size) for adapter in manager.adapters.values()
-    ]
+    stack: list[tuple[Node, bool]] = [(adapter, bool(adapter.device) or not adapter.size) for adapter in adapters]
     while stack:
         above, rooted = stack.pop()
         for node in above.branches():
             based = rooted and all(needed.device or not needed.size for needed in node.needs)
-            invalid += bool(node.device) and not based and node not in manager.cells.departing
+            invalid += bool(node.device) and not based and node not in departing
             stack.append((node, based and bool(node.device)))
     return invalid
+
+
+def _on_device(adapters: Sequence[AdapterNode]) -> Iterator[Node]:
+    """KV on the device that depends on these adapters, as far as it hangs together."""
+    stack = [node for adapter in adapters for node in adapter.dependents() if node.device]
+    while stack:
+        node = stack.pop()
+        stack += [child for child in node.branches() if child.device]
+        yield node
 
 
 def check_integrity(manager: CacheManager) -> None:

@@ -23,7 +23,7 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
-from jlora.sim.scenario import POLICIES, Scenario, Work, simulate
+from jlora.sim.scenario import POLICIES, Scenario, Work, settled, simulate
 from jlora.sim.trace import Trace, read_csv
 from jlora.sim.workloads import SOURCES, Load, closed, mixes, play
 from jlora.sim.workloads import popularity as laws
@@ -123,7 +123,7 @@ def work_of(args: argparse.Namespace, hardware: Hardware) -> Work:
         trace = closed(trace, args.users)
     if not any(turn.at >= 0 for turn in trace.turns):
         raise ConfigError(f"--seconds {args.seconds:g}: the trace {trace.name} has no request in them")
-    return Work.of(trace, mixes.parse(args.ranks).of(trace, args.seed), hardware)
+    return Work.of(settled(trace, hardware), mixes.parse(args.ranks).of(trace, args.seed), hardware)
 
 
 class Progress:

@@ -32,6 +32,7 @@ from jlora.sim.trace import Facts, Trace, facts
 
 POLICIES = (*configuration.POLICIES, Clairvoyant.name)
 SHARED = "vllm-fair"  # the policy whose share a name may give
+SETTLE = 1.25  # times its tokens' seconds: what a history takes with steps' fixed parts and attention
 SAMPLES = 200  # of the device over time, in the length of a trace
 
 
@@ -73,6 +74,18 @@ class Work:
         """A trace on some hardware, which says how large a block and an adapter are."""
         sizes = tuple(hardware.adapter_blocks(rank) for rank in ranks)
         return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
+
+
+def settled(trace: Trace, hardware: Hardware) -> Trace:
+    """The same with its history so much earlier that all of it has been computed by time 0.
+
+    A history is one prompt for all that a session has said, and in fast traffic all of them come shortly
+    before time 0. Those who ask first would wait for them, as nobody does in a replica that has been
+    serving all the time.
+    """
+    past = sum(len(turn.adds) for turn in trace.turns if turn.at < 0)
+    pause = SETTLE * past * hardware.step_model().prompt_token_s
+    return replace(trace, turns=tuple(replace(t, at=t.at - pause) if t.at < 0 else t for t in trace.turns))
 
 
 def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Observer] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import hashlib
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -238,6 +238,11 @@ def longest(trace: Trace) -> int:
         most = max(most, total)
         lengths[turn.session] += 0 if turn.aside else len(turn.adds) + turn.output
     return most
+
+
+def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
+    """The same turns at other times."""
+    return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
 
 
 def shrunk(trace: Trace, divisor: int) -> Trace:

@@ -8,7 +8,8 @@ import pytest
 
 from jlora.errors import ConfigError
 from jlora.sim.hardware import MODELS, Hardware
-from jlora.sim.scenario import POLICIES, Scenario, Work, pool_blocks, replica_spec, simulate
+from jlora.sim.scenario import POLICIES, Scenario, Work, pool_blocks, replica_spec, settled, simulate
+from jlora.sim.trace import Trace, Turn
 from tests.sim._sim import NPU, chats
 
 TRACE = chats(sessions=24, turns=3, seed=7)
@@ -70,6 +71,17 @@ def test_invalid_kv_is_where_nothing_binds_it():
 def test_write_back_waits_for_its_copies_and_clean_eviction_does_not():
     written, clean = (simulate(TIGHT, WORK, policy)["summary"] for policy in ("vllm", "vllm-fair:0.2"))
     assert written["queue_s"] > 1.2 * clean["queue_s"]
+
+
+def test_a_settled_history_has_been_computed_by_time_0():
+    """Eighty sessions said a thousand tokens each within the last second: nobody who asks after it waits for them."""
+    past = [Turn(i / 80 - 1.0, i, -1, (i + 3,) * 1000, 1, None) for i in range(80)]
+    trace = Trace("rush", (*past, *(Turn(0.1 * i, i, 0, (7,) * 20, 4, None) for i in range(20))), ())
+    waited = [simulate(Scenario(NPU), Work.of(t, [], NPU), "jlora") for t in (trace, settled(trace, NPU))]
+    rushed, calm = (result["summary"]["ttft_s"] for result in waited)
+    assert rushed > 2.0 and calm < 0.1
+    pause = {round(a.at - b.at, 6) for a, b in zip(trace.turns, settled(trace, NPU).turns, strict=True)}
+    assert len(pause) == 2 and 0.0 in pause  # the history as a whole, and nothing else
 
 
 def test_a_fixed_cost_of_loading_adapters_shows_in_their_cold_starts():
