@@ -168,12 +168,12 @@ def scenes(table: Table) -> str:
                 for key, calm in (("ttft_s", False), ("ttft_s", True), ("tpot_s", False), ("peak", False)):
                     cells.append(_number(average(table.ratios(ours, theirs, key, calm), scene)))
             rows.append(cells)
-        calm = table.ratios(OURS, theirs, "ttft_s", calm=True)
+        below = table.ratios(OURS, theirs, "ttft_s", calm=True)
         peaks = table.ratios(OURS, theirs, "peak")
-        if calm and peaks:
-            slow, low = max(calm, key=lambda name: calm[name]), min(peaks, key=lambda name: peaks[name])
+        if below and peaks:
+            slow, low = max(below, key=lambda name: below[name]), min(peaks, key=lambda name: peaks[name])
             worst.append(
-                f"- over {label}: TTFT {calm[slow]:.2f} below {CALM:g} of both peaks ({slow}); peak {peaks[low]:.2f} "
+                f"- over {label}: TTFT {below[slow]:.2f} below {CALM:g} of both peaks ({slow}); peak {peaks[low]:.2f} "
                 f"({low})"
             )
     head = ["over", "scene"]
