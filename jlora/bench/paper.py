@@ -455,8 +455,8 @@ def _jobs(plan: Plan) -> Iterator[Study]:
         yield from (Ratios(plan, Case(plan.chat, "7B", adapters)) for adapters in (50, 100))
     if 14 in plan.figures:
         yield OverTime(plan, Case(plan.chat, "13B", 100))
-    grid: Sequence[Case] = plan.cases if set(plan.figures) & {11, 12, 13, 15} else ()
-    first = [case for case in grid if case.adapters == grid[0].adapters]
+    grid = plan.cases if set(plan.figures) & {11, 12, 13, 15} else ()
+    first = [case for case in grid if case.adapters == plan.cases[0].adapters]
     yield from (Curves(plan, case) for case in first)
     if 16 in plan.figures:
         yield from (Curves(plan, case) for case in plan.many)
