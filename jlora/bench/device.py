@@ -21,6 +21,7 @@ Exit code 1: a kernel differs from the reference, or a part failed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
@@ -42,6 +43,7 @@ from jlora.sim.hardware import StepLoad, StepModel
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of cases
 POLL_S = 0.2  # seconds between two looks at a part
+ENDED_S = 5.0  # for a process to end in, once it has written all or has been killed
 OVERTIME = 0.3  # of a section's silence: what is under way when its time ends may end by itself
 # Read by jax when a part starts. The engine's programs are the bare steps' own: compiled once.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -81,7 +83,7 @@ def sections(platform: str, quick: bool) -> list[Section]:
     return [
         Section("kernels", most_s=75, silent_s=60, restarts=4),
         *(Section("steps", model, 45, 130, 120, restarts=1) for model in models),
-        Section("engine", least_s=30, most_s=120, silent_s=120),
+        Section("engine", least_s=30, most_s=150, silent_s=120),
         Section("kernel_speed", least_s=20, most_s=75, silent_s=45, restarts=4),
         *([checklist] if platform == "gpu" else []),
     ]
@@ -144,7 +146,8 @@ class Job:
                 return self._watch(process, section, path, until)
             finally:
                 process.kill()
-                process.wait()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: left behind
+                    process.wait(ENDED_S)
 
     def _watch(self, process: subprocess.Popen[bytes], section: Section, path: Path, until: float) -> str:
         """Waits for a part as long as it gives signs of life and has time."""
@@ -154,6 +157,8 @@ class Job:
             now = path.stat().st_size if path.exists() else 0
             size, heard = (now, time.monotonic()) if now != size else (size, heard)
             silent = time.monotonic() - heard
+            if silent > ENDED_S and device_journal.read(path).ended:
+                break  # all is written; what hangs is only its end
             if silent > section.silent_s or time.monotonic() > until + OVERTIME * section.silent_s:
                 break
         if device_journal.read(path).ended:

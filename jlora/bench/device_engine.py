@@ -154,8 +154,10 @@ class Contest:
         largest = world.layout.blocks_for(world.spec.max_len) + max(sizes)
         self._blocks = min(max(int(share * self._working), 2 * largest), world.layout.blocks - 1)
         self._host_blocks = 2 * self._working + sum(sizes)
-        for _ in world.runner.warm_up():
-            pass
+
+    def warm_up(self) -> Iterator[str]:
+        """Compiles every program; its name after each."""
+        return self._world.runner.warm_up()
 
     def play(self, policy: str) -> dict[str, Any]:
         """One run: what requests waited, and what the cache found."""

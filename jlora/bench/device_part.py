@@ -178,6 +178,8 @@ def _engine(part: Part) -> bool:
         part.journal.put("decode", device_engine.overhead(world, busy))
         names = device_engine.POLICIES[:2] if part.small else device_engine.POLICIES
         contest = device_engine.Contest(world, load, share=0.3, speed=1.0)
+        for name in contest.warm_up():
+            part.journal.begin(f"compiling: {name} is done")
         for name in names:
             if part.left() < contest.seconds:
                 part.journal.skip(f"policy {name}: {part.left():.0f} s left, {contest.seconds:.0f} s needed")
@@ -195,7 +197,7 @@ def _shallow(small: bool) -> tuple[ModelSpec, Busy, Load]:
         load = Load(rate=3, seconds=1.5, gap_s=1, adapters=3, shrink=32, vocab=spec.vocab, max_len=spec.max_len)
         return spec, Busy(2, 16, 8), load
     spec = replace(MODELS["llama-3-8b"], layers=2, max_len=1024, name="llama-3-8b, 2 layers")
-    load = Load(rate=8, seconds=20, gap_s=4, adapters=24, shrink=4, vocab=spec.vocab, max_len=spec.max_len)
+    load = Load(rate=12, seconds=12, gap_s=3, adapters=24, shrink=4, vocab=spec.vocab, max_len=spec.max_len)
     return spec, Busy(16, 32, 48), load
 
 

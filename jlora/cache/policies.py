@@ -123,6 +123,8 @@ class Jlora(Policy):
 
     def meet(self, path: Sequence[Node], now: float) -> None:
         last = path[-1] if path else None
+        if last is not None and last.users > 1:
+            return  # its conversation is not silent: others of one request, or who asks the same
         self.returns.add(None if last is None or last.shared else max(0.0, now - last.last_use))
 
     def visit(self, node: Node, now: float) -> None:

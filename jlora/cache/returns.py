@@ -11,7 +11,8 @@ does. Which of the two cannot be seen, but how many of those before it came back
 
 the occurrence / exposure rate of an actuary's life table, a hazard. Old counts fade, so the table
 follows the traffic; it begins as `PRIOR` silences that end by a power law, and what is measured takes
-their place. All of it is a dozen numbers, whatever the cache holds.
+their place but for `LASTING` of them: of an age that nobody has reached yet, or that has not been
+seen for long, something is expected still. All of it is a dozen numbers, whatever the cache holds.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import math
 
 EDGES = (0.0, *(2.0**k for k in range(13)))  # seconds: 0, 1, 2, 4, ... 4096
 RECENT = 256.0  # silences that the table remembers, about
-PRIOR = 32.0  # silences it begins with,
+PRIOR, LASTING = 32.0, 1.0  # silences it begins with, and how many of them never fade,
 SHAPE, SCALE_S = 0.25, 5.0  # of which (SCALE_S / (SCALE_S + age)) ** SHAPE last longer than `age`
 LEAST = 0.02  # share of the silences that is taken to last for ever: ages nobody has reached yet
 
@@ -29,14 +30,17 @@ class Returns:
     """The life table of one cache's conversations."""
 
     def __init__(self) -> None:
-        left = [PRIOR * (SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]
-        self._began = PRIOR
-        self._back = [a - b for a, b in zip(left, left[1:], strict=False)]
+        left = [(SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]
+        self._prior = [a - b for a, b in zip(left, left[1:], strict=False)]  # of one silence
+        self._weight = PRIOR
+        self._began = 0.0
+        self._back = [0.0] * len(self._prior)
         self._rates = self._made()
 
     def add(self, age: float | None) -> None:
         """A request has come, from a conversation that was silent for `age` seconds; None: it opens one."""
         keep = 1 - 1 / RECENT
+        self._weight = max(keep * self._weight, LASTING)
         self._back = [keep * count for count in self._back]
         self._began = keep * self._began + 1
         if age is not None and age < EDGES[-1]:
@@ -50,9 +54,11 @@ class Returns:
         return self._rates[-1] * EDGES[-1] / age
 
     def _made(self) -> list[float]:
-        rates, left = [], self._began
-        for back, begin, end in zip(self._back, EDGES, EDGES[1:], strict=False):
-            after = max(left - back, LEAST * self._began)
+        began = self._began + self._weight
+        rates, left = [], began
+        for seen, prior, begin, end in zip(self._back, self._prior, EDGES, EDGES[1:], strict=False):
+            back = seen + self._weight * prior
+            after = max(left - back, LEAST * began)
             rates.append(back / ((end - begin) * (left + after) / 2))
             left = after
         return rates

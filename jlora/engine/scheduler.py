@@ -284,8 +284,9 @@ class Scheduler:
             sequence.adapter_s, sequence.kv_s, sequence.boarded = lease.adapter_s, lease.kv_s, True
             # Between its copies and its slot it waited like any other in the queue.
             sequence.slot_s = max(0.0, now - lease.granted - max(lease.adapter_s, lease.kv_s))
-        elif not sequence.first_token:
-            sequence.adapter_s = max(sequence.adapter_s, lease.adapter_s)  # held on its way
+        elif not sequence.first_token:  # held on its way: for its adapter, and then for a slot
+            sequence.adapter_s = max(sequence.adapter_s, lease.adapter_s)
+            sequence.slot_s += max(0.0, now - lease.since - lease.adapter_s)
         sequence.slot = self._slots.pop()
         sequence.set_up = False
         self.running.append(sequence)

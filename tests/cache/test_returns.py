@@ -37,8 +37,13 @@ def test_the_older_a_silence_the_likelier_it_is_the_last():
 
 
 def test_where_nobody_comes_back_nobody_is_expected():
-    table = taught(random.Random(3), 2000, 0.0, 1.0)
-    assert all(table.rate(age) < 1e-4 for age in AGES)
+    table, new = taught(random.Random(3), 2000, 0.0, 1.0), Returns()
+    assert all(table.rate(age) < 0.01 * new.rate(age) for age in AGES)
+
+
+def test_of_an_age_that_nobody_reaches_something_is_expected_still():
+    table, new = taught(random.Random(6), 20_000, 1.0, 8.0), Returns()
+    assert all(table.rate(age) > 1e-3 * new.rate(age) for age in AGES)
 
 
 def test_it_follows_when_people_become_slower():
@@ -70,6 +75,17 @@ def test_the_cache_teaches_it_the_silence_of_every_conversation_once():
     cache.run(A)  # begins a second after the call
     cache.run(B, reuse=False)  # neither reads nor leaves anything
     assert seen == [None, 31.0]
+
+
+def test_two_who_ask_at_once_are_no_silence_that_ended():
+    cache, seen = Cache(policy="jlora"), list[float | None]()
+    cache.cells.policy.returns.add = seen.append  # type: ignore[attr-defined]
+    cache.run(A)
+    cache.now += 30.0
+    first = cache.leased(A)
+    cache.leased(A)
+    assert seen == [None, 31.0]
+    cache.manager.release(first)
 
 
 def test_a_refused_request_and_one_that_was_preempted_teach_nothing():

@@ -103,6 +103,6 @@ def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_o
 
 def test_programs_without_adapters_are_fewer_than_those_with_them():
     buckets = Buckets.of(EngineConfig(max_seqs=64, max_step_tokens=512), bare=True)
-    assert buckets.bare == (4, 16, 32, 64)[-len(buckets.bare) :] and buckets.bare[-1] == buckets.decode[-1]
+    assert buckets.bare == (4, 16, 32, 64) and buckets.bare[-1] == buckets.decode[-1]
     assert 4 * len(buckets.bare) <= len(buckets.shapes)
     assert Buckets.of(EngineConfig(max_seqs=64, max_step_tokens=512)).bare == ()

@@ -135,17 +135,38 @@ def test_a_lora_that_acts_in_the_first_chunk_is_waited_for(at: int | None, waits
     assert prefills(bench, "a")[0] == ((12, 0, 8) if waits else (1, 0, 8))
 
 
-def test_a_request_that_waits_on_its_way_can_be_aborted_and_preempted():
-    bench = Bench(blocks=14, max_step_tokens=8, delay=10, draw=lambda s, position: 10 + position)
+def test_a_request_that_waits_on_its_way_can_be_aborted():
+    bench = Bench(max_step_tokens=8, delay=10, draw=lambda s, position: 10 + position)
     check = activated(bench, at=8)
     bench.submit("a", 11, **check)
     bench.submit("gone", 11, **check)
-    bench.submit("base", [5] * 17, max_tokens=20)  # grows until the others' blocks are needed
     for _ in range(4):
         bench.step()
     bench.events += bench.scheduler.abort("gone", bench.now)
     bench.finish()
+    assert bench.tokens("a") == list(range(21, 25)) and bench.tokens("gone") == []
+
+
+def test_a_request_that_waits_on_its_way_can_be_preempted():
+    bench = Bench(blocks=9, max_step_tokens=8, delay=10, draw=lambda s, position: 10 + position)
+    check = activated(bench, at=8)
+    bench.submit("base", [5] * 9, max_tokens=20, priority=5)  # grows until the other's blocks are needed
+    bench.submit("a", 11, **check)
+    while not bench.scheduler.preemptions:
+        waiting = [s for s in bench.scheduler.loading if s.boarded]
+        bench.step()
+    assert [s.request.id for s in waiting] == ["a"] and not bench.scheduler.loading
+    bench.finish()
     assert bench.tokens("a") == list(range(21, 25)) and len(bench.tokens("base")) == 20
+
+
+def test_who_waits_for_a_slot_after_its_adapter_waits_in_the_queue():
+    bench = Bench(max_step_tokens=6, max_seqs=1, delay=2)
+    bench.submit("a", 15, **activated(bench, at=12))
+    bench.submit("b", 5, max_tokens=50)
+    bench.finish()
+    spent = timing(bench, "a")
+    assert spent.queue > 40 and spent.prefill < 8 and spent.adapter_cold_start < 8
 
 
 def test_only_what_is_read_is_streamed_into_a_step_that_runs_ahead():
