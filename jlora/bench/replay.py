@@ -32,7 +32,7 @@ from jlora.types import Request, SamplingParams, TokenEvent, Usage
 
 HISTORY_AT_ONCE = 16  # turns of the history under way together
 LOOKS = 16  # how often invalid KV is counted in a run
-GRACE = 0.5
+GRACE, GRACE_S = 0.5, 10.0
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Replay:
     Args:
         manager: the engine's; its counters are read.
         speed: seconds of the trace per second.
-        grace: the run is cut this share of its length after the last turn was due.
+        grace: the run is cut this share of its length, and `GRACE_S` at least, after the last turn was due.
     """
 
     def __init__(self, engine: Engine, manager: CacheManager, trace: Trace, speed: float, grace: float = GRACE):
@@ -120,7 +120,7 @@ class Replay:
         self._start = time.monotonic()
         while self._script or self._live:
             now = self._now()
-            if now > (1 + self._grace) * end:
+            if now > end + max(self._grace * end, GRACE_S):
                 break
             for due, turn in self._script.take(now):
                 self._send(turn, due)
