@@ -139,9 +139,7 @@ def parser() -> Parser:
     made.add_argument("--llama-adapter", action="append", default=[], metavar="NAME=GGUF", help="and its adapters")
     made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes them instead")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
-    made.add_argument(
-        "--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency, lora 15; policies 3)"
-    )
+    made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency, lora 15)")
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces for the policies (default: synthetic)")
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
@@ -216,7 +214,7 @@ def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
 
 
 def _policies(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
-    budget = Budget(args.rounds or (1 if args.quick else 3), args.minutes)
+    budget = Budget(args.rounds or (1 if args.quick else 5), args.minutes)
     make = policies.quick if args.quick else policies.full
     result = policies.run(make(budget, args.work / ("quick" if args.quick else "policies"), args.data))
     policy_page.write(args.out, result)

@@ -31,7 +31,7 @@ def test_every_policy_answers_the_whole_trace_alike(results: Path):
     record = json.loads((results / "out" / "policies-float32.json").read_text())
     (cell,) = record["cells"]
     (done,) = cell["rounds"]
-    assert set(done) == {"jlora", "vllm"}
+    assert set(done) == {"jlora", "vllm", policy_page.AGAIN}
     for sample in done.values():
         assert sample["requests"] == record["workloads"]["W1"]["facts"]["requests"]
         assert sample["unfinished"] == 0 and sample["different"] == 0
@@ -51,6 +51,7 @@ def test_the_page_keeps_what_a_person_wrote_above_the_mark(results: Path):
     page = (results / "out" / policy_page.PAGE).read_text()
     assert page.startswith("# Mine\n\nWhat I read.") and "old" not in page
     assert "| jlora | " in page and "W1, 100%, 10 GB/s" in page
+    assert "| cell | vllm | jlora | control |" in page  # in the order of the round; the control apart
 
 
 def test_a_full_run_has_every_policy_and_cell():
