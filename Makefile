@@ -7,8 +7,8 @@ PYTHON := .venv/bin/python
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
 
-test: setup  ## every test; TEST_FLAGS goes to pytest
-	@JAX_PLATFORMS=cpu $(PYTHON) -m pytest $(TEST_FLAGS)
+test: setup  ## every test, a process per core; TEST_FLAGS goes to pytest
+	@JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile $(TEST_FLAGS)
 
 setup:  ## .venv from the newest usable Python; instant when nothing changed
 	@sh scripts/setup.sh

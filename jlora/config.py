@@ -105,6 +105,8 @@ class ServeConfig:
         heartbeat_s: seconds without a round of the engine loop after which health says
             NOT_SERVING; must exceed the longest step.
         compile_cache: directory of compiled programs ("auto": below the user's cache; "": none).
+        log_level: what is logged to stderr: warning, info, or debug, which tells every decision of the
+            cache (evictions, copies, hints, refusals).
     """
 
     host: str = "127.0.0.1"
@@ -112,6 +114,7 @@ class ServeConfig:
     drain_s: float = 30.0
     heartbeat_s: float = 10.0
     compile_cache: str = "auto"
+    log_level: str = "info"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +132,8 @@ class Config:
 POLICIES = (
     "jlora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "lru", "vllm", "vllm-fair", "slora",
 )  # fmt: skip
+
+LEVELS = ("debug", "info", "warning")
 
 _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
 
@@ -217,6 +222,7 @@ def validate(config: Config) -> Config:
         ("engine.kernels", e.kernels, e.kernels in ("auto", "pallas", "xla"), "auto, pallas or xla"),
         ("serve.port", config.serve.port, 0 <= config.serve.port <= 65535, "in [0, 65535]"),
         ("serve.drain_s", config.serve.drain_s, config.serve.drain_s >= 0, "at least 0 seconds"),
+        ("serve.log_level", config.serve.log_level, config.serve.log_level in LEVELS, f"one of {', '.join(LEVELS)}"),
         ("serve.heartbeat_s", config.serve.heartbeat_s, config.serve.heartbeat_s > 0, "more than 0 seconds"),
     ]
     for key, value, ok, limit in rules:

@@ -86,6 +86,7 @@ def test_unknown_key_in_a_file_is_refused(tmp_path: Path):
         ("serve.port", "-1"),
         ("serve.drain_s", "nan"),
         ("serve.heartbeat_s", "0"),
+        ("serve.log_level", "loud"),
         ("adapters.paths", "x"),
         ("adapters.paths", {"x": 1}),
         ("adapters.alora_missing", "maybe"),

@@ -14,7 +14,7 @@
                                                            on this engine and, at the paper's sizes, simulated
     jlora bench pipelines                                  its simulated part alone
     jlora bench tune                                       block sizes of the kernels on this chip
-    jlora bench                                            all of them
+    jlora bench                                            throughput, latency, host, cache
 
 The peer's interpreter has torch, transformers and peft and needs no jlora; without it jlora is
 measured alone. Finished rounds are kept in --work: an interrupted run goes on where it stopped.

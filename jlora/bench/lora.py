@@ -1,6 +1,6 @@
 """`jlora bench lora`: what the adapters of one layer cost on this CPU, by active blocks and by dense slots.
 
-    blocks   our op (`jlora.pallas.reference.lora`): the adapters lie in blocks of the pool, a loop goes
+    blocks   our op (`jlora.pallas.reference.CPU`): the adapters lie in blocks of the pool, a loop goes
              over the blocks of those that are in the batch
     dense    every registered adapter has a slot in stacks A [S, R, a] and B [S, R, b]; x is multiplied by
              all of A, what belongs to other slots is zeroed by a one-hot mask, the rest multiplied by all
@@ -215,7 +215,7 @@ def _by_blocks(layout: PoolLayout, pool, inputs, bases, lists, owner) -> dict[st
     made = {}
     for group, x, active in zip(GROUPS, inputs, lists, strict=True):
         parts = [Adapted(bases[n], entries, layout.units[n]) for n, entries in zip(group, active, strict=True)]
-        made |= dict(zip(group, reference.lora(x, pool, 0, parts, owner), strict=True))
+        made |= dict(zip(group, reference.CPU.lora(x, pool, 0, parts, owner), strict=True))
     return made
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,22 @@ def versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[name] = "from source" if name == "jlora" else "not installed"
     return found
+
+
+def commit() -> str:
+    """Of the checkout that jlora runs from, with "+" if its files were changed since; "" outside of one."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():
+        return ""
+    head, changed = _git(root, "rev-parse", "--short", "HEAD"), _git(root, "status", "--porcelain", "-uno", "jlora")
+    return head + ("+" if changed else "")
+
+
+def _git(root: Path, *words: str) -> str:
+    try:
+        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git
+        return ""
 
 
 def threads() -> int:

@@ -25,10 +25,10 @@ fixed part of a step are assumptions, stated there |
 | LMSYS-33k, adapter by model name | W1: Topical-Chat, Azure conv, one adapter per dialog, Zipf 0.9 |
 | OPUS-100 with the Azure Functions trace | W2: Tatoeba, ServeGen's clients, one adapter per language |
 | Taskmaster with the Azure Functions trace | W3: SGD and Taskmaster-4 with tool results, ServeGen's clients |
-| vLLM with its cache offloaded | `vllm`: 20 % for adapters, LRU in each part, evicted KV is written out first, loads \
-on demand |
-| | `vllm-fair`: the same split with this library's mechanism (nothing is written to evict; loads are asynchronous and \
-streamed) |
+| vLLM with its cache offloaded | `vllm`: 20 % for adapters, LRU in each part, evicted KV is written out first; \
+what is evicted comes back when asked for |
+| | `vllm-fair`: the same, but nothing is written to evict. All else is this library's mechanism in both: asynchronous \
+and streamed copies, the guard that computes again, adapters put into free blocks when they are registered |
 | S-LoRA | `slora`: one pool, no history, an adapter leaves with its last request |
 """
 

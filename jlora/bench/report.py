@@ -16,7 +16,7 @@ NAMES = {"throughput": "R1", "latency": "R1b", "llama": "R2", "host": "host time
 
 
 def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
-    """Writes OUT/NAME-DTYPE.json with machine, versions, date and command, then the page."""
+    """Writes OUT/NAME-DTYPE.json with machine, versions, commit, date and command, then the page."""
     out.mkdir(parents=True, exist_ok=True)
     record = {
         "benchmark": name,
@@ -25,6 +25,7 @@ def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
         "command": command(),
         "machine": machine.describe(),
         "versions": machine.versions(),
+        "commit": machine.commit(),
         **result,
     }
     path = out / f"{name}-{dtype}.json"

@@ -195,6 +195,7 @@ class _Bench:
             "settings": settings,
             "machine": machine.describe(),
             "versions": machine.versions(),
+            "commit": machine.commit(),
             "facts": self._facts().describe(),
             "rounds": done,
             "summary": {target.name: summarise(done, target.name, self._targets[0].name) for target in self._targets},

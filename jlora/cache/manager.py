@@ -11,6 +11,7 @@ Nothing here touches a device. Copies to make are handed out by `take_copies` an
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.blocks import Tier
@@ -19,6 +20,8 @@ from jlora.cache.policies import Policy
 from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
+
+log = logging.getLogger(__name__)
 
 # A prefix is computed again only if copying it would take so many times as long: near saturation
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
@@ -196,7 +199,9 @@ class CacheManager:
             return _coming(adapter, path)
         for node in (adapter, *path):  # what the hint names is no victim of the room it needs
             cells.lock(node)
-        if cells.make_room(need, len(missing), gently=True):
+        room = cells.make_room(need, len(missing), gently=True)
+        log.debug("hint for adapter %d: %d blocks missing, room=%s", adapter.uid, need + len(missing), room)
+        if room:
             self._bring_adapter(adapter, demand=False)
             self._bring_path(origin, path, demand=False)
             cells.visit((adapter, *path))
@@ -232,11 +237,14 @@ class CacheManager:
             epoch = cells.epoch
             self._unlock(lease, used=False)
             cells.epoch = epoch  # a refusal gives nobody a chance
+            log.debug("refuse adapter %d: no room for %d blocks of KV", adapter.uid, missing + own + headroom)
             return None
         if not again:
             self._count(lease, known, len(tokens))
         cells.visit((adapter, *lease.path))
-        self.counters.recomputed_tokens += (len(known) - len(lease.path)) * self.block_tokens
+        if anew := len(known) - len(lease.path):
+            self.counters.recomputed_tokens += anew * self.block_tokens
+            log.debug("recompute %d blocks of adapter %d: copying takes longer", anew, adapter.uid)
         self._bring_adapter(adapter, demand=True)
         self._bring_path(origin, lease.path, demand=True)
         lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))

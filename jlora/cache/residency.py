@@ -187,6 +187,8 @@ class Residency:
                 if node is None or self.value(node) >= worth:
                     return False
                 self.counters.blocks_lost += 1
+            gone = "" if node.device else ", its only copy"
+            log.debug("drop from the host %s: %d blocks%s", _name(node), len(node.host), gone)
             self._leave_host(node)
             self._prune(node)
             self.offer(node)

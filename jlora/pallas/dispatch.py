@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout
 from jlora.pallas.ops import GROUPS, Ops
-from jlora.pallas.reference import XLA
+from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class Chosen:
         return "; ".join(f"{c.op}: {c.implementation} ({c.reason})" for c in self.choices)
 
 
-# What a platform offers for one op: a way to make it, or why not.
+# What a platform offers for one op: a way to make it (None: the reference as it is), and why.
 Offer = tuple[str, Callable[[], object] | None, str]  # implementation, maker, reason
 
 IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
@@ -89,10 +89,10 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
     ops, choices = XLA, []
     for op in ("attention", "lora"):
         name, make, reason = offers.get(op, ("xla", None, "engine.kernels = xla"))
+        if kernels == "pallas" and name == "xla":
+            raise ConfigError(f"engine.kernels = 'pallas': no {op} kernel: {reason}; set it to auto or xla")
         if make is not None:
             ops = replace(ops, **{op: make()})
-        elif kernels == "pallas":
-            raise ConfigError(f"engine.kernels = 'pallas': no {op} kernel: {reason}; set it to auto or xla")
         choices.append(Choice(op, name, reason))
     choices += [Choice(op, "xla", IN_PLACE) for op in ("write_kv", "write_blocks", "write_layers", "read_blocks")]
     chosen = Chosen(ops, tuple(choices))
@@ -105,8 +105,10 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
         return _tpu(site)
     if site.platform == "gpu" and kernels == "pallas":
         return _gpu(site)
+    if site.platform == "cpu":
+        reason = "on a CPU the reference is the fast path"
+        return {"attention": ("xla", None, reason), "lora": ("xla", lambda: CPU.lora, f"{reason}, by tiles of tokens")}
     reason = {
-        "cpu": "on a CPU the reference is the fast path",
         "gpu": "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas takes them",
     }.get(site.platform, f"there are no kernels for {site.platform}")
     return {op: ("xla", None, reason) for op in ("attention", "lora")}

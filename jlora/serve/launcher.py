@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jlora serve`; returns the process's exit code."""
     config = flags.parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    logging.getLogger("jlora").setLevel(logging.INFO)
+    logging.getLogger("jlora").setLevel(config.serve.log_level.upper())
     try:
         return asyncio.run(serve(config))
     except JloraError as e:

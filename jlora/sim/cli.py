@@ -23,7 +23,7 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
-from jlora.sim.scenario import POLICIES, Scenario, Work, settled, simulate
+from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
 from jlora.sim.trace import Trace, read_csv
 from jlora.sim.workloads import SOURCES, Load, closed, mixes, play
 from jlora.sim.workloads import popularity as laws
@@ -71,6 +71,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Simulates what the flags ask for, and prints it; the exit code. Raises ConfigError."""
     scenario = scenario_of(args)
+    for policy in args.policy:  # a wrong name is said before the trace is drawn
+        cache_of(policy, scenario.cache)
     work = work_of(args, scenario.hardware)
     print(work.facts.text(work.trace.name), flush=True)
     results, took = [], []

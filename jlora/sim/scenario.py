@@ -143,7 +143,7 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
     bps = scenario.link_gbps * 1e9 or hardware.link_bps
     link = LinkSpec(layout.block_bytes / bps, scenario.latency_s, scenario.adapter_load_s, GROUPS)
     model = scenario.step or hardware.step_model()
-    return ReplicaSpec(model, link, sizes, work.sizes, _named(policy, scenario.cache), scenario.engine)
+    return ReplicaSpec(model, link, sizes, work.sizes, cache_of(policy, scenario.cache), scenario.engine)
 
 
 def pool_blocks(scenario: Scenario, work: Work) -> int:
@@ -189,8 +189,12 @@ def _replay(scenario: Scenario, replica: Replica, trace: Trace, observers: Seque
     return Replay(replica, trace, observers)
 
 
-def _named(policy: str, config: CacheConfig) -> CacheConfig:
-    """The cache's configuration for a policy's name."""
+def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
+    """The cache's configuration for a policy's name.
+
+    Raises:
+        ConfigError: an unknown name, or a share that is none.
+    """
     name, _, share = policy.partition(":")
     if name not in POLICIES:
         near = configuration.nearest(name, POLICIES)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from jlora.bench.__main__ import main
 from jlora.bench.peers import estimate
 from jlora.bench.workload import R1, Job, draw_jobs
 
+ROOT = Path(__file__).parents[2]
 HAS_TORCH = all(importlib.util.find_spec(name) for name in ("torch", "transformers", "peft"))
 
 
@@ -31,6 +33,8 @@ def test_throughput_measures_jlora_in_process_and_over_grpc(tmp_path: Path):
     assert result["compiles_after_warmup"] == 0
     assert result["summary"]["jlora_tokens_per_s"] > 0 and result["summary"]["grpc_tokens_per_s"] > 0
     assert result["machine"]["cores"] >= 1 and result["versions"]["jax"]
+    head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    assert result["commit"].rstrip("+") == (head.stdout.strip() if (ROOT / ".git").exists() else "")
     assert "R1: many requests at once" in (tmp_path / "out" / "cpu.md").read_text()
 
 

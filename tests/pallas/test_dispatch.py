@@ -12,7 +12,7 @@ from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.gpu_layout import fit_units
-from jlora.pallas.reference import XLA
+from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import BUDGET, Chip, LoraShape, chip_of, load
 
 SHAPES = ((2, 1), (64, 1), (16, 32))
@@ -25,7 +25,7 @@ def site(platform: str, kind: str, spec: ModelSpec = cases.LLAMA3_8B, tp: int = 
 
 def test_a_cpu_runs_the_reference_and_says_why():
     chosen = choose(site("cpu", "cpu"))
-    assert chosen.ops is XLA
+    assert chosen.ops == CPU
     assert {c.op for c in chosen.choices} == set(XLA.__slots__)
     assert all(c.implementation == "xla" and c.reason for c in chosen.choices)
     assert "on a CPU the reference is the fast path" in str(chosen)
@@ -59,6 +59,7 @@ def test_a_tpu_runs_kernels_for_both_models(spec: ModelSpec, tp: int, kind: str)
 def test_xla_is_taken_where_it_is_asked_for():
     chosen = choose(site("tpu", "TPU v5 lite"), "xla")
     assert chosen.ops is XLA and chosen.choices[0].reason == "engine.kernels = xla"
+    assert choose(site("cpu", "cpu"), "xla").ops is XLA
 
 
 @pytest.mark.parametrize(

@@ -87,11 +87,53 @@ def test_blocks_come_back_as_they_were_written_and_outside_ids_are_dropped():
     assert not blocks[[0, 2, 3, 5]].any()
 
 
-def test_lora_sums_only_the_blocks_of_each_tokens_adapter():
+@pytest.mark.parametrize("tile", [None, 1, 4, 100])
+@pytest.mark.parametrize("tokens", [[-1, -1, -1, 0, 0, -1, 2, 1], [0, -1, 2, 1, 0], [-1] * 6], ids=str)
+def test_lora_sums_only_the_blocks_of_each_tokens_adapter(tokens: list[int], tile: int | None):
     """Two projections in one call, unequal block counts, entries of other projections around them."""
+    blocks, owners = [[3, 9, 4, 20, 7], [11]], [[0, 0, 1, 2, 2], [2]]
+    x, base, run, matrices = _adapted(blocks, owners, len(tokens))
+    got = run(tokens, tile)
+    for out, start, mats, owner in zip(got, base, matrices, owners, strict=True):
+        delta = out - start
+        want = np.zeros(delta.shape, np.float32)
+        for i, token in enumerate(tokens):
+            want[i] = sum((x[i] @ a.T @ b for (a, b), o in zip(mats, owner, strict=True) if o == token), want[i])
+        np.testing.assert_allclose(delta, want, atol=2e-4)
+        assert not np.asarray(delta)[np.array(tokens) < 0].any()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "tile", "multiplied"),
+    [
+        ([-1] * 8 + [0] * 4, 4, 4),  # an activated LoRA's last tokens
+        ([-1] * 4 + [0] * 4 + [-1] * 4, 4, 4),
+        (([-1] * 4 + [0] * 2) * 2, 2, 4),  # two of them in one launch
+        ([-1] * 9 + [0] * 3, 5, 4),  # tiles are equal: of 12 tokens, 4 each
+        ([0] * 12, 4, 12),
+        ([-1] * 12, 4, 0),
+        ([-1] * 8 + [0] * 4, None, 12),
+    ],
+)
+def test_tokens_in_tiles_that_no_adapter_acts_on_are_not_multiplied(
+    tokens: list[int], tile: int | None, multiplied: int
+):
+    rows: list[int] = []
+
+    def psum(h):
+        jax.debug.callback(lambda part: rows.append(part.shape[0]), h)
+        return h
+
+    _, _, run, _ = _adapted([[3], [11]], [[0], [0]], len(tokens))
+    jax.block_until_ready(run(tokens, tile, psum))
+    jax.effects_barrier()
+    assert sum(rows) == multiplied
+
+
+def _adapted(blocks: list[list[int]], owners: list[list[int]], count: int):
+    """Inputs and base products of q and k with some active blocks; how to run them; their matrices."""
     spec = ModelSpec(vocab=8, width=16, mlp=24, layers=LAYERS, heads=6, kv_heads=K, head_dim=H, max_len=64)
     units = [PoolLayout.of(spec, BLOCKS, B).units[name] for name in ("q", "k")]
-    blocks, owners = [[3, 9, 4, 20, 7], [11]], [[0, 0, 1, 2, 2], [2]]
     rng = np.random.default_rng(0)
     pool = rng.standard_normal((LAYERS * BLOCKS, B, 2 * K, H), dtype=np.float32)  # junk everywhere else
     matrices = [
@@ -100,23 +142,17 @@ def test_lora_sums_only_the_blocks_of_each_tokens_adapter():
     flat, who = jnp.array([5, *blocks[0], *blocks[1], 6]), jnp.array([1, *owners[0], *owners[1], 1])
     ends = jnp.array([1, 1 + len(blocks[0]), 1 + len(blocks[0]) + len(blocks[1])])
     active = [ActiveBlocks(flat, who, ends[i], ends[i + 1]) for i in range(2)]
-    x = rng.standard_normal((5, 16), dtype=np.float32)
-    tokens = [0, -1, 2, 1, 0]
+    x = rng.standard_normal((count, 16), dtype=np.float32)
+    base = [rng.standard_normal((count, unit.b), dtype=np.float32) for unit in units]
 
-    base = [rng.standard_normal((5, unit.b), dtype=np.float32) for unit in units]
+    def run(tokens: list[int], tile: int | None, psum=None):
+        def products(x, base, pool, active, tokens):
+            adapted = [Adapted(*p) for p in zip(base, active, units, strict=True)]
+            return lora(x, pool, BLOCKS, adapted, tokens, psum, tile)
 
-    @jax.jit
-    def run(x, base, pool, active, tokens):
-        return lora(x, pool, BLOCKS, [Adapted(*p) for p in zip(base, active, units, strict=True)], tokens)
+        return jax.jit(products)(x, base, jnp.asarray(pool), active, jnp.array(tokens))
 
-    got = run(x, base, jnp.asarray(pool), active, jnp.array(tokens))
-    for out, start, mats, owner in zip(got, base, matrices, owners, strict=True):
-        delta = out - start
-        want = np.zeros(delta.shape, np.float32)
-        for i, token in enumerate(tokens):
-            want[i] = sum((x[i] @ a.T @ b for (a, b), o in zip(mats, owner, strict=True) if o == token), want[i])
-        np.testing.assert_allclose(delta, want, atol=2e-4)
-        assert not np.asarray(delta)[1].any()
+    return x, base, run, matrices
 
 
 def _fill(pool: np.ndarray, row: int, unit: UnitLayout, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:

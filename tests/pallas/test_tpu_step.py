@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ from jax.sharding import NamedSharding
 from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.model.spec import PROJECTIONS
-from jlora.pallas import cases
+from jlora.pallas import cases, reference
 from jlora.pallas.ops import GROUPS, Ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
@@ -120,10 +121,23 @@ def test_the_step_above_depends_on_its_adapters():
     assert change[0] > 0.1 and change[2] > 0.1 and change[1] < 1e-5  # the row between has no adapter
 
 
-@pytest.mark.parametrize(("made", "tp"), [("reference", 2), ("kernels", 4)])
+@pytest.mark.parametrize("tp", [1, 2])
+def test_a_step_by_tiles_of_tokens_equals_a_step_of_the_reference(tp: int):
+    pool, rows = run(tiled(), tp, 8)
+    want_pool, want_rows = run(XLA, tp, 8)
+    np.testing.assert_allclose(rows, want_rows, atol=1e-4)
+    np.testing.assert_allclose(pool, want_pool, atol=1e-4)
+
+
+def tiled() -> Ops:
+    """As on a CPU, with tiles so small that a launch has several."""
+    return replace(XLA, lora=partial(reference.lora, token_tile=8))
+
+
+@pytest.mark.parametrize(("made", "tp"), [("reference", 2), ("tiled", 2), ("kernels", 4)])
 def test_a_layer_has_two_large_sums_and_one_small_one_per_group_of_projections(made: str, tp: int):
-    ops = XLA if made == "reference" else kernels()
-    layout, pool, batch = launch(tp, 1)
+    ops = {"reference": lambda: XLA, "tiled": tiled, "kernels": kernels}[made]()
+    layout, pool, batch = launch(tp, 8 if made == "tiled" else 1)
     mesh = sharding.make_mesh(tp)
     programs = step.build(SPEC, layout, mesh, True, ops)
     params = jax.eval_shape(llama.stack_layers, llama.abstract(SPEC)[0])
@@ -134,4 +148,5 @@ def test_a_layer_has_two_large_sums_and_one_small_one_per_group_of_projections(m
         *_aot.placed((np.zeros(4, np.int32), batch), mesh),
     )
     found = _aot.collectives(programs.forward.lower(*values).compile().as_text())
-    assert found == {"all-gather": 1, "all-reduce": 2 + len(GROUPS)}
+    ways = 2 if made == "tiled" else 1  # all tokens at once, or tile by tile: a launch goes one of them
+    assert found == {"all-gather": 1, "all-reduce": 2 + ways * len(GROUPS)}

@@ -60,8 +60,9 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
 )
 def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
     assert main([*SHORT, *flags]) == 1
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert message in error and error.startswith("jlora sim: ") and error.count("\n") == 1
+    assert "--policy" not in flags or out == ""  # known before a trace is drawn
 
 
 def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]):
