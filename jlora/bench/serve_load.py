@@ -72,7 +72,9 @@ def parser() -> Parser:
     made.add_argument(
         "--model", default="random-small", metavar="DIR", help=f"for --config: a directory or {', '.join(RANDOM)}"
     )
-    made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="for every --config")
+    made.add_argument(
+        "--set", nargs="+", action="extend", default=[], metavar="SECTION.KEY=VALUE", help="for every --config"
+    )
     made.add_argument(
         "--adapters",
         nargs="+",
