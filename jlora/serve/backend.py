@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from jlora.adapters.names import check_length
 from jlora.engine.service import Service
 from jlora.errors import FailedPrecondition, InvalidArgument, Unavailable
 from jlora.serve.proto import jlora_pb2 as pb
@@ -63,7 +64,7 @@ class Backend:
         name = model.removeprefix(base + ":")
         if not name:
             raise InvalidArgument(f"model = {model!r}: names no adapter after the colon")
-        return name
+        return check_length(name, "model")
 
     async def encode(self, text: str) -> Sequence[int]:
         """Text as token ids, special tokens included."""
