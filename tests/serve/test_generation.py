@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
@@ -14,6 +14,7 @@ from jlora.engine.service import Service
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import Request, TokenEvent
 from tests.serve._server import Served, request, serving, wait_until
 
 LONG = 3000  # tokens: never reached
@@ -25,16 +26,24 @@ class Turns:
     """Lets the engine take one step at a time, so that time is counted in steps, however slow a client's word travels.
 
     Attributes:
-        known: `steps` of the engine's counters each time it learnt that a request ends early.
+        aborts: what the engine was told to end.
+        deadlines: of the requests it was given, on the monotonic clock.
     """
 
     def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch):
-        self.known: list[int] = []
+        self.aborts: list[str] = []
+        self.deadlines: list[float] = []
+        self._over = False
         self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._step, self._engine = service._engine.step, service._engine
-        monkeypatch.setattr(self._engine, "step", self._wait_and_step)
-        self._note(self._engine, "abort", monkeypatch)
-        self._note(self._engine._scheduler, "expire", monkeypatch)
+        self._service, self._step = service, service._engine.step
+        self._abort, self._submit = service._engine.abort, service._engine.submit
+        for name in ("step", "abort", "submit"):
+            monkeypatch.setattr(service._engine, name, getattr(self, f"_on_{name}"))
+
+    @property
+    def steps(self) -> int:
+        """Steps since the server started."""
+        return self._service.stats().steps
 
     def take(self) -> None:
         """One step, which there must be something to do for."""
@@ -43,25 +52,25 @@ class Turns:
 
     def end(self) -> None:
         """From now on the engine goes at its own pace."""
-        self._go.release(10**9)
+        self._over = True
+        self._go.release()
 
-    def _wait_and_step(self) -> Any:
-        self._go.acquire()
+    def _on_step(self) -> list[TokenEvent]:
+        if not self._over:
+            self._go.acquire()
         try:
             return self._step()
         finally:
             self._done.release()
 
-    def _note(self, owner: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        inner = getattr(owner, name)
+    def _on_abort(self, request_id: str, handle: int | None = None) -> bool:
+        found = self._abort(request_id, handle)
+        self.aborts.append(request_id)
+        return found
 
-        def noted(*args: Any) -> Any:
-            ended = inner(*args)
-            if ended:
-                self.known.append(self._engine.stats().steps)
-            return ended
-
-        monkeypatch.setattr(owner, name, noted)
+    def _on_submit(self, asked: Request) -> int:
+        self.deadlines += [] if asked.deadline is None else [asked.deadline]
+        return self._submit(asked)
 
 
 @pytest.fixture
@@ -85,21 +94,22 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(
     with monkeypatch.context() as patch:
         if why == "deadline":  # the front would end it too: here the engine is alone with its own clock
             patch.setattr(Generation, "_abort", lambda self: None)
-        call = start(asked, timeout=1.5 if why == "deadline" else None)
+        call = start(asked, timeout=2.5 if why == "deadline" else None)
         wait_until(lambda: served.service.stats().live_requests == 2)
         for _ in range(30):  # the prompt, and a few tokens
             turns.take()
         held = hbm()
-        assert held.running_kv > BLOCKS and not turns.known
+        assert held.running_kv > BLOCKS and not turns.aborts
         if why == "deadline":
-            assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # when it has passed
-            while not turns.known:
-                turns.take()
+            assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # the client's clock says it first
+            wait_until(lambda: time.monotonic() > max(turns.deadlines))
         else:
             call.cancel()
-            wait_until(lambda: turns.known)
-    while served.service.stats().steps < turns.known[0] + 2:
-        turns.take()
+            wait_until(lambda: turns.aborts)
+        known = turns.steps
+        while turns.steps < known + 2:
+            turns.take()
+        assert len(turns.aborts) == (why == "cancelled")
     assert hbm().running_kv < BLOCKS and hbm().free >= held.free + BLOCKS - 1  # the neighbour may have one more
     turns.end()
     neighbour.cancel()
