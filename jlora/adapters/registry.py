@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jlora.adapters.invocation import last_occurrence
+from jlora.adapters.names import check_length
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
 from jlora.types import AdapterInfo, Invocation
@@ -114,9 +115,10 @@ class AdapterRegistry:
         """The live version of that name.
 
         Raises:
+            InvalidArgument: longer than any adapter's name; looking for near ones would take long.
             NotFound: lists near names.
         """
-        record = self._by_name.get(name)
+        record = self._by_name.get(check_length(name))
         if record is None:
             near = difflib.get_close_matches(name, self._by_name, n=3)
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""

@@ -93,7 +93,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
     Args:
         free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
     Raises:
-        ConfigError: weights and pool do not fit; says how much is needed and which key to change.
+        ConfigError: weights and pool do not fit; says how much is needed and what would help.
     """
     cache, tp = config.cache, config.model.tp
     on_cpu = jax.default_backend() == "cpu"
@@ -113,10 +113,22 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
         need = (weights + max(blocks, 2) * per_block) / 2**30
         raise ConfigError(
             f"model does not fit: weights {weights / 2**30:.2f} GiB and a pool of {max(blocks, 2)} blocks need "
-            f"{need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; lower cache.hbm_blocks, raise model.tp, "
-            "or choose a smaller model.path"
+            f"{need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; "
+            + _remedy(config, spec, room // per_block, on_cpu)
         )
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
+    """What to change when the model does not fit; `fit`: blocks that the memory beside the weights holds."""
+    if fit >= 2 and config.cache.hbm_blocks:
+        return f"lower cache.hbm_blocks to at most {fit}"
+    if fit >= 2:  # too few of them are the cache's share
+        return f"set cache.hbm_blocks, to at most {fit}"
+    smaller = ["choose a smaller model.path"]
+    smaller += ["set model.dtype to bfloat16"] if spec.dtype == "float32" else []
+    smaller += [] if on_cpu else ["raise model.tp"]  # on CPU all devices share one memory
+    return "the weights leave no room for a pool: " + ", or ".join(smaller)
 
 
 def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
@@ -127,10 +127,18 @@ class Service:
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Takes it out of service, waits for its running requests, frees all it held. Raises NotFound."""
-        info, uids = self._call(lambda: (self._engine.adapter(name), self._engine.remove_adapter(name)))
-        while not self._call(lambda: self._engine.are_gone(uids)):
+        info, uids = self.start_unload(name)
+        while not self.are_gone(uids):
             time.sleep(0.01)
         return info
+
+    def start_unload(self, name: str) -> tuple[AdapterInfo, list[int]]:
+        """Takes it out of service; what it was, and its versions, to be waited for by `are_gone`. Raises NotFound."""
+        return self._call(lambda: (self._engine.adapter(name), self._engine.remove_adapter(name)))
+
+    def are_gone(self, uids: Sequence[int]) -> bool:
+        """Whether all that these adapter versions held is free."""
+        return self._call(lambda: self._engine.are_gone(uids))
 
     def pin_adapter(self, name: str, pinned: bool) -> AdapterInfo:
         """Pins, and waits until it is on the device; or unpins. Raises NotFound, ResourceExhausted."""

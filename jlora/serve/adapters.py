@@ -7,24 +7,31 @@ those who may choose such a path.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
 
 from jlora.adapters.names import check_name
 from jlora.errors import AlreadyExists, InvalidArgument
 from jlora.serve import convert
-from jlora.serve.backend import Backend
+from jlora.serve.backend import Backend, until
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.types import AdapterInfo
 
 Context = grpc.aio.ServicerContext
 
+# Reading files, and waiting for copies, may take seconds: so many calls at once, on threads of their own.
+THREADS = 8
+
 
 class AdaptersServicer(rpc.AdaptersServicer):
-    """Each call is one call of the engine; the slow ones run on a thread."""
+    """Each call is one call of the engine; none that waits holds a thread that requests need."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
+        self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="adapters")
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
         """Reads, checks and serves a PEFT directory; answers when requests may use it."""
@@ -35,12 +42,15 @@ class AdaptersServicer(rpc.AdaptersServicer):
         if not request.path:
             raise InvalidArgument("path: is empty, must name a directory on the server")
         # The reader's errors name files by their last two parts: a client learns no more of the disk.
-        info = await asyncio.to_thread(engine.load_adapter, name, request.path, request.pinned, request.replace)
-        return convert.adapter_info(info)
+        path, pinned, replace = request.path, request.pinned, request.replace
+        return await self._slowly(lambda: engine.load_adapter(name, path, pinned, replace))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.AdapterInfo:
         """Answers when its running requests have ended and its blocks are free."""
-        return convert.adapter_info(await asyncio.to_thread(self._backend.engine.unload_adapter, request.name))
+        engine = self._backend.engine
+        info, uids = await asyncio.to_thread(engine.start_unload, request.name)
+        await until(lambda: engine.are_gone(uids))
+        return convert.adapter_info(info)
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         """In order of name."""
@@ -55,5 +65,8 @@ class AdaptersServicer(rpc.AdaptersServicer):
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.AdapterInfo:
         """Pins it on the device, or takes the pin away."""
-        engine = self._backend.engine
-        return convert.adapter_info(await asyncio.to_thread(engine.pin_adapter, request.name, request.pinned))
+        engine, name, pinned = self._backend.engine, request.name, request.pinned
+        return await self._slowly(lambda: engine.pin_adapter(name, pinned))
+
+    async def _slowly(self, call: Callable[[], AdapterInfo]) -> pb.AdapterInfo:
+        return convert.adapter_info(await asyncio.get_running_loop().run_in_executor(self._threads, call))

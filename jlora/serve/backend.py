@@ -7,10 +7,12 @@ The gRPC port opens before the weights are read, so a call may arrive when there
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from jlora.adapters.names import check_length
 from jlora.engine.service import Service
 from jlora.errors import FailedPrecondition, InvalidArgument, Unavailable
 from jlora.serve.proto import jlora_pb2 as pb
@@ -19,6 +21,9 @@ from jlora.serve.tokenizer import Tokenizer
 
 # Texts longer than this are tokenized on a thread, so that the event loop goes on meanwhile.
 INLINE_CHARS = 4096
+
+# Between two looks at something that is waited for, seconds: the first pause, and what doubling it ends at.
+PAUSES_S = (0.005, 0.2)
 
 
 @dataclass
@@ -63,7 +68,7 @@ class Backend:
         name = model.removeprefix(base + ":")
         if not name:
             raise InvalidArgument(f"model = {model!r}: names no adapter after the colon")
-        return name
+        return check_length(name, "model")
 
     async def encode(self, text: str) -> Sequence[int]:
         """Text as token ids, special tokens included."""
@@ -79,3 +84,22 @@ class Backend:
         tokenizer = self.text_tokenizer("prompt.chat")
         messages = [{"role": m.role, "content": m.content} for m in chat.messages]
         return await asyncio.to_thread(tokenizer.chat, messages)
+
+
+async def until(true: Callable[[], bool], timeout_s: float | None = None) -> bool:
+    """Waits until `true()`, which is asked on a thread each time; no thread is held in between.
+
+    Args:
+        timeout_s: None waits for ever.
+    Returns:
+        False if the time passed before.
+    """
+    end = math.inf if timeout_s is None else time.monotonic() + timeout_s
+    pause, longest = PAUSES_S
+    while not await asyncio.to_thread(true):
+        left = end - time.monotonic()
+        if left <= 0:
+            return False
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, longest)
+    return True

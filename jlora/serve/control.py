@@ -15,7 +15,7 @@ from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
 from jlora.serve import convert
-from jlora.serve.backend import Backend
+from jlora.serve.backend import Backend, until
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -85,7 +85,8 @@ class ControlServicer(rpc.ControlServicer):
         if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):
             raise InvalidArgument(f"timeout_s = {timeout}: must be a finite number of seconds, at least 0")
         self._backend.draining = True
-        return pb.DrainResponse(drained=await asyncio.to_thread(engine.drain, timeout))
+        # Each look refuses new requests, the first one too, and does not wait itself.
+        return pb.DrainResponse(drained=await until(lambda: engine.drain(timeout_s=0), timeout))
 
 
 def public_config(config: Config) -> Mapping[str, str]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jlora import config as configuration
-from jlora.adapters.names import at_start
+from jlora.adapters.names import at_start, check_base_name
 from jlora.config import Config
 from jlora.errors import ConfigError, JloraError
 
@@ -113,6 +113,8 @@ def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Confi
         config = configuration.load(args["config"], _overrides(args))
         if not config.model.path:
             raise ConfigError("model.path is not set: give --model DIR_OR_ID")
+        if config.model.name:  # else it is the directory's, which is not known yet
+            check_base_name(config.model.name)
         paths = at_start(config.adapters.paths, config.adapters.dir)
         return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
     except JloraError as e:

@@ -21,6 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 from jlora import config as configuration
+from jlora.adapters.names import check_base_name
 from jlora.config import Config
 from jlora.errors import JloraError
 from jlora.serve import flags
@@ -35,7 +36,8 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Calls that wait (unload, drain) hold a thread each; tokenizing must not queue behind them.
+# For calls of the engine and for tokenizing. What waits for a request, a file or a copy has no place here:
+# aborts and new requests would queue behind it.
 THREADS = 64
 
 # After the engine has stopped, seconds for last messages to reach their clients.
@@ -99,7 +101,7 @@ async def _load_or_stop(backend: Backend, config: Config, stop: asyncio.Event) -
 def load(config: Config) -> tuple[Service, Tokenizer | None]:
     """The engine, and the tokenizer if the model has one; blocking, with progress bars on stderr."""
     from jlora.engine.service import Service
-    from jlora.model.checkpoint import resolve
+    from jlora.model.checkpoint import read_spec, resolve
     from jlora.serve.tokenizer import Tokenizer
 
     directory = resolve(config.model.path)
@@ -107,6 +109,7 @@ def load(config: Config) -> tuple[Service, Tokenizer | None]:
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None:
         log.warning("the model has no tokenizer.json: it serves token ids only")
+    check_base_name(config.model.name or read_spec(directory).name)
     return Service.start(config, progress=True), tokenizer
 
 

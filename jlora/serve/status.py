@@ -22,6 +22,10 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "/jlora.v1."
 
+# A message is one header, of which peers take 8 KiB, percent-encoded: a character may become 12 bytes.
+# The field stands at a message's front, the limit at its end.
+MESSAGE_HEAD, MESSAGE_TAIL = 400, 200
+
 
 class DeadlineExceeded(errors.JloraError):
     """The client's deadline passed."""
@@ -44,10 +48,20 @@ def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
     """The code and message for a client; an unexpected error is logged here under its id."""
     for cls in type(error).__mro__:
         if cls in CODES:
-            return CODES[cls], str(error)
+            return CODES[cls], shortened(str(error))
     opaque = uuid.uuid4().hex[:12]
     log.error("internal error %s in %s", opaque, method, exc_info=error)
     return grpc.StatusCode.INTERNAL, f"internal error {opaque}: the server's log says more under this id"
+
+
+def shortened(message: str) -> str:
+    """The message as a header can carry it: what a client sent, or a file holds, may be of any length.
+
+    File names that are not UTF-8 have characters here that no encoding takes; they show as escapes.
+    """
+    if len(message) > MESSAGE_HEAD + MESSAGE_TAIL:
+        message = f"{message[: MESSAGE_HEAD - 1]}…{message[-MESSAGE_TAIL:]}"
+    return message.encode("utf-8", "backslashreplace").decode()
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +39,7 @@ SMALL: Mapping[str, Any] = {
     "cache.hbm_blocks": 700,
     "engine.max_seqs": 8,
     "engine.max_step_tokens": 32,
-    "engine.max_queue": 40,
+    "engine.max_queue": 72,  # the most completions of a request, beside one for every slot
     "serve.compile_cache": "",
 }
 
@@ -124,8 +125,8 @@ def serve(model: Path, overrides: Mapping[str, Any]) -> Iterator[Served]:
 
 
 @contextmanager
-def serving(backend: Backend, heartbeat_s: float = 60.0) -> Iterator[Served]:
-    """A gRPC server over `backend` on a loop thread of its own."""
+def serving(backend: Backend, heartbeat_s: float = 60.0, threads: int | None = None) -> Iterator[Served]:
+    """A gRPC server over `backend` on a loop thread of its own; `threads`: for calls of the engine."""
 
     async def start() -> tuple[GrpcServer, int]:
         server = GrpcServer(backend, heartbeat_s)
@@ -134,6 +135,7 @@ def serving(backend: Backend, heartbeat_s: float = 60.0) -> Iterator[Served]:
         return server, port
 
     loop = asyncio.new_event_loop()
+    loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="serve"))
     thread = threading.Thread(target=loop.run_forever, name="grpc", daemon=True)
     thread.start()
     try:

@@ -1,11 +1,14 @@
-"""Bad input: refused by name with the right status, while eight neighbours finish unchanged."""
+"""Bad input: refused by name with the right status, while eight neighbours run on and answer as ever."""
 
 from __future__ import annotations
 
 import math
+import os
 import shutil
 import struct
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -16,38 +19,51 @@ from safetensors.numpy import load_file, save_file
 
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
-from tests.serve._server import MAX_LEN, VOCAB, Served, refused, request
+from tests.serve._server import MAX_LEN, VOCAB, Served, refused, request, serve, wait_until
 
 CODE = grpc.StatusCode
 INT32 = 2**31 - 1
 INT64 = 2**63 - 1
+HUGE = "x" * 100_000
 
 NEIGHBOURS = [
-    request("Hello", 60, model=model, temperature=temperature, seed=7, logprobs=1)
+    request("Hello", 40, model=model, temperature=temperature, seed=7, logprobs=1)
     for model in ("", "upper", "lower", "wide")
     for temperature in (0.0, 1.0)
 ]
 
 
-def outcome(response: pb.GenerateResponse) -> tuple[Any, ...]:
-    """What a client would notice: tokens, text, end, and (rounded) log-probabilities."""
-    output = response.outputs[0]
-    logprobs = [round(entry.logprob, 3) for entry in output.logprobs]
-    return list(output.token_ids), output.text, output.finish_reason, logprobs
+def check_same(answer: pb.GenerateResponse, alone: pb.GenerateResponse) -> None:
+    """All that a client would notice: tokens, text, end, log-probabilities."""
+    got, expected = answer.outputs[0], alone.outputs[0]
+    assert (got.token_ids, got.text, got.finish_reason) == (expected.token_ids, expected.text, expected.finish_reason)
+    assert [e.logprob for e in got.logprobs] == pytest.approx([e.logprob for e in expected.logprobs], abs=1e-3)
 
 
 @pytest.fixture(scope="module")
-def alone(served: Served) -> list[tuple[Any, ...]]:
+def alone(served: Served) -> list[pb.GenerateResponse]:
     """The neighbours' answers, each with the server to itself."""
-    return [outcome(served.generate(asked)) for asked in NEIGHBOURS]
+    return [served.generate(asked) for asked in NEIGHBOURS]
 
 
 @pytest.fixture
-def crowd(served: Served, alone: list[tuple[Any, ...]]) -> Iterator[Served]:
-    """The server with eight neighbours running; they must end as they did alone, and nothing may leak."""
-    calls = [served.inference.Generate.future(asked, timeout=60) for asked in NEIGHBOURS]
-    yield served
-    assert [outcome(call.result()) for call in calls] == alone
+def crowd(served: Served, alone: list[pb.GenerateResponse]) -> Iterator[Served]:
+    """The server with eight neighbours that ask on until the test ends; each answer must be the one it got alone."""
+    over = threading.Event()
+
+    def ask_on(asked: pb.GenerateRequest, expected: pb.GenerateResponse) -> None:
+        while not over.is_set():
+            check_same(served.generate(asked), expected)
+
+    with ThreadPoolExecutor(len(NEIGHBOURS)) as pool:
+        neighbours = list(map(pool.submit, [ask_on] * len(NEIGHBOURS), NEIGHBOURS, alone))
+        try:
+            wait_until(lambda: served.service.stats().running == len(NEIGHBOURS))
+            yield served
+        finally:
+            over.set()
+    for neighbour in neighbours:
+        neighbour.result()
     served.check_idle()
     served.service.check_integrity()
 
@@ -67,18 +83,18 @@ BAD = {
     "min_tokens": [-1, 9, INT32],
     "logprobs": [-1, 21, INT32],
     "prompt_logprobs": [-1, 21, INT32],
-    "stop_token_ids": [[-1], [VOCAB], [5, INT32], [5] * 1025],
+    "stop_token_ids": [[-1], [VOCAB], [5, INT32], [5] * 65],
     "stop": [[""], ["x" * 1025], ["x"] * 17],
-    "logit_bias": [{-1: 1.0}, {VOCAB: 1.0}, {5: 100.1}, {5: math.nan}, {5: -math.inf}],
+    "logit_bias": [{-1: 1.0}, {VOCAB: 1.0}, {5: 100.1}, {5: math.nan}, {5: -math.inf}, {t: 1.0 for t in range(1025)}],
     "request_id": ["x" * 257, "a b", "é", "a\nb"],
-    "model": ["x" * 300],
+    "model": ["x" * 129, "base:" + "x" * 129, "base:", HUGE],
 }
 
 
 @pytest.mark.parametrize("field", BAD)
 def test_a_bad_field_is_refused_by_name(crowd: Served, field: str):
     for value in BAD[field]:
-        with refused(CODE.INVALID_ARGUMENT, field if field != "model" else "adapter"):
+        with refused(CODE.INVALID_ARGUMENT, field):
             crowd.generate(request("secret words", **{field: value}))
         with refused(CODE.INVALID_ARGUMENT) as error:
             list(crowd.inference.GenerateStream(request("secret words", **{field: value})))
@@ -96,12 +112,12 @@ GOOD = {
     "repetition_penalty": [0.001, 1000.0],
     "presence_penalty": [-2.0, 2.0],
     "frequency_penalty": [-2.0, 2.0],
-    "n": [1, 33],
+    "n": [1, 33, 64],
     "max_tokens": [1],
     "min_tokens": [0, 8],
     "logprobs": [0, 20],
     "prompt_logprobs": [0, 20],
-    "stop_token_ids": [[0], [VOCAB - 1]],
+    "stop_token_ids": [[0], [VOCAB - 1], list(range(64))],
     "stop": [["x" * 1024], ["\ufffd"] * 16],
     "logit_bias": [{0: -100.0}, {VOCAB - 1: 100.0}, {t: -100.0 for t in range(VOCAB)}],
     "priority": [-INT32 - 1, INT32],
@@ -118,6 +134,14 @@ def test_a_field_at_its_edge_is_served(crowd: Served, field: str):
         for output in answer.outputs:
             assert all(0 <= token < VOCAB for token in output.token_ids) and output.finish_reason in ("length", "stop")
             assert all(math.isfinite(entry.logprob) for entry in output.logprobs)
+
+
+def test_the_number_of_biases_is_limited_and_not_their_sum(crowd: Served):
+    """The vocabulary has fewer tokens than a request may have biases: which refusal comes tells which limit it is."""
+    with refused(CODE.INVALID_ARGUMENT, "logit_bias: has 1025 entries, must have at most 1024"):
+        crowd.generate(request(logit_bias={t: 1.0 for t in range(1025)}))
+    with refused(CODE.INVALID_ARGUMENT, "logit_bias key", f"must be a token id in [0, {VOCAB})"):
+        crowd.generate(request(logit_bias={t: 1.0 for t in range(1024)}))
 
 
 @pytest.mark.parametrize(
@@ -287,10 +311,23 @@ def test_an_adapter_of_another_base_is_refused(crowd: Served, tmp_path: Path):
             crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="other", path=str(path)))
 
 
-def test_an_adapter_larger_than_the_pool_is_refused(crowd: Served, tmp_path: Path):
+def test_an_adapter_of_too_high_a_rank_is_refused(crowd: Served, tmp_path: Path):
     path = _make.make_adapter(tmp_path / "big", crowd.spec, r=300, targets=tuple(_make.MODULES))
     with refused(CODE.INVALID_ARGUMENT, "300", "adapters.max_rank"):
         crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="big", path=str(path)))
+
+
+def test_what_can_never_fit_the_pool_is_refused_by_the_key_to_change(text_model: Path, tmp_path: Path):
+    with serve(text_model, {"cache.hbm_blocks": 100, "engine.warmup": False}) as small:
+        path = _make.make_adapter(tmp_path / "big", small.spec, r=256, targets=tuple(_make.MODULES))
+        with refused(CODE.RESOURCE_EXHAUSTED, "adapter 'big' needs", "pool's 100", "cache.hbm_blocks"):
+            small.adapters.LoadAdapter(pb.LoadAdapterRequest(name="big", path=str(path)))
+        assert not small.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
+        for call in (small.generate, small.streamed, small.inference.Prefetch):
+            with refused(CODE.RESOURCE_EXHAUSTED, "max_tokens = 1598", "at most 1600", "cache.hbm_blocks"):
+                call(request((5, 6, 7), 1598))
+        small.service.check_integrity()
+        assert small.generate(request((5, 6, 7))).usage.completion_tokens == 8
 
 
 @pytest.mark.parametrize("name", ["", "..", "../x", "a..b", ".a", "a b", "a/b", "a:b", "a\n", "é", "x" * 129, "a\x00"])
@@ -321,3 +358,42 @@ def test_odd_paths_and_unknown_names_are_refused(crowd: Served, tmp_path: Path):
         crowd.control.Drain(pb.DrainRequest(timeout_s=-1))
     with refused(CODE.INVALID_ARGUMENT, "timeout_s"):
         crowd.control.Drain(pb.DrainRequest(timeout_s=math.nan))
+
+
+# -- of any length ------------------------------------------------------------------------------
+
+
+def test_names_of_any_length_are_refused_in_few_words(crowd: Served):
+    """Looked for among the adapters, such a name would hold up the engine; whole, no header could carry it."""
+    for call in (
+        lambda: crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name=HUGE, path="x")),
+        lambda: crowd.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name=HUGE)),
+        lambda: crowd.adapters.GetAdapter(pb.GetAdapterRequest(name=HUGE)),
+        lambda: crowd.adapters.PinAdapter(pb.PinAdapterRequest(name=HUGE, pinned=True)),
+    ):
+        with refused(CODE.INVALID_ARGUMENT, "name = ", "at most 128", "got 100000") as error:
+            call()
+        assert len(error.value.details()) < 700
+    for model in (HUGE, "base:" + HUGE):
+        for call in (crowd.generate, crowd.streamed, crowd.inference.Prefetch):
+            with refused(CODE.INVALID_ARGUMENT, "model = ", "at most 128", "got 100000") as error:
+                call(request(model=model))
+            assert len(error.value.details()) < 700
+
+
+def test_a_message_that_quotes_a_long_value_keeps_its_ends(crowd: Served):
+    for path in (HUGE, "/" + HUGE, "𝄞" * 100_000):  # of the last each character takes most bytes in a header
+        with refused(CODE.NOT_FOUND, "adapter directory", "…", "File name too long") as error:
+            crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="x", path=path))
+        assert len(error.value.details()) < 700
+    chat = pb.Chat(messages=[pb.ChatMessage(role=HUGE, content="hi")])
+    for call in (crowd.generate, crowd.inference.Prefetch):
+        with refused(CODE.INVALID_ARGUMENT, "chat template", "unknown role", "…") as error:
+            call(request(chat))
+        assert len(error.value.details()) < 700
+
+
+def test_a_file_name_that_is_not_utf8_can_be_told(crowd: Served, tmp_path: Path):
+    (tmp_path / os.fsdecode(b"\xff.bin")).write_text("")
+    with refused(CODE.INVALID_ARGUMENT, r"\udcff.bin: pickled weights"):
+        crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="x", path=str(tmp_path)))

@@ -229,7 +229,7 @@ def test_a_live_request_id_cannot_be_used_twice(served: Served):
 
 
 def test_a_full_queue_refuses_and_serves_the_rest(served: Served):
-    asked = [served.inference.Generate.future(request((5, 6), LONG, temperature=1.0)) for _ in range(80)]
+    asked = [served.inference.Generate.future(request((5, 6), LONG, temperature=1.0)) for _ in range(100)]
     wait_until(lambda: any(call.done() for call in asked))
     refusals = [call for call in asked if call.done()]
     assert all(call.code() == CODE.RESOURCE_EXHAUSTED and "queue is full" in call.details() for call in refusals)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import grpc
 import pytest
@@ -79,6 +80,26 @@ def test_a_model_that_does_not_fit_says_what_it_needs_and_which_key_to_change(te
     assert re.search(r"need [\d.]+ GiB of the [\d.]+ GiB free", said) and "cache.hbm_blocks" in said
 
 
+@pytest.mark.parametrize("name", ["a b", "a:b", "a\nb", " ", "\u00a0", "a\x00", "x" * 257])
+def test_a_name_that_clients_could_not_use_is_refused(name: str, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as e:
+        flags.parse(["--model", "x", "--served-model-name", name])
+    assert e.value.code == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jlora serve: model.name = ") and said.count("\n") == 1 and "':'" in said
+
+
+@pytest.mark.parametrize("name", ["org/model-7b", "/models/llama_3.1", "模型", "x" * 256])
+def test_other_names_serve_the_base(name: str):
+    assert flags.parse(["--model", "x", "--served-model-name", name]).model.name == name
+
+
+def test_a_directory_whose_name_clients_could_not_use_needs_another_name(text_model: Path, tmp_path: Path):
+    shutil.copytree(text_model, tmp_path / "my model")
+    said = started(["--model", str(tmp_path / "my model")])
+    assert said.startswith("ConfigError: model.name = 'my model'") and "--served-model-name" in said
+
+
 @pytest.mark.parametrize(("spoil", "error"), [("truncate", DataLoss), ("dora", InvalidArgument), ("gone", NotFound)])
 def test_a_broken_adapter_is_named_with_the_reason(
     text_model: Path, tmp_path: Path, spoil: str, error: type[JloraError], quick: list[str]
@@ -136,6 +157,16 @@ def ready(server: subprocess.Popen[str]) -> re.Match[str]:
     return found
 
 
+def wait_for(stream: IO[str] | None, word: str) -> None:
+    """Reads until `word`: a progress bar ends no line."""
+    assert stream is not None
+    text = ""
+    while word not in text:
+        piece = stream.read(1)
+        assert piece, f"ended after {text!r}"
+        text += piece
+
+
 def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
     """SIGTERM: running requests end, new ones are refused, the exit code is 0."""
     argv = ["--model", str(text_model), "--adapter-dir", str(text_model.parent / "adapters"), "--port", "0", *quick]
@@ -180,10 +211,12 @@ def test_a_second_signal_ends_at_once(text_model: Path, quick: list[str]):
             assert server.wait(timeout=5) == 128 + signal.SIGTERM
 
 
-def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path):
+def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, tmp_path: Path):
+    """And the operator sees that it compiles, which is kept from the first program on."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    settings = [f"{key}={value}" for key, value in SMALL.items()]  # warms up without a cache: seconds of compiling
+    kept = tmp_path / "compiled"  # nothing there yet: seconds of compiling
+    settings = [f"{key}={value}" for key, value in {**SMALL, "serve.compile_cache": kept}.items()]
     with process(["--model", str(text_model), "--port", str(port), "--set", *settings]) as server:
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             health = health_pb2_grpc.HealthStub(channel)
@@ -191,6 +224,8 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path):
             assert reply.status == health_pb2.HealthCheckResponse.NOT_SERVING
             with refused(CODE.UNAVAILABLE, "loading"):
                 rpc.InferenceStub(channel).Generate(request())
+        wait_for(server.stderr, "compiling:")
+        wait_until(lambda: kept.is_dir() and any(kept.iterdir()), timeout_s=60)
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=20)
         assert server.returncode == 0 and "stopped while loading" in errors
