@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 from jlora import cli
-from jlora.bench import device, device_fit, device_journal, device_model, tune
+from jlora.bench import device, device_checks, device_fit, device_journal, device_model, tune
 from jlora.bench.device import Job, Section
 from jlora.bench.device_fit import Link, Measured, Rates
 from jlora.bench.device_model import Part, StepCase, batch_of, count_of, decode, load_of, mixed, prefill
 from jlora.layout import PoolLayout
 from jlora.pallas import cases, gpu_ops
+from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 from jlora.sim.hardware import MODELS, StepLoad, StepModel
 
@@ -123,6 +124,9 @@ def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(
     assert "jlora" in capsys.readouterr().out
 
 
+RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
+
+
 # A part that breaks on the case b, as a kernel on a real device may, and is whole again after it.
 BREAKS = """
 import sys, time
@@ -171,6 +175,24 @@ def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(tmp_p
     assert "kernels, b: was ended" in made.skipped[1]
 
 
+ATTENDS, ADAPTS = cases.SMALL_ATTENTION[-3], cases.SMALL_LORA[6]
+WRONG = {
+    "adds nothing": (ADAPTS, replace(XLA, lora=lambda x, pool, first, parts, adapters: [p.base for p in parts])),
+    "another layer": (ADAPTS, replace(XLA, lora=lambda x, pool, first, *rest: XLA.lora(x, pool, 0, *rest))),
+    "even weights": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(0 * q, *rest))),
+    "not a number": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(q, *rest) / 0)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With plain ops in the place of kernels, and small cases in that of large ones."""
+    case, wrong = WRONG[name]
+    for ops, right in ((wrong, False), (XLA, True)):
+        monkeypatch.setattr(device_checks, "kernels_for", lambda case, ops=ops: ops)
+        assert device_checks.timed(case, RATES)["ok"] is right
+
+
 @pytest.mark.parametrize(("platform", "quick"), [("gpu", False), ("tpu", False), ("gpu", True)])
 def test_the_job_ends_within_eight_minutes_and_every_part_has_its_least_time(platform: str, quick: bool):
     plan = [device.RATES, *device.sections(platform, quick)]
@@ -199,9 +221,6 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path):
     device_journal.Journal(path).row("kernels", {"case": "b"})  # what is appended stands on a line of its own
     found = device_journal.read(path)
     assert found.values["kernels"] == [{"case": "b"}] and found.open is None and found.begun == ["a", "b"]
-
-
-RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
 
 
 def loads() -> list[StepLoad]:
