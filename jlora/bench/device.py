@@ -3,17 +3,20 @@
     rates          memory, products and the link to the host, as measured here
     kernels        every kernel against the reference
     steps          Llama-3-8B and Llama-2-7B with random weights: decode, prompts, 0 to 64 adapters (R4, R5),
-                   and the simulator's step-time model fitted to them: OUT/step-MODEL.json for `jlora sim --steps`
-    engine         the whole engine on a shallow model (R5); cache policies on a short W1 (R10)
-    kernel_speed   kernel, XLA and roofline floor on the large cases
+                   and the simulator's step-time model fitted to them: OUT/step-MODEL.json for `jlora sim --steps`;
+                   then the whole engine on the same weights: its steps beside those called alone (R5), what the
+                   device waits for the host, compilations after warm-up (R10)
+    policies       cache policies on a short W1, on a shallow model; compilations after warm-up (R10)
+    kernel_speed   kernel, XLA and roofline floor on the large cases, and whether kernel and XLA agree
     checklist      what else to look at when the NVIDIA kernels meet a GPU
 
-It needs jax, numpy, flax and safetensors, nothing from a disk or a network, and one device. Each
-part is a process of its own (`device_part`), so that nothing that a new kernel can do ends the job:
-what hangs is ended and counts as failed, a device that is broken for one process is whole for the
-next, memory is free again. After each part the report so far is on the disk; parts write every
-row as they have it. The job keeps its time limit: what there was no time for is listed. On a CPU
-all of it runs in miniature, TPU kernels in the interpreter.
+It needs jax, numpy, flax and safetensors (and what these bring: scipy is jax's), nothing from a
+disk or a network, and one device. Each part is a process of its own (`device_part`), so that nothing
+that a new kernel can do ends the job: what hangs is ended and counts as failed, a device that is
+broken for one process is whole for the next, memory is free again. After each part the report so far
+is on the disk; parts write every row as they have it. The job keeps its time limit, and time for each
+part whatever those before it take: what there was no time for is listed. On a CPU all of it runs in
+miniature, TPU kernels in the interpreter.
 
 Exit code 1: a kernel differs from the reference, or a part failed.
 """
@@ -45,7 +48,7 @@ ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of case
 POLL_S = 0.2  # seconds between two looks at a part
 ENDED_S = 5.0  # for a process to end in, once it has written all or has been killed
 OVERTIME = 0.3  # of a section's silence: what is under way when its time ends may end by itself
-# Read by jax when a part starts. The engine's programs are the bare steps' own: compiled once.
+# Read by jax when a part starts. The engine's programs are the bare steps' own, found in the cache.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
 
 
@@ -55,7 +58,7 @@ class Section:
 
     Attributes:
         part: of `device_part`; model: of the part `steps`.
-        least_s: not begun with less time left; most_s: its share of the time.
+        least_s: kept for it, whatever the sections before it take; most_s: what it takes at most.
         silent_s: without a line for so long it hangs: compiling the largest thing takes less.
         restarts: how often it goes on behind a case that broke it.
     """
@@ -72,19 +75,35 @@ class Section:
         """In the report."""
         return self.model or self.part
 
+    @property
+    def late_s(self) -> float:
+        """How long it may go on when its time is over."""
+        return OVERTIME * self.silent_s + ENDED_S
 
-RATES = Section("rates", most_s=90, silent_s=90)
+    @property
+    def needs_s(self) -> float:
+        """What must be left for it, its end included."""
+        return self.least_s + self.late_s
+
+    def share(self, left: float, reserved: float) -> float:
+        """Seconds it gets of `left`, of which those behind it need `reserved`; negative: it is not begun."""
+        if left < self.needs_s:
+            return -1.0
+        return max(self.least_s, min(self.most_s, left - self.late_s - reserved))
+
+
+RATES = Section("rates", least_s=25, most_s=90, silent_s=60)
 
 
 def sections(platform: str, quick: bool) -> list[Section]:
     """What follows the rates, the most telling first; last what may spend all the time that is left."""
     models = ("tiny128",) if platform == "cpu" else ("llama-3-8b",) if quick else ("llama-3-8b", "llama-2-7b")
-    checklist = Section("checklist", least_s=15, most_s=600, silent_s=45, restarts=4)
+    checklist = Section("checklist", least_s=10, most_s=600, silent_s=45, restarts=4)
     return [
-        Section("kernels", most_s=75, silent_s=60, restarts=4),
-        *(Section("steps", model, 45, 130, 120, restarts=1) for model in models),
-        Section("engine", least_s=30, most_s=150, silent_s=120),
-        Section("kernel_speed", least_s=20, most_s=75, silent_s=45, restarts=4),
+        Section("kernels", least_s=15, most_s=75, silent_s=45, restarts=4),
+        *(Section("steps", model, least_s=75, most_s=160, silent_s=100, restarts=1) for model in models),
+        Section("policies", least_s=30, most_s=120, silent_s=60),
+        Section("kernel_speed", least_s=15, most_s=90, silent_s=45, restarts=4),
         *([checklist] if platform == "gpu" else []),
     ]
 
@@ -112,12 +131,17 @@ class Job:
         """Seconds until the limit."""
         return self.until - time.monotonic()
 
-    def run(self, section: Section) -> None:
-        """Runs a section to its end, its time, or the last of its restarts; then the report is on the disk."""
-        if self.left() < section.least_s:
-            self.skipped.append(f"{section.name}: {self.left():.0f} s left, {section.least_s:.0f} s needed")
+    def run(self, section: Section, behind: Sequence[Section] = ()) -> None:
+        """Runs a section to its end, its time, or the last of its restarts; then the report is on the disk.
+
+        Args:
+            behind: the sections that time is kept for.
+        """
+        share = section.share(self.left(), sum(each.needs_s for each in behind))
+        if share < 0:
+            self.skipped.append(f"{section.name}: {self.left():.0f} s left, {section.needs_s:.0f} s needed")
             return
-        began, until = time.monotonic(), min(self.until, time.monotonic() + section.most_s)
+        began, until = time.monotonic(), time.monotonic() + share
         path, begun = self.work / f"{section.name}.jsonl", 0
         for _ in range(section.restarts + 1):
             reason = self._process(section, path, until)
@@ -187,8 +211,6 @@ class Job:
         self.skipped += dict.fromkeys(now.skipped)  # a part that was started again says it again
         if section.part == "steps":
             self.found.setdefault("models", {})[section.name] = now.values | self._fit(section.name, now.values)
-        elif section.part == "engine":
-            self.found["engine"] = now.values
         else:
             self.found |= now.values
 
@@ -237,10 +259,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as work:
         job = Job(args, time.monotonic() + 60 * args.minutes, Path(work))
-        job.run(RATES)
+        job.run(RATES, sections("gpu", args.quick))  # the longest list: which one it is, the rates will say
         if "rates" in job.found:
-            for section in sections(job.found["device"]["platform"], args.quick):
-                job.run(section)
+            todo = sections(job.found["device"]["platform"], args.quick)
+            for at, section in enumerate(todo):
+                job.run(section, todo[at + 1 :])
         path = job.save()
     record = job.record()
     print(table(record))
@@ -254,7 +277,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("python -m jlora.bench.device", description=__doc__)
     made.add_argument("--quick", action="store_true", help="one model, fewer shapes, a third of the time")
     made.add_argument("--kernels", default="auto", choices=("auto", "pallas", "xla"), help="ops of the steps")
-    made.add_argument("--minutes", type=float, default=7.25, help="begin nothing later than this")
+    made.add_argument("--minutes", type=float, default=7.75, help="all is over by then")
     made.add_argument("--out", type=Path, default=Path("build/device"), help="where results go")
     return made
 

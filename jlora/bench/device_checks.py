@@ -1,4 +1,4 @@
-"""Every kernel against the reference on this device, and how fast both are on the large cases.
+"""Every kernel against the reference on this device: small cases in full, large ones while both are timed.
 
 The kernels are those that dispatch would choose for the platform if asked for them; on a CPU they
 are the TPU kernels in the interpreter. A kernel that a case's shape or dtype is not served by is
@@ -78,11 +78,13 @@ def small_cases() -> list[Case]:
 
 
 def large_cases(small: bool) -> list[Case]:
-    """Those that are timed; `small`: two of the small ones, for a CPU."""
+    """Those that are timed, those of the MLP last; `small`: two of the small ones, for a CPU."""
     if small:
         return [cases.SMALL_ATTENTION[0], cases.SMALL_LORA[0]]
-    lora = [c for c in cases.LARGE_LORA if c.tp == 1 and c.group in (("q", "k", "v"), ("o",))]
-    return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *lora]
+    lora = [c for c in cases.LARGE_LORA if c.tp == 1]
+    first = [c for c in lora if c.group in (("q", "k", "v"), ("o",))]
+    mlp = [c for c in lora if c not in first and c.name.endswith(("8 adapters", "4 adapters"))]
+    return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *first, *mlp]
 
 
 def checklist() -> Sequence[Check]:
@@ -151,9 +153,9 @@ def flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
 
 
 def timed(case: Case, rates: Rates) -> dict[str, Any]:
-    """A large case: seconds of kernel and reference, and of the roofline's floor."""
+    """A large case: seconds of kernel and reference, and of the roofline's floor; whether both agree."""
     case = fitted(case)
-    inputs = random_inputs(case)
+    inputs, made = random_inputs(case), {}
     count = counts.attention(case) if isinstance(case, AttentionCase) else counts.lora(case)
     floor = count.floor(rates.chip)
     row: dict[str, Any] = {"case": case.name, "bytes": count.bytes, "flops": count.flops, "floor_us": floor * 1e6}
@@ -162,13 +164,33 @@ def timed(case: Case, rates: Rates) -> dict[str, Any]:
             ops = XLA if name == "xla" else kernels_for(case)
             attends = isinstance(case, AttentionCase)
             run = jax.jit(ops.attention) if attends else jitted(ops.lora, inputs)
+            args = inputs if attends else flat(inputs)
             with interpreter():
-                taken = seconds(calls(run, inputs if attends else flat(inputs)), REPEATS[jax.default_backend()], 3)
-        except (ConfigError, *FAILURES) as e:
+                taken = seconds(calls(run, args), REPEATS[jax.default_backend()], 3)
+                made[name] = run(*args)
+        except ConfigError as e:
             row[f"{name}_reason"] = first_line(e)
+        except FAILURES as e:
+            row |= {f"{name}_reason": first_line(e), "ok": False}
         else:
             row |= {f"{name}_us": taken * 1e6, f"{name}_share": floor / taken}
+    if len(made) == 2:
+        error = difference(case, made["kernel"], made["xla"])
+        row |= {"error": error, "ok": error < TOLERANCE[case.spec.dtype]}  # NaN is not less
     return row
+
+
+def difference(case: Case, got: Any, want: Any) -> float:
+    """The largest difference as a share of the largest value wanted; NaN where a result is. Found on the device."""
+    if isinstance(case, AttentionCase):
+        valid = jnp.asarray(cases.attention_valid(case))[:, :, None, None]
+        got, want = ([jnp.where(valid, x, 0)] for x in (got, want))
+
+    def worst(a: jax.Array, b: jax.Array) -> jax.Array:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
+        return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+
+    return float(jnp.max(jnp.stack([jax.jit(worst)(a, b) for a, b in zip(got, want, strict=True)])))
 
 
 def calls(run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[int], Any]:
@@ -177,17 +199,39 @@ def calls(run: Callable[..., Any], args: tuple[Any, ...]) -> Callable[[int], Any
 
 
 def random_inputs(case: Case) -> tuple[Any, ...]:
-    """The case's index lists with contents made on the device: a large pool never crosses the link."""
-    abstract = cases.attention_shapes(case) if isinstance(case, AttentionCase) else cases.lora_shapes(case)
+    """The case's index lists with contents made on the device: a large pool never crosses the link.
+
+    Of a size that shows what is wrong: scores of attention are of the order of 1, and what adapters
+    add is about as large as their base.
+    """
+    attends = isinstance(case, AttentionCase)
+    abstract = cases.attention_shapes(case) if attends else cases.lora_shapes(case)
+    scale = 1.0 if attends else 0.05
     random = jax.jit(
-        lambda shape, dtype: 0.05 * jax.random.normal(jax.random.key(0), shape, dtype), static_argnums=(0, 1)
+        lambda shape, dtype, seed: (scale * jax.random.normal(jax.random.key(seed), shape)).astype(dtype),
+        static_argnums=(0, 1),
     )
-    x, pool = (random(a.shape, a.dtype) for a in abstract[:2])
+    x, pool = (random(a.shape, a.dtype, seed) for seed, a in enumerate(abstract[:2]))
     first = jnp.int32(case.layout.blocks)
     if isinstance(case, AttentionCase):
         return x, pool, first, Pages(*(jnp.asarray(v) for v in cases.attention_pages(case)))
     active, adapters = cases.lora_lists(case)
-    bases = [random(p.base.shape, p.base.dtype) for p in abstract[3]]
+    pool = jnp.where(used_slots(case)[:, :, None, None], pool, 0)
+    bases = [random(p.base.shape, p.base.dtype, 2 + i) for i, p in enumerate(abstract[3])]
     units = [case.layout.units[name] for name in case.group]
     placed = [type(a)(*(jnp.asarray(v) for v in a)) for a in active]
     return x, pool, first, [Adapted(*p) for p in zip(bases, placed, units, strict=True)], jnp.asarray(adapters)
+
+
+def used_slots(case: LoraCase) -> np.ndarray:
+    """[rows, B] which slots of the pool hold units of adapters: the others are zero, as kernels may rely on."""
+    layout = case.layout
+    active, _ = cases.lora_lists(case)
+    used = np.zeros((layout.layers * layout.blocks, layout.block_tokens), bool)
+    for at, (name, entries) in enumerate(zip(case.group, active, strict=True)):
+        unit = layout.units[name]
+        ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
+        counts = [min(rank - done, unit.per_block) for rank in ranks for done in range(0, rank, unit.per_block)]
+        for block, count in zip(entries.blocks[entries.start : entries.stop], counts, strict=True):
+            used[layout.blocks + block, : count * unit.slots] = True
+    return used

@@ -1,15 +1,16 @@
-"""The whole engine on random weights: what it adds to a bare step, and cache policies under pressure.
+"""The whole engine on random weights: full decode steps through it, and cache policies under pressure.
 
-`overhead` runs the scheduler, the cache and the runner over full decode steps and compares with
-the same step called alone. `policies` plays a short W1 (chat) to several policies with a pool that
-holds a fraction of the working set; the model is shallow, because what is compared is the cache.
+`full_steps` runs the scheduler, the cache and the runner over decode steps of full batches; beside
+the same step called alone (`device_steps`) it says what the engine adds. `Contest` plays a short W1
+(chat) to several policies with a pool that holds a fraction of the working set; the model is
+shallow, because what is compared is the cache.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +34,7 @@ from jlora.engine import device
 from jlora.engine.engine import Engine, NewAdapter
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout, smallest_block_tokens
+from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.sim.trace import facts
 from jlora.sim.workloads import SOURCES, Load, play, ranks
@@ -43,18 +45,26 @@ ASSUMED_BYTES_PER_S = 10e9  # of the link, until copies have been measured
 
 
 class World:
-    """The device side of an engine on random weights; a new cache and scheduler for every run."""
+    """The device side of an engine on random weights; a new cache and scheduler for every run.
 
-    def __init__(self, spec: ModelSpec, config: Config, blocks: int):
-        self.spec, self.config = spec, config
-        block = smallest_block_tokens(spec, 32 if jax.default_backend() != "cpu" else 16)
-        self.layout = replace(device.fitted(PoolLayout.of(spec, 1, block), config.engine.kernels), blocks=blocks)
-        stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
+    Args:
+        params: stacked or listed as `device.uses_scan` says; the world owns them from here on.
+    """
+
+    def __init__(self, spec: ModelSpec, config: Config, layout: PoolLayout, params: Params):
+        self.spec, self.config, self.layout = spec, config, layout
         self._registry = AdapterRegistry()
-        params = weights(spec, stacked)
         self.runner, self.pool = device.device_side(
-            config, spec, self.layout, lambda uid: self._registry.by_uid(uid).projections, params
+            config, spec, layout, lambda uid: self._registry.by_uid(uid).projections, params
         )
+
+    @classmethod
+    def of(cls, spec: ModelSpec, config: Config, blocks: int) -> World:
+        """With weights of its own and a pool of `blocks`."""
+        block = smallest_block_tokens(spec, 32 if jax.default_backend() != "cpu" else 16)
+        layout = replace(device.fitted(PoolLayout.of(spec, 1, block), config.engine.kernels), blocks=blocks)
+        stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
+        return cls(spec, config, layout, weights(spec, stacked))
 
     @contextmanager
     def engine(self, policy: str, blocks: int, host_blocks: int) -> Iterator[tuple[Engine, CacheManager]]:
@@ -92,11 +102,24 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class Busy:
-    """Full decode steps: so many sequences, a prompt of one row each, so many tokens."""
+    """Full decode steps.
+
+    Attributes:
+        sequences: that decode together, each with a prompt of its own.
+        context: mean tokens of context in the steps that are timed.
+        tokens: that each sequence generates.
+        ranks: of adapters, dealt out to the sequences in turn; none: the base model alone.
+    """
 
     sequences: int
-    prompt: int
+    context: int
     tokens: int
+    ranks: tuple[int, ...] = ()
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of a prompt."""
+        return self.context - self.tokens // 2
 
 
 def settings(sequences: int, step_tokens: int, kernels: str) -> Config:
@@ -110,31 +133,68 @@ def settings(sequences: int, step_tokens: int, kernels: str) -> Config:
     return configuration.load(None, values)
 
 
-def overhead(world: World, busy: Busy) -> dict[str, Any]:
-    """Seconds of a decode step through the engine: median over full steps."""
-    vocab = world.spec.vocab
+def full_steps(world: World, busy: Busy, say: Callable[[str], None]) -> dict[str, Any]:
+    """Decode steps of full batches through scheduler, cache and runner.
+
+    The prompts are computed into the cache first. Then they are asked twice, and found there, so that
+    all sequences decode from the same step on: the first time warms up, the second is timed.
+
+    Args:
+        say: is told what is under way.
+    Returns:
+        Medians over the steps in the middle of the answers: `step_s`, and `host_s`, Python's part of
+        it; `steps`, how many these are; `compiles_after_warmup`; `warm_up_s`, with what had to be compiled.
+    """
     rng = np.random.default_rng(0)
-    sampling = SamplingParams(temperature=0.0, max_tokens=busy.tokens, ignore_eos=True)
+    prompts = [tuple(row) for row in rng.integers(3, world.spec.vocab, (busy.sequences, busy.prompt)).tolist()]
+    names = [f"a{i}" for i in range(len(busy.ranks))] or [None]
     blocks = world.layout.blocks - 1
-    with world.engine("jlora", blocks, 2 * blocks) as (engine, _):
-        engine.add_adapter(world.adapter("a0", 16))
-        taken = []
-        for turn in range(2):  # the first compiles
-            for i in range(busy.sequences):
-                prompt = tuple(rng.integers(3, vocab, busy.prompt).tolist())
-                engine.submit(Request(f"{turn}.{i}", prompt, sampling, "a0" if i % 2 else None))
-            taken = _full_steps(engine)
-    return {"sequences": busy.sequences, "step_s": statistics.median(taken), "steps": len(taken)}
+    adapters = [world.adapter(str(name), rank) for name, rank in zip(names, busy.ranks, strict=False)]
+    # The host tier holds the adapters and no KV: what copies cost is the policies' affair.
+    with world.engine("jlora", blocks, 1 + sum(len(new.packed.projections) for new in adapters)) as (engine, _):
+        for new in adapters:
+            engine.add_adapter(new)
+        while engine.copying:
+            engine.tend()
+            engine.rest()
 
+        def ask(turn: str, tokens: int) -> _Taken:
+            say(f"{turn}: {busy.sequences} sequences, {len(adapters)} adapters")
+            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+            for i, prompt in enumerate(prompts):
+                engine.submit(Request(f"{turn}.{i}", prompt, sampling, names[i % len(names)]))
+            return _full(engine, busy.sequences)
 
-def _full_steps(engine: Engine) -> list[float]:
-    """Runs to the end; seconds of the steps in the middle, when all sequences decode."""
-    taken = []
-    while engine.busy:
         began = time.perf_counter()
+        ask("prompts", 1)
+        ask("warm-up", busy.tokens)
+        warmed, warm_up_s = engine.stats().compiles_after_warmup, time.perf_counter() - began
+        taken = ask("decode", busy.tokens)
+        compiles = engine.stats().compiles_after_warmup - warmed
+    medians = {"step_s": statistics.median(taken.steps), "host_s": statistics.median(taken.host)}
+    return {**medians, "steps": len(taken.steps), "compiles_after_warmup": compiles, "warm_up_s": warm_up_s}
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """Seconds of steps, and of Python in each."""
+
+    steps: list[float]
+    host: list[float]
+
+
+def _full(engine: Engine, sequences: int) -> _Taken:
+    """Runs to the end; the steps in the middle of those in which all sequences run."""
+    steps, host = [], []
+    while engine.busy:
+        before, began = engine.stats(), time.perf_counter()
         engine.step()
-        taken.append(time.perf_counter() - began)
-    return taken[len(taken) // 4 : -(len(taken) // 4) or None]
+        seconds, after = time.perf_counter() - began, engine.stats()
+        if before.running == after.running == sequences:
+            steps.append(seconds)
+            host.append(after.host_step_s * after.steps - before.host_step_s * before.steps)
+    middle = slice(len(steps) // 4, -(len(steps) // 4) or None)
+    return _Taken(steps[middle], host[middle])
 
 
 class Contest:
@@ -160,11 +220,12 @@ class Contest:
         return self._world.runner.warm_up()
 
     def play(self, policy: str) -> dict[str, Any]:
-        """One run: what requests waited, and what the cache found."""
+        """One run: what requests waited, what the cache found, and all compilations since `warm_up` (R10)."""
         with self._world.engine(policy, self._blocks, self._host_blocks) as (engine, manager):
             for new in self._adapters:
                 engine.add_adapter(new)
             sample = Replay(engine, manager, self._trace, self._speed).run()
         keys = ("ttft_s", "ttft_p99_s", "tpot_s", "kv_device_hits", "adapter_hits", "tokens_per_s", "unfinished")
         sizes = {"device_blocks": self._blocks, "working_set": self._working}
-        return {"policy": policy, **sizes, **{k: sample[k] for k in keys}}
+        compiles = {"compiles_after_warmup": self._world.runner.compiles_after_warmup}
+        return {"policy": policy, **sizes, **{k: sample[k] for k in keys}, **compiles}

@@ -3,9 +3,9 @@
 A step's time is linear in the eight coefficients once it is known which side of each roofline
 decides. So: start from a prior, see which sides decide, solve the linear problem, look again, until
 the sides stay. Errors are relative, coefficients positive (non-negative least squares; Lawson and
-Hanson 1974). What the steps do not tell apart (the fixed part and the reading of the weights; a
-side that never decides) stays near the prior: each coefficient has a weak wish to be what counting
-says at the measured rates.
+Hanson 1974; by scipy, which jax itself needs and brings). What the steps do not tell apart (the
+fixed part and the reading of the weights; a side that never decides) stays near the prior: each
+coefficient has a weak wish to be what counting says at the measured rates.
 
 `record` makes the file that `jlora sim --steps FILE` reads.
 """

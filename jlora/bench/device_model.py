@@ -290,11 +290,17 @@ class DeviceModel:
 
         return run
 
-    def close(self) -> None:
-        """Frees the device."""
-        for leaf in jax.tree.leaves((self.params, self._pool, self._state)):
+    def hand_over(self) -> llama.Params:
+        """The weights, for an owner with a pool of its own; this one's is freed, and no step runs any more."""
+        for leaf in jax.tree.leaves((self._pool, self._state)):
             leaf.delete()
         self._steps.clear()
+        return self.params
+
+    def close(self) -> None:
+        """Frees the device."""
+        for leaf in jax.tree.leaves(self.hand_over()):
+            leaf.delete()
 
     def _sampling(self, shape: tuple[int, int]) -> Any:
         return self._builder.blank(*shape).sampling

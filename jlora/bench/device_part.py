@@ -2,7 +2,8 @@
 
 What a part finds goes to its file line by line (`device_journal`). A part that meets a broken
 device (a kernel's illegal access ends everything in its process) stops there, and the job starts
-it again: a case that was begun once is not begun again. Parts: rates, kernels, steps, engine, kernel_speed, checklist.
+it again: a case that was begun once is not begun again. Parts: rates, kernels, steps, policies,
+kernel_speed, checklist.
 """
 
 from __future__ import annotations
@@ -20,10 +21,11 @@ import jax
 import jax.numpy as jnp
 
 from jlora.bench import device_checks, device_engine, device_journal, device_rates, device_steps, machine
-from jlora.bench.device_engine import Busy, World
+from jlora.bench.device_engine import World
 from jlora.bench.device_fit import Rates
 from jlora.bench.device_journal import Found, Journal
 from jlora.bench.device_steps import Steps
+from jlora.engine.plan import ROW
 from jlora.model.spec import ModelSpec
 from jlora.pallas.cases import TINY
 from jlora.sim.hardware import MODELS
@@ -162,20 +164,18 @@ def _steps(part: Part) -> bool:
     if part.quick:
         plan = replace(plan, decode=(1, 64), prefill=(512,))
     if small:
-        plan = Steps(spec, (2,), (64,), 32, (1, 2), rounds=3, repeats=2)
+        plan = Steps(spec, (2,), (64,), 32, (1, 2), tokens=16, rounds=3, repeats=2)
     device_steps.run(plan, part.kernels, part.known_rates(), part.journal, part.left, part.before)
     return True
 
 
-def _engine(part: Part) -> bool:
-    """The engine's own share of a step, and the policies, on a shallow model."""
-    spec, busy, load = _shallow(part.small)
-    config = device_engine.settings(busy.sequences, busy.sequences * 32, part.kernels)
+def _policies(part: Part) -> bool:
+    """Cache policies on a shallow model with everything compiled before the first one."""
+    spec, sequences, load = _shallow(part.small)
+    config = device_engine.settings(sequences, sequences * ROW, part.kernels)
     part.journal.begin("the engine's device side")
-    world = World(spec, config, max(256, 4 * busy.sequences * (spec.max_len // 32)))
+    world = World.of(spec, config, max(256, 4 * sequences * (spec.max_len // ROW)))
     try:
-        part.journal.begin("full decode steps")
-        part.journal.put("decode", device_engine.overhead(world, busy))
         names = device_engine.POLICIES[:2] if part.small else device_engine.POLICIES
         contest = device_engine.Contest(world, load, share=0.3, speed=1.0)
         for name in contest.warm_up():
@@ -191,14 +191,15 @@ def _engine(part: Part) -> bool:
     return True
 
 
-def _shallow(small: bool) -> tuple[ModelSpec, Busy, Load]:
+def _shallow(small: bool) -> tuple[ModelSpec, int, Load]:
+    """A model, how many sequences run at a time, and what they are asked."""
     if small:
         spec = replace(TINY, max_len=128)
         load = Load(rate=3, seconds=1.5, gap_s=1, adapters=3, shrink=32, vocab=spec.vocab, max_len=spec.max_len)
-        return spec, Busy(2, 16, 8), load
+        return spec, 2, load
     spec = replace(MODELS["llama-3-8b"], layers=2, max_len=1024, name="llama-3-8b, 2 layers")
     load = Load(rate=12, seconds=12, gap_s=3, adapters=24, shrink=4, vocab=spec.vocab, max_len=spec.max_len)
-    return spec, Busy(16, 32, 48), load
+    return spec, 16, load
 
 
 # Each gives whether it came to its end; False: the device does not answer this process any more.
@@ -206,7 +207,7 @@ PARTS: Mapping[str, Callable[[Part], bool]] = {
     "rates": _rates,
     "kernels": _kernels,
     "steps": _steps,
-    "engine": _engine,
+    "policies": _policies,
     "kernel_speed": _kernel_speed,
     "checklist": _checklist,
 }

@@ -2,20 +2,23 @@
 
 Compiled in groups, the most telling shapes first, so that a job that runs out of time has those.
 A group is compiled to its end before anything of it is timed: a GPU's compiler tries its products
-on the device.
+on the device. Last, and with time kept for it, the whole engine takes over the weights, and its
+decode steps are timed against the same steps called alone. Its programs are the bare steps' own,
+found in the cache of compiled programs.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import jax
 
 from jlora.bench import device_engine, device_fit, device_rates
+from jlora.bench.device_engine import Busy, World
 from jlora.bench.device_fit import Rates
 from jlora.bench.device_journal import Found, Journal
 from jlora.bench.device_model import (
@@ -29,10 +32,14 @@ from jlora.bench.device_model import (
     prefill,
     those_that_fit,
 )
+from jlora.config import Config
+from jlora.engine import device
+from jlora.engine.plan import ROW
 from jlora.model.spec import ModelSpec
 
 GROUP = 4  # shapes that are compiled together
 LEAST_S = 15.0  # for a case: its batch, warm up, rounds
+ENGINE_S = 25.0  # kept for the engine: prompts, two times the answers, with and without adapters
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +49,7 @@ class Steps:
     Attributes:
         decode: sequences of decode steps with `context` tokens each; prefill: tokens of prompts.
         adapters: how many there are in the largest decode step.
+        tokens: that each sequence generates in the engine.
         rounds, repeats: median of so many rounds of so many steps.
     """
 
@@ -50,6 +58,7 @@ class Steps:
     prefill: tuple[int, ...]
     context: int
     adapters: tuple[int, ...]
+    tokens: int = 64
     rounds: int = 5
     repeats: int = 10
 
@@ -64,9 +73,21 @@ class Steps:
         """Steps with adapters: of mixed ranks, of rank 16, in prompts."""
         most = self.decode[-1]
         cases = [decode(most, self.context, mixed(k)) for k in self.adapters]
-        few = min(8, most)
         prompt = prefill(self.prefill[-1], (16,) * self.adapters[min(1, len(self.adapters) - 1)])
-        return [*cases, decode(most, self.context, (16,) * few), prompt]
+        return [*cases, decode(most, self.context, few(most)), prompt]
+
+    def through_engine(self, count: int) -> list[StepCase]:
+        """Decode steps of `count` sequences that the whole engine runs: the base alone, and a few adapters."""
+        return [decode(count, self.context), decode(count, self.context, few(count))]
+
+    def room(self, count: int) -> StepCase:
+        """What of the pool that takes: the answers of two turns lie behind each prompt."""
+        return decode(count, self.context + 2 * self.tokens, few(count))
+
+
+def few(count: int) -> tuple[int, ...]:
+    """Adapters of rank 16 for `count` sequences: 8, or one each (R4)."""
+    return (16,) * min(8, count)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +117,23 @@ def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callabl
     journal.put("prior", asdict(device_fit.hardware(plan.spec, rates).step_model()))
     journal.begin("weights and pool")
     most = max(case.shape[0] for case in base if case.shape[1] == 1)
-    model = DeviceModel(plan.spec, [*base, *adapted], device_engine.settings(most, 32, kernels))
+    rooms = {n: those_that_fit(plan.spec, [plan.room(n)], kernels) for n in plan.decode}
+    served = max((n for n, (held, _) in rooms.items() if held), default=0)
+    for reason in (reason for _, reasons in rooms.values() for reason in reasons):
+        journal.skip(f"the engine: {reason}")
+    cases = [*base, *adapted, *(rooms[served][0] if served else ())]
+    model = DeviceModel(plan.spec, cases, device_engine.settings(most, ROW, kernels))
     try:
         journal.put("ops", [[c.op, c.implementation, c.reason] for c in model.chosen.choices])
         journal.put("pool_blocks", model.layout.blocks)
         journal.put("block_bytes", model.layout.block_bytes)
-        bench = Bench(plan, rates, model, journal, left)
+        bench = Bench(plan, rates, model, journal, lambda: left() - (ENGINE_S if served else 0))
         for group in _groups(base):
             _group(bench, group, [case for case in adapted if case.shape in {c.shape for c in group}], before)
+        if served and left() < LEAST_S:
+            journal.skip(f"{plan.spec.name}: the engine: no time left")
+        elif served:
+            _engine(bench, served, device_engine.settings(most, served * ROW, kernels), before)
     finally:
         model.close()
 
@@ -137,6 +167,51 @@ def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], 
         bench.journal.begin(case.name)
         row = against_base(bench, case) if case.ranks else alone(bench, case)
         bench.journal.row("adapters" if case.ranks else "steps", row)
+
+
+def _engine(bench: Bench, count: int, config: Config, before: Found) -> None:
+    """The whole engine over `count` sequences; it takes the weights, so that no bare step runs after it."""
+    plan, model, say = bench.plan, bench.model, bench.journal.begin
+    cases = plan.through_engine(count)
+    bare = device.has_bare(jax.default_backend())
+    keys = {case.name: StepKey(case.shape, bare and not case.ranks) for case in cases}
+    todo = [case for case in cases if f"engine, {case.name}" not in before.begun]
+    if not todo:
+        return
+    say("the engine's steps alone")
+    model.compile([keys[case.name] for case in todo])
+    runners = {case.name: model.runner(case, keys[case.name].bare) for case in todo}
+    alone_s = {name: device_rates.seconds(run, plan.repeats, plan.rounds) for name, run in runners.items()}
+    world = World(plan.spec, config, model.layout, model.hand_over())
+    try:
+        for case in todo:
+            say(f"engine, {case.name}")
+            busy = Busy(count, plan.context, plan.tokens, case.ranks)
+            found = device_engine.full_steps(world, busy, lambda what: say(f"engine, {what}"))
+            bench.journal.row("engine", beside(bench, case, found, alone_s[case.name]))
+    finally:
+        world.close()
+
+
+def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: float) -> dict[str, Any]:
+    """What the engine made of a step, beside the step called alone and the roofline's floor (R5, R10).
+
+    Returns:
+        `found`, and `alone_s`: the step by itself, the next one enqueued before it ends; `ratio`: the
+        engine's over that; `gap_s`: their difference, what of the host's work the device waits for;
+        `tokens_per_s`; `floor_s` and `floor_share`, the R5 of the whole engine.
+    """
+    step_s, floor = found["step_s"], count_of(bench.plan.spec, bench.model.layout, case).floor(bench.rates.chip)
+    return {
+        "case": case.name,
+        **found,
+        "alone_s": alone_s,
+        "ratio": step_s / alone_s,
+        "gap_s": step_s - alone_s,
+        "tokens_per_s": case.tokens / step_s,
+        "floor_s": floor,
+        "floor_share": floor / step_s,
+    }
 
 
 def alone(bench: Bench, case: StepCase) -> dict[str, Any]:

@@ -18,7 +18,11 @@ def table(record: Record) -> str:
     for row in record.get("checklist", []):
         if row["ok"] is not True:
             lines.append(f"  checklist: {row['case']}: {row.get('seen') or row.get('reason')}")
-    lines += _engine(record.get("engine", {}))
+    for row in record.get("policies", []):
+        lines.append(
+            f"  {row['policy']:12} TTFT {row['ttft_s'] * 1e3:.1f} ms, KV hits {row['kv_device_hits']:.2f}, "
+            f"{row['compiles_after_warmup']} compiled after warm-up (R10)"
+        )
     lines += [f"failed: {reason}" for reason in record["failed"]]
     lines += [f"left out: {reason}" for reason in record["skipped"]]
     return "\n".join(lines)
@@ -46,6 +50,12 @@ def _model(name: str, model: Record) -> Iterator[str]:
     for row in model.get("adapters", []):
         own = f", by its own program {row['ratio_to_own_program']:.3f}" if "ratio_to_own_program" in row else ""
         yield f"  {row['case']:44} {row['ratio']:6.3f} {row['control']:6.3f}{own}"
+    for row in model.get("engine", []):
+        yield (
+            f"  engine, {row['case']}: {row['step_s'] * 1e3:.2f} ms, {row['ratio']:.3f} of the step alone, "
+            f"{row['floor_share']:.2f} of the floor (R5); the device waits {row['gap_s'] * 1e6:.0f} us for the host, "
+            f"whose part is {row['host_s'] * 1e6:.0f} us, {row['compiles_after_warmup']} compiled after warm-up (R10)"
+        )
     if fit := model.get("fit"):
         errors = fit["errors"]
         yield f"  step-time model: median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
@@ -56,11 +66,5 @@ def _speed(row: Record) -> str:
         return str(row.get("reason"))
     sides = [f"{n} {row[f'{n}_us']:.0f} us ({row[f'{n}_share']:.2f})" for n in ("kernel", "xla") if f"{n}_us" in row]
     why = [f"{n}: {row[f'{n}_reason']}" for n in ("kernel", "xla") if f"{n}_reason" in row]
-    return f"floor {row['floor_us']:.0f} us; {', '.join([*sides, *why])}"
-
-
-def _engine(engine: Record) -> Iterator[str]:
-    if whole := engine.get("decode"):
-        yield f"\nengine: {whole['step_s'] * 1e3:.2f} ms per full decode step"
-    for row in engine.get("policies", []):
-        yield f"  {row['policy']:12} TTFT {row['ttft_s'] * 1e3:.1f} ms, KV hits {row['kv_device_hits']:.2f}"
+    agree = [f"error {row['error']:.1e}{'' if row['ok'] else ' WRONG'}"] if "error" in row else []
+    return f"floor {row['floor_us']:.0f} us; {', '.join([*sides, *agree, *why])}"

@@ -31,6 +31,10 @@ What a caller guarantees, and a kernel may use:
   block 0 is zero;
 - a projection's owners ascend, and its active blocks are distinct; unused units of a block are zero.
 
+What an op refuses, it refuses while a program is traced, and never in a step: `dispatch` asks the
+same questions of every shape at start. Values are not looked at. The plain forms refuse nothing; on
+NVIDIA, projections whose units the kernel cannot read go to the plain form.
+
 Source: paged attention, Kwon et al. 2023, section 4; the segmented LoRA product, Chen et al. 2023
 (Punica), section 4; adapters and KV in one pool, Sheng et al. 2023 (S-LoRA), section 5.
 """
@@ -108,6 +112,8 @@ class Attention(Protocol):
             first_row: the layer's first pool row (l * P); may be traced.
         Returns:
             [S, C, N, H] in q's dtype.
+        Raises:
+            ConfigError: on TPU, not even the smallest tiles of this launch fit the chip's vector memory.
         """
         ...
 
@@ -132,6 +138,8 @@ class Lora(Protocol):
         Returns:
             Per projection [T, b] in its base's dtype; bit for bit the base where a token has no
             adapter. Without active blocks nothing is read and nothing is computed.
+        Raises:
+            ConfigError: on TPU, not even the smallest tiles of this launch fit the chip's vector memory.
         """
         ...
 

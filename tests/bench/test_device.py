@@ -15,20 +15,31 @@ import numpy as np
 import pytest
 
 from jlora import cli
-from jlora.bench import device_fit, device_journal, device_model, tune
+from jlora.bench import device, device_checks, device_fit, device_journal, device_model, tune
 from jlora.bench.device import Job, Section
 from jlora.bench.device_fit import Link, Measured, Rates
 from jlora.bench.device_model import Part, StepCase, batch_of, count_of, decode, load_of, mixed, prefill
 from jlora.layout import PoolLayout
 from jlora.pallas import cases, gpu_ops
+from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 from jlora.sim.hardware import MODELS, StepLoad, StepModel
 
 ROOT = Path(__file__).resolve().parents[2]
-# What the project or its tests install, and this job must do without.
+# What the project, its tests, or flax beside itself install, and this job must do without. There are jax with scipy,
+# flax with what `flax.nnx` itself imports (optax, treescope, msgpack, rich, yaml), and safetensors.
 ABSENT = (
     "tqdm",
     "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "google",
+    "orbax",
+    "tensorstore",
+    "requests",
+    "PIL",
+    "transformers",
+    "peft",
     "tokenizers",
     "jinja2",
     "huggingface_hub",
@@ -75,10 +86,25 @@ def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tupl
     assert all(row["seconds"] > 0 and 0 < row["floor_share"] for row in model["steps"])
     assert len(model["adapters"]) == 4 and all(row["ratio"] > 0 for row in model["adapters"])
     assert sum("ratio_to_own_program" in row for row in model["adapters"]) == 3  # of decode
-    assert record["engine"]["decode"]["step_s"] > 0
-    assert [row["policy"] for row in record["engine"]["policies"]] == ["jlora", "fastlibra"]
+    assert [row["policy"] for row in record["policies"]] == ["jlora", "fastlibra"]
+    assert all(row["compiles_after_warmup"] == 0 for row in record["policies"])
+    by_kernel = {row["case"]: row for row in record["kernel_speed"]}
+    assert [row["ok"] for row in by_kernel.values() if "error" in row] == [True]  # LoRA; see above for attention
     assert record["device"]["platform"] == "cpu" and record["versions"]["jax"]
     assert "jlora" in said and "decode 2 x 32" in said
+
+
+def test_the_whole_engine_is_timed_beside_the_bare_step_and_the_floor(job: tuple[Path, str]):
+    out, said = job
+    rows = json.loads((out / "device.json").read_text())["models"]["tiny128"]["engine"]
+    assert [row["case"] for row in rows] == ["decode 2 x 32", "decode 2 x 32, 2 adapters r16-16"]
+    for row in rows:
+        assert row["compiles_after_warmup"] == 0 and row["steps"] >= 4
+        assert row["step_s"] > row["host_s"] > 0 and row["alone_s"] > 0
+        assert row["ratio"] == pytest.approx(row["step_s"] / row["alone_s"])
+        assert row["gap_s"] == pytest.approx(row["step_s"] - row["alone_s"])
+        assert row["floor_share"] == pytest.approx(row["floor_s"] * row["tokens_per_s"] / 2)
+    assert said.count("compiled after warm-up (R10)") == 4 and "of the floor (R5); the device waits" in said
 
 
 def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(
@@ -96,6 +122,9 @@ def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(
     (run,) = json.loads(result.read_text())["runs"]
     assert run["setting"]["step_model"] == "fitted" and run["summary"]["ttft_s"] > 0
     assert "jlora" in capsys.readouterr().out
+
+
+RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
 
 
 # A part that breaks on the case b, as a kernel on a real device may, and is whole again after it.
@@ -139,11 +168,43 @@ def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(tmp_p
     script.write_text(BREAKS.replace("HOW", "time.sleep(100)"))
     args = argparse.Namespace(out=tmp_path, kernels="auto", quick=True, words=[])
     made = Job(args, time.monotonic() + 20, tmp_path, (sys.executable, str(script)))
-    made.run(Section("engine", least_s=30))
-    assert made.skipped[0].startswith("engine: ") and made.failed == []
+    made.run(Section("policies", least_s=30))
+    assert made.skipped[0].startswith("policies: ") and made.failed == []
     made.run(Section("kernels", most_s=3, silent_s=4, restarts=2))
     assert made.failed == [] and [row["ok"] for row in made.found["kernels"]] == [True, None]
     assert "kernels, b: was ended" in made.skipped[1]
+
+
+ATTENDS, ADAPTS = cases.SMALL_ATTENTION[-3], cases.SMALL_LORA[6]
+WRONG = {
+    "adds nothing": (ADAPTS, replace(XLA, lora=lambda x, pool, first, parts, adapters: [p.base for p in parts])),
+    "another layer": (ADAPTS, replace(XLA, lora=lambda x, pool, first, *rest: XLA.lora(x, pool, 0, *rest))),
+    "even weights": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(0 * q, *rest))),
+    "not a number": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(q, *rest) / 0)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With plain ops in the place of kernels, and small cases in that of large ones."""
+    case, wrong = WRONG[name]
+    for ops, right in ((wrong, False), (XLA, True)):
+        monkeypatch.setattr(device_checks, "kernels_for", lambda case, ops=ops: ops)
+        assert device_checks.timed(case, RATES)["ok"] is right
+
+
+@pytest.mark.parametrize(("platform", "quick"), [("gpu", False), ("tpu", False), ("gpu", True)])
+def test_the_job_ends_within_eight_minutes_and_every_part_has_its_least_time(platform: str, quick: bool):
+    plan = [device.RATES, *device.sections(platform, quick)]
+    limit = 60 * device.parser().get_default("minutes")
+    assert limit <= 8 * 60 - 10  # the job's own start and end
+    assert sum(section.needs_s for section in plan) <= limit
+    left = limit
+    for at, section in enumerate(plan):  # each takes all it gets, and is late
+        share = section.share(left, sum(each.needs_s for each in plan[at + 1 :]))
+        assert section.least_s <= share <= section.most_s
+        left -= share + section.late_s
+    assert left >= 0
 
 
 def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path):
@@ -160,9 +221,6 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path):
     device_journal.Journal(path).row("kernels", {"case": "b"})  # what is appended stands on a line of its own
     found = device_journal.read(path)
     assert found.values["kernels"] == [{"case": "b"}] and found.open is None and found.begun == ["a", "b"]
-
-
-RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
 
 
 def loads() -> list[StepLoad]:

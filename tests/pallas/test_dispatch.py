@@ -10,10 +10,11 @@ from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
-from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.dispatch import SCALAR_SHARE, Site, choose
 from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.reference import CPU, XLA
-from jlora.pallas.tiles import BUDGET, Chip, LoraShape, chip_of, load
+from jlora.pallas.tiles import BUDGET, AttentionShape, Chip, LoraShape, chip_of, load
+from jlora.pallas.tpu_attention import smem_bytes
 
 SHAPES = ((2, 1), (64, 1), (16, 32))
 
@@ -99,6 +100,20 @@ def test_tiles_fit_every_chips_vector_memory(case: cases.LoraCase, name: str):
     tiles = chip.lora(shape)
     assert shape.vmem(tiles) <= BUDGET * chip.vmem_bytes
     assert tiles.tokens % 16 == 0 or tiles.tokens >= case.count
+
+
+@pytest.mark.parametrize("name", [name for name in load()["chips"] if name != "cpu"])
+@pytest.mark.parametrize("case", cases.LARGE_ATTENTION, ids=lambda c: c.name)
+def test_attention_tiles_and_tables_fit_every_chips_fast_memories(case: cases.AttentionCase, name: str):
+    chip = chip_of(name)
+    assert chip is not None
+    layout, tokens = case.layout, len(case.rows) * case.chunk
+    heads, kv_heads = case.spec.heads // case.tp, layout.kv_heads // case.tp
+    shape = AttentionShape(tokens, case.chunk, heads, kv_heads, layout.head_dim, case.block_tokens, 2)
+    tiles = chip.attention(shape)
+    assert shape.vmem(tiles) <= BUDGET * chip.vmem_bytes < tiles.vmem_bytes <= chip.vmem_bytes
+    assert tiles.kv_tokens >= case.block_tokens and tiles.kv_tokens % case.block_tokens == 0 and tiles.queries >= 8
+    assert smem_bytes(len(case.rows), case.chunk, case.width) <= SCALAR_SHARE * chip.smem_bytes
 
 
 def test_a_measured_entry_of_a_gpu_is_for_its_chip_and_shape_alone(monkeypatch: pytest.MonkeyPatch):

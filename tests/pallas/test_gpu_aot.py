@@ -40,7 +40,7 @@ pytestmark = [
     pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal())),
 ]
 
-MIB = 1 << 20
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def array(*shape: int, dtype: Any = jnp.bfloat16) -> jax.ShapeDtypeStruct:
@@ -166,7 +166,8 @@ def test_lora_compiles(case: LoraCase, block_tokens: int, resources, record_prop
 def test_layers_share_one_pool_without_copies(spec: ModelSpec, rows: int, chunk: int):
     """Three layers of what a step does to the pool: adapters, new keys, attention, adapters again."""
     layers, tokens = 3, rows * chunk
-    layout = fit_units(PoolLayout.of(replace(spec, layers=layers), 2048, 32))
+    shallow = replace(spec, layers=layers)
+    layout = fit_units(PoolLayout.of(shallow, 8 * GIB // PoolLayout.of(shallow, 1, 32).block_bytes, 32))
     attend = attention_op()
     adapt = lora_op(layout, Limits(sequences=64, rank=64, row=32), reference.lora)
     shape = (tokens, spec.heads, spec.head_dim), (tokens, spec.kv_heads, spec.head_dim)
@@ -200,7 +201,7 @@ def test_layers_share_one_pool_without_copies(spec: ModelSpec, rows: int, chunk:
         f, array(*layout.shape), x, weights, lists, ints[tokens], ints[tokens], ints[tokens], pages, donate=(0,)
     )
     pool_bytes = 2 * int(np.prod(layout.shape))
-    assert program.alias >= pool_bytes
-    assert program.temp < max(0.05 * pool_bytes, 128 * MIB)
+    assert program.alias >= pool_bytes > 7.9 * GIB
+    assert program.temp < 0.05 * pool_bytes
     kernels = program.text.count('custom_call_target="mosaic_gpu')
     assert kernels == layers * 7, "attention, and shrink, combine and expand of (q, k, v) and of o"
