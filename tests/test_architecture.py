@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jlora"
 
 # Open to every room: records and constants, without jax.
-SHARED = {"types", "config", "errors", "validation", "layout", "_compat", "model.spec"}
+SHARED = {"types", "config", "errors", "validation", "layout", "model.spec"}
 
 # Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -26,39 +26,42 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cache": {"model", "pallas"},
     "adapters": {"cache", "model.hf_names"},
     "engine": {"model", "pallas", "cache", "adapters"},
-    "cluster": {"cache"},
-    "sim": {"engine.scheduler", "engine.plan", "cache", "cluster"},
-    "serve": {"engine", "model", "adapters", "cache", "cluster"},
+    "sim": {"engine.scheduler", "engine.plan", "cache"},
+    "serve": {"engine", "model", "adapters", "cache"},
     "bench": {"engine", "model", "pallas", "cache", "adapters", "serve", "sim"},
     "demo": {"serve", "model", "adapters", "engine"},
 }
 # Tops: what a user starts. They may import every room, and no room imports them.
-TOPS = {"__init__", "llm", "cli", "cli_client", "__main__"}
+TOPS = {"__init__", "llm", "cli"}
 
 # Policy: the server and a simulator run these same objects, so they never see a device.
-NO_JAX = [
+NO_JAX = {
     "types",
     "config",
     "errors",
     "validation",
     "layout",
     "model.spec",
-    "cache.blocks",
-    "cache.tree",
-    "cache.cost",
-    "cache.policies",
-    "cache.manager",
+    "cache",
     "engine.scheduler",
+    "engine.plan",
     "adapters.registry",
-    "cluster",
     "sim",
-]
+}
+# What of these rooms holds the memories themselves.
+DEVICE = {"cache.pool", "cache.swapper"}
 JAX = {"jax", "jaxlib", "flax", "orbax"}
 
 MAX_FILE_LINES = 500
-MAX_FUNCTION_LINES = 100
-MAX_PARAMETERS = 8
+MAX_FUNCTION_LINES = 60
+MAX_PARAMETERS = 6
 KERNELS = "pallas"
+# Signatures that may be longer, and why.
+LONG_SIGNATURES = {
+    "model.llama._attention": "one layer as an expression: the arrays it maps, and no state that a record could hold",
+    "model.step._layers": "a jitted program: each argument has a sharding of its own, and one of them is donated",
+    "bench.throughput._measure": "both sides of the benchmark, which live as long as the rounds do",
+}
 
 
 def sources(*folders: str) -> list[Path]:
@@ -94,6 +97,10 @@ def inside(module: str, rooms: set[str]) -> bool:
     return any(module == room or module.startswith(room + ".") for room in rooms)
 
 
+def is_policy(module: str) -> bool:
+    return inside(module, NO_JAX) and not inside(module, DEVICE)
+
+
 def parsed(*folders: str) -> list[tuple[Path, ast.Module]]:
     return [(path, ast.parse(path.read_text(), str(path))) for path in sources(*folders)]
 
@@ -120,14 +127,14 @@ def test_imports_run_one_way():
 def test_policy_files_do_not_import_jax():
     wrong = []
     for path, tree in parsed("jlora"):
-        if inside(module_of(path), set(NO_JAX)):
+        if is_policy(module_of(path)):
             wrong += [f"{path.relative_to(ROOT)}:{line} {n}" for n, line in imports(tree) if n.split(".")[0] in JAX]
     assert not wrong, "\n".join(wrong)
 
 
 def test_importing_every_policy_module_does_not_load_jax():
     """Nor through what they import: checked in an interpreter of its own."""
-    modules = ["jlora." + m for m in NO_JAX if find("jlora." + m)]
+    modules = ["jlora." + module for path in sources("jlora") if is_policy(module := module_of(path))]
     code = f"""
 import importlib, sys
 for name in {modules!r}:
@@ -140,9 +147,9 @@ for name in {modules!r}:
 
 
 def test_rules_name_modules_that_exist():
-    """A renamed policy file must not fall out of the rules unseen."""
-    required = ["types", "config", "errors", "validation", "model.spec", "engine.scheduler", "adapters.registry"]
-    assert [m for m in required if not find("jlora." + m)] == []
+    """A file that is renamed or gone must not fall out of the rules unseen."""
+    named = {*SHARED, *TOPS, *NO_JAX, *DEVICE, *MAY_IMPORT, *set().union(*MAY_IMPORT.values())}
+    assert [module for module in sorted(named) if not find("jlora." + module)] == []
 
 
 @pytest.mark.parametrize("folder", ["jlora", "tests", "examples", "scripts"])
@@ -158,9 +165,10 @@ def functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]
 
 
 def test_functions_fit_a_screen_and_signatures_are_records():
-    wrong = []
+    wrong, excused = [], set(LONG_SIGNATURES)
     for path, tree in parsed("jlora"):
-        if module_of(path).split(".")[0] == KERNELS:
+        module = module_of(path)
+        if module.split(".")[0] == KERNELS:
             continue
         for f in functions(tree):
             where = f"{path.relative_to(ROOT)}:{f.lineno} {f.name}"
@@ -169,9 +177,12 @@ def test_functions_fit_a_screen_and_signatures_are_records():
             count = len([n for n in names if n not in ("self", "cls")])
             if lines > MAX_FUNCTION_LINES:
                 wrong.append(f"{where}: {lines} lines, at most {MAX_FUNCTION_LINES}")
-            if count > MAX_PARAMETERS:
+            if count > MAX_PARAMETERS and f"{module}.{f.name}" in LONG_SIGNATURES:
+                excused.remove(f"{module}.{f.name}")
+            elif count > MAX_PARAMETERS:
                 wrong.append(f"{where}: {count} parameters, at most {MAX_PARAMETERS}; make a record")
     assert not wrong, "\n".join(wrong)
+    assert not excused, f"no longer long, or gone: {sorted(excused)}"
 
 
 def test_no_module_state_and_no_swallowed_errors():

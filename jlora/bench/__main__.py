@@ -4,6 +4,7 @@
     jlora bench peers --llama-server PATH --llama-convert SCRIPT   the same and R2 against llama.cpp
     jlora bench throughput | latency | host | llama        one of them
     jlora bench lora                                       adapters by active blocks against dense over all slots
+    jlora bench load                                       a model's weights from safetensors and from Orbax
     jlora bench cache                                      R7: cost growth of tree, decisions and scheduler
     jlora bench policies --data DIR                        R3 on this engine: every cache policy, two workloads
     jlora bench serve --target HOST:PORT                   a workload against running servers (serve --help)
@@ -42,6 +43,7 @@ from jlora.bench import (
     host,
     latency,
     llama,
+    load,
     lora,
     machine,
     paper,
@@ -70,6 +72,7 @@ GROUPS: Mapping[str, tuple[str, ...]] = {
     "llama": ("llama",),
     "host": ("host",),
     "lora": ("lora",),
+    "load": ("load",),
     "cache": ("cache",),
     "policies": ("policies",),
     "paper": ("paper",),
@@ -108,6 +111,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "llama": _llama,
         "host": _host,
         "lora": _lora,
+        "load": _load,
         "cache": _cache,
         "policies": _policies,
         "paper": _paper,
@@ -203,6 +207,12 @@ def _lora(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
     budget = Budget(args.rounds or (2 if args.quick else 15), min(args.minutes, 3.0))
     work = args.work / ("quick" if args.quick else "lora")
     return lora.run(lora.QUICK if args.quick else lora.FULL, dtype, budget, work)
+
+
+def _load(args: argparse.Namespace, dtype: str) -> dict[str, Any]:
+    budget = Budget(args.rounds or (1 if args.quick else 5), args.minutes)
+    work = args.work / ("quick" if args.quick else "load")
+    return load.run(load.QUICK if args.quick else load.FULL, dtype, budget, work)
 
 
 def _cache(args: argparse.Namespace, dtype: str) -> dict[str, Any]:

@@ -12,7 +12,15 @@ from typing import Any
 from jlora.bench import growth, machine, rounds
 
 PAGE = "cpu.md"
-NAMES = {"throughput": "R1", "latency": "R1b", "llama": "R2", "host": "host time", "lora": "LoRA", "cache": "R7"}
+NAMES = {
+    "throughput": "R1",
+    "latency": "R1b",
+    "llama": "R2",
+    "host": "host time",
+    "lora": "LoRA",
+    "load": "load",
+    "cache": "R7",
+}
 
 
 def save(out: Path, name: str, dtype: str, result: Mapping[str, Any]) -> Path:
@@ -54,6 +62,7 @@ def page(records: Sequence[Mapping[str, Any]]) -> str:
         "llama": llama,
         "host": host,
         "lora": lora,
+        "load": load,
         "cache": cache,
     }
     for name, section in sections.items():
@@ -195,6 +204,34 @@ Rank {plan["rank"]} on q, k, v, o of one layer of the same model (width {plan["s
 masks by a one-hot of each token's slot, as servers with a fixed number of slots do. Both give the same result.
 """
     head = ["dtype", "tokens", "in the batch", "registered", "base", "blocks", "dense", "ratio", "control"]
+    return text + "\n" + table(head, rows)
+
+
+def load(records: Sequence[Mapping[str, Any]]) -> str:
+    """The table of what it takes to load a model in both forms."""
+    settings = records[0]["settings"]
+    rows = [
+        [
+            r["dtype"],
+            str(s["tp"]),
+            which,
+            *(f"{s[which][key]:.2f}" for key in ("safetensors_s", "orbax_s")),
+            ratio(s[which]["ratio"]),
+            controls(s[which], "safetensors_control", "orbax_control"),
+            str(s["rounds"]),
+        ]
+        for r in records
+        for s in r["summary"]
+        for which in ("first", "again")
+    ]
+    libraries = ", ".join(f"{name} {version}" for name, version in settings["libraries"].items())
+    text = f"""## Loading a model
+
+{settings["parameters"] / 1e6:.1f}M parameters from float32 files in the page cache to the devices, in seconds;
+{libraries}. *First* is the first load of a process, which compiles what it needs, *again* the next one. A ratio
+above 1 means that the converted model (Orbax) is faster. Both give the same weights.
+"""
+    head = ["dtype", "tp", "load", "safetensors", "Orbax", "ratio", "control", "rounds"]
     return text + "\n" + table(head, rows)
 
 

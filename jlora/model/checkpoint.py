@@ -7,7 +7,8 @@
 Every header is checked before the first weight is read: each tensor is used exactly once and
 has the shape that `config.json` promises. Then one tensor at a time is read (not mapped: mapped
 pages count as ours), sent to the devices in its own layout, and transposed, cast and placed
-there. So the host holds two tensors at most, whatever the size of a shard.
+there, while the next one is read. So the host holds three tensors at most, whatever the size of a
+shard: the one just read, the one on its way, and for a moment the one before that.
 """
 
 from __future__ import annotations

@@ -373,7 +373,7 @@ class World:
         tokens: list[object] = [*memoryview(data[: 4 * BLOCK]).cast("i")]
         if isinstance(node, SuffixNode):
             uid, at = memoryview(data[4 * BLOCK :]).cast("q")
-            assert node.adapter.uid == uid
+            assert node.adapter.uid == uid, "a suffix is found under another adapter"
             tokens.insert(at, ("acts", uid))
         return (*above, *([] if tenant is None else [tenant]), *tokens)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jlora.cache.inspect import state
+from jlora.cache.manager import CacheManager
 from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.types import Request, SamplingParams
 from tests.engine._bench import EOS, Bench, work
@@ -318,6 +319,24 @@ def test_a_refused_lease_is_asked_for_again_only_after_something_changed(monkeyp
     assert len(calls) <= 2 and not bench.tokens("waits")
     bench.finish()
     assert len(bench.tokens("waits")) == 2
+
+
+def test_a_refused_request_runs_when_blocks_come_free_and_a_lost_wake_up_would_show(monkeypatch: pytest.MonkeyPatch):
+    """The same run twice; in the second the cache never says that something changed (a planted bug)."""
+
+    def run() -> Bench:
+        bench = Bench(blocks=8)
+        bench.submit("first", 24, max_tokens=6)
+        bench.submit("second", list(range(50, 66)), max_tokens=4)
+        bench.step()
+        assert bench.scheduler.waiting == 1  # it was refused
+        bench.finish(limit=200)
+        return bench
+
+    assert len(run().tokens("second")) == 4
+    monkeypatch.setattr(CacheManager, "epoch", property(lambda manager: 0))
+    with pytest.raises(AssertionError, match="the scheduler does not get on"):
+        run()
 
 
 def test_a_request_without_room_in_the_adapters_share_lets_others_go_ahead():

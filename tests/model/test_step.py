@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jlora.config import EngineConfig
 from jlora.engine.batch import BatchBuilder
@@ -46,12 +46,24 @@ def test_the_forward_updates_the_pool_in_place(rows: int, chunk: int, tp: int, s
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes
 
 
-def test_swapping_blocks_in_updates_the_pool_in_place():
-    spec = tiny_spec()
-    layout = PoolLayout.of(spec, BLOCKS, 8)
-    programs = step.build(spec, layout, sharding.make_mesh(1), True)
-    pool = jax.ShapeDtypeStruct(layout.shape, np.float32)
-    data = jax.ShapeDtypeStruct((4, *layout.block_shape), np.float32)
-    memory = programs.write_blocks.lower(pool, jax.ShapeDtypeStruct((4,), np.int32), data).compile().memory_analysis()
-    pool_bytes = BLOCKS * layout.block_bytes
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("program", ["write_blocks", "write_layers"])
+def test_swapping_blocks_in_updates_the_pool_in_place(program: str, tp: int):
+    """Whole, and in groups of layers, as a streamed copy comes."""
+    spec, mesh = tiny_spec(), sharding.make_mesh(tp)
+    layout = PoolLayout.of(spec, BLOCKS, 8, tp)
+    programs = step.build(spec, layout, mesh, True)
+
+    def placed(shape: tuple[int, ...], of: PartitionSpec) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, of))
+
+    pool, ids = placed(layout.shape, sharding.POOL), jax.ShapeDtypeStruct((4,), np.int32)
+    if program == "write_blocks":
+        lowered = programs.write_blocks.lower(pool, ids, placed((4, *layout.block_shape), sharding.BLOCKS))
+    else:
+        group = spec.layers // step.layer_groups(spec.layers)
+        data, first = placed((4, group, *layout.block_shape[1:]), sharding.BLOCKS), jax.ShapeDtypeStruct((), np.int32)
+        lowered = programs.write_layers.lower(pool, ids, data, first)
+    memory = lowered.compile().memory_analysis()
+    pool_bytes = BLOCKS * layout.block_bytes // tp
     assert memory.alias_size_in_bytes >= pool_bytes and memory.temp_size_in_bytes < 0.05 * pool_bytes

@@ -179,13 +179,22 @@ def test_answers_from_base_kv_that_activated_loras_share_are_equal(blocks: int):
         client.check_idle()
 
 
-def test_preemption_does_not_change_an_answer():
+def check_preempted(case: Path, settings: str) -> None:
     """A pool that holds few of the eight sequences that want to run, and not all adapters."""
-    case = GOLDEN / "gqa"
     wanted = answers(case) * 2
-    with serving(case, {**SETTINGS["chunk 16, no overlap"], "cache.hbm_blocks": FEW_BLOCKS}) as client:
+    with serving(case, {**SETTINGS[settings], "cache.hbm_blocks": FEW_BLOCKS}) as client:
         calls = [client.inference.Generate.future(request(want)) for want in wanted]
         for call, want in zip(calls, wanted, strict=True):
             check(call.result(), want)
         assert client.service.stats().preemptions > 0
         client.check_idle()
+
+
+@pytest.mark.parametrize("settings", ["chunk 16, no overlap", "tp 2"])
+def test_preemption_does_not_change_an_answer(settings: str):
+    check_preempted(GOLDEN / "gqa", settings)
+
+
+@pytest.mark.parametrize("settings", ["chunk 16, no overlap", "tp 2"])
+def test_preemption_does_not_change_an_answer_of_models_made_now(live: Path, settings: str):
+    check_preempted(live / "gqa", settings)
