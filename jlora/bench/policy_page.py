@@ -88,7 +88,7 @@ def tables(result: Mapping[str, Any]) -> str:
     parts = [
         f"## Mean TTFT: milliseconds of `{OURS}`, and times as long for the others\n\n"
         f"Median of {count} interleaved rounds of the ratio inside a round (lowest–highest). "
-        f"*Control*: `{OURS}` played twice in a round, the second over the first.\n\n"
+        f"*Control*: `{OURS}` played twice in a round, one over the other.\n\n"
         + report.table(["cell", *policies, "control"], rows)
     ]
     for cell in cells:

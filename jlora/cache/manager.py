@@ -237,7 +237,9 @@ class CacheManager:
             epoch = cells.epoch
             self._unlock(lease, used=False)
             cells.epoch = epoch  # a refusal gives nobody a chance
-            log.debug("refuse adapter %d: no room for %d blocks of KV", adapter.uid, missing + own + headroom)
+            need = missing + own + headroom
+            size = 0 if adapter.device else adapter.size
+            log.debug("refuse adapter %d: no room for its %d blocks and %d of KV", adapter.uid, size, need)
             return None
         if not again:
             self._count(lease, known, len(tokens))

@@ -121,6 +121,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
 
 def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
     """What to change when the model does not fit; `fit`: blocks that the memory beside the weights holds."""
+    fit = fit if on_cpu else int(fit * config.cache.hbm_fraction)  # a step needs memory of its own
     if fit >= 2 and config.cache.hbm_blocks:
         return f"lower cache.hbm_blocks to at most {fit}"
     if fit >= 2:  # too few of them are the cache's share

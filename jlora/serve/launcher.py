@@ -109,7 +109,8 @@ def load(config: Config) -> tuple[Service, Tokenizer | None]:
     tokenizer = Tokenizer.from_dir(directory)
     if tokenizer is None:
         log.warning("the model has no tokenizer.json: it serves token ids only")
-    check_base_name(config.model.name or read_spec(directory).name)
+    spec = read_spec(directory, config.model.dtype, config.model.max_model_len)
+    check_base_name(config.model.name or spec.name)
     return Service.start(config, progress=True), tokenizer
 
 

@@ -24,7 +24,7 @@ def test_evictions_copies_and_refusals_are_told(lines):
     lease = cache.leased([9] * 16)
     assert sum(line.startswith("evict kv@") for line in lines()) == 2
     assert cache.lease(B) is None
-    assert lines()[-1] == "refuse adapter 0: no room for 3 blocks of KV"
+    assert lines()[-1] == "refuse adapter 0: no room for its 0 blocks and 3 of KV"
     cache.manager.release(lease)
 
 

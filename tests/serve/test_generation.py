@@ -94,7 +94,7 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(
     with monkeypatch.context() as patch:
         if why == "deadline":  # the front would end it too: here the engine is alone with its own clock
             patch.setattr(Generation, "_abort", lambda self: None)
-        call = start(asked, timeout=2.5 if why == "deadline" else None)
+        call = start(asked, timeout=6.0 if why == "deadline" else None)
         wait_until(lambda: served.service.stats().live_requests == 2)
         for _ in range(30):  # the prompt, and a few tokens
             turns.take()

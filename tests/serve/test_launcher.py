@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import shutil
 import signal
@@ -18,6 +19,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from jlora import config as configuration
+from jlora.engine.service import Service
 from jlora.errors import ConfigError, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.serve import flags, launcher
 from jlora.serve.backend import Backend
@@ -229,3 +232,18 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, t
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=20)
         assert server.returncode == 0 and "stopped while loading" in errors
+
+
+def test_a_window_shorter_than_the_models_context_is_served_at_the_length_that_is_set(
+    tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = tmp_path / "mistral"
+    shutil.copytree(text_model, model)
+    facts = json.loads((model / "config.json").read_text())
+    facts |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
+    (model / "config.json").write_text(json.dumps(facts))
+    monkeypatch.setattr(Service, "start", lambda config, progress: config.model.max_model_len)
+    config = configuration.load(None, {"model.path": str(model), "model.max_model_len": 32})
+    assert launcher.load(config)[0] == 32
+    with pytest.raises(InvalidArgument, match="sliding_window"):
+        launcher.load(configuration.replace(config, {"model.max_model_len": 0}))
