@@ -54,13 +54,13 @@ def report(event: TokenEvent) -> TokenLogprob:
 def apart(got: Sequence[TokenEvent], want: Sequence[TokenEvent]) -> list[float]:
     """How far the logprobs are apart, up to the first token that differs: after it the contexts do.
 
-    It may differ only where the most likely token is not clearly ahead.
+    It may differ only where the most likely token is not clearly ahead: both logprobs may have moved.
     """
     found: list[float] = []
     for one, other in zip(map(report, got), map(report, want), strict=True):
         if one.token_id != other.token_id:
             ahead = other.top[0][1] - other.top[1][1]
-            assert ahead < TOLERANCE, f"token {len(found)} differs, and the expected one was {ahead:.3f} ahead"
+            assert ahead < 2 * TOLERANCE, f"token {len(found)} differs, and the expected one was {ahead:.3f} ahead"
             break
         found.append(abs(one.logprob - other.logprob))
     return found
