@@ -150,9 +150,13 @@ class CacheManager:
         return True
 
     def bring_in(self, node: AdapterNode) -> None:
-        """Starts an adapter's copy into blocks that are free anyway; evicts nothing. Somebody waits for it."""
+        """Starts an adapter's copy into blocks that are free anyway; evicts nothing, holds up no request's copy."""
         if not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
-            self._bring_adapter(node, demand=True)
+            self._bring_adapter(node, demand=False)
+
+    def hasten(self, node: AdapterNode) -> None:
+        """Somebody waits for the adapter: its copy, if one is under way, counts as a request's from now on."""
+        self.cells.promote(node)
 
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""

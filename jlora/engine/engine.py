@@ -272,6 +272,10 @@ class Engine:
         self._pin(record, pinned)
         return record.info(time.monotonic())
 
+    def hasten(self, name: str) -> None:
+        """Somebody waits for the adapter's copy, if one is under way. Raises NotFound."""
+        self._manager.hasten(self._registry.get(name).node)
+
     def adapter(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
         return self._registry.get(name).info(time.monotonic())

@@ -236,7 +236,8 @@ class Service:
                 self._call(lambda r=request_id: self._engine.abort(r))
 
     def _settled(self, name: str) -> AdapterInfo:
-        """The adapter once its copy, if one is under way, has landed."""
+        """The adapter once its copy, if one is under way, has landed; no steady demand may hold it back."""
+        self._call(lambda: self._engine.hasten(name))
         self._work.set()
         while (info := self.adapter(name)).tier == "LOADING":
             time.sleep(0.002)

@@ -335,3 +335,15 @@ def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
     assert counters.kv_host_hit_tokens == counters.kv_hit_tokens == lease.cached == 8
     cache.land()
     cache.manager.release(lease)
+
+
+def test_copies_of_adapters_that_are_registered_hold_up_no_copy_that_a_request_waits_for():
+    cache = Cache()
+    first, second = cache.adapter(1, 2), cache.adapter(2, 2)
+    for adapter in (first, second):
+        cache.manager.bring_in(adapter)
+    assert [copy.demand for copy in cache.copies()] == [False, False]
+    cache.leased(A, second)
+    assert [copy.demand for copy in cache.copies()] == [False, True]  # the link takes it first
+    cache.manager.hasten(first)
+    assert [copy.demand for copy in cache.copies()] == [True, True]  # who loads it waits for it by now
