@@ -150,8 +150,13 @@ class CacheManager:
         return True
 
     def bring_in(self, node: AdapterNode) -> None:
-        """Starts an adapter's copy into blocks that are free anyway; evicts nothing, holds up no request's copy."""
-        if not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
+        """Starts an adapter's copy into blocks that are free anyway, if nothing else is on its way.
+
+        Of many that are loaded at once the monitor fetches the others while the link idles: all their copies
+        together would hold up a request's, and room that is on its way to be filled cannot be made free.
+        """
+        idle = not self.cells.backlog["in"]
+        if idle and not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
             self._bring_adapter(node, demand=False)
 
     def hasten(self, node: AdapterNode) -> None:
@@ -477,7 +482,7 @@ class CacheManager:
         """Hits, as found (what is still on its way counts as on the host); the policy learns from them too."""
         c = self.counters
         if lease.reuse:
-            self.policy.meet(known, self.cells.clock())
+            self.policy.meet(lease.origin.adapter, known, self.cells.clock())
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
         c.kv_base_hit_tokens += len(self.tree.by_owner(lease.origin, lease.path)[0][1]) * self.block_tokens

@@ -10,7 +10,7 @@ published system does differently is a few answers in its class:
     keeps(node)   whether an adapter that nobody uses stays
     binds(node)   whether a node must stay while something below it is on the device
     key, value    which idle node is worth least
-    meet          what it learns of a request: how long its conversation was silent
+    meet          what it learns of a request: how long its adapter and its conversation were silent
 
 `fastlibra` and its ablations are in `jlora.cache.fastlibra`.
 """
@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from jlora.cache.returns import Returns
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import KV, Node
+from jlora.cache.tree import ADAPTER, KV, Node
 
 
 class Pulse(NamedTuple):
@@ -66,8 +66,8 @@ class Policy:
         """Whether `node` must stay on the device while something below it is there."""
         return True
 
-    def meet(self, path: Sequence[Node], now: float) -> None:
-        """A request has come that knows this path of KV; its visits follow."""
+    def meet(self, adapter: Node, path: Sequence[Node], now: float) -> None:
+        """A request has come for this adapter that knows this path of KV; its visits follow."""
 
     def visit(self, node: Node, now: float) -> None:
         """A request goes through the node."""
@@ -94,15 +94,18 @@ class Jlora(Policy):
     """Two-class rate density: load seconds saved per second, per block.
 
         v_i(now) = rate_i(now) * load_i / blocks_i
-        adapters and shared prefixes   rate = C exp(-(now - t) / T) / W,  C <- 1 + C exp(-(now - t) / T)
+        adapters and shared prefixes   rate = C exp(-(now - t) / T) / W,  C <- 1 + C exp(-(now - t) / T),
+          adapters at least              how often an adapter that was silent so long is asked for (`Returns`)
         KV of one conversation         rate = how often a conversation of that age comes back (`Returns`)
 
     Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
     asked for next. A conversation goes on soon or never: only its age tells, and what ages mean is
     learned, for it differs: agents come back every few seconds, readers of long answers after
     minutes, translations never. Both rates are in returns per second, so they can be compared.
+    A count forgets who is asked for every ten minutes (e^-6 of a visit is left), and the rare adapters
+    are many: what their silences mean is learned too, from all adapters together.
     `load` is *measured*, its fixed part included. Both classes have static keys:
-    `ln C + t/T + ln(load/blocks)`, exact, and `t`: conversations leave in order of age.
+    `ln C + t/T + ln(load/blocks)`, exact for counts, and `t`: conversations leave in order of age.
 
     W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
     that has served for s seconds, since its first request or since a silence in which all counts have
@@ -118,10 +121,13 @@ class Jlora(Policy):
     def __init__(self, meter: Meter):
         super().__init__(meter)
         self.returns = Returns()
+        self.silences = Returns()  # of adapters
         self._began = -math.inf  # when requests began to come
         self._asked = -math.inf  # when the last one did
 
-    def meet(self, path: Sequence[Node], now: float) -> None:
+    def meet(self, adapter: Node, path: Sequence[Node], now: float) -> None:
+        if adapter.size and adapter.users == 1:  # its first: the adapter's silence ends
+            self.silences.add(max(0.0, now - adapter.last_use))
         last = path[-1] if path else None
         if last is not None and last.users > 1:
             return  # its conversation is not silent: others of one request, or who asks the same
@@ -149,6 +155,8 @@ class Jlora(Policy):
         age = max(0.0, now - node.last_use)
         if node.shared:
             rate = node.count * math.exp(-age / self.T) / self._window(now)
+            if node.kind == ADAPTER:
+                rate = max(rate, self.silences.rate(age))
         else:
             rate = self.returns.rate(age)
         return rate * self.meter.density(node.kind, node.size)
@@ -178,10 +186,11 @@ class Vllm(Policy):
 
 
 class VllmFair(Vllm):
-    """The same split with this library's mechanism: clean eviction, and a share of your choice."""
+    """The same split with this library's mechanism: clean eviction, fetching ahead, a share of your choice."""
 
     name = "vllm-fair"
     writes_back = False
+    lower = 0.95
 
     def __init__(self, meter: Meter, share: float):
         super().__init__(meter)

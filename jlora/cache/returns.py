@@ -27,7 +27,7 @@ LEAST = 0.02  # share of the silences that is taken to last for ever: ages nobod
 
 
 class Returns:
-    """The life table of one cache's conversations."""
+    """The life table of one cache's conversations, or of its adapters, whose silences end likewise."""
 
     def __init__(self) -> None:
         left = [(SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]

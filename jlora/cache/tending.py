@@ -15,11 +15,11 @@ from collections.abc import Iterator
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.policies import Pulse
-from jlora.cache.tree import KV, AdapterNode, Node
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 BACKUPS = 16, 512  # blocks per round, at least and at most
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
-FETCHES = 16
+FETCHES = 16, 512  # the same of fetching ahead
 REKEYS = 500  # nodes per round: a tree of a million must not hold up a step
 
 
@@ -71,8 +71,8 @@ class Tending:
         cells = self._manager.cells
         if cells.backlog["in"]:
             return
-        started = 0
-        while started < FETCHES and cells.device.total - cells.device.free < lower * cells.device.total:
+        started, most = 0, self._carried(ADAPTER, *FETCHES, self._every)
+        while started < most and cells.device.total - cells.device.free < lower * cells.device.total:
             node = cells.best_root()
             if node is None or len(node.host) > cells.device.room(node.kind):
                 return
@@ -85,7 +85,7 @@ class Tending:
         if cells.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
-        for node in cells.coldest(self._batch()):
+        for node in cells.coldest(self._carried(KV, *BACKUPS, BACKUP_SHARE * self._every)):
             adapter = cells.adapter_of(node)
             if adapter.dying or node in rounds.get(adapter, ()):
                 continue
@@ -95,9 +95,8 @@ class Tending:
         for adapter, nodes in rounds.items():
             cells.save(adapter, nodes)
 
-    def _batch(self) -> int:
-        """Blocks that the link carries in its part of a round, by what copies were measured to take."""
-        least, most = BACKUPS
+    def _carried(self, kind: int, least: int, most: int, seconds: float) -> int:
+        """Blocks that the link carries in so many seconds, by what copies were measured to take; within bounds."""
         load_s = self._manager.policy.meter.load_s
-        each = (load_s(KV, most) - load_s(KV, 1)) / (most - 1)
-        return max(least, min(most, int(BACKUP_SHARE * self._every / max(each, 1e-9))))
+        each = (load_s(kind, most) - load_s(kind, 1)) / (most - 1)
+        return max(least, min(most, int(seconds / max(each, 1e-9))))

@@ -11,7 +11,7 @@ import pytest
 from jlora.cache.fastlibra import BATCH_S, WINDOW_S, Fastlibra, Knobs, Median, Wol, Wom, Wos
 from jlora.cache.policies import Jlora, Policy, Pulse, Slora, Vllm, VllmFair
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import KV, AdapterNode, Node
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 TAU = 5.0
 
@@ -65,6 +65,8 @@ def test_jlora_is_load_seconds_saved_per_second_and_block():
             began = min(visits[n][0] for n in nodes if n.kind == KV)
             window = 100.0 * (1 - math.exp(-(now - began) / 100.0))
             rate = sum(math.exp(-(now - t) / 100.0) for t in visits[node]) / window
+            if node.kind == ADAPTER:
+                rate = max(rate, policy.silences.rate(now - node.last_use))
         else:
             rate = policy.returns.rate(now - node.last_use)
         assert rate > 0
@@ -78,6 +80,9 @@ def test_jlora_keys_order_like_the_values_at_any_later_time():
     touch(policy, nodes)
     for now, heap in itertools.product((200.0, 230.0, 1000.0), (0, 1)):
         members = [node for node in nodes if policy.key(node)[0] == heap and node.last_use]
+        if heap == 0:  # among those whose count tells, not how long they were silent
+            floor = [0.0 if node.kind == KV else policy.silences.rate(now - node.last_use) for node in members]
+            members = [n for n, least in zip(members, floor, strict=True) if rate(policy, n, now) > least]
         assert len(members) > 10
         by_key = sorted(members, key=lambda n: policy.key(n)[1])
         values = [policy.value(node, now) for node in by_key]
@@ -119,7 +124,7 @@ def test_jlora_keeps_conversations_over_a_rare_adapter_only_where_conversations_
         policy.visit(adapter, 100.0)
         for second in range(100):
             policy.visit(said, float(second))
-            policy.meet([said] if back else [], second + 3.0)
+            policy.meet(AdapterNode(0, 0), [said] if back else [], second + 3.0)
         policy.visit(said, 109.0)
         assert (policy.value(said, 111.0) > policy.value(adapter, 111.0)) == back
 
@@ -128,8 +133,24 @@ def test_jlora_learns_nothing_of_conversations_from_what_many_share():
     policy, prompt = Jlora(meter()), kv(shared=True)
     for second in range(300):
         policy.visit(prompt, float(second))
-        policy.meet([prompt], second + 1.0)
+        policy.meet(AdapterNode(0, 0), [prompt], second + 1.0)
     assert policy.returns.rate(1.0) < 0.01
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_jlora_learns_whether_adapters_that_were_silent_for_long_are_asked_for_again(again: bool):
+    policy = Jlora(meter())
+    adapters = [AdapterNode(i, 4) for i in range(1, 401)]
+    for second in range(0, 4000, 10):  # 40 in turn, each every 400 s; or 400, each of them once
+        adapter = adapters[second // 10 % (40 if again else 400)]
+        adapter.users = 1
+        policy.visit(kv(), float(second))
+        policy.meet(adapter, [], float(second))
+        policy.visit(adapter, float(second))
+        adapter.users = 0
+    silent = adapters[35]
+    now = silent.last_use + 390.0
+    assert (rate(policy, silent, now) > 0.25 / 400) == again  # counted alone it is e^-3.9 / 100
 
 
 def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():
@@ -300,9 +321,9 @@ def test_who_keeps_what_it_depends_on():
 
 
 def test_the_baselines_are_what_they_claim():
-    vllm, fair, slora = Vllm(meter()), VllmFair(meter(), 0.35), Slora(meter())
+    lru, vllm, fair, slora = Policy(meter()), Vllm(meter()), VllmFair(meter(), 0.35), Slora(meter())
     assert (vllm.share, vllm.writes_back, vllm.lower) == (0.2, True, 0.0)
-    assert (fair.share, fair.writes_back, fair.lower) == (0.35, False, 0.0)
+    assert (fair.share, fair.writes_back, fair.lower) == (0.35, False, lru.lower)
     assert (slora.share, slora.history) == (None, False)
     adapter = AdapterNode(1, 2)
     assert not slora.keeps(adapter) and vllm.keeps(adapter)

@@ -337,13 +337,28 @@ def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
     cache.manager.release(lease)
 
 
-def test_copies_of_adapters_that_are_registered_hold_up_no_copy_that_a_request_waits_for():
+def test_of_adapters_loaded_at_once_only_the_first_has_its_copy_before_the_link_is_idle():
     cache = Cache()
     first, second = cache.adapter(1, 2), cache.adapter(2, 2)
     for adapter in (first, second):
         cache.manager.bring_in(adapter)
-    assert [copy.demand for copy in cache.copies()] == [False, False]
-    cache.leased(A, second)
-    assert [copy.demand for copy in cache.copies()] == [False, True]  # the link takes it first
+    assert [(copy.adapter, copy.demand) for copy in cache.copies()] == [(first, False)]
     cache.manager.hasten(first)
-    assert [copy.demand for copy in cache.copies()] == [True, True]  # who loads it waits for it by now
+    assert cache.copies()[0].demand  # who loads it waits for it by now
+    cache.tend()
+    assert len(cache.copies()) == 1
+    cache.land()
+    cache.tend()
+    assert [copy.adapter for copy in cache.copies()] == [second]
+
+
+@pytest.mark.parametrize(("block_s", "adapters"), [(1.0, 8), (1e-3, 50)])
+def test_the_monitor_fetches_what_the_link_carries_in_a_round_of_a_tenth_second_and_at_least_16_blocks(
+    block_s: float, adapters: int
+):
+    cache = Cache(device=200, host=200)
+    cache.manager.policy.meter._fits[ADAPTER].each = block_s
+    for uid in range(1, 61):
+        cache.adapter(uid, 2)
+    cache.tend()
+    assert len(cache.copies()) == adapters
