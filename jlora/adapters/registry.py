@@ -37,7 +37,6 @@ class Record:
     bytes: int
     node: AdapterNode
     load_cost_s: float
-    hits: int = 0
     last_used: float = 0.0
 
     def info(self, now: float) -> AdapterInfo:
@@ -56,7 +55,7 @@ class Record:
             pinned=node.pinned,
             running=node.users,
             waiting=node.wanted,
-            hits=self.hits,
+            hits=node.hits,
             last_used_s=now - self.last_used if self.last_used else -1.0,
             load_cost_s=self.load_cost_s,
             alora_invocation_tokens=self.alora_invocation_tokens,

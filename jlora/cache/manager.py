@@ -159,10 +159,6 @@ class CacheManager:
         if idle and not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
             self._bring_adapter(node, demand=False)
 
-    def hasten(self, node: AdapterNode) -> None:
-        """Somebody waits for the adapter: its copy, if one is under way, counts as a request's from now on."""
-        self.cells.promote(node)
-
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""
         self.cells.pin(node, False)
@@ -480,9 +476,10 @@ class CacheManager:
 
     def _count(self, lease: Lease, known: list[Node], tokens: int) -> None:
         """Hits, as found (what is still on its way counts as on the host); the policy learns from them too."""
-        c = self.counters
+        c, now = self.counters, self.cells.clock()
+        self.policy.ask(lease.adapter, now)
         if lease.reuse:
-            self.policy.meet(lease.origin.adapter, known, self.cells.clock())
+            self.policy.meet(known, now)
         c.kv_lookup_tokens += tokens
         c.kv_hit_tokens += len(lease.path) * self.block_tokens
         c.kv_base_hit_tokens += len(self.tree.by_owner(lease.origin, lease.path)[0][1]) * self.block_tokens
@@ -490,6 +487,7 @@ class CacheManager:
         if lease.adapter.size:
             c.adapter_lookups += 1
             c.adapter_hits += lease.adapter.on_device
+            lease.adapter.hits += lease.adapter.on_device
 
 
 def _coming(adapter: AdapterNode, path: Sequence[Node]) -> int:

@@ -10,7 +10,7 @@ published system does differently is a few answers in its class:
     keeps(node)   whether an adapter that nobody uses stays
     binds(node)   whether a node must stay while something below it is on the device
     key, value    which idle node is worth least
-    meet          what it learns of a request: how long its adapter and its conversation were silent
+    ask, meet     what it learns of a request: how long its adapter and its conversation were silent
 
 `fastlibra` and its ablations are in `jlora.cache.fastlibra`.
 """
@@ -21,7 +21,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jlora.cache.returns import Returns
+from jlora.cache.returns import Returns, Silences
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, KV, Node
 
@@ -66,8 +66,11 @@ class Policy:
         """Whether `node` must stay on the device while something below it is there."""
         return True
 
-    def meet(self, adapter: Node, path: Sequence[Node], now: float) -> None:
-        """A request has come for this adapter that knows this path of KV; its visits follow."""
+    def ask(self, adapter: Node, now: float) -> None:
+        """A request for this adapter has come, and is among its users; its visits follow."""
+
+    def meet(self, path: Sequence[Node], now: float) -> None:
+        """A request has come that knows this path of KV; its visits follow."""
 
     def visit(self, node: Node, now: float) -> None:
         """A request goes through the node."""
@@ -95,7 +98,7 @@ class Jlora(Policy):
 
         v_i(now) = rate_i(now) * load_i / blocks_i
         adapters and shared prefixes   rate = C exp(-(now - t) / T) / W,  C <- 1 + C exp(-(now - t) / T),
-          adapters at least              how often an adapter that was silent so long is asked for (`Returns`)
+          adapters at least              how often one that was silent so long is asked for (`Silences`)
         KV of one conversation         rate = how often a conversation of that age comes back (`Returns`)
 
     Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
@@ -105,7 +108,8 @@ class Jlora(Policy):
     A count forgets who is asked for every ten minutes (e^-6 of a visit is left), and the rare adapters
     are many: what their silences mean is learned too, from all adapters together.
     `load` is *measured*, its fixed part included. Both classes have static keys:
-    `ln C + t/T + ln(load/blocks)`, exact for counts, and `t`: conversations leave in order of age.
+    `ln C + t/T + ln(load/blocks)`, and `t`: conversations leave in order of age. The first is exact for
+    counts; where silences say more, the first few of the heap are compared by what they are worth.
 
     W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
     that has served for s seconds, since its first request or since a silence in which all counts have
@@ -114,6 +118,7 @@ class Jlora(Policy):
     """
 
     name = "jlora"
+    lookahead = 8
     T = 100.0  # seconds
     LEAST_S = 5.0  # of W: a first visit is no crowd
     SILENCE = 3.0  # times T: so long without a request, and counts are gone
@@ -121,13 +126,15 @@ class Jlora(Policy):
     def __init__(self, meter: Meter):
         super().__init__(meter)
         self.returns = Returns()
-        self.silences = Returns()  # of adapters
+        self.silences = Silences()
         self._began = -math.inf  # when requests began to come
         self._asked = -math.inf  # when the last one did
 
-    def meet(self, adapter: Node, path: Sequence[Node], now: float) -> None:
-        if adapter.size and adapter.users == 1:  # its first: the adapter's silence ends
-            self.silences.add(max(0.0, now - adapter.last_use))
+    def ask(self, adapter: Node, now: float) -> None:
+        if adapter.users == 1:  # the first: until now nobody used it
+            self.silences.end(max(0.0, now - adapter.last_use))
+
+    def meet(self, path: Sequence[Node], now: float) -> None:
         last = path[-1] if path else None
         if last is not None and last.users > 1:
             return  # its conversation is not silent: others of one request, or who asks the same
@@ -162,6 +169,7 @@ class Jlora(Policy):
         return rate * self.meter.density(node.kind, node.size)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
+        self.silences.look((now - node.last_use for node in pulse.adapters if node.size and not node.users), now)
         return self.meter.moved()
 
     def _window(self, now: float) -> float:

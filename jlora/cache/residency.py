@@ -181,7 +181,7 @@ class Residency:
         if count > self.host.free + self.host.used[KV]:
             return False
         while self.host.free < count:
-            node = self._dearest(self._doubles)
+            node = self._dearest(self._doubles, None)
             if node is None or self.value(node) <= worth < math.inf:
                 node = self._cheapest(self._drops, None)
                 if node is None or self.value(node) >= worth:
@@ -338,10 +338,10 @@ class Residency:
                 node = node.parent
         return sorted(found, key=self.value)[:count]
 
-    def best_root(self) -> Node | None:
+    def best_root(self, kind: int | None = None) -> Node | None:
         """The most valuable node on the host below something that is on the device or coming."""
         while True:
-            root = self._dearest(self._roots)
+            root = self._dearest(self._roots, kind)
             if root is None or not self.adapter_of(root).dying:
                 return root
             root.stamp += 1  # nobody will ask for it
@@ -406,9 +406,10 @@ class Residency:
         tops = [node for heap in heaps for node in heap.first(ahead)]
         return min(tops, key=lambda n: self.policy.value(n, now), default=None)
 
-    def _dearest(self, orders: tuple[Order, Order]) -> Node | None:
+    def _dearest(self, orders: tuple[Order, Order], kind: int | None) -> Node | None:
         now, ahead = self.clock(), self.policy.lookahead
-        tops = [node for heap in orders for node in heap.first(ahead)]
+        heaps = orders if kind is None else (orders[kind],)
+        tops = [node for heap in heaps for node in heap.first(ahead)]
         return max(tops, key=lambda n: self.policy.value(n, now), default=None)
 
     def _count_resident(self, node: Node, change: int) -> None:

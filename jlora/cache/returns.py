@@ -1,4 +1,4 @@
-"""How soon conversations come back, learned from those that did: a life table. Plain Python, no jax.
+"""How soon conversations and adapters come back, learned from those that did. Plain Python, no jax.
 
 A conversation whose answer has been given falls silent; after some seconds it goes on, or it never
 does. Which of the two cannot be seen, but how many of those before it came back at which age can:
@@ -13,21 +13,27 @@ the occurrence / exposure rate of an actuary's life table, a hazard. Old counts 
 follows the traffic; it begins as `PRIOR` silences that end by a power law, and what is measured takes
 their place but for `LASTING` of them: of an age that nobody has reached yet, or that has not been
 seen for long, something is expected still. All of it is a dozen numbers, whatever the cache holds.
+
+Adapters are few beside conversations, so those that are silent still can be looked at too (`Silences`):
+then a replica that has served for a minute does not take those who came back for all there are.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 EDGES = (0.0, *(2.0**k for k in range(13)))  # seconds: 0, 1, 2, 4, ... 4096
 RECENT = 256.0  # silences that the table remembers, about
 PRIOR, LASTING = 32.0, 1.0  # silences it begins with, and how many of them never fade,
 SHAPE, SCALE_S = 0.25, 5.0  # of which (SCALE_S / (SCALE_S + age)) ** SHAPE last longer than `age`
+LOOK_S = 1.0  # between looks at all adapters
+MEMORY_S = 1000.0  # in which what was counted of adapters fades
 LEAST = 0.02  # share of the silences that is taken to last for ever: ages nobody has reached yet
 
 
 class Returns:
-    """The life table of one cache's conversations, or of its adapters, whose silences end likewise."""
+    """The life table of one cache's conversations."""
 
     def __init__(self) -> None:
         left = [(SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]
@@ -62,6 +68,49 @@ class Returns:
             rates.append(back / ((end - begin) * (left + after) / 2))
             left = after
         return rates
+
+
+class Silences:
+    """How soon adapters are asked for again: how many silences ended, over how long adapters were silent.
+
+        rate(age) = ended[k] / seconds that adapters have spent in silences of that age
+
+    It begins as what one adapter would have shown by the power law of `Returns`; that part never fades.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = [end - begin for begin, end in zip(EDGES, EDGES[1:], strict=False)]
+        edges = zip(EDGES, EDGES[1:], strict=False)
+        self._ended = [SHAPE * math.log((SCALE_S + end) / (SCALE_S + begin)) for begin, end in edges]
+        self._prior = [*self._ended], [*self._seconds]
+        self._looked = -math.inf
+
+    def end(self, age: float) -> None:
+        """An adapter that nobody had used for `age` seconds is asked for."""
+        if age < EDGES[-1]:
+            self._ended[_interval(age)] += 1
+
+    def look(self, ages: Iterable[float], now: float) -> None:
+        """Takes in for how long each adapter that nobody uses has been silent; once in `LOOK_S` is enough."""
+        spent = now - self._looked
+        if spent < LOOK_S:
+            return
+        self._looked = now
+        if math.isinf(spent):  # the first look
+            return
+        keep = math.exp(-spent / MEMORY_S)
+        for counted, prior in zip((self._ended, self._seconds), self._prior, strict=True):
+            counted[:] = [first + keep * (count - first) for count, first in zip(counted, prior, strict=True)]
+        for age in ages:
+            if age < EDGES[-1]:
+                self._seconds[_interval(age)] += spent
+
+    def rate(self, age: float) -> float:
+        """How often a second an adapter that nobody has used for `age` seconds is asked for."""
+        if age < EDGES[-1]:
+            k = _interval(age)
+            return self._ended[k] / self._seconds[k]
+        return self._ended[-1] / self._seconds[-1] * EDGES[-1] / age
 
 
 def _interval(age: float) -> int:

@@ -18,8 +18,8 @@ from jlora.cache.policies import Pulse
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 BACKUPS = 16, 512  # blocks per round, at least and at most
+FETCHES = 64  # nodes per round, at most: each is a copy of its own, started while a step waits
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
-FETCHES = 16, 512  # the same of fetching ahead
 REKEYS = 500  # nodes per round: a tree of a million must not hold up a step
 
 
@@ -67,17 +67,26 @@ class Tending:
             cells.evict(node)
 
     def _fetch_below(self, lower: float) -> None:
-        """Into free blocks only: nothing that is there has to leave for a guess."""
-        cells = self._manager.cells
+        """Into free blocks only: nothing that is there has to leave for a guess; as much as the link carries."""
+        cells, meter = self._manager.cells, self._manager.policy.meter
         if cells.backlog["in"]:
             return
-        started, most = 0, self._carried(ADAPTER, *FETCHES, self._every)
-        while started < most and cells.device.total - cells.device.free < lower * cells.device.total:
-            node = cells.best_root()
-            if node is None or len(node.host) > cells.device.room(node.kind):
+        seconds = 0.0
+        for _ in range(FETCHES):
+            below = cells.device.total - cells.device.free < lower * cells.device.total
+            node = self._dearest() if below and seconds < self._every else None
+            if node is None:
                 return
             cells.bring(cells.adapter_of(node), [node], demand=False)
-            started += node.size
+            seconds += meter.load_s(node.kind, node.size)
+
+    def _dearest(self) -> Node | None:
+        """The most valuable root that there is room for; under a fixed share each part has its own."""
+        cells = self._manager.cells
+        kinds = (None,) if self._manager.policy.share is None else (ADAPTER, KV)
+        roots = [root for kind in kinds if (root := cells.best_root(kind)) is not None]
+        fitting = [root for root in roots if len(root.host) <= cells.device.room(root.kind)]
+        return max(fitting, key=cells.value, default=None)
 
     def _back_up(self) -> None:
         """Copies the coldest leaves out while nothing else uses the link."""
@@ -85,7 +94,7 @@ class Tending:
         if cells.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
-        for node in cells.coldest(self._carried(KV, *BACKUPS, BACKUP_SHARE * self._every)):
+        for node in cells.coldest(self._batch()):
             adapter = cells.adapter_of(node)
             if adapter.dying or node in rounds.get(adapter, ()):
                 continue
@@ -95,8 +104,9 @@ class Tending:
         for adapter, nodes in rounds.items():
             cells.save(adapter, nodes)
 
-    def _carried(self, kind: int, least: int, most: int, seconds: float) -> int:
-        """Blocks that the link carries in so many seconds, by what copies were measured to take; within bounds."""
+    def _batch(self) -> int:
+        """Blocks that the link carries in its part of a round, by what copies were measured to take."""
+        least, most = BACKUPS
         load_s = self._manager.policy.meter.load_s
-        each = (load_s(kind, most) - load_s(kind, 1)) / (most - 1)
-        return max(least, min(most, int(seconds / max(each, 1e-9))))
+        each = (load_s(KV, most) - load_s(KV, 1)) / (most - 1)
+        return max(least, min(most, int(BACKUP_SHARE * self._every / max(each, 1e-9))))

@@ -132,10 +132,11 @@ class AdapterNode(Node):
         flying: copies under way of itself and of its own KV.
         pinned: never evicted.
         dying: unloaded or replaced: no new lease, freed with its last user.
+        hits: requests that found it on the device.
         suffixes: the first blocks of its activated suffixes, in order of use (a dict as a set).
     """
 
-    __slots__ = ("uid", "size", "flying", "pinned", "dying", "suffixes")
+    __slots__ = ("uid", "size", "flying", "pinned", "dying", "hits", "suffixes")
     kind = ADAPTER
 
     def __init__(self, uid: int, size: int):
@@ -145,6 +146,7 @@ class AdapterNode(Node):
         self.flying = 0
         self.pinned = False
         self.dying = False
+        self.hits = 0
         self.shared = True
         self.suffixes: dict[SuffixNode, None] = {}
 

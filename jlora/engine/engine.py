@@ -173,7 +173,6 @@ class Engine:
         record, origin = self._origin(request)
         handle = self._scheduler.submit(request, origin.adapter, now, origin.activation)
         if record is not None:
-            record.hits += 1
             record.last_used = now
         return handle
 
@@ -274,7 +273,7 @@ class Engine:
 
     def hasten(self, name: str) -> None:
         """Somebody waits for the adapter's copy, if one is under way. Raises NotFound."""
-        self._manager.hasten(self._registry.get(name).node)
+        self._manager.cells.promote(self._registry.get(name).node)
 
     def adapter(self, name: str) -> AdapterInfo:
         """Raises NotFound."""

@@ -237,9 +237,9 @@ class Service:
 
     def _settled(self, name: str) -> AdapterInfo:
         """The adapter once its copy, if one is under way, has landed; no steady demand may hold it back."""
-        self._call(lambda: self._engine.hasten(name))
         self._work.set()
         while (info := self.adapter(name)).tier == "LOADING":
+            self._call(lambda: self._engine.hasten(name))
             time.sleep(0.002)
         return info
 

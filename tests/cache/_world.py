@@ -201,6 +201,8 @@ class World:
             self.manager.kill(old)
         if bring % 2:
             self.manager.bring_in(fresh)
+        if bring % 3 == 1:
+            self.manager.cells.promote(fresh)  # somebody waits for it
 
     def unload(self, which: int) -> None:
         """Unloads an adapter while it is used."""

@@ -195,6 +195,16 @@ def test_an_adapter_is_brought_in_early_only_into_free_blocks():
     assert small.device  # who loads an adapter is about to use it: older history goes first
 
 
+def test_an_adapters_hits_are_the_requests_that_found_it_on_the_device():
+    cache = Cache()
+    adapter = cache.adapter(1, 3)
+    cache.run(A, adapter)
+    assert adapter.hits == 0  # it had to come
+    cache.run(B, adapter)
+    cache.run(A, adapter)
+    assert adapter.hits == 2
+
+
 def test_a_dead_adapter_frees_everything_with_its_last_user_queued_or_in_flight():
     cache = Cache(device=12)
     adapter = cache.adapter(1, 3)

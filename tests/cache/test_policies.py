@@ -124,7 +124,7 @@ def test_jlora_keeps_conversations_over_a_rare_adapter_only_where_conversations_
         policy.visit(adapter, 100.0)
         for second in range(100):
             policy.visit(said, float(second))
-            policy.meet(AdapterNode(0, 0), [said] if back else [], second + 3.0)
+            policy.meet([said] if back else [], second + 3.0)
         policy.visit(said, 109.0)
         assert (policy.value(said, 111.0) > policy.value(adapter, 111.0)) == back
 
@@ -133,24 +133,46 @@ def test_jlora_learns_nothing_of_conversations_from_what_many_share():
     policy, prompt = Jlora(meter()), kv(shared=True)
     for second in range(300):
         policy.visit(prompt, float(second))
-        policy.meet(AdapterNode(0, 0), [prompt], second + 1.0)
+        policy.meet([prompt], second + 1.0)
     assert policy.returns.rate(1.0) < 0.01
 
 
+@pytest.mark.parametrize("served", [450, 4000])
 @pytest.mark.parametrize("again", [True, False])
-def test_jlora_learns_whether_adapters_that_were_silent_for_long_are_asked_for_again(again: bool):
+def test_jlora_learns_whether_adapters_that_were_silent_for_long_are_asked_for_again(again: bool, served: int):
     policy = Jlora(meter())
-    adapters = [AdapterNode(i, 4) for i in range(1, 401)]
-    for second in range(0, 4000, 10):  # 40 in turn, each every 400 s; or 400, each of them once
-        adapter = adapters[second // 10 % (40 if again else 400)]
-        adapter.users = 1
-        policy.visit(kv(), float(second))
-        policy.meet(adapter, [], float(second))
-        policy.visit(adapter, float(second))
-        adapter.users = 0
-    silent = adapters[35]
+    turns = [AdapterNode(i, 4) for i in range(40 if again else 400)]  # each every 400 s; or each of them once
+    for adapter in turns:
+        policy.visit(adapter, 0.0)  # it is loaded
+    for second in range(served):
+        if second % 10 == 0:
+            asked(policy, turns[second // 10 % len(turns)], float(second))
+        policy.tick(Pulse(0, turns, 0), second + 0.5)
+    silent = turns[served // 10 % len(turns) - 1]
     now = silent.last_use + 390.0
-    assert (rate(policy, silent, now) > 0.25 / 400) == again  # counted alone it is e^-3.9 / 100
+    assert (rate(policy, silent, now) > 0.25 / 400) == again  # its own count alone says e^-3.9 / 100
+
+
+def asked(policy: Jlora, adapter: AdapterNode, now: float) -> None:
+    """A request for the adapter comes and goes."""
+    adapter.users = 1
+    policy.ask(adapter, now)
+    policy.visit(adapter, now)
+    policy.visit(kv(), now)
+    adapter.users = 0
+
+
+def test_jlora_compares_rare_adapters_by_what_they_are_worth_though_their_counts_order_them_otherwise():
+    policy = Jlora(meter())
+    small, large = AdapterNode(1, 1), AdapterNode(2, 64)
+    policy.meter._fits[small.kind].fixed = 1.0  # what a load costs hardly depends on its size
+    for _ in range(3):
+        policy.visit(small, 0.0)
+    policy.visit(large, 600.0)
+    policy.visit(kv(), 1000.0)
+    assert policy.key(small) < policy.key(large)
+    assert policy.value(small, 1000.0) > policy.value(large, 1000.0)
+    assert policy.lookahead > 1
 
 
 def test_jlora_remembers_the_visits_of_kv_that_comes_to_be_shared():
