@@ -17,6 +17,7 @@ told by batch means: the ratio in each fifth of the requests, and the standard e
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -31,9 +32,10 @@ from jlora.sim.clairvoyant import Clairvoyant
 
 OURS, BOUND = "jlora", Clairvoyant.name
 STATIC = "vllm-fair"
-SHARES = (0.1, 0.2, 0.3)  # of the pool, for adapters, under `vllm-fair`
-POLICIES = (OURS, "lru", "fastlibra", *(f"{STATIC}:{share:g}" for share in SHARES), BOUND)
-LEVELS = (0.3, 0.7, 0.9)  # of the peak
+SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)  # of the pool, for adapters, under `vllm-fair`
+FIRST = slice(2, 5)  # of the shares: tried in any case, and those beyond while an outermost one is the best
+POLICIES = (OURS, "lru", "fastlibra", BOUND)
+LEVELS = (0.3, 0.7, 0.9, 1.1)  # of the peak
 BATCHES = 5
 OTHERS = 2.0  # requests/s at which workloads that are not the paper's are drawn
 
@@ -55,10 +57,9 @@ HINTED = tuple(
 
 
 class Cell(Study):
-    """One cell: all policies at the same rates."""
+    """One cell: all policies at the same rates, the static split with as many shares as it takes to find its best."""
 
     kind = "cell"
-    policies: tuple[str, ...] = POLICIES
 
     @property
     def seconds(self) -> float:
@@ -71,10 +72,19 @@ class Cell(Study):
         return GUESS.get(self.case.workload, {}).get(self.case.model, OTHERS)
 
     def fill(self, runs: Runs) -> None:
-        """Finds the peak, then runs every policy at every rate."""
-        for rate in self.rates(runs):
-            for policy in self.policies:
-                runs.at(rate, policy)
+        """Finds the peak, runs every policy at every rate, then looks for the best share."""
+        rates = self.rates(runs)
+        for rate, policy in product(rates, POLICIES):
+            runs.at(rate, policy)
+        tried = list(SHARES[FIRST])
+        while True:
+            for rate, share in product(rates, tried):
+                runs.at(rate, static(share))
+            best = best_share(runs.known, rates)
+            nearby = SHARES[max(SHARES.index(best) - 1, 0) : SHARES.index(best) + 2]
+            if set(nearby) <= set(tried):
+                return
+            tried = sorted({*tried, *nearby})
 
     def rates(self, runs: Runs) -> list[float]:
         """The levels of the peak of `jlora`."""
@@ -89,18 +99,21 @@ class Cell(Study):
         """With the rates; none if not all runs have been made."""
         known = Runs(self, 0.0)
         try:
-            rates = self.rates(known)
+            self.fill(known)
         except TimeoutError:
-            rates = []
-        whole = all((rate, policy) in known.known for rate in rates for policy in self.policies)
-        return {**super().result(), "rates": rates if whole else []}
+            return {**super().result(), "rates": []}
+        return {**super().result(), "rates": self.rates(known)}
 
 
 class Hint(Cell):
     """At the rates of the cell without hints: what the hint gains there."""
 
     kind = "hint"
-    policies = (OURS,)
+
+    def fill(self, runs: Runs) -> None:
+        """No other policy is given hints."""
+        for rate in self.rates(runs):
+            runs.at(rate, OURS)
 
     def rates(self, runs: Runs) -> list[float]:
         """Those of the cell without hints."""
@@ -116,11 +129,23 @@ def batch_means(requests: Mapping[str, Any]) -> list[float]:
     return [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
 
 
-def best_share(study: Mapping[str, Any]) -> str:
-    """The name of the static share with the lowest TTFT over a finished cell's rates, relative to `jlora`."""
-    found = {(run["rate"], run["policy"]): run["ttft_s"] for run in study["runs"]}
-    names = [f"{STATIC}:{share:g}" for share in SHARES]
-    return min(names, key=lambda name: sum(found[rate, name] / found[rate, OURS] for rate in study["rates"]))
+def by_rate(study: Mapping[str, Any]) -> dict[tuple[float, str], Sample]:
+    """A finished study's runs by rate and policy."""
+    return {(run["rate"], run["policy"]): run for run in study["runs"]}
+
+
+def static(share: float) -> str:
+    """The policy with this share for adapters."""
+    return f"{STATIC}:{share:g}"
+
+
+def best_share(found: Mapping[tuple[float, str], Sample], rates: Sequence[float]) -> float:
+    """Of the static shares that were run at all rates, the one with the lowest TTFT, as the product over the rates."""
+
+    def ttft(share: float) -> float:
+        return math.prod(found[rate, static(share)]["ttft_s"] for rate in rates)
+
+    return min((share for share in SHARES if all((rate, static(share)) in found for rate in rates)), key=ttft)
 
 
 def full(work: Path, data: Path | None) -> Plan:

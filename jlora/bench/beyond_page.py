@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import machine, report
-from jlora.bench.beyond import BOUND, LEVELS, OURS, STATIC, best_share
+from jlora.bench import beyond_figure, machine, report
+from jlora.bench.beyond import BOUND, LEVELS, OURS, STATIC, best_share, by_rate, static
 from jlora.bench.rounds import Sample
 
 PAGE = "beyond.md"
 MARK = "<!-- below: written by jlora bench beyond -->"
 FAIR = ("lru", "fastlibra", STATIC)
+NEAR = 0.9  # of the peak: where `jlora` and the bound are compared in detail
 AHEAD = 0.98  # of the TTFT of `jlora`: what is less is listed
 
 
@@ -56,18 +57,21 @@ def write(out: Path, result: Mapping[str, Any]) -> None:
     origin = (
         f"`{report.command()}`, {day}, {m['processor']}, {m['cores']} cores; python {sys.version.split()[0]}. "
         f"Simulated: Llama-2-7B on the paper's card, {s['seconds']:g} s of traffic per run or its part by workload "
-        f"({'public traces' if s['data'] else 'synthetic'}, seed {s['seed']}).\n"
+        f"({'public traces' if s['data'] else 'synthetic'}, seed {s['seed']}); code at {report.commits(whole)}.\n"
     )
-    path.write_text("\n".join([f"{text}{MARK}\n", origin, *_sections(cells, hints)]))
+    figure = beyond_figure.draw(out, cells) if cells else []
+    parts = [*_sections(cells, hints), *(f"![{name}]({name})\n" for name in figure)]
+    path.write_text("\n".join([f"{text}{MARK}\n", origin, *parts]))
 
 
 def points(cells: Mapping[str, Mapping[str, Any]]) -> Iterator[Point]:
     """Every policy against `jlora`; of the static shares a cell's best, under the plain name."""
     for name, study in cells.items():
-        runs = {(run["rate"], run["policy"]): run for run in study["runs"]}
+        runs = by_rate(study)
+        best = static(best_share(runs, study["rates"]))
         for level, rate in zip(LEVELS, study["rates"], strict=True):
             for policy in (*FAIR, BOUND):
-                chosen = best_share(study) if policy == STATIC else policy
+                chosen = best if policy == STATIC else policy
                 yield Point(name, level, rate, policy, runs[rate, OURS], runs[rate, chosen])
 
 
@@ -119,7 +123,7 @@ def _every(cells: Mapping[str, Mapping[str, Any]], found: Sequence[Point]) -> st
         cell.append(", ".join(f"{1e3 * run['ttft_s']:.0f}" for run in ours))
         for policy in (*FAIR, BOUND):
             cell.append(", ".join(f"{point.ratio():.2f}" for point in mine if point.policy == policy))
-        rows.append([*cell, best_share(study).partition(":")[2]])
+        rows.append([*cell, f"{best_share(by_rate(study), study['rates']):g}"])
     head = ["cell", "requests/s", f"`{OURS}` TTFT ms", *FAIR, BOUND, "best share"]
     levels = ", ".join(f"{level:g}" for level in LEVELS)
     return f"## Every cell\n\nTTFT at {levels} of the peak, as multiples of `{OURS}`.\n\n" + report.table(head, rows)
@@ -128,13 +132,13 @@ def _every(cells: Mapping[str, Mapping[str, Any]], found: Sequence[Point]) -> st
 def _bound(found: Sequence[Point]) -> str:
     """What the bound does otherwise, at the highest level."""
     rows = []
-    for point in (p for p in found if p.policy == BOUND and p.level == LEVELS[-1]):
+    for point in (p for p in found if p.policy == BOUND and p.level == NEAR):
         for name, run in ((OURS, point.ours), (BOUND, point.theirs)):
             shares = [f"{run[key]:.2f}" for key in ("adapter_hits", "kv_device_hits", "kv_host_hits")]
             sizes = [f"{run['bytes_in'] / 1e9:.0f}", f"{run['recomputed_tokens']:.0f}", f"{1e3 * run['swap_s']:.0f}"]
             rows.append([point.cell, name, *shares, *sizes])
     head = ["cell", "policy", "adapter hits", "KV device", "KV host", "GB in", "recomputed tokens", "swap-in ms"]
-    return f"## `{OURS}` and the bound at {LEVELS[-1]:g} of the peak\n\n" + report.table(head, rows)
+    return f"## `{OURS}` and the bound at {NEAR:g} of the peak\n\n" + report.table(head, rows)
 
 
 def _hints(cells: Mapping[str, Mapping[str, Any]], hints: Mapping[str, Mapping[str, Any]]) -> str:
@@ -144,7 +148,7 @@ def _hints(cells: Mapping[str, Mapping[str, Any]], hints: Mapping[str, Mapping[s
         plain = cells.get(name.partition("-hint")[0])
         if plain is None:
             continue
-        before = {(run["rate"], run["policy"]): run for run in plain["runs"]}
+        before = by_rate(plain)
         after = {run["rate"]: run for run in study["runs"]}
         for level, rate in zip(LEVELS, study["rates"], strict=True):
             runs = before[rate, OURS], after[rate], before[rate, BOUND]

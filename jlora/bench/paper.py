@@ -269,13 +269,16 @@ class Study:
 
     def result(self) -> dict[str, Any]:
         """All runs made so far."""
-        runs = Runs(self, 0.0).known
-        listed = [{"rate": rate, "policy": policy, **sample} for (rate, policy), sample in runs.items()]
-        return {"kind": self.kind, "case": {**asdict(self.case), "name": self.case.name}, "runs": listed}
+        runs = Runs(self, 0.0)
+        listed = [{"rate": rate, "policy": policy, **sample} for (rate, policy), sample in runs.known.items()]
+        case = {**asdict(self.case), "name": self.case.name}
+        return {"kind": self.kind, "case": case, "commits": sorted(runs.commits), "runs": listed}
 
 
 class Runs:
     """The finished runs of a study by (rate, policy); makes those that are missing.
+
+    `commits` are those of the code that made them: a journal may go on with later code.
 
     Raises (from `at`):
         TimeoutError: the deadline has passed.
@@ -291,6 +294,8 @@ class Runs:
         self._works: dict[float, Work] = {}
         kept: list[dict[str, Any]] = self._journal.rounds
         self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in kept}
+        self.commits = {r.get("commit", "") for r in kept}
+        self._commit = machine.commit()
 
     def at(self, rate: float, policy: str) -> Sample:
         """One run: means and counts of `jlora.sim.scenario.simulate`."""
@@ -301,7 +306,8 @@ class Runs:
             result = simulate(self._study.case.scenario, self._played(rate), policy)
             self.known[rate, policy] = self._study.keep(result)
             finished: dict[str, Any] = {"rate": rate, "policy": policy, "run": self.known[rate, policy]}
-            self._journal.add(finished)
+            self._journal.add({**finished, "commit": self._commit})
+            self.commits.add(self._commit)
         return self.known[rate, policy]
 
     def over(self, rate: float, policy: str) -> bool:

@@ -27,8 +27,8 @@ fixed part of a step are assumptions, stated there |
 | Taskmaster with the Azure Functions trace | W3: SGD and Taskmaster-4 with tool results, ServeGen's clients |
 | vLLM with its cache offloaded | `vllm`: 20 % for adapters, LRU in each part, evicted KV is written out first; \
 what is evicted comes back when asked for |
-| | `vllm-fair`: the same, but nothing is written to evict. All else is this library's mechanism in both: asynchronous \
-and streamed copies, the guard that computes again, adapters put into free blocks when they are registered |
+| | `vllm-fair`: the same, but nothing is written to evict, and what there is room for is fetched while the link idles. \
+All else is this library's mechanism in both: asynchronous and streamed copies, the guard that computes again |
 | S-LoRA | `slora`: one pool, no history, an adapter leaves with its last request |
 """
 
@@ -112,7 +112,8 @@ def origin(result: Mapping[str, Any]) -> str:
         f"Simulated: as many requests per run as come in {s['seconds']:g} s near the peak ({LONGER['W1']:g} times as "
         f"many in the chatbot, whose answers are long), the same at every rate, "
         f"after a warm start ({data}, seed {s['seed']}). In every case all policies at {levels} times the peak of "
-        f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}.\n"
+        f"`{REFERENCE}`, ablations at {few} times; then each one's own peak, to {CLOSE - 1:.0%}. "
+        f"Code at {report.commits(result['studies'])}.\n"
     )
 
 

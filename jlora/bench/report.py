@@ -50,6 +50,12 @@ def command() -> str:
     return " ".join(["jlora bench", *words])
 
 
+def commits(studies: Sequence[Mapping[str, Any]]) -> str:
+    """Of the code that made their runs, as each run's journal has it."""
+    known = sorted({commit for study in studies for commit in study["commits"] if commit})
+    return ", ".join(known) or "an unknown commit"
+
+
 def page(records: Sequence[Mapping[str, Any]]) -> str:
     """Markdown: what was run, on what, and the medians with their spread."""
     parts = [

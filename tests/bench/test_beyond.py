@@ -29,9 +29,12 @@ def test_the_quick_run_gives_every_table_and_goes_on_from_its_journal(tmp_path: 
     (cell,) = [study for study in result["studies"] if study["kind"] == "cell"]
     (hint,) = [study for study in result["studies"] if study["kind"] == "hint"]
     assert hint["rates"] == cell["rates"] and len(cell["rates"]) == len(beyond.LEVELS)
-    assert {(run["rate"], run["policy"]) for run in cell["runs"]} >= {
-        (rate, policy) for rate in cell["rates"] for policy in beyond.POLICIES
-    }
+    runs = beyond.by_rate(cell)
+    assert set(runs) >= {(rate, policy) for rate in cell["rates"] for policy in beyond.POLICIES}
+    best = beyond.SHARES.index(beyond.best_share(runs, cell["rates"]))
+    around = beyond.SHARES[max(best - 1, 0) : best + 2]
+    assert {(rate, beyond.static(share)) for rate in cell["rates"] for share in around} <= set(runs)
+    assert cell["commits"] == hint["commits"] != []
     assert beyond.run(replace(plan, minutes=0.0)) == json.loads(json.dumps(result))
     beyond_page.write(tmp_path, result)
     text = (tmp_path / beyond_page.PAGE).read_text()
@@ -40,7 +43,8 @@ def test_the_quick_run_gives_every_table_and_goes_on_from_its_journal(tmp_path: 
     (row,) = [
         line for line in text.splitlines() if line.startswith("| W3-7B-20-hbm0.5-link2 | ") and line.count(",") > 5
     ]
-    assert row.count(",") == 2 * 6  # three rates, times and ratios to four policies
+    assert row.count(",") == 3 * 6  # four rates, times and ratios to four policies
+    assert (tmp_path / "beyond.png").stat().st_size > 10_000
 
 
 def test_a_cell_without_all_of_its_runs_is_not_shown(tmp_path: Path):
