@@ -84,7 +84,6 @@ def parser() -> Parser:
     made.add_argument("--random-adapters", type=int, default=8, metavar="N", help="of a random model (default 8)")
     made.add_argument("--ranks", default="4,8", metavar="MIX", help="of random adapters: 4,8 or hot:4,8 (default 4,8)")
     load_trace.add_flags(made)
-    made.add_argument("--speed", type=float, default=1.0, help="play the trace so many times as fast")
     made.add_argument("--warmup", type=float, default=0.0, metavar="S", help="do not count what is due before")
     made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600)")
     made.add_argument("--keep-cache", action="store_true", help="do not flush the prefix cache before each run")
