@@ -102,11 +102,12 @@ def _bench(argv: Sequence[str]) -> int | None:
 
 
 def _sim(argv: Sequence[str]) -> int:
+    from jlora.bench import machine
     from jlora.sim import cli
 
     parser = Parser("jlora sim", cli.DESCRIPTION)
     cli.add_flags(parser)
-    return cli.run(parser.parse(argv))
+    return cli.run(parser.parse(argv), machine.commit)
 
 
 def _demo(argv: Sequence[str]) -> int | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jlora.bench import report
+from jlora.bench.load_sample import known
 
 LATE_S = 0.01  # a client that is later than this for one request in a hundred is part of what it measures
 ROWS = 20  # adapters on the page; the JSON has all
@@ -84,7 +85,7 @@ def _row(record: Mapping[str, Any], side: str) -> list[str]:
             for key in path:
                 value = value[key]
             values.append(value)
-        return statistics.median(values)
+        return statistics.median(known(values))
 
     failed = statistics.median(sum(e["count"] for e in run["errors"]) for run in runs)
     cached = statistics.median(run["cached_tokens"] / max(run["prompt_tokens"], 1) for run in runs)
@@ -96,9 +97,9 @@ def _row(record: Mapping[str, Any], side: str) -> list[str]:
         f"{of('tokens_per_s'):.0f}",
         f"{of('attained'):.1%}",
         f"{of('goodput_per_s'):.2f}",
-        *(f"{1e3 * of('ttft', q):.1f}" for q in ("mean", "p50", "p99")),
-        *(f"{1e3 * of('tpot', q):.2f}" for q in ("mean", "p99")),
-        *(f"{of('latency', q):.2f}" for q in ("p50", "p99")),
+        *(_told(1e3 * of("ttft", q), 1) for q in ("mean", "p50", "p99")),
+        *(_told(1e3 * of("tpot", q), 2) for q in ("mean", "p99")),
+        *(_told(of("latency", q), 2) for q in ("p50", "p99")),
         f"{cached:.0%}",
         f"{of('cache', 'adapter_hits'):.0%}",
         f"{of('different'):.0f}",
@@ -110,7 +111,9 @@ def _ratios(record: Mapping[str, Any], sides: Sequence[str]) -> str:
     rows = []
     for side in sides:
         summary = record["summary"][side]
-        rows.append([side, *(report.ratio(r) for r in summary["ratio"].values()), report.controls(summary, "control")])
+        ratios = ("-" if math.isnan(r["median"]) else report.ratio(r) for r in summary["ratio"].values())
+        control = "-" if math.isnan(summary["control"]) else report.controls(summary, "control")
+        rows.append([side, *ratios, control])
     head = ["side", *(f"{key.partition('_')[0]} / {sides[0]}'s" for key in ("ttft_s", "tpot_s", "goodput_per_s"))]
     return report.table([*head, "control"], rows) if len(record["rounds"]) > 1 or len(sides) > 1 else ""
 
@@ -142,9 +145,9 @@ def _adapters(run: Mapping[str, Any], side: str) -> str:
             str(row["requests"]),
             str(row["failed"]),
             f"{row['attained']:.0%}",
-            f"{1e3 * row['ttft_s']:.1f}",
-            f"{1e3 * row['ttft_p99_s']:.1f}",
-            f"{1e3 * row['tpot_s']:.2f}",
+            _told(1e3 * row["ttft_s"], 1),
+            _told(1e3 * row["ttft_p99_s"], 1),
+            _told(1e3 * row["tpot_s"], 2),
             f"{row['cached']:.0%}",
         ]
         for row in run["adapters"][:ROWS]
@@ -153,6 +156,11 @@ def _adapters(run: Mapping[str, Any], side: str) -> str:
     head = ["adapter", "requests", "failed", "in time", "TTFT ms", "p99", "TPOT ms", "cached"]
     title = f"## {side}: adapters of the last round" + (f", the first {ROWS} of {ROWS + more}" if more else "")
     return f"{title}\n\n{report.table(head, rows)}"
+
+
+def _told(value: float, digits: int) -> str:
+    """A number, or "-" where nothing was answered."""
+    return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 
 def _plain(value: Any) -> Any:

@@ -33,7 +33,7 @@ class Slo:
 
 
 def sample(calls: Sequence[Call], slo: Slo, warmup_s: float) -> dict[str, Any]:
-    """One run in numbers.
+    """One run in numbers. Times are of what was answered in full: NaN if nothing was.
 
     Args:
         calls: of the trace proper.
@@ -74,13 +74,16 @@ def sample(calls: Sequence[Call], slo: Slo, warmup_s: float) -> dict[str, Any]:
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, percentiles, and the whole distribution as its 0th to 100th percentile; NaNs do not count."""
-    known = np.asarray([value for value in values if not math.isnan(value)])
-    if not len(known):
-        return {"mean": 0.0, **{f"p{q}": 0.0 for q in QUANTILES}, "max": 0.0, "cdf": []}
-    cdf = np.percentile(known, range(101))
+    """Mean, percentiles, and the whole distribution as its 0th to 100th percentile; NaNs do not count.
+
+    Of no value: all NaN, so that nobody takes it for the best.
+    """
+    found = np.asarray(known(values))
+    if math.isnan(found[0]):
+        return {"mean": math.nan, **{f"p{q}": math.nan for q in QUANTILES}, "max": math.nan, "cdf": []}
+    cdf = np.percentile(found, range(101))
     return {
-        "mean": float(known.mean()),
+        "mean": float(found.mean()),
         **{f"p{q}": float(cdf[q]) for q in QUANTILES},
         "max": float(cdf[100]),
         "cdf": [float(f"{value:.6g}") for value in cdf],
@@ -123,6 +126,11 @@ def differing(answers: Mapping[str, int], reference: Mapping[str, int]) -> int:
     return sum(answers[name] != reference[name] for name in answers.keys() & reference.keys())
 
 
+def known(values: Sequence[float]) -> list[float]:
+    """Those that are numbers; one NaN if none is."""
+    return [value for value in values if not math.isnan(value)] or [math.nan]
+
+
 def _errors(calls: Sequence[Call]) -> list[dict[str, Any]]:
     """Each status with its most frequent message, the most frequent first."""
     counted = Counter((call.status, call.detail) for call in calls if not call.ok)
@@ -130,8 +138,7 @@ def _errors(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    known = [value for value in values if not math.isnan(value)]
-    return statistics.fmean(known) if known else 0.0
+    return statistics.fmean(known(values))
 
 
 def _crc(tokens: Sequence[int]) -> int:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,13 +12,23 @@ import numpy as np
 
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
-from jlora.sim.trace import Trace, longest, read_csv, shrunk
-from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, closed, play, popularity
+from jlora.sim.trace import Trace
+from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, closed, flags, play, popularity
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
 MOST_SHRINK = 1 << 20
+# The flags that shape a built-in workload, and what they are where nobody gives them.
+DRAWN: Mapping[str, Any] = {
+    "workload": "W7",
+    "data": None,
+    "rate": 1.0,
+    "seconds": 60.0,
+    "gap": None,
+    "popularity": None,
+    "arrivals": None,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,17 +42,18 @@ class Limits:
 
 def add_flags(made: Parser) -> None:
     """The flags that choose and shape a trace."""
-    made.add_argument("--workload", default="W7", choices=list(SOURCES), help="which built-in one (default W7)")
+    made.add_argument("--workload", choices=list(SOURCES), help="which built-in one (default W7)")
     made.add_argument("--trace", type=Path, metavar="CSV", help="a trace of your own instead of a built-in one")
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces (default: the synthetic equivalents)")
-    made.add_argument("--rate", type=float, default=1.0, help="requests per second (default 1)")
-    made.add_argument("--seconds", type=float, default=60.0, help="length of the trace (default 60)")
+    made.add_argument("--rate", type=float, help="requests per second (default 1)")
+    made.add_argument("--seconds", type=float, help="length of the trace (default 60)")
     made.add_argument("--gap", type=float, metavar="S", help="mean seconds between turns of a session")
     made.add_argument(
         "--popularity", metavar="LAW", help="zipf:0.9, uniform, distinct, skewed:0.1, drift:300, real ..."
     )
     made.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
     made.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K")
+    made.add_argument("--speed", type=float, default=1.0, help="play the trace so many times as fast")
     made.add_argument(
         "--users", type=int, default=0, metavar="N", help="closed loop: N users, one thing at a time each"
     )
@@ -54,15 +64,15 @@ def draw(args: argparse.Namespace, limits: Limits) -> Trace:
     """The trace that the flags ask for.
 
     Raises:
-        ConfigError: a flag is wrong, or lengths do not fit: says which `--shrink` would do.
+        ConfigError: a flag is wrong or stands for nothing beside `--trace`, the workload invokes activated
+            LoRAs, or lengths do not fit: says which `--shrink` would do.
     """
-    if args.users < 0:
-        raise ConfigError(f"--users {args.users}: must be at least 1, or 0 for an open loop")
-    if args.shrink < 1:
-        raise ConfigError(f"--shrink {args.shrink}: must be at least 1")
+    args = flags.drawing(args, DRAWN)
+    flags.check(args)
     if not limits.adapters:
         raise ConfigError("no adapters to ask for: the server has none; load some, or name them with --adapters")
-    trace = _own(args, limits) if args.trace else _built_in(args, limits)
+    own = args.trace is not None
+    trace = flags.own(args, limits.vocab, limits.max_len, "the server") if own else _built_in(args, limits)
     return closed(trace, args.users) if args.users else trace
 
 
@@ -86,21 +96,11 @@ def models(trace: Trace, limits: Limits) -> list[str]:
 
 def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
     """What names the trace in a results file."""
-    names = ("rate", "seconds", "gap", "popularity", "arrivals", "shrink", "users", "seed")
-    chosen = {name: getattr(args, name) for name in names} if not args.trace else {"seed": args.seed}
+    args = flags.drawing(args, DRAWN)
+    always = ("shrink", "users", "seed")
+    names = ("rate", "seconds", "gap", "popularity", "arrivals", *always) if args.trace is None else always
+    chosen = {name: getattr(args, name) for name in names}
     return {"name": trace.name, "digest": trace.digest(), "data": bool(args.data), **chosen}
-
-
-def _own(args: argparse.Namespace, limits: Limits) -> Trace:
-    """A CSV, all of it or nothing."""
-    trace = read_csv(args.trace, limits.vocab, args.seed)
-    trace = shrunk(trace, args.shrink) if args.shrink > 1 else trace
-    if (most := longest(trace)) > limits.max_len:
-        raise ConfigError(
-            f"trace {args.trace}: a request of {most} tokens passes the server's context of {limits.max_len}: "
-            f"give --shrink {math.ceil(args.shrink * most / limits.max_len)}"
-        )
-    return trace
 
 
 def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
@@ -124,7 +124,13 @@ def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
             f"workload {args.workload}: {lost:.0%} of its requests pass the server's context of {limits.max_len} "
             f"tokens: give --shrink {next(fitting, MOST_SHRINK)}"
         )
-    return play(source, load)
+    trace = play(source, load)
+    if any(turn.acts_from is not None for turn in trace.turns):
+        raise ConfigError(
+            f"--workload {args.workload}: invokes activated LoRAs, which the tokens of a trace cannot do on a server; "
+            "W6 asks plain adapters the same"
+        )
+    return trace
 
 
 def _lost(source: Source, load: Load) -> float:

@@ -232,7 +232,7 @@ class Study:
         trace, dealt = self.drawn
         proper = [turn.at for turn in trace.turns if turn.at >= 0]
         factor = len(proper) / rate / max(proper[-1], 1e-9)
-        return settled(retimed(trace, lambda at: factor * at), self.case.hardware), dealt
+        return settled(retimed(trace, lambda at: factor * at), self.case.hardware.step_model()), dealt
 
     @cached_property
     def drawn(self) -> tuple[Trace, list[int]]:

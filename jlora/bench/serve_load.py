@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +29,7 @@ from tqdm import tqdm
 
 from jlora.bench import load_page, load_trace, machine, rounds
 from jlora.bench.load_client import Client, Pace, Server, look
-from jlora.bench.load_sample import Slo, cache, differing, sample
+from jlora.bench.load_sample import Slo, cache, differing, known, sample
 from jlora.bench.load_trace import Limits
 from jlora.bench.rounds import Budget, Journal, Sample, Side
 from jlora.bench.server import ServerProcess, flags_of
@@ -84,7 +85,6 @@ def parser() -> Parser:
     made.add_argument("--random-adapters", type=int, default=8, metavar="N", help="of a random model (default 8)")
     made.add_argument("--ranks", default="4,8", metavar="MIX", help="of random adapters: 4,8 or hot:4,8 (default 4,8)")
     load_trace.add_flags(made)
-    made.add_argument("--speed", type=float, default=1.0, help="play the trace so many times as fast")
     made.add_argument("--warmup", type=float, default=0.0, metavar="S", help="do not count what is due before")
     made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600)")
     made.add_argument("--keep-cache", action="store_true", help="do not flush the prefix cache before each run")
@@ -271,18 +271,21 @@ def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits
 
 
 def summarise(done: Sequence[Mapping[str, Sample]], side: str, base: str) -> dict[str, Any]:
-    """Medians over the rounds, ratios to the first side inside a round, and the side against itself."""
+    """Medians over the rounds, ratios to the first side inside a round, and the side against itself.
+
+    A round without an answer has no times, and is left out of theirs; NaN if there is no other.
+    """
     plain = ("requests_per_s", "tokens_per_s", "goodput_per_s", "attained", "ttft_s", "tpot_s")
     ratios = {
-        key: asdict(rounds.spread([_over(r[side][key], r[base][key]) for r in done]))
+        key: asdict(rounds.spread(known([_over(r[side][key], r[base][key]) for r in done])))
         for key in ("ttft_s", "tpot_s", "goodput_per_s")
     }
     return {
-        **{key: statistics.median(r[side][key] for r in done) for key in plain},
+        **{key: statistics.median(known([r[side][key] for r in done])) for key in plain},
         "ratio": ratios,
-        "control": rounds.control(done, side, "ttft_s") if all(r[side]["ttft_s"] for r in done) else float("nan"),
+        "control": rounds.control(done, side, "ttft_s") if all(r[side]["ttft_s"] > 0 for r in done) else math.nan,
     }
 
 
 def _over(value: float, base: float) -> float:
-    return value / base if base else float("nan")
+    return value / base if base else math.nan

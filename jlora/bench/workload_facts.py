@@ -13,23 +13,29 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace, facts, read_csv
-from jlora.sim.workloads import SOURCES, Load, mixes, play, popularity
+from jlora.sim.workloads import SOURCES, Load, flags, mixes, play, popularity
 
 BLOCK_TOKENS = 32
 TOKENS_PER_RANK = 4  # 2 r MiB of adapter, 0.5 MiB of KV a token: 7B, q k v o, 16 bit
 SHRINK: Mapping[str, int] = {"W1b": 8, "W8": 16}
 MAX_LEN = 131072
+# The flags that shape a built-in workload, and what they are where nobody gives them.
+DRAWN: Mapping[str, Any] = {"data": None, "rate": 4.0, "seconds": 300.0, "adapters": 50, "popularity": None}
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the facts; returns the exit code."""
     args = parser().parse(list(argv))
     try:
-        if args.trace:
+        args = flags.drawing(args, DRAWN)
+        if args.trace is not None and args.names:
+            raise ConfigError(f"{args.names[0]}: is a built-in workload; leave it out, or --trace {args.trace}")
+        if args.trace is not None:
             print(_told(read_csv(args.trace, args.vocab, args.seed), 1, args.ranks, args.seed))
             return 0
         if unknown := [name for name in args.names if name not in SOURCES]:
@@ -60,9 +66,9 @@ def parser() -> Parser:
     made.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SOURCES)} (default: all)")
     made.add_argument("--trace", type=Path, metavar="CSV", help="a trace of your own")
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces (default: the synthetic equivalents)")
-    made.add_argument("--rate", type=float, default=4.0, help="requests per second (default 4)")
-    made.add_argument("--seconds", type=float, default=300.0, help="length (default 300)")
-    made.add_argument("--adapters", type=int, default=50, help="how many there are (default 50)")
+    made.add_argument("--rate", type=float, help="requests per second (default 4)")
+    made.add_argument("--seconds", type=float, help="length (default 300)")
+    made.add_argument("--adapters", type=int, help="how many there are (default 50)")
     made.add_argument(
         "--popularity", metavar="LAW", help="zipf:0.9, uniform, distinct, skewed:0.1, drift:300, real ..."
     )

@@ -2,7 +2,8 @@
 
 jlora sim --workload W3 --rate 12 --policy jlora fastlibra lru vllm-fair:0.3 clairvoyant
 jlora sim --workload W3 --hbm-share 0.25 --link-gbps 2 --json out.json
-jlora sim --trace mine.csv --chip h200 --model llama-3-8b
+jlora sim --workload W8 --shrink 16 --users 20 --policy jlora lru
+jlora sim --trace mine.csv --speed 2 --chip h200 --model llama-3-8b
 """
 
 from __future__ import annotations
@@ -10,22 +11,24 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from jlora import __version__
 from jlora import config as configuration
 from jlora.errors import ConfigError
 from jlora.sim import table
+from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
-from jlora.sim.trace import Trace, read_csv
-from jlora.sim.workloads import SOURCES, Load, closed, mixes, play
+from jlora.sim.trace import Trace, hastened
+from jlora.sim.workloads import SOURCES, Load, arrivals, closed, flags, mixes, play
 from jlora.sim.workloads import popularity as laws
 
 DESCRIPTION = "Simulates one replica: its own scheduler, cache and policies, on hardware that you name."
@@ -33,19 +36,36 @@ CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
 # The engine of the paper's size; anything else is for --set to say.
 ENGINE = {"engine.max_seqs": 128, "engine.max_step_tokens": 1024, "engine.max_queue": 1 << 20}
 
+# The flags that shape a built-in workload, and what they are where nobody gives them.
+DRAWN: Mapping[str, Any] = {
+    "workload": "W1",
+    "data": None,
+    "rate": 2.0,
+    "seconds": 300.0,
+    "gap": None,
+    "adapters": 100,
+    "popularity": None,
+    "arrivals": None,
+}
+
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jlora sim`."""
     what = parser.add_argument_group("what is asked")
-    what.add_argument("--workload", default="W1", choices=list(SOURCES), help="a named workload (default: W1)")
-    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead")
+    what.add_argument("--workload", choices=list(SOURCES), help="a named workload (default: W1)")
+    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead, as it is")
     what.add_argument("--data", type=Path, metavar="DIR", help="public files for the workload (default: synthetic)")
-    what.add_argument("--rate", type=float, default=2.0, help="requests per second (default: 2)")
-    what.add_argument("--seconds", type=float, default=300.0, help="length of the trace (default: 300)")
+    what.add_argument("--rate", type=float, help="requests per second (default: 2)")
+    what.add_argument("--seconds", type=float, help="length of the trace (default: 300)")
     what.add_argument("--gap", type=float, metavar="S", help="mean seconds between a session's turns")
-    what.add_argument("--users", type=int, metavar="N", help="closed loop: so many users take the sessions in turn")
-    what.add_argument("--adapters", type=int, default=100, help="how many there are (default: 100)")
+    what.add_argument("--adapters", type=int, help="how many there are (default: 100)")
     what.add_argument("--popularity", metavar="LAW", help="uniform, zipf:0.9, drift:300, ... (default: the workload's)")
+    what.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
+    what.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K (default: 1)")
+    what.add_argument("--speed", type=float, default=1.0, metavar="X", help="play it X times as fast (default: 1)")
+    what.add_argument(
+        "--users", type=int, default=0, metavar="N", help="closed loop: N users take the sessions in turn"
+    )
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="in equal shares; hot:... the highest on the hot")
     what.add_argument("--seed", type=int, default=0)
     what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch so long before a turn")
@@ -68,13 +88,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--json", type=Path, metavar="OUT", help="everything, a row per request")
 
 
-def run(args: argparse.Namespace) -> int:
-    """Simulates what the flags ask for, and prints it; the exit code. Raises ConfigError."""
+def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
+    """Simulates what the flags ask for, and prints it; the exit code.
+
+    Args:
+        commit: tells which checkout this is, for `--json`.
+
+    Raises:
+        ConfigError: a flag is wrong, or sizes cannot work.
+    """
+    args = flags.drawing(args, DRAWN)
     scenario = scenario_of(args)
-    for policy in args.policy:  # a wrong name is said before the trace is drawn
-        cache_of(policy, scenario.cache)
-    work = work_of(args, scenario.hardware)
-    print(work.facts.text(work.trace.name), flush=True)
+    check(args, scenario)
+    trace = trace_of(args, scenario.hardware)
+    work = work_of(args, scenario, trace)
+    print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
     results, took = [], []
     for policy in args.policy:
         began = time.perf_counter()
@@ -88,9 +116,28 @@ def run(args: argparse.Namespace) -> int:
     print(table.table(results))
     print(f"\nsimulated in: {', '.join(took)}")
     if args.json is not None:
-        record = {"workload": work.trace.name, "seed": args.seed, "facts": work.facts.describe(), "runs": results}
+        record = {"workload": trace.name, "digest": trace.digest(), "seed": args.seed, "flags": described(args)}
+        record |= {"version": __version__, "commit": commit(), "facts": work.facts.describe(), "runs": results}
         args.json.write_text(json.dumps(record) + "\n")
     return 0
+
+
+def check(args: argparse.Namespace, scenario: Scenario) -> None:
+    """Tells of wrong flags before a trace is drawn. Raises ConfigError."""
+    flags.check(args)
+    for policy in args.policy:
+        cache_of(policy, scenario.cache)
+        if args.users and policy == Clairvoyant.name:
+            raise ConfigError(
+                f"--policy {policy}: foresees the times of an open loop; with --users {args.users} what is asked when "
+                "depends on the answers, and it bounds nothing"
+            )
+
+
+def described(args: argparse.Namespace) -> dict[str, Any]:
+    """All flags but `--json`, as plain values; of files the names alone."""
+    told = {name: value for name, value in vars(args).items() if name != "json"}
+    return {name: value.name if isinstance(value, Path) else value for name, value in told.items()}
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
@@ -103,8 +150,9 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
+    hardware = Hardware(CHIPS[args.chip], args.chips, MODELS[args.model])
     return Scenario(
-        Hardware(CHIPS[args.chip], args.chips, MODELS[args.model]),
+        hardware,
         hbm_gb=args.hbm_gb,
         hbm_share=args.hbm_share,
         host_gb=args.host_gb,
@@ -114,18 +162,37 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         hint_s=args.hint_s,
         cache=config.cache,
         engine=config.engine,
-        step=StepModel.fitted(args.steps) if args.steps else None,
+        step=StepModel.fitted(args.steps, hardware.spec.name, hardware.chips) if args.steps else None,
     )
 
 
-def work_of(args: argparse.Namespace, hardware: Hardware) -> Work:
-    """The trace that the flags name, and its adapters' sizes. Raises ConfigError."""
-    trace = _trace(args, hardware)
-    if args.users:
-        trace = closed(trace, args.users)
-    if not any(turn.at >= 0 for turn in trace.turns):
-        raise ConfigError(f"--seconds {args.seconds:g}: the trace {trace.name} has no request in them")
-    return Work.of(settled(trace, hardware), mixes.parse(args.ranks).of(trace, args.seed), hardware)
+def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
+    """The trace that the flags name. Raises ConfigError."""
+    spec = hardware.spec
+    if args.trace is not None:
+        trace = flags.own(args, spec.vocab, spec.max_len, spec.name)
+    else:
+        load = Load(
+            rate=args.rate,
+            seconds=args.seconds,
+            adapters=args.adapters,
+            shrink=args.shrink,
+            vocab=spec.vocab,
+            max_len=spec.max_len,
+            seed=args.seed,
+            gap_s=args.gap,
+            popularity=laws.parse(args.popularity, args.data) if args.popularity else None,
+            arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
+        )
+        trace = play(SOURCES[args.workload](args.data), load)
+    trace = hastened(trace, args.speed)
+    return closed(trace, args.users) if args.users else trace
+
+
+def work_of(args: argparse.Namespace, scenario: Scenario, trace: Trace) -> Work:
+    """The trace as a running replica meets it, and its adapters' sizes. Raises ConfigError."""
+    ranks = mixes.parse(args.ranks).of(trace, args.seed)
+    return Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
 
 
 class Progress:
@@ -142,16 +209,7 @@ class Progress:
             self._bar.update(done - self._bar.n)
 
 
-def _trace(args: argparse.Namespace, hardware: Hardware) -> Trace:
-    vocab = hardware.spec.vocab
-    if args.trace is not None:
-        return read_csv(args.trace, vocab, args.seed)
-    load = Load(args.rate, args.seconds, args.adapters, vocab=vocab, max_len=hardware.spec.max_len, seed=args.seed)
-    law = laws.parse(args.popularity, args.data) if args.popularity else None
-    return play(SOURCES[args.workload](args.data), replace(load, gap_s=args.gap, popularity=law))
-
-
 def _play(scenario: Scenario, work: Work, policy: str) -> dict[str, Any]:
-    last = int(work.trace.turns[-1].at)
-    with tqdm(total=last, desc=policy, unit="s", leave=False, delay=1.0) as bar:
+    total = None if work.trace.users else int(work.trace.turns[-1].at)
+    with tqdm(total=total, desc=policy, unit="s", leave=False, delay=1.0) as bar:
         return simulate(scenario, work, policy, [Progress(bar, work.trace)])

@@ -14,7 +14,8 @@ Rates are stated peaks times stated efficiencies (`CHIPS`), until somebody has m
      "coefficients": {"fixed_s": ..., "weights_s": ..., "prompt_token_s": ..., "decode_token_s": ...,
                       "context_token_s": ..., "pair_s": ..., "adapter_block_s": ..., "adapter_token_s": ...}}
 
-with the meanings of `StepModel`; other keys are for its readers and are passed over.
+with the meanings of `StepModel`. Model and chips must be those that are simulated; other keys are for
+its readers and are passed over.
 """
 
 from __future__ import annotations
@@ -172,12 +173,12 @@ class StepModel:
         return self.fixed_s + linear + attention + adapters
 
     @classmethod
-    def fitted(cls, path: Path) -> StepModel:
-        """Measured coefficients.
+    def fitted(cls, path: Path, model: str, chips: int) -> StepModel:
+        """Coefficients that were measured for a model on so many chips.
 
         Raises:
-            ConfigError: the file cannot be read, is of another format, or a coefficient is missing,
-                unknown, negative or no number.
+            ConfigError: the file cannot be read, is of another format or for something else, or a
+                coefficient is missing, unknown, negative or no number.
         """
         try:
             record = json.loads(path.read_text())
@@ -185,6 +186,9 @@ class StepModel:
             raise ConfigError(f"step model {path}: {e}") from e
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise ConfigError(f"step model {path}: format must be {FORMAT!r}")
+        for name, wanted in (("model", model), ("chips", chips)):
+            if (told := record.get(name)) != wanted:
+                raise ConfigError(f"step model {path}: {name} = {told!r}: must be {wanted!r}, as is simulated")
         found = record.get("coefficients", {})
         names = [field.name for field in dataclasses.fields(cls)]
         for name in (*names, *found):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -34,6 +35,7 @@ class Series:
     """The device over time, every `every_s` seconds from `start` of the clock on.
 
     Attributes:
+        most: so many samples at most: every other one is dropped, and they come half as often from then on.
         at: seconds since `start`.
         adapters, history_kv, running_kv, invalid_kv: shares of the device's blocks; invalid KV is
             history whose prefix or adapter is not on the device. Under an ablation without dependencies
@@ -43,6 +45,7 @@ class Series:
 
     start: float
     every_s: float
+    most: float = math.inf
     at: list[float] = field(default_factory=list)
     adapters: list[float] = field(default_factory=list)
     history_kv: list[float] = field(default_factory=list)
@@ -65,6 +68,10 @@ class Series:
         self.invalid_kv.append(self._invalid(manager))
         self.running.append(len(replica.scheduler.running))
         self.waiting.append(replica.scheduler.waiting)
+        if len(self.at) > self.most:
+            self.every_s *= 2
+            for column in self.describe().values():
+                del column[1::2]
 
     def _invalid(self, manager: CacheManager) -> float:
         """The share of invalid KV; the last one where counting it again would take too long."""

@@ -3,8 +3,8 @@
 When a turn is sent, and with which prompt, is the trace's own affair (`jlora.sim.script`): a real
 replay reads it the same way. Turns before time 0 are history: they are played at their times as
 all others, but no figure counts them, so what follows finds a cache as a running replica has it.
-The run is cut some time after its last turn was due; what has not been answered by then counts
-with the time it has waited.
+An open loop is cut some time after its last turn was due; what has not been answered by then counts
+with the time it has waited. A closed loop goes on until all is answered, unless its answers stand still.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from jlora.sim.trace import Trace, Turn
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
 
 GRACE, LEAST_GRACE_S = 0.5, 60.0  # the run is cut this share of its length after the last turn was due, or so long
+STALLED_S = 600.0  # a closed loop is cut when no request has got on for so long
 
 
 @dataclass(slots=True)
@@ -56,7 +57,10 @@ class Replay:
         self._observers = observers
         self._start = start_of(trace)
         last = max((turn.at for turn in trace.turns), default=0.0)
-        self._end = last + max(grace * last, LEAST_GRACE_S)
+        # The times of a closed loop leave out how long answers take: they say nothing of when it ends.
+        self._end = math.inf if trace.users else last + max(grace * last, LEAST_GRACE_S)
+        self._patience = STALLED_S if trace.users else math.inf
+        self._moved = 0.0  # the clock when a request was last sent or got a token
         self._script = Script(trace.turns)
         self._live: dict[str, Ask] = {}
 
@@ -87,7 +91,7 @@ class Replay:
 
     def _until(self, end: float) -> None:
         replica, stop = self._replica, self._start + end
-        while replica.clock.now < stop and (self._live or self._script):
+        while replica.clock.now < stop and (self._live or self._script) and not self._stalled:
             wake = min(stop, self._send_due())
             if replica.busy:
                 self._receive(replica.step(wake))
@@ -95,6 +99,10 @@ class Replay:
                 replica.idle(wake)
             for observer in self._observers:
                 observer.look(replica)
+
+    @property
+    def _stalled(self) -> bool:
+        return bool(self._live) and self._replica.clock.now - self._moved > self._patience
 
     def _send_due(self) -> float:
         """Sends what is due; the clock's time of what is due next."""
@@ -120,9 +128,11 @@ class Replay:
             self._answered(turn, (), due)
         else:
             self._live[request.id] = ask
+            self._moved = self._replica.clock.now
 
     def _receive(self, events: Sequence[TokenEvent]) -> None:
         now = self.now
+        self._moved = self._replica.clock.now if events else self._moved
         for event in events:
             ask = self._live[event.request_id]
             ask.first = min(ask.first, now)

@@ -34,6 +34,7 @@ POLICIES = (*configuration.POLICIES, Clairvoyant.name)
 SHARED = "vllm-fair"  # the policy whose share a name may give
 SETTLE = 1.25  # times its tokens' seconds: what a history takes with steps' fixed parts and attention
 SAMPLES = 200  # of the device over time, in the length of a trace
+OFTEN_S = 0.05  # between samples at the start of a closed loop, whose length nobody knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,11 @@ class Scenario:
     engine: EngineConfig = EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20)
     step: StepModel | None = None
 
+    @property
+    def step_model(self) -> StepModel:
+        """The measured coefficients, else the chip's."""
+        return self.step or self.hardware.step_model()
+
 
 @dataclass(frozen=True, slots=True)
 class Work:
@@ -76,7 +82,7 @@ class Work:
         return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
 
 
-def settled(trace: Trace, hardware: Hardware) -> Trace:
+def settled(trace: Trace, step: StepModel) -> Trace:
     """The same with its history so much earlier that all of it has been computed by time 0.
 
     A history is one prompt for all that a session has said, and in fast traffic all of them come shortly
@@ -84,7 +90,7 @@ def settled(trace: Trace, hardware: Hardware) -> Trace:
     serving all the time.
     """
     past = sum(len(turn.adds) for turn in trace.turns if turn.at < 0)
-    pause = SETTLE * past * hardware.step_model().prompt_token_s
+    pause = SETTLE * past * step.prompt_token_s
     return replace(trace, turns=tuple(replace(t, at=t.at - pause) if t.at < 0 else t for t in trace.turns))
 
 
@@ -101,8 +107,7 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     spec = replica_spec(scenario, work, policy)
     block_bytes = scenario.hardware.layout.block_bytes
     replica = Replica(spec, _policy(policy, spec, work))
-    start = start_of(work.trace)
-    series = Series(start, max(work.trace.turns[-1].at, 1e-9) / SAMPLES)
+    series = _series(work.trace)
     replay = _replay(scenario, replica, work.trace, (series, *observers))
     replay.history()
     before, counts = inspect.state(replica.manager, block_bytes), replace(replica.counts)
@@ -142,8 +147,8 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
     sizes = Sizes(pool_blocks(scenario, work), int(scenario.host_gb * 1e9) // layout.block_bytes, layout.block_tokens)
     bps = scenario.link_gbps * 1e9 or hardware.link_bps
     link = LinkSpec(layout.block_bytes / bps, scenario.latency_s, scenario.adapter_load_s, GROUPS)
-    model = scenario.step or hardware.step_model()
-    return ReplicaSpec(model, link, sizes, work.sizes, cache_of(policy, scenario.cache), scenario.engine)
+    cache = cache_of(policy, scenario.cache)
+    return ReplicaSpec(scenario.step_model, link, sizes, work.sizes, cache, scenario.engine)
 
 
 def pool_blocks(scenario: Scenario, work: Work) -> int:
@@ -181,6 +186,13 @@ def describe(scenario: Scenario, spec: ReplicaSpec) -> dict[str, Any]:
         "max_step_tokens": spec.engine.max_step_tokens,
         "share": spec.cache.share,
     }
+
+
+def _series(trace: Trace) -> Series:
+    start = start_of(trace)
+    if trace.users:
+        return Series(start, OFTEN_S, 2 * SAMPLES)
+    return Series(start, max(trace.turns[-1].at, 1e-9) / SAMPLES)
 
 
 def _replay(scenario: Scenario, replica: Replica, trace: Trace, observers: Sequence[Observer]) -> Replay:

@@ -25,6 +25,7 @@ COLUMNS: Mapping[str, tuple[str, str, float, int]] = {
     "lost": ("cache", "blocks_lost", 1, 0),
     "preempted": ("summary", "preemptions", 1, 0),
     "unfinished": ("summary", "unfinished", 1, 0),
+    "unsent": ("summary", "unsent", 1, 0),
     "refused": ("summary", "refused", 1, 0),
     "device busy": ("device", "busy", 1, 2),
     "link in": ("device", "link_in", 1, 2),

@@ -70,11 +70,16 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Turns in order of `at`; `adapters` are names by index."""
+    """Turns in order of `at`; `adapters` are names by index.
+
+    Attributes:
+        users: how many ask in a closed loop, which lasts as long as the answers take; 0: open loop.
+    """
 
     name: str
     turns: tuple[Turn, ...]
     adapters: tuple[str, ...]
+    users: int = 0
 
     @property
     def asked(self) -> Counter[int]:
@@ -243,6 +248,15 @@ def longest(trace: Trace) -> int:
 def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
     """The same turns at other times."""
     return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
+
+
+def hastened(trace: Trace, speed: float) -> Trace:
+    """The same turns so many times as fast, the times to think too: what `Script` makes of it at that speed."""
+
+    def sooner(turn: Turn) -> Turn:
+        return replace(turn, at=turn.at / speed, after=None if turn.after is None else turn.after / speed)
+
+    return replace(trace, turns=tuple(map(sooner, trace.turns)))
 
 
 def shrunk(trace: Trace, divisor: int) -> Trace:

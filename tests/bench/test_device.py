@@ -23,7 +23,9 @@ from jlora.layout import PoolLayout
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
-from jlora.sim.hardware import MODELS, StepLoad, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepLoad, StepModel
+from jlora.sim.scenario import Scenario, Work, simulate
+from jlora.sim.workloads import SOURCES, Load, play
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the project, its tests, or flax beside itself install, and this job must do without. There are jax with scipy,
@@ -107,21 +109,28 @@ def test_the_whole_engine_is_timed_beside_the_bare_step_and_the_floor(job: tuple
     assert said.count("compiled after warm-up (R10)") == 4 and "of the floor (R5); the device waits" in said
 
 
-def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(
-    job: tuple[Path, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
+def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(job: tuple[Path, str]):
     file = job[0] / "step-tiny128.json"
-    model = StepModel.fitted(file)
+    spec = replace(cases.TINY, max_len=128)
+    model = StepModel.fitted(file, spec.name, 1)
     rows = json.loads((job[0] / "device.json").read_text())["models"]["tiny128"]
     assert json.loads(file.read_text()) == rows["fit"]
     assert rows["fit"]["errors"]["steps"] == 6 and rows["fit"]["errors"]["median"] < 0.5
     assert model.seconds(StepLoad(**rows["steps"][0]["load"])) > model.fixed_s > 0
-    result = tmp_path / "simulated.json"
-    words = ["sim", "--steps", str(file), "--policy", "jlora", "--rate", "1", "--seconds", "10"]
-    assert cli.main([*words, "--adapters", "4", "--json", str(result)]) == 0
-    (run,) = json.loads(result.read_text())["runs"]
+    load = Load(rate=2.0, seconds=5.0, adapters=2, shrink=16, vocab=spec.vocab, max_len=spec.max_len)
+    hardware = Hardware(CHIPS["npu"], 1, spec)
+    work = Work.of(play(SOURCES["W7"](None), load), (4, 8), hardware)
+    run = simulate(Scenario(hardware, hbm_gb=0.01, host_gb=0.05, step=model), work, "jlora")
     assert run["setting"]["step_model"] == "fitted" and run["summary"]["ttft_s"] > 0
-    assert "jlora" in capsys.readouterr().out
+    assert run["summary"]["requests"] == work.facts.requests and run["summary"]["unfinished"] == 0
+
+
+def test_steps_measured_for_one_model_are_refused_for_another(
+    job: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
+    words = ["sim", "--steps", str(job[0] / "step-tiny128.json"), "--policy", "jlora", "--seconds", "10"]
+    assert cli.main(words) == 1
+    assert "step-tiny128.json: model = 'tiny128': must be 'llama-2-7b'" in capsys.readouterr().err
 
 
 RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
@@ -252,10 +261,10 @@ def test_the_fit_finds_a_device_that_is_slower_than_its_rates_say():
 def test_one_step_moves_the_fit_no_further_than_it_must(tmp_path: Path):
     prior = device_fit.hardware(MODELS["llama-3-8b"], RATES).step_model()
     (load,) = loads()[3:4]
-    made = device_fit.record(prior, [Measured(load, 2 * prior.seconds(load))], {"model": "llama-3-8b"})
+    made = device_fit.record(prior, [Measured(load, 2 * prior.seconds(load))], {"model": "llama-3-8b", "chips": 1})
     path = tmp_path / "steps.json"
     path.write_text(json.dumps(made))
-    model = StepModel.fitted(path)
+    model = StepModel.fitted(path, "llama-3-8b", 1)
     assert model.seconds(load) == pytest.approx(2 * prior.seconds(load), rel=0.02)
     assert model.pair_s == pytest.approx(prior.pair_s, rel=1e-6)  # nothing was seen of it
     assert all(value > 0 for value in asdict(model).values())

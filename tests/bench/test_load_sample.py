@@ -47,7 +47,9 @@ def test_failures_are_counted_by_status_with_their_words():
 
 def test_a_run_without_an_answer_is_still_a_result():
     found = sample([failed(0, "UNAVAILABLE")], Slo(), 0)
-    assert found["attained"] == 0 and found["ttft_s"] == 0 and found["ttft"]["cdf"] == []
+    assert found["attained"] == found["goodput_per_s"] == 0 and found["ttft"]["cdf"] == []
+    times = [found["ttft_s"], found["tpot_s"], *(found[name]["mean"] for name in ("ttft", "tpot", "latency"))]
+    assert all(math.isnan(value) for value in (*times, *found["server"].values()))  # and not 0, the best there is
 
 
 def test_the_warm_up_is_not_counted():

@@ -98,6 +98,15 @@ def test_a_closed_loop_and_a_law_can_be_asked_for():
         (["--popularity", "zipff"], "popularity 'zipff'"),
         (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
         (["--trace", "no.csv"], "no.csv"),
+        (["--speed", "0"], "--speed 0"),
+        (["--seconds", "0.001"], "workload W7: no request within 0.001 s at 1/s"),
+        (["--trace", "no.csv", "--workload", "W7"], "--workload W7: shapes a built-in workload; --trace no.csv"),
+        (["--trace", "no.csv", "--rate", "1"], "--rate 1.0: shapes"),
+        (["--trace", "no.csv", "--seconds", "60"], "--seconds 60.0: shapes"),
+        (["--trace", "no.csv", "--gap", "2"], "--gap 2.0: shapes"),
+        (["--trace", "no.csv", "--popularity", "uniform"], "--popularity uniform: shapes"),
+        (["--trace", "no.csv", "--arrivals", "poisson"], "--arrivals poisson: shapes"),
+        (["--workload", "W6a", "--shrink", "16"], "--workload W6a: invokes activated LoRAs"),
     ],
 )
 def test_a_wrong_flag_is_one_clear_line(argv: list[str], says: str):
@@ -118,3 +127,6 @@ def test_the_facts_of_workloads_are_printed(capsys: pytest.CaptureFixture[str], 
     assert "mine: 2 requests of 2 sessions" in capsys.readouterr().out
     assert workload_facts.main(["W9"]) == 1
     assert "'W9': must be one of W1, " in capsys.readouterr().err
+    for wrong in (["--rate", "4"], ["--adapters", "50"], ["W7"]):
+        assert workload_facts.main(["--trace", "mine.csv", *wrong]) == 1
+        assert f"jlora bench workloads: {wrong[0]}" in capsys.readouterr().err

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from jlora.bench import load_page
+from jlora.bench import load_page, machine, serve_load
 from jlora.bench.__main__ import main
+from jlora.bench.load_client import Call
+from jlora.bench.load_sample import Slo
+from jlora.bench.load_sample import sample as sampled
 from jlora.bench.server import ServerProcess, flags_of
-from jlora.sim.trace import COLUMNS
+from jlora.sim.trace import COLUMNS, Turn
 from tests import _make
 
 FEW_SHAPES = {"engine.max_seqs": 2, "engine.max_step_tokens": 8}
@@ -131,3 +136,30 @@ def test_a_late_client_says_so():
     late = {"lateness": {"p99": 0.2, "max": 0.5}}
     assert "client was busy" in load_page._lateness([{"a": late}], "a")
     assert "client was busy" not in load_page._lateness([{"a": {"lateness": {"p99": 0.001, "max": 0.5}}}], "a")
+
+
+def test_a_side_that_answers_nothing_is_not_the_fastest(tmp_path: Path):
+    """Its times are no numbers: null in the JSON, "-" on the page, and no ratio."""
+    good = [Call(Turn(i, i, 0, (3,), 1, 0), "a", i, i, i + 0.1, i + 0.1, i + 0.1, [7]) for i in range(3)]
+    bad = [Call(Turn(i, i, 0, (3,), 1, 0), "a", i, i, ended=i + 0.2, status="UNAVAILABLE") for i in range(3)]
+    empty = {"cache": {"adapter_hits": 0.0}, "different": 0}
+    done = [{side: {**sampled(calls, Slo(), 0), **empty} for side, calls in (("up", good), ("down", bad))}]
+    settings = {"trace": {"name": "t", "digest": "d"}, "slo": asdict(Slo())}
+    result = {"settings": settings, "machine": machine.describe(), "versions": {}, "rounds": done}
+    summary = {side: serve_load.summarise(done, side, "up") for side in done[0]}
+    page = load_page.write(tmp_path, {**result, "summary": summary})
+    found = json.loads((tmp_path / "serve-t.json").read_text())
+    assert found["summary"]["up"]["ttft_s"] == pytest.approx(0.1)
+    assert found["summary"]["down"]["ttft_s"] is found["summary"]["down"]["ratio"]["ttft_s"]["median"] is None
+    assert found["summary"]["down"]["goodput_per_s"] == 0
+    rows = [line for line in page.splitlines() if line.startswith("| down |")]
+    assert len(rows) == 2 and "| 3 | 3 | 0.00 | 0 | 0.0% | 0.00 | - | - | - | - | - | - | - |" in rows[0]
+    assert rows[1].startswith("| down | - | - | **0.00**")
+
+
+def test_a_round_without_an_answer_is_left_out_of_the_times():
+    numbers = ("requests_per_s", "tokens_per_s", "goodput_per_s", "attained", "ttft_s", "tpot_s")
+    rounds = [{"a": {**dict.fromkeys(numbers, 1.0), "ttft_s": value}} for value in (0.2, math.nan, 0.4)]
+    found = serve_load.summarise(rounds, "a", "a")
+    assert found["ttft_s"] == pytest.approx(0.3) and found["ratio"]["ttft_s"]["median"] == 1
+    assert math.isnan(found["control"])

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
+from jlora import __version__
+from jlora.bench import machine
 from jlora.cli import main
 
 SHORT = ["sim", "--workload", "W3", "--rate", "4", "--seconds", "8", "--gap", "10", "--adapters", "20"]
@@ -36,6 +39,16 @@ def test_the_json_holds_everything_and_is_the_same_for_the_same_seed(tmp_path: P
     assert len(run["requests"]["columns"]) == len(run["requests"]["rows"][0])
 
 
+def test_the_json_says_what_was_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "out.json"
+    assert main([*SHORT, "--policy", "jlora", "--json", str(path)]) == 0
+    record = json.loads(path.read_text())
+    assert f"trace {record['digest']}" in capsys.readouterr().out
+    flags = record["flags"]
+    assert flags["workload"] == "W3" and flags["rate"] == 4 and flags["hbm_gb"] == 0 and flags["policy"] == ["jlora"]
+    assert record["version"] == __version__ and record["commit"] == machine.commit()
+
+
 def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     path = tmp_path / "mine.csv"
     rows = [f"{i * 0.5},{40 + 30 * (i % 3)},8,sql,s{i // 3}" for i in range(9)]
@@ -54,8 +67,12 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
         (["--hbm-gb", "1", "--hbm-share", "0.5"], "hbm_share"),
         (["--model", "llama-34b"], "use more --chips"),
         (["--popularity", "zpf"], "popularity 'zpf'"),
-        (["--trace", "none.csv"], "none.csv"),
         (["--steps", "none.json"], "none.json"),
+        (["--users", "-1"], "--users -1: must be at least 1, or 0 for an open loop"),
+        (["--shrink", "0"], "--shrink 0: must be at least 1"),
+        (["--speed", "0"], "--speed 0: must be over 0"),
+        (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
+        (["--users", "4", "--policy", "clairvoyant"], "--policy clairvoyant: foresees the times of an open loop"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -63,6 +80,76 @@ def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsy
     out, error = capsys.readouterr()
     assert message in error and error.startswith("jlora sim: ") and error.count("\n") == 1
     assert "--policy" not in flags or out == ""  # known before a trace is drawn
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--workload", "W1"],
+        ["--rate", "2"],
+        ["--seconds", "300"],
+        ["--gap", "1"],
+        ["--adapters", "100"],
+        ["--popularity", "uniform"],
+        ["--arrivals", "poisson"],
+        ["--data", "files"],
+    ],
+)
+def test_what_shapes_a_workload_is_refused_beside_a_trace(flags: list[str], capsys: pytest.CaptureFixture[str]):
+    """Also where the value is the default: who gives it expects that it counts."""
+    assert main(["sim", "--trace", "mine.csv", *flags]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(f"jlora sim: {' '.join(flags)}") and "shapes a built-in workload; --trace mine.csv" in error
+
+
+def test_a_trace_that_is_missing_or_too_long_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["sim", "--trace", "none.csv"]) == 1
+    assert "none.csv" in capsys.readouterr().err
+    path = tmp_path / "mine.csv"
+    path.write_text("arrival_s,prompt_tokens,output_tokens,adapter,session\n0,8000,100,sql,s\n")
+    assert main(["sim", "--trace", str(path), "--policy", "jlora"]) == 1
+    error = capsys.readouterr().err
+    assert "8100 tokens passes llama-2-7b's context of 4096: give --shrink 2" in error
+    assert main(["sim", "--trace", str(path), "--policy", "jlora", "--shrink", "2"]) == 0
+    assert "prompts of 4000" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name, shrink", [("W1b", "8"), ("W8", "16")])
+def test_long_workloads_run_with_shorter_lengths(name: str, shrink: str, capsys: pytest.CaptureFixture[str]):
+    argv = ["sim", "--workload", name, "--rate", "2", "--seconds", "10", "--gap", "1", "--adapters", "8"]
+    assert main([*argv, "--policy", "jlora"]) == 1
+    assert "divide them by more (--shrink)" in capsys.readouterr().err
+    assert main([*argv, "--policy", "jlora", "--shrink", shrink]) == 0
+    assert column(capsys.readouterr().out, "unfinished") == "0"
+
+
+def test_a_closed_loop_asks_all_however_long_it_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Requests of W7 have no gaps: all of them are due at once, as far as the trace can say."""
+    path = tmp_path / "out.json"
+    argv = ["sim", "--workload", "W7", "--rate", "4", "--seconds", "30", "--users", "4", "--policy", "jlora"]
+    assert main([*argv, "--json", str(path)]) == 0
+    out = capsys.readouterr().out
+    assert column(out, "unsent") == column(out, "unfinished") == "0"
+    record = json.loads(path.read_text())
+    (run,) = record["runs"]
+    assert len(run["requests"]["rows"]) == record["facts"]["requests"] > 50
+    assert run["device"]["seconds"] > 60
+    assert 50 < len(run["series"]["at"]) <= 400
+
+
+def test_a_trace_of_ones_own_can_be_played_faster(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path = tmp_path / "mine.csv"
+    rows = [f"{i},40,8,sql,s{i}" for i in range(9)]
+    path.write_text("\n".join(["arrival_s,prompt_tokens,output_tokens,adapter,session", *rows]))
+    assert main(["sim", "--trace", str(path), "--policy", "jlora", "--speed", "4"]) == 0
+    assert "mine: 9 requests of 9 sessions, 4.50/s" in capsys.readouterr().out
+
+
+def column(out: str, name: str) -> str:
+    """Of the table's one policy; names of columns are two spaces apart."""
+    head, row = out.splitlines()[-4:-2]
+    names = re.split(r"\s{2,}", head.strip())
+    return row.split()[names.index(name)]
 
 
 def test_an_unknown_flag_names_the_nearest(capsys: pytest.CaptureFixture[str]):

@@ -82,6 +82,7 @@ def test_chips_that_do_not_divide_the_heads_are_refused():
 
 
 COEFFICIENTS = asdict(hardware().step_model())
+MEASURED = {"format": FORMAT, "model": "llama-3-8b", "device": "h200", "chips": 1, "coefficients": COEFFICIENTS}
 
 
 def written(tmp_path: Path, record: object) -> Path:
@@ -91,8 +92,8 @@ def written(tmp_path: Path, record: object) -> Path:
 
 
 def test_measured_coefficients_replace_the_peaks(tmp_path: Path):
-    path = written(tmp_path, {"format": FORMAT, "device": "h200", "coefficients": {**COEFFICIENTS, "fixed_s": 0.25}})
-    fitted = StepModel.fitted(path)
+    path = written(tmp_path, {**MEASURED, "coefficients": {**COEFFICIENTS, "fixed_s": 0.25}})
+    fitted = StepModel.fitted(path, "llama-3-8b", 1)
     assert fitted.fixed_s == 0.25 and fitted.pair_s == COEFFICIENTS["pair_s"]
 
 
@@ -100,6 +101,9 @@ def test_measured_coefficients_replace_the_peaks(tmp_path: Path):
     "change, message",
     [
         ({"format": "other"}, "format must be"),
+        ({"model": "llama-2-7b"}, "model = 'llama-2-7b': must be 'llama-3-8b'"),
+        ({"model": None}, "model = None: must be 'llama-3-8b'"),
+        ({"chips": 4}, "chips = 4: must be 1"),
         ({"coefficients": {k: v for k, v in COEFFICIENTS.items() if k != "pair_s"}}, "pair_s = None"),
         ({"coefficients": {**COEFFICIENTS, "pairs": 1.0}}, "pairs = 1.0"),
         ({"coefficients": {**COEFFICIENTS, "fixed_s": -1}}, "fixed_s = -1"),
@@ -107,11 +111,10 @@ def test_measured_coefficients_replace_the_peaks(tmp_path: Path):
     ],
 )
 def test_a_wrong_file_of_coefficients_is_refused_by_what_is_wrong(tmp_path: Path, change: dict, message: str):
-    record = {"format": FORMAT, "coefficients": COEFFICIENTS, **change}
     with pytest.raises(ConfigError, match=message):
-        StepModel.fitted(written(tmp_path, record))
+        StepModel.fitted(written(tmp_path, {**MEASURED, **change}), "llama-3-8b", 1)
 
 
 def test_a_missing_file_of_coefficients_is_refused(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"none\.json"):
-        StepModel.fitted(tmp_path / "none.json")
+        StepModel.fitted(tmp_path / "none.json", "llama-3-8b", 1)

@@ -12,11 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from jlora.config import POLICIES
+from jlora.cache.transfer import Meter
+from jlora.sim import replay as replays
+from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.observe import Integrity, Series
 from jlora.sim.replay import Ask, Hinted, Replay, seed_of, start_of
+from jlora.sim.replica import Replica
+from jlora.sim.scenario import POLICIES, foresee
 from jlora.sim.trace import Trace, Turn
-from tests.sim._sim import NPU, SPEC, chats, replica_of, sized
+from jlora.sim.workloads import closed
+from tests.sim._sim import BLOCK, NPU, SPEC, chats, replica_of, sized
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -38,7 +43,11 @@ def ended(ask: Ask) -> float:
 def test_the_cache_is_sound_after_every_event_under_every_policy(policy: str):
     """A device and a host that are both too small: evictions, backups, drops and preemptions on the way."""
     trace = chats(sessions=14, turns=3, seed=19, rate=8.0)
-    replica = replica_of(sized(device=40, host=80), policy)
+    spec = sized(device=40, host=80)
+    if policy == Clairvoyant.name:
+        replica = Replica(spec, Clairvoyant(Meter(spec.link.block_s), foresee(trace, BLOCK)))
+    else:
+        replica = replica_of(spec, policy)
     replay = Replay(replica, trace, [Integrity()])
     replay.history()
     replay.run()
@@ -87,6 +96,29 @@ def test_closed_loop_turns_wait_for_the_answer_and_then_think():
     assert second.sent == pytest.approx(ended(first) + 1.0)
 
 
+def test_a_closed_loop_goes_on_until_all_is_answered():
+    """Its times say nothing of its length: all are 0 here, and the answers take some minutes."""
+    turns = tuple(Turn(0.0, i, 0, (i + 3,) * 60, 100, None) for i in range(400))
+    trace = closed(Trace("rush", turns, ()), 2)
+    assert all(turn.at == 0 for turn in trace.turns) and trace.users == 2
+    replay, asks = played(trace)
+    assert len(asks) == 400 and replay.unsent == 0 and all(ask.usage is not None for ask in asks)
+    assert replay.now > 100
+    assert max(sum(a.sent <= b.sent < ended(a) for a in asks) for b in asks) == 2
+
+
+def test_a_closed_loop_that_stands_still_is_cut(monkeypatch: pytest.MonkeyPatch):
+    """An adapter that takes a day to load, and two users who want it."""
+    monkeypatch.setattr(replays, "STALLED_S", 5.0)
+    spec = sized(device=64)
+    spec = replace(spec, link=replace(spec.link, block_s=86400.0))
+    turns = (Turn(0.0, 1, 0, (3,) * 40, 2, None), *(Turn(0.0, i, 0, (i,) * 40, 2, 0) for i in range(2, 6)))
+    replay = Replay(replica_of(spec), closed(Trace("stuck", turns, ("a0",)), 2))
+    replay.run()
+    assert len(replay.asks) == 3 and replay.unsent == 2  # one is answered, two wait
+    assert 5.0 < replay.now < 6.0
+
+
 def test_times_to_first_token_are_those_that_the_engine_reports():
     _, asks = played(chats(sessions=20, turns=3))
     for ask in asks:
@@ -124,6 +156,15 @@ def test_a_series_has_a_sample_per_interval_and_its_parts_are_shares():
     parts = zip(series.adapters, series.history_kv, series.running_kv, strict=True)
     assert all(0 <= sum(part) <= 1 and min(part) >= 0 for part in parts)
     assert max(series.adapters) > 0 and max(series.history_kv) > 0 and max(series.running_kv) > 0
+
+
+def test_a_series_keeps_so_many_samples_at_most():
+    trace = chats(sessions=20, turns=3)
+    series = Series(start_of(trace), 0.01, most=32)
+    Replay(replica_of(sized(device=64)), trace, [series]).run()
+    assert 16 <= len(series.at) <= 32 and series.every_s > 0.01
+    assert all(len(column) == len(series.at) for column in series.describe().values())
+    assert all(b - a >= series.every_s / 2 for a, b in zip(series.at, series.at[1:], strict=False))
 
 
 def test_no_two_turns_of_a_trace_share_their_tokens():

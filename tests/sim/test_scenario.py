@@ -77,10 +77,10 @@ def test_a_settled_history_has_been_computed_by_time_0():
     """Eighty sessions said a thousand tokens each within the last second: nobody who asks after it waits for them."""
     past = [Turn(i / 80 - 1.0, i, -1, (i + 3,) * 1000, 1, None) for i in range(80)]
     trace = Trace("rush", (*past, *(Turn(0.1 * i, i, 0, (7,) * 20, 4, None) for i in range(20))), ())
-    waited = [simulate(Scenario(NPU), Work.of(t, [], NPU), "jlora") for t in (trace, settled(trace, NPU))]
+    waited = [simulate(Scenario(NPU), Work.of(t, [], NPU), "jlora") for t in (trace, settled(trace, NPU.step_model()))]
     rushed, calm = (result["summary"]["ttft_s"] for result in waited)
     assert rushed > 2.0 and calm < 0.1
-    pause = {round(a.at - b.at, 6) for a, b in zip(trace.turns, settled(trace, NPU).turns, strict=True)}
+    pause = {round(a.at - b.at, 6) for a, b in zip(trace.turns, settled(trace, NPU.step_model()).turns, strict=True)}
     assert len(pause) == 2 and 0.0 in pause  # the history as a whole, and nothing else
 
 

@@ -19,7 +19,7 @@
     scenarios.py     W1 to W8            popularity.py   who asks for which adapter
     play.py          drawing a trace     arrivals.py     when sessions begin
     load.py          the records         mixes.py        which adapter has which rank
-    files.py         the public files
+    files.py         the public files    flags.py        a command line's
 
 A small model on a CPU stands for a large one on an accelerator, so everything that is counted in
 tokens is divided by `Load.shrink`: lengths, the tokens of a block, the ranks. Then an adapter, a

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from jlora.errors import ConfigError
 from jlora.sim.script import who
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
@@ -28,9 +29,9 @@ def play(source: Source, load: Load) -> Trace:
     With fewer adapters than a group has roles, several roles share one.
 
     Raises:
-        DoesNotFit: less than half of its requests are left: `max_len` is too short for its contexts; or none
-            is: `seconds` is too short for its rate.
-        ConfigError: the popularity needs clients, and the arrivals know none.
+        DoesNotFit: less than half of its requests are left: `max_len` is too short for its contexts.
+        ConfigError: the popularity needs clients, and the arrivals know none; or `seconds` is too short for
+            its rate to have a request.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
     past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that began before are over
@@ -47,11 +48,14 @@ def play(source: Source, load: Load) -> Trace:
         lost += session.lost
     turns.sort(key=lambda turn: turn.at)
     kept = sum(turn.at >= 0 for turn in turns)
-    if kept == 0 or lost > kept:
+    if lost > kept:
         raise DoesNotFit(
             f"workload {source.name}: {kept} of {kept + lost} requests within {load.seconds:g} s at {load.rate:g}/s "
-            f"have a context that fits max_len {load.max_len} when lengths are divided by {load.shrink}"
+            f"have a context that fits max_len {load.max_len} when lengths are divided by {load.shrink}; divide them "
+            "by more (--shrink)"
         )
+    if not kept:
+        raise ConfigError(f"workload {source.name}: no request within {load.seconds:g} s at {load.rate:g}/s")
     return Trace(source.name, tuple(turns), tuple(f"a{i}" for i in range(load.adapters)))
 
 
@@ -75,7 +79,7 @@ def closed(trace: Trace, users: int) -> Trace:
             turns.append(replace(turn, at=clocks[user], after=think, user=user))
             before = turn.at
     turns.sort(key=lambda turn: turn.at)
-    return replace(trace, name=f"{trace.name}, {users} users", turns=tuple(turns))
+    return replace(trace, name=f"{trace.name}, {users} users", turns=tuple(turns), users=users)
 
 
 @dataclass(frozen=True, slots=True)
