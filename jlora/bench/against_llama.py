@@ -29,7 +29,7 @@ from jlora.bench.workload import LLAMA_100M, R1_QUICK, Job, Plan, Workload, outp
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
-R2 = Plan(LLAMA_100M, requests=64, prompt_tokens=(16, 512), output_tokens=(8, 256))
+R2 = Plan(LLAMA_100M, requests=32, prompt_tokens=(16, 512), output_tokens=(8, 256))
 R2_QUICK = replace(R1_QUICK, requests=6)
 CASES = {"clients": "one client per adapter", "alone": "one client"}
 
@@ -112,19 +112,17 @@ def run(setup: Setup) -> dict[str, Any]:
         names = [(server, case) for case in cases for server in connect]
         sides = [Side(f"{server} {case}", lambda s=server, c=case: measure(s, c)) for server, case in names]
         done = rounds.interleave(sides, journal, setup.budget, "R2")
-        for server in connect:
-            if f"{server} clients" not in last:  # every round came from the journal
-                measure(server, "clients")
-        told = {str(job): tokens for job, tokens in last["llama.cpp clients"].tokens.items()}
-        outputs = compare_outputs(theirs.gap, workload.jobs, last["jlora clients"], told)
+        for server, case in names:
+            if f"{server} {case}" not in last:  # every round came from the journal
+                measure(server, case)
+        outputs = {case: _compared(theirs, cases[case], case, last) for case in cases}
         version = theirs.version()
     tokens = {case: sum(map(output_tokens, jobs)) for case, jobs in cases.items()}
     return {
         "settings": setup.describe(),
         "peer": {"versions": {"llama.cpp": version}},
         "rounds": done,
-        "outputs": outputs,
-        "summary": [summarise(done, case, tokens[case]) for case in cases],
+        "summary": [{**summarise(done, case, tokens[case]), "outputs": outputs[case]} for case in cases],
     }
 
 
@@ -169,6 +167,14 @@ def summarise(done: Sequence[Mapping[str, Sample]], case: str, tokens: int) -> d
         "jlora_control": rounds.control(done, ours),
         "llama_control": rounds.control(done, theirs),
     }
+
+
+def _compared(
+    theirs: llama.LlamaServer, clients: Sequence[Sequence[Job]], case: str, last: Mapping[str, Run]
+) -> dict[str, Any]:
+    """Both servers' last answers to a case's jobs."""
+    told = {str(job): tokens for job, tokens in last[f"llama.cpp {case}"].tokens.items()}
+    return compare_outputs(theirs.gap, [job for jobs in clients for job in jobs], last[f"jlora {case}"], told)
 
 
 def _flags(workload: Workload, setup: Setup) -> list[str]:

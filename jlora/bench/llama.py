@@ -1,16 +1,17 @@
 """A llama.cpp server with LoRA adapters of the user's: the other side of R2.
 
-What is used of its HTTP interface (tools/server/README.md of llama.cpp, read in November 2026):
+What is used of its HTTP interface (tools/server/README.md of llama.cpp, read in November 2026; run with
+ggml 0.25.3, commit 0c1e570):
 
     llama-server -m BASE.gguf --lora A.gguf --lora B.gguf --lora-init-without-apply -np SLOTS ...
     GET  /health           200 once the model is loaded
     GET  /props            build_info
     GET  /lora-adapters    [{"id": 0, "path": "A.gguf", "scale": 0.0}, ...]
-    POST /completion       {"prompt": [token ids], "lora": [{"id": 0, "scale": 1.0}], "n_predict": N,
+    POST /completion       {"prompt": [token ids], "lora": [{"id": 0, "scale": 1.0}, ...], "n_predict": N,
                             "return_tokens": true, ...} -> {"tokens": [...], "timings": {...}, ...}
 
-Requests with different adapters are not batched together there. KV is float32 (`-ctk f32 -ctv f32`),
-as on our side; the prompt cache is off on both; end tokens are banned on both.
+Requests with different adapters are not batched together there. KV and attention are float32
+(`-ctk f32 -ctv f32 -fa off`), as on our side; the prompt cache is off on both; end tokens are banned on both.
 """
 
 from __future__ import annotations
@@ -120,6 +121,7 @@ class LlamaServer:
         self._ids = {name: i for i, name in enumerate(files.adapters)}  # in the order of the flags
         words = [peer.server, "-m", str(files.model), "--lora-init-without-apply"]
         words += [word for path in files.adapters.values() for word in ("--lora", str(path))]
+        words += ["-fa", "off"]  # its flash attention rounds to float16, whatever the cache holds
         words += ["-np", str(slots), "-c", str(slots * context), "-ctk", "f32", "-ctv", "f32"]
         words += ["-t", str(peer.threads), "-tb", str(peer.threads), "--host", HOST, "--port", str(self._port)]
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -203,7 +205,8 @@ class Connection:
         Raises:
             RuntimeError: it answered with an error.
         """
-        lora = [] if adapter is None else [{"id": self._ids[adapter], "scale": 1.0}]
+        # an empty list would mean all adapters at once, at the scales they were loaded with
+        lora = [{"id": i, "scale": float(name == adapter)} for name, i in self._ids.items()]
         body = {
             **GREEDY,
             "prompt": list(prompt),

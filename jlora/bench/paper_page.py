@@ -27,8 +27,8 @@ fixed part of a step are assumptions, stated there |
 | Taskmaster with the Azure Functions trace | W3: SGD and Taskmaster-4 with tool results, ServeGen's clients |
 | vLLM with its cache offloaded | `vllm`: 20 % for adapters, LRU in each part, evicted KV is written out first; \
 what is evicted comes back when asked for |
-| | `vllm-fair`: the same, but nothing is written to evict, and what there is room for is fetched while the link idles. \
-All else is this library's mechanism in both: asynchronous and streamed copies, the guard that computes again |
+| | `vllm-fair`: the same, but nothing is written to evict, and what there is room for is fetched while the link is \
+idle. All else is this library's mechanism in both: asynchronous and streamed copies, the guard that computes again |
 | S-LoRA | `slora`: one pool, no history, an adapter leaves with its last request |
 """
 

@@ -157,7 +157,7 @@ def llama(records: Sequence[Mapping[str, Any]]) -> str:
             ratio(s["ratio"]),
             controls(s, "jlora_control", "llama_control"),
             str(s["rounds"]),
-            outputs(r),
+            outputs(s),
         ]
         for r in records
         for s in r["summary"]

@@ -26,8 +26,8 @@ def main() -> None:
     made.add_argument("--lora-init-without-apply", action="store_true", required=True)
     for flag in ("-np", "-c", "-t", "-tb", "--port"):
         made.add_argument(flag, type=int, required=True)
-    for flag in ("-ctk", "-ctv"):
-        made.add_argument(flag, choices=["f32"], required=True)
+    for flag, value in (("-ctk", "f32"), ("-ctv", "f32"), ("-fa", "off")):
+        made.add_argument(flag, choices=[value], required=True)
     made.add_argument("--host", required=True)
     args = made.parse_args()
     if not args.m.exists():
@@ -54,14 +54,16 @@ class Handler(BaseHTTPRequestHandler):
             self._say(200, {"total_slots": self.server.args.np, "build_info": "b1-test"})
         elif self.path == "/lora-adapters":
             paths = enumerate(self.server.args.lora)
-            self._say(200, [{"id": i, "path": path, "scale": 0.0} for i, path in paths])
+            self._say(200, [{"id": i, "path": path, "scale": 1.0} for i, path in paths])
         else:
             self._say(404, {"error": {"code": 404, "message": "File Not Found", "type": "not_found_error"}})
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         wrong = self.path != "/completion" or not body["return_tokens"] or body["cache_prompt"] or body["temperature"]
-        lora = [entry["id"] for entry in body["lora"] if entry["scale"] == 1.0]
+        # as the real one: it has loaded all adapters at scale 1, and where none is named all of them act
+        scales = {entry["id"]: entry["scale"] for entry in body["lora"]}
+        lora = [i for i in range(len(self.server.args.lora)) if scales.get(i, 0.0 if scales else 1.0) == 1.0]
         tokens = self.server.answers.get((tuple(body["prompt"]), lora[0] if lora else None))
         if wrong or len(lora) > 1 or not body["ignore_eos"] or (tokens is None and not body.get("n_probs")):
             self._say(400, {"error": {"code": 400, "message": "unknown", "type": "invalid_request_error"}})

@@ -133,13 +133,15 @@ def test_an_adapter_reloaded_under_its_name_answers_as_the_new_one_at_once(tmp_p
         with running(tiny_model, {"x": path}, cache__prefix_reuse=False) as service:
             wanted.append({r.id: tokens(serve(service, [r])[r.id]) for r in requests})
     assert len({str(w) for w in wanted}) == len(wanted)  # each version answers in its own way
-    with poisoned(tiny_model, {"x": paths[0]}, cache__hbm_blocks=40, cache__monitor_s=0.001) as service:
-        for version in (0, 1, 2, 3, 0, 2):
-            service.load_adapter("x", str(paths[version]), replace=True)
-            for _ in range(2):  # the second time from the cache
-                got = serve(service, requests)
-                assert {name: tokens(events) for name, events in got.items()} == wanted[version]
-        assert service.cache_state().kv_hit_tokens > 0
+    for policy in ("jlora", "fastlibra-wom", "vllm-fair"):
+        settings = {"cache__hbm_blocks": 40, "cache__monitor_s": 0.001, "cache__policy": policy}
+        with poisoned(tiny_model, {"x": paths[0]}, **settings) as service:
+            for version in (0, 1, 2, 3, 0, 2):
+                service.load_adapter("x", str(paths[version]), replace=True)
+                for _ in range(2):  # the second time from the cache
+                    got = serve(service, requests)
+                    assert {name: tokens(events) for name, events in got.items()} == wanted[version]
+            assert service.cache_state().kv_hit_tokens > 0
 
 
 def test_two_tenants_with_equal_prompts_get_equal_answers_and_share_nothing(tiny_model: Path, tiny_adapters):
