@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    import jax
+from typing import Any
 
 CAPABILITY = "9.0"
 MISCOMPILING = range(12080, 13000)
@@ -32,8 +29,8 @@ class Gpu:
     cuda: int = 0
 
     @classmethod
-    def of(cls, device: jax.Device) -> Gpu:
-        """What a device says; a device that is no GPU says nothing."""
+    def of(cls, device: Any) -> Gpu:
+        """What a device of jax says; one that is no GPU says nothing."""
         version = re.search(r"\bcuda (\d+)", device.client.platform_version)
         return cls(str(getattr(device, "compute_capability", "")), int(version[1]) if version else 0)
 
@@ -48,6 +45,6 @@ class Gpu:
         return None
 
 
-def refusal_of(device: jax.Device) -> str | None:
+def refusal_of(device: Any) -> str | None:
     """The same, asked of a device."""
     return Gpu.of(device).refusal(device.device_kind)

@@ -85,7 +85,7 @@ def test_a_cuda_whose_compiler_miscompiles_the_kernels_is_refused(cuda: int, ser
 def test_a_device_says_its_capability_and_its_cuda():
     client = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
     gpu = SimpleNamespace(client=client, compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
-    assert Gpu.of(gpu) == Gpu("9.0", 12090) and "CUDA 12.9" in str(refusal_of(gpu))  # type: ignore[arg-type]
+    assert Gpu.of(gpu) == Gpu("9.0", 12090) and "CUDA 12.9" in str(refusal_of(gpu))
     assert Gpu.of(jax.devices("cpu")[0]) == Gpu()
     assert "capability none that jax knows" in str(refusal_of(jax.devices("cpu")[0]))
 

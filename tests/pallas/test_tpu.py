@@ -131,8 +131,12 @@ def test_prompt_rows_become_sequences_and_their_padding_is_kept_apart():
     assert not made.table[[1, 4]].any() and (made.table[0] == pages.table[2]).all()
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize(("tp", "group"), [(2, ("q",)), (4, ("gate", "up"))], ids=["q on 2", "gate and up on 4"])
+@pytest.mark.parametrize(
+    ("tp", "group", "mode"),
+    # The interpreter with TPU semantics calls back from every device: on all four host devices it may wait for ever.
+    [(2, ("q",), "plain"), (4, ("gate", "up"), "plain"), (2, ("q",), "tpu")],
+    ids=["q on 2", "gate and up on 4", "q on 2, TPU semantics"],
+)
 def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[str, ...], mode: str, chip: Chip):
     spec = replace(cases.TINY, kv_heads=4, heads=8, width=1024, mlp=2048, dtype="bfloat16")
     case = cases.LoraCase("tp", spec, 32, group, (16, 5, 8), ((0, 3), (-1, 2), (2, 3), (1, 4)), tp)
