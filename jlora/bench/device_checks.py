@@ -22,6 +22,7 @@ from jlora.errors import ConfigError
 from jlora.pallas import cases, counts
 from jlora.pallas.cases import AttentionCase, LoraCase
 from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.gpu_chip import Gpu, refusal_of
 from jlora.pallas.ops import Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
 
@@ -46,7 +47,7 @@ def kernels_for(case: Case) -> Ops:
     one = isinstance(case, AttentionCase)
     shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
     width = case.layout.blocks_for(case.spec.max_len)
-    site = Site(platform, kind, case.layout, case.spec.heads, shapes, width, rank=64)
+    site = Site(platform, kind, case.layout, case.spec.heads, shapes, width, 64, Gpu.of(device))
     chosen = choose(site, "auto" if platform == "tpu" else "pallas")
     op = chosen.choices[0 if one else 1]
     if op.implementation == "xla":
@@ -77,6 +78,13 @@ def small_cases() -> list[Case]:
     return [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
 
 
+def quick_cases() -> list[Case]:
+    """One of each form, of the shapes that kernels of every platform serve: bfloat16, heads of 128, pages of 32."""
+    half = replace(cases.TINY, dtype="bfloat16")
+    attention = [c for c in cases.SMALL_ATTENTION if c.spec == half and c.block_tokens == 32]
+    return [*attention, *(c for c in cases.SMALL_LORA if c.spec == half)]
+
+
 def large_cases(small: bool) -> list[Case]:
     """Those that are timed, those of the MLP last; `small`: two of the small ones, for a CPU."""
     if small:
@@ -91,7 +99,7 @@ def checklist() -> Sequence[Check]:
     """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`)."""
     from jlora.pallas import gpu_checks, gpu_ops
 
-    if reason := gpu_ops.runtime_refusal():
+    if reason := gpu_ops.runtime_refusal() or refusal_of(jax.devices()[0]):
         return [gpu_checks.Check("all", lambda: gpu_checks.Finding(None, reason))]
     return gpu_checks.checks(gpu_checks.LARGE)
 

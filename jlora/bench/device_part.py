@@ -116,8 +116,8 @@ def _rates(part: Part) -> bool:
 
 
 def _kernels(part: Part) -> bool:
-    every = 7 if part.small else 3 if part.quick else 1
-    cases = device_checks.small_cases()[::every]
+    every = device_checks.small_cases()
+    cases = every[::7] if part.small else device_checks.quick_cases() if part.quick else every
     return _rows(part, "kernels", (Task(c.name, lambda c=c: device_checks.compare(c)) for c in cases))
 
 

@@ -235,8 +235,9 @@ def alone(bench: Bench, case: StepCase) -> dict[str, Any]:
 def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
     """R4: the step with adapters over the same step without, turn by turn; a control runs the base twice.
 
-    The base is the same program with nothing active in its lists; where the program without any
-    adapters is compiled as well, `base_by_own_program` is what that one needs of it.
+    The base is the same program with nothing active in its lists. Where the program without any
+    adapters is compiled as well, both are put beside it too: `ratio_to_own_program` with adapters,
+    `idle_to_own_program` with none in the batch.
     """
     idle = replace(case, parts=tuple(replace(p, adapter=-1) for p in case.parts), ranks=())
     model, repeats = bench.model, bench.plan.repeats
@@ -258,7 +259,7 @@ def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
     row = {"case": case.name, "seconds": statistics.median(taken["adapters"]), "load": _load(bench, case)}
     row |= {"ratio": over("adapters", "base"), "control": over("control", "base")}
     if "bare" in sides:
-        row |= {"base_by_own_program": over("bare", "base"), "ratio_to_own_program": over("adapters", "bare")}
+        row |= {"ratio_to_own_program": over("adapters", "bare"), "idle_to_own_program": over("base", "bare")}
     return row
 
 

@@ -48,8 +48,7 @@ def _model(name: str, model: Record) -> Iterator[str]:
         yield f"  {row['case']:32} {row['seconds'] * 1e3:9.2f} {row['floor_share']:6.2f} {row['matmul_share']:6.2f}"
     yield "  with adapters over the same step without (R4), control"
     for row in model.get("adapters", []):
-        own = f", by its own program {row['ratio_to_own_program']:.3f}" if "ratio_to_own_program" in row else ""
-        yield f"  {row['case']:44} {row['ratio']:6.3f} {row['control']:6.3f}{own}"
+        yield f"  {row['case']:44} {row['ratio']:6.3f} {row['control']:6.3f}{_own(row)}"
     for row in model.get("engine", []):
         yield (
             f"  engine, {row['case']}: {row['step_s'] * 1e3:.2f} ms, {row['ratio']:.3f} of the step alone, "
@@ -59,6 +58,14 @@ def _model(name: str, model: Record) -> Iterator[str]:
     if fit := model.get("fit"):
         errors = fit["errors"]
         yield f"  step-time model: median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
+
+
+def _own(row: Record) -> str:
+    """R4 beside the program that knows no adapters: with them, and with LoRA on and none in the batch."""
+    if "idle_to_own_program" not in row:
+        return ""
+    with_them, idle = row["ratio_to_own_program"], row["idle_to_own_program"]
+    return f", over the base's own program {with_them:.3f}, with no adapter in the batch {idle:.3f}"
 
 
 def _speed(row: Record) -> str:

@@ -22,6 +22,7 @@ from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.cases import AttentionCase
 from jlora.pallas.gpu_checks import room_of
+from jlora.pallas.gpu_chip import refusal_of
 from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_lora import lora
 from jlora.pallas.gpu_tiles import GpuTiles, key_of, tiles_of
@@ -48,11 +49,12 @@ def run(quick: bool) -> dict[str, Any]:
     """Tunes both models' shapes (`quick`: one's) on this GPU.
 
     Raises:
-        ConfigError: this jax cannot run the kernels.
+        ConfigError: this jax or this GPU cannot run the kernels.
     """
-    if reason := gpu_ops.runtime_refusal():
+    device = jax.devices()[0]
+    if reason := gpu_ops.runtime_refusal() or refusal_of(device):
         raise ConfigError(f"tune: {reason}")
-    kind = jax.devices()[0].device_kind
+    kind = device.device_kind
     found: dict[str, dict[str, Any]] = {}
     times: dict[str, Any] = {}
     for spec in (cases.LLAMA3_8B,) if quick else (cases.LLAMA3_8B, cases.LLAMA2_7B):

@@ -17,6 +17,7 @@ from jlora.model import sampling, sharding, step
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.pallas.dispatch import Chosen, Site, choose
+from jlora.pallas.gpu_chip import Gpu
 
 
 def device_side(
@@ -42,8 +43,8 @@ def device_side(
 def choose_ops(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Chosen:
     """The implementation of each op on this process's devices, for launches of `shapes`."""
     device = jax.devices()[0]
-    width = layout.blocks_for(spec.max_len)
-    site = Site(device.platform, device.device_kind, layout, spec.heads, shapes, width, config.adapters.max_rank)
+    width, rank = layout.blocks_for(spec.max_len), config.adapters.max_rank
+    site = Site(device.platform, device.device_kind, layout, spec.heads, shapes, width, rank, Gpu.of(device))
     return choose(site, config.engine.kernels)
 
 

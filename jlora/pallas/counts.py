@@ -1,7 +1,7 @@
 """Bytes and operations of the ops, counted from the shape alone: the roofline that kernels are held to.
 
-    attention(case), lora(case), write_kv(...), blocks(...)  ->  Count
-    Count.floor(chip)                                        ->  seconds that no implementation can beat
+    attention(case), lora(case)  ->  Count
+    Count.floor(chip)            ->  seconds that no implementation can beat
 
 What is counted is what the equation needs: every page of a context once, however many heads and
 rows read it; every active block's real units once; operands in and results out; two operations
@@ -13,11 +13,10 @@ Source: the roofline model, Williams, Waterman and Patterson 2009.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from jlora.layout import BYTES, PoolLayout
+from jlora.layout import BYTES
 
 if TYPE_CHECKING:  # the cases make arrays too; counting needs their numbers only
     from jlora.pallas.cases import AttentionCase, LoraCase
@@ -65,11 +64,6 @@ class Count:
         return "memory" if self.bytes / chip.bytes_per_s >= self.flops / chip.flops_per_s else "compute"
 
 
-def total(counts: Iterable[Count]) -> Count:
-    """The sum of some counts."""
-    return sum(counts, Count(0, 0))
-
-
 def seen(length: int, tokens: int) -> int:
     """(token, key) pairs of a row's `tokens` last tokens under the causal mask."""
     first = length - tokens
@@ -105,14 +99,3 @@ def lora(case: LoraCase) -> Count:
         moved = size * (units * (unit.a + unit.b) + 2 * touched * unit.b)
         count += Count(moved, 2 * pairs * (unit.a + unit.b))
     return count + Count(size * used * case.input_width, 0)
-
-
-def write_kv(layout: PoolLayout, tokens: int) -> Count:
-    """New keys and values of one layer on one shard: read once, written once."""
-    slot = 2 * layout.kv_heads // layout.tp * layout.head_dim
-    return Count(2 * tokens * slot * BYTES[layout.dtype], 0)
-
-
-def blocks(layout: PoolLayout, count: int) -> Count:
-    """`count` whole blocks over all layers, gathered from the pool or scattered into it, on one shard."""
-    return Count(2 * count * layout.block_bytes // layout.tp, 0)

@@ -6,9 +6,11 @@
 
 `auto` takes the kernels of the platform where they serve this model, and XLA (the reference)
 elsewhere, with the reason recorded; on NVIDIA it stays with XLA until the kernels have been timed
-against it on a device. `pallas` insists: what the kernels cannot serve is an error. `xla` takes
-the reference everywhere. Nothing is probed while tokens are made: all shapes that a
-launch can have are checked here, their tiles looked up, so that a step cannot fail later.
+against it on a device. `pallas` insists: an op that the kernels cannot serve is an error, with one
+exception: on NVIDIA a group of projections whose units they cannot read is left to XLA, as the
+reason says, unless no group is left. `xla` takes the reference everywhere. Nothing is probed while
+tokens are made: all shapes that a launch can have are checked here, their tiles looked up, so that
+a step cannot fail later.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from dataclasses import dataclass, replace
 
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout
+from jlora.pallas.gpu_chip import Gpu
 from jlora.pallas.ops import GROUPS, Ops
 from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of
@@ -42,6 +45,7 @@ class Site:
         shapes: (rows, tokens per row) of every launch.
         width: W, pages of the longest context.
         rank: the largest rank of an adapter.
+        gpu: what a GPU says of itself.
     """
 
     platform: str
@@ -51,6 +55,7 @@ class Site:
     shapes: tuple[tuple[int, int], ...]
     width: int
     rank: int = 256
+    gpu: Gpu = Gpu()
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,7 @@ class Chosen:
 # What a platform offers for one op: a way to make it (None: the reference as it is), and why.
 Offer = tuple[str, Callable[[], object] | None, str]  # implementation, maker, reason
 
+UNTIMED = "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas takes them"
 IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
 
 
@@ -83,7 +89,7 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
     """Chooses every op's implementation and logs it.
 
     Raises:
-        ConfigError: `kernels` is pallas and the platform's kernels do not serve this site.
+        ConfigError: `kernels` is pallas and the platform's kernels do not serve an op of this site.
     """
     offers: dict[str, Offer] = {} if kernels == "xla" else _offers(site, kernels)
     ops, choices = XLA, []
@@ -103,19 +109,20 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
 def _offers(site: Site, kernels: str) -> dict[str, Offer]:
     if site.platform == "tpu":
         return _tpu(site)
-    if site.platform == "gpu" and kernels == "pallas":
-        return _gpu(site)
     if site.platform == "cpu":
         reason = "on a CPU the reference is the fast path"
         return {"attention": ("xla", None, reason), "lora": ("xla", lambda: CPU.lora, f"{reason}, by tiles of tokens")}
-    reason = {
-        "gpu": "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas takes them",
-    }.get(site.platform, f"there are no kernels for {site.platform}")
+    reason = f"there are no kernels for {site.platform}"
+    if site.platform == "gpu":
+        refusal = site.gpu.refusal(site.kind)
+        if kernels == "pallas" and not refusal:
+            return _gpu(site)
+        reason = refusal or UNTIMED
     return {op: ("xla", None, reason) for op in ("attention", "lora")}
 
 
 def _gpu(site: Site) -> dict[str, Offer]:
-    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`."""
+    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`; a group that they cannot read stays with XLA."""
     from jlora.pallas import gpu_layout, gpu_ops, gpu_tiles
 
     layout = site.layout

@@ -4,7 +4,7 @@
 second time. `flops` are those of whole products, padding included. Both follow the tile shapes in
 `gpu_decode`, `gpu_prefill` and `gpu_lora`; tests hold them to the work lists that those follow.
 
-    python -m jlora.pallas.gpu_counts [CHIP]      a table of the large cases
+    python -m jlora.pallas.gpu_counts [CHIP]      a table of the large cases on one device (tp=1)
 """
 
 from __future__ import annotations

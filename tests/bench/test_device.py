@@ -19,10 +19,15 @@ from jlora.bench import device, device_checks, device_fit, device_journal, devic
 from jlora.bench.device import Job, Section
 from jlora.bench.device_fit import Link, Measured, Rates
 from jlora.bench.device_model import Part, StepCase, batch_of, count_of, decode, load_of, mixed, prefill
+from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
-from jlora.pallas import cases, gpu_ops
+from jlora.pallas import cases, gpu_ops, tiles
+from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.gpu_chip import Gpu
+from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.ops import GROUPS
 from jlora.pallas.reference import XLA
-from jlora.pallas.tiles import chip_of
+from jlora.pallas.tiles import LoraShape, chip_of
 from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepLoad, StepModel
 from jlora.sim.scenario import Scenario, Work, simulate
 from jlora.sim.workloads import SOURCES, Load, play
@@ -87,7 +92,9 @@ def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tupl
     assert {row["case"] for row in model["steps"]} == {"decode 2 x 32", "prefill 64"}
     assert all(row["seconds"] > 0 and 0 < row["floor_share"] for row in model["steps"])
     assert len(model["adapters"]) == 4 and all(row["ratio"] > 0 for row in model["adapters"])
-    assert sum("ratio_to_own_program" in row for row in model["adapters"]) == 3  # of decode
+    own = [row for row in model["adapters"] if "ratio_to_own_program" in row]
+    assert len(own) == 3 and all(row["idle_to_own_program"] > 0 for row in own)  # of decode
+    assert said.count("with no adapter in the batch") == 3
     assert [row["policy"] for row in record["policies"]] == ["jlora", "fastlibra"]
     assert all(row["compiles_after_warmup"] == 0 for row in record["policies"])
     by_kernel = {row["case"]: row for row in record["kernel_speed"]}
@@ -152,6 +159,24 @@ for case in "abc":
     journal.row("kernels", {"case": case, "ok": True})
 journal.end()
 """
+
+
+def test_quick_compares_every_form_of_every_kernel():
+    quick = device_checks.quick_cases()
+    attention = [c for c in quick if isinstance(c, cases.AttentionCase)]
+    adapted = [c for c in quick if isinstance(c, cases.LoraCase)]
+    assert [c.name.rpartition(" ")[2] for c in attention] == ["decode", "chunks", "mixed"]
+    assert {c.group for c in adapted} == set(GROUPS)
+    assert {any(who >= 0 for who, _ in c.tokens) for c in adapted} == {True, False}
+    for case in quick:  # and accelerators serve them: nothing is left out for its type, its heads or its pages
+        one = isinstance(case, cases.AttentionCase)
+        shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
+        for platform, kind in (("gpu", "NVIDIA H200"), ("tpu", "TPU v5 lite")):
+            if platform == "gpu" and gpu_ops.runtime_refusal():
+                continue
+            layout = fit_units(case.layout) if platform == "gpu" else case.layout
+            chosen = choose(Site(platform, kind, layout, case.spec.heads, shapes, 8, 64, Gpu("9.0")), "pallas")
+            assert chosen.choices[0 if one else 1].implementation == f"pallas-{platform}"
 
 
 @pytest.mark.parametrize(
@@ -319,13 +344,26 @@ def test_tuning_keeps_the_fastest_sizes_of_each_shape(monkeypatch: pytest.Monkey
     assert found.best["units"] == 16 and len(found.times) == 2
 
 
-def test_tune_writes_a_table_that_the_kernels_can_read():
+def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.MonkeyPatch):
     result = tune.run(quick=True)
     (tuned,) = result["tiles"]["tuned"].values()
     assert result["chip"] == "cpu" and len(tuned) == 2
     assert all(set(sizes) == {"tokens", "units"} for sizes in tuned.values())
     assert all(np.isfinite(t) and t > 0 for times in result["times"].values() for t in times.values())
     assert set(result["tiles"]["chips"]) >= {"TPU v5e", "TPU v6e"}
+    # Read back from the file that it is written to, with sizes that nothing but this table has.
+    table = json.loads(json.dumps(result["tiles"]))
+    for sizes in table["tuned"]["cpu"].values():
+        sizes |= {"tokens": 48, "units": 16}
+    default = chip_of("interpreter")
+    monkeypatch.setattr(tiles, "load", lambda: table)
+    chip = chip_of("interpreter")
+    assert chip is not None and default is not None
+    for case in (cases.SMALL_LORA[0], cases.SMALL_LORA[1]):
+        units = [case.layout.units[name] for name in case.group]
+        parts = (tuple(getattr(unit, n) for unit in units) for n in ("b", "slots", "per_block"))
+        shape = LoraShape(case.count, case.input_width, *parts, 2 * case.spec.kv_heads * case.spec.head_dim * 4, 4)
+        assert (chip.lora(shape).tokens, chip.lora(shape).units) == (48, 16) != (default.lora(shape).tokens, 16)
 
 
 def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default(monkeypatch: pytest.MonkeyPatch):
@@ -342,6 +380,9 @@ def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default
 
     monkeypatch.setattr(tune_gpu, "_seconds", taken)
     monkeypatch.setattr(tune_gpu.device_checks, "random_inputs", lambda case: ())
+    with pytest.raises(ConfigError, match="tune: .* has compute capability none that jax knows"):
+        tune_gpu.run(quick=True)  # this is a CPU
+    monkeypatch.setattr(tune_gpu, "refusal_of", lambda device: None)
     result = tune_gpu.run(quick=True)
     (found,) = result["tiles"]["gpu"].values()
     entry = found["32/8x128 B=32"]

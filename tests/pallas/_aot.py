@@ -14,10 +14,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jlora.layout import PoolLayout
+from jlora.model import sharding, step
+from jlora.pallas.cases import LLAMA3_8B
 
 TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 
@@ -29,6 +34,7 @@ ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
 }
 MIB = 2**20
+COPIED = PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes  # of one block; a pool is whole blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +94,21 @@ def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
         program = f.trace(*args).lower().compile()
     memory, seconds = program.memory_analysis(), time.monotonic() - began
     return Compiled(program.as_text(), memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds)
+
+
+def compiled_copy(name: str, mesh: Mesh) -> Compiled:
+    """`write_blocks` or `write_layers` of 64 blocks, the most that swapping copies at a time, over 8 GiB per device.
+
+    Of all layers of Llama-3-8B, or of one group of them, as a streamed launch takes them.
+    """
+    spec, tp, streamed = LLAMA3_8B, mesh.devices.size, name == "write_layers"
+    layout = PoolLayout.of(spec, tp * 8 * 2**30 // COPIED, 32, tp)
+    programs = step.build(spec, layout, mesh, True)
+    layers = spec.layers // step.layer_groups(spec.layers) if streamed else spec.layers
+    pool, data = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (layout.shape, (64, layers, *layout.shape[1:])))
+    ids, *first = placed((np.zeros(64, np.int32), *([np.int32(0)] if streamed else [])), mesh)
+    args = (placed(pool, mesh, sharding.POOL), ids, placed(data, mesh, sharding.BLOCKS), *first)
+    return compiled(getattr(programs, name), args, mesh)
 
 
 def collectives(text: str) -> dict[str, int]:

@@ -196,6 +196,17 @@ def test_all_of_llama3_8b_compiles_for_one_v5e_beside_a_small_pool(rows: int, ch
     assert program.temp < 0.05 * 1.5 * GIB
 
 
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("name", ["write_blocks", "write_layers"])
+def test_copies_into_the_pool_update_it_in_place(name: str, chip: str, tp: int, record_property: Any):
+    program = _aot.compiled_copy(name, _aot.tpu_mesh(chip, tp))
+    record_property("compiled", program.row(f"{name} llama3-8b, 64 blocks", chip, tp))
+    assert program.alias >= 8 * GIB - _aot.COPIED
+    assert program.temp < 0.05 * 8 * GIB
+    assert _aot.collectives(program.text) == {}
+
+
 def step_values(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, shape: tuple[int, int], bare: bool) -> tuple[Any, ...]:
     """Abstract arguments of `Programs.forward`."""
     params = jax.eval_shape(llama.stack_layers, llama.abstract(spec)[0])

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
+from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jlora.errors import ConfigError
@@ -11,17 +14,25 @@ from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.dispatch import SCALAR_SHARE, Site, choose
+from jlora.pallas.gpu_chip import Gpu, refusal_of
 from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import BUDGET, AttentionShape, Chip, LoraShape, chip_of, load
 from jlora.pallas.tpu_attention import smem_bytes
 
 SHAPES = ((2, 1), (64, 1), (16, 32))
+GPUS = {
+    "NVIDIA H200": Gpu("9.0", 13000),
+    "NVIDIA A100-SXM4-80GB": Gpu("8.0", 13000),
+    "NVIDIA B200": Gpu("10.0", 13000),
+    "AMD Instinct MI300X": Gpu("gfx942"),
+}
 
 
 def site(platform: str, kind: str, spec: ModelSpec = cases.LLAMA3_8B, tp: int = 1, blocks: int = 2048) -> Site:
     layout = PoolLayout.of(spec, blocks, 32, tp)
-    return Site(platform, kind, layout, spec.heads, SHAPES, layout.blocks_for(spec.max_len))
+    width = layout.blocks_for(spec.max_len)
+    return Site(platform, kind, layout, spec.heads, SHAPES, width, gpu=GPUS.get(kind, Gpu()))
 
 
 def test_a_cpu_runs_the_reference_and_says_why():
@@ -47,6 +58,48 @@ def test_a_gpu_runs_its_kernels_where_it_is_asked_to_and_names_what_they_leave()
         choose(site("gpu", "NVIDIA H200", replace(cases.LLAMA3_8B, dtype="float32")), "pallas")
 
 
+@pytest.mark.parametrize("kind", [kind for kind in GPUS if kind != "NVIDIA H200"])
+def test_a_gpu_without_the_kernels_instructions_stays_with_xla_or_is_refused_by_its_name(kind: str):
+    where = site("gpu", kind)
+    why = f"{kind} has compute capability {GPUS[kind].capability}; the kernels' products (wgmma) need 9.0: H100, H200"
+    chosen = choose(where)
+    assert chosen.ops is XLA and all(c.reason == why for c in chosen.choices[:2])
+    with pytest.raises(ConfigError) as refused:
+        choose(where, "pallas")
+    assert why in str(refused.value)
+
+
+@pytest.mark.parametrize(("cuda", "served"), [(12060, True), (12080, False), (12090, False), (13000, True), (0, True)])
+@pytest.mark.skipif(bool(gpu_ops.runtime_refusal()), reason=str(gpu_ops.runtime_refusal()))
+def test_a_cuda_whose_compiler_miscompiles_the_kernels_is_refused(cuda: int, served: bool):
+    where = site("gpu", "NVIDIA H200")
+    where = replace(where, layout=fit_units(where.layout), gpu=Gpu("9.0", cuda))
+    if served:
+        assert [c.implementation for c in choose(where, "pallas").choices[:2]] == ["pallas-gpu"] * 2
+        return
+    with pytest.raises(ConfigError) as refused:
+        choose(where, "pallas")
+    assert f"built with CUDA 12.{cuda % 1000 // 10}, and 12.8 to 12.9.0 miscompile" in str(refused.value)
+
+
+def test_a_device_says_its_capability_and_its_cuda():
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 12090")
+    gpu = SimpleNamespace(client=client, compute_capability="9.0", device_kind="NVIDIA H100 80GB HBM3")
+    assert Gpu.of(gpu) == Gpu("9.0", 12090) and "CUDA 12.9" in str(refusal_of(gpu))
+    assert Gpu.of(jax.devices("cpu")[0]) == Gpu()
+    assert "capability none that jax knows" in str(refusal_of(jax.devices("cpu")[0]))
+
+
+def test_every_op_is_logged_with_its_implementation_and_reason(caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.INFO, "jlora.pallas.dispatch"):
+        chosen = choose(site("tpu", "TPU v5 lite", replace(cases.LLAMA3_8B, max_len=131072)))
+    (line,) = caplog.messages
+    assert line.startswith("ops on tpu (TPU v5 lite): ")
+    assert {c.op for c in chosen.choices} == set(XLA.__slots__)
+    for choice in chosen.choices:
+        assert choice.reason and f"{choice.op}: {choice.implementation} ({choice.reason})" in line
+
+
 @pytest.mark.parametrize("kind", ["TPU v4", "TPU v5 lite", "TPU v5", "TPU v6 lite"])
 @pytest.mark.parametrize("tp", [1, 4])
 @pytest.mark.parametrize("spec", [cases.LLAMA3_8B, cases.LLAMA2_7B], ids=lambda s: s.name)
@@ -67,7 +120,7 @@ def test_xla_is_taken_where_it_is_asked_for():
     ("where", "reason"),
     [
         (site("tpu", "TPU v5 lite", replace(cases.TINY64, dtype="bfloat16")), "head_dim = 64"),
-        (site("tpu", "TPU v99"), "does not know the chip 'TPU v99'"),
+        (site("tpu", "TPU7x"), "does not know the chip 'TPU7x'"),
         (site("tpu", "TPU v5 lite", blocks=10**6), "pass the scalar memory"),
         (site("rocm", "MI300"), "no kernels for rocm"),
         (site("cpu", "cpu"), "on a CPU"),

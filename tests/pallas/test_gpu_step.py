@@ -19,6 +19,7 @@ from jlora.model.sampling import empty_slots
 from jlora.model.spec import ModelSpec
 from jlora.pallas.cases import LLAMA2_7B, LLAMA3_8B
 from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.gpu_chip import Gpu
 from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_ops import runtime_refusal
 from jlora.pallas.ops import GROUPS
@@ -41,7 +42,8 @@ def compiled_step(spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1
     mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
     blocks = gib * tp * GIB // PoolLayout.of(spec, 1, 32).block_bytes
     layout = fit_units(PoolLayout.of(spec, blocks, 32, tp))
-    site = Site("gpu", "H200", layout, spec.heads, (DECODE, PROMPTS), layout.blocks_for(spec.max_len), 64)
+    width = layout.blocks_for(spec.max_len)
+    site = Site("gpu", "H200", layout, spec.heads, (DECODE, PROMPTS), width, 64, Gpu("9.0"))
     programs = step.build(spec, layout, mesh, False, choose(site, "pallas").ops)
     params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
     builder = BatchBuilder(layout, EngineConfig(max_seqs=64, max_step_tokens=512), spec, lambda uid: (), bare)
@@ -49,6 +51,17 @@ def compiled_step(spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1
     last = jax.eval_shape(lambda: empty_slots(64, spec.vocab)).last
     rest = _aot.placed((last, builder.blank(*shape, bare=bare).batch), mesh)
     return _aot.compiled(programs.forward, (_aot.placed(params, mesh, specs), pool, *rest), mesh)
+
+
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("name", ["write_blocks", "write_layers"])
+def test_copies_into_the_pool_update_it_in_place(name: str, tp: int, record_property: Any):
+    _gpu.need_compiler()
+    program = _aot.compiled_copy(name, Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,)))
+    record_property("compiled", program.row(f"{name} llama3-8b, 64 blocks", "H200", tp))
+    assert program.alias >= 8 * GIB - _aot.COPIED
+    assert program.temp < 0.05 * 8 * GIB
+    assert _aot.collectives(program.text) == {}
 
 
 def kernels(program: Compiled) -> int:
