@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_the_quick_run_gives_every_table_and_goes_on_from_its_journal(tmp_path: 
         line for line in text.splitlines() if line.startswith("| W3-7B-20-hbm0.5-link2 | ") and line.count(",") > 5
     ]
     assert row.count(",") == 3 * 6  # four rates, times and ratios to four policies
-    assert (tmp_path / "beyond.png").stat().st_size > 10_000
+    assert (tmp_path / "beyond.png").exists() == (importlib.util.find_spec("matplotlib") is not None)
 
 
 def test_a_cell_without_all_of_its_runs_is_not_shown(tmp_path: Path):
