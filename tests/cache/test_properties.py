@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_a
 from tests.cache._world import ACTIONS, POLICIES, UNBOUND, World, drive
 
 SEEDS, OPERATIONS = 6, 700  # with nine policies: 37,800 operations
+HYPOTHESIS = 20_000  # at least, over all policies
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -40,26 +41,27 @@ def test_invalid_kv_is_seen_where_dependencies_are_not_kept_and_nowhere_else(pol
 
 
 class Machine(RuleBasedStateMachine):
-    """Hypothesis draws the operations of `_world`."""
+    """Hypothesis draws the operations of `_world`; `counts` gets how many each sequence had."""
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, counts: list[int]) -> None:
         super().__init__()
         self.world = World(policy, device_blocks=20, host_blocks=20, streams=True)
+        self._counts = counts
 
     @rule(action=st.sampled_from(list(ACTIONS)), numbers=st.tuples(*[st.integers(0, 99)] * 3))
     def act(self, action: str, numbers: tuple[int, ...]) -> None:
         self.world.do(action, numbers)
 
     def teardown(self) -> None:
+        self._counts.append(self.world.operations)
         self.world.close()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hypothesis_finds_no_sequence_that_breaks_it(policy: str):
-    """60 sequences of up to 50 operations under each of nine policies: up to 27,000."""
-    run_state_machine_as_test(
-        lambda: Machine(policy),
-        settings=settings(
-            max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
-        ),
+    counts: list[int] = []
+    sequences = settings(
+        max_examples=80, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
     )
+    run_state_machine_as_test(lambda: Machine(policy, counts), settings=sequences)
+    assert sum(counts) * len(POLICIES) >= HYPOTHESIS
