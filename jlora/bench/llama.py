@@ -6,7 +6,7 @@ ggml 0.25.3, commit 0c1e570):
     llama-server -m BASE.gguf --lora A.gguf --lora B.gguf --lora-init-without-apply -np SLOTS ...
     GET  /health           200 once the model is loaded
     GET  /props            build_info
-    GET  /lora-adapters    [{"id": 0, "path": "A.gguf", "scale": 0.0}, ...]
+    GET  /lora-adapters    [{"id": 0, "path": "A.gguf", "scale": 1.0}, ...]
     POST /completion       {"prompt": [token ids], "lora": [{"id": 0, "scale": 1.0}, ...], "n_predict": N,
                             "return_tokens": true, ...} -> {"tokens": [...], "timings": {...}, ...}
 

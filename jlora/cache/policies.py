@@ -108,8 +108,8 @@ class Jlora(Policy):
     A count forgets who is asked for every ten minutes (e^-6 of a visit is left), and the rare adapters
     are many: what their silences mean is learned too, from all adapters together.
     `load` is *measured*, its fixed part included. Both classes have static keys:
-    `ln C + t/T + ln(load/blocks)`, and `t`: conversations leave in order of age. The first is exact for
-    counts; where silences say more, the first few of the heap are compared by what they are worth.
+    `ln C + t/T + ln(load/blocks)`, and `t`: conversations leave in order of age. Both are exact as long as
+    counts tell and rates fall with age; where they do not, the first few are compared by what they are worth.
 
     W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
     that has served for s seconds, since its first request or since a silence in which all counts have
@@ -131,7 +131,7 @@ class Jlora(Policy):
         self._asked = -math.inf  # when the last one did
 
     def ask(self, adapter: Node, now: float) -> None:
-        if adapter.users == 1:  # the first: until now nobody used it
+        if adapter.size and adapter.users == 1:  # the first: until now nobody used it; the base is never away
             self.silences.end(max(0.0, now - adapter.last_use))
 
     def meet(self, path: Sequence[Node], now: float) -> None:

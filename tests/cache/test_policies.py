@@ -153,6 +153,18 @@ def test_jlora_learns_whether_adapters_that_were_silent_for_long_are_asked_for_a
     assert (rate(policy, silent, now) > 0.25 / 400) == again  # its own count alone says e^-3.9 / 100
 
 
+def test_jlora_learns_nothing_of_adapters_from_the_silences_of_the_base():
+    policy, base, adapter = Jlora(meter()), AdapterNode(0, 0), AdapterNode(1, 4)
+    expected = policy.silences.rate(3.0)
+    for second in range(0, 300, 3):
+        asked(policy, base, float(second))
+        policy.tick(Pulse(0, [base], 0), second + 0.5)
+    assert policy.silences.rate(3.0) == pytest.approx(expected)
+    asked(policy, adapter, 3.0)
+    asked(policy, adapter, 6.0)
+    assert policy.silences.rate(3.0) > expected
+
+
 def asked(policy: Jlora, adapter: AdapterNode, now: float) -> None:
     """A request for the adapter comes and goes."""
     adapter.users = 1
