@@ -12,6 +12,7 @@ The five invariants (docs/architecture.md):
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -31,7 +32,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
             device.total, device.free, device.used[ADAPTER], device.used[KV] - device.running, device.running
         ),
         host=TierState(host.total, host.free, host.used[ADAPTER], host.used[KV], 0),
-        in_flight=sum(cells.backlog.values()),
+        in_flight=sum(cells.traffic.backlog.values()),
         invalid_kv=0 if bound else invalid_kv(manager),
         adapter_hits=c.adapter_hits,
         adapter_lookups=c.adapter_lookups,
@@ -152,14 +153,18 @@ def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -
 def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
     cells = manager.cells
     moving = {node for node in nodes if node.moving}
-    assert set(cells.flying) == moving, "what is in flight and what is marked so differ"
+    assert set(cells.traffic.flying) == moving, "what is in flight and what is marked so differ"
     assert all(node.saving and not node.users for node in cells.departing), "what is to leave is in use"
-    for node, copy in cells.flying.items():
+    for node, copy in cells.traffic.flying.items():
         assert cells.adapter_of(node) is copy.adapter, "a copy goes in another adapter's name"
-    copies = {id(copy): copy for copy in cells.flying.values()}.values()
+    copies = {id(copy): copy for copy in cells.traffic.flying.values()}.values()
     for direction in ("in", "out"):
         blocks = sum(len(copy.source) for copy in copies if copy.direction == direction)
-        assert cells.backlog[direction] == blocks, "blocks in flight are miscounted"
+        assert cells.traffic.backlog[direction] == blocks, "blocks in flight are miscounted"
+    meter = cells.policy.meter
+    asked = [copy for copy in copies if copy.demand and copy.direction == "in"]
+    wait_s = sum(meter.load_s(copy.kind, len(copy.source)) for copy in asked)
+    assert math.isclose(cells.traffic.wait_s, wait_s, abs_tol=1e-6), "copies that requests wait for are miscounted"
     for adapter in manager.adapters.values():
         assert adapter.flying == sum(copy.adapter is adapter for copy in copies), "copies of an adapter are miscounted"
 
@@ -167,6 +172,6 @@ def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
 def check_idle(manager: CacheManager) -> None:
     """The invariants of a replica at rest: nothing is leased, wanted or in flight (call after the last copy)."""
     check_integrity(manager)
-    assert not manager.leases and not manager.cells.flying, "something is leased or in flight at rest"
+    assert not manager.leases and not manager.cells.traffic.flying, "something is leased or in flight at rest"
     for adapter in manager.adapters.values():
         assert not adapter.wanted and not any(node.wanted for node in manager.tree.below(adapter)), "wanted at rest"

@@ -15,6 +15,7 @@ import logging
 from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.blocks import Tier
+from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease, Sizes, Want
 from jlora.cache.policies import Policy
 from jlora.cache.residency import Counters, Residency
@@ -23,13 +24,6 @@ from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
 
 log = logging.getLogger(__name__)
 
-# A prefix is computed again only if copying it would take so many times as long: near saturation
-# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
-RECOMPUTE = 3.0
-# A step starts before its copies have landed if they need at most this share of its time.
-STREAM = 0.9
-# Shorter copies come as one piece: a group of layers costs a transfer of its own.
-STREAM_FROM_S = 1e-3
 # Hints may have copies of at most this share of the device under way.
 HINT_SHARE = 0.25
 
@@ -51,6 +45,7 @@ class CacheManager:
         self._streams = streams
         self.tree = Tree(sizes.block_tokens)
         self.cells = Residency(self.tree, Tier(sizes.device, policy.share), Tier(sizes.host), policy, clock)
+        self.forecast = Forecast(self.cells, sizes.block_tokens)
         self.base = self.tree.base
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
@@ -85,7 +80,7 @@ class CacheManager:
     @property
     def flying(self) -> bool:
         """Whether copies are under way."""
-        return bool(self.cells.flying)
+        return bool(self.cells.traffic.flying)
 
     @property
     def adapter_limit(self) -> int:
@@ -155,7 +150,7 @@ class CacheManager:
         Of many that are loaded at once the monitor fetches the others while the link idles: all their copies
         together would hold up a request's, and room that is on its way to be filled cannot be made free.
         """
-        idle = not self.cells.backlog["in"]
+        idle = not self.cells.traffic.backlog["in"]
         if idle and not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
             self._bring_adapter(node, demand=False)
 
@@ -164,9 +159,9 @@ class CacheManager:
         self.cells.pin(node, False)
         self._pinned.discard(node)
         node.dying = True
-        for flying, copy in self.cells.flying.items():
+        for flying, copy in self.cells.traffic.flying.items():
             if copy.adapter is node:  # its end waits for them: no demand may hold them back
-                self.cells.promote(flying)
+                self.cells.traffic.promote(flying)
         self._bury_if_unused(node)
 
     # -- the queue ----------------------------------------------------------------------------
@@ -200,7 +195,7 @@ class CacheManager:
         path = self.tree.match(origin, tokens, len(tokens) - 1) if self.prefix_reuse else []
         missing = [node for node in path if not node.device]
         need = 0 if adapter.device else adapter.size
-        if cells.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
+        if cells.traffic.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
             return _coming(adapter, path)
         for node in (adapter, *path):  # what the hint names is no victim of the room it needs
             cells.lock(node)
@@ -233,7 +228,7 @@ class CacheManager:
         known: list[Node] = []
         if lease.reuse:  # at least one token is always computed: its hidden state is needed
             known = self.tree.match(origin, tokens, limit=len(tokens) - 1)
-            lease.path = self._worth_copying(known)
+            lease.path = self.forecast.worth_copying(known)
         for node in (adapter, *lease.path):
             cells.lock(node)
         missing = sum(not node.device for node in lease.path)
@@ -259,9 +254,16 @@ class CacheManager:
         lease.cached = len(lease.path) * self.block_tokens
         lease.coming = [node for node in (adapter, *lease.path) if node.coming]
         for node in lease.coming:
-            cells.promote(node)
+            cells.traffic.promote(node)
         self.leases[id(lease)] = lease
         return lease
+
+    def needs_copy(self, origin: Origin, tokens: Sequence[int], reuse: bool) -> bool:
+        """Whether a lease granted now would start copies of KV to the device; changes nothing."""
+        if not (reuse and self.prefix_reuse):
+            return False
+        known = self.tree.match(origin, tokens, limit=len(tokens) - 1)
+        return not all(node.device for node in self.forecast.worth_copying(known))
 
     def ready(self, lease: Lease, tokens: int = 0) -> bool:
         """Whether a step may read what the lease goes through; keeps its waiting times.
@@ -280,15 +282,6 @@ class CacheManager:
         lease.ahead = self._arrived(lease, (KV,), tokens)
         return lease.ahead
 
-    def outlasts(self, lease: Lease, tokens: int) -> bool:
-        """Whether the copy of a lease's adapter takes longer than computing so many tokens."""
-        copy = self.cells.flying.get(lease.adapter)
-        if copy is None or not tokens:
-            return False
-        now, meter = self._clock(), self.policy.meter
-        blocks = len(copy.source) if copy.started else self.cells.backlog["in"]
-        return meter.load_s(ADAPTER, blocks) + (copy.started or now) - now > tokens * meter.token_s
-
     def hold(self, lease: Lease) -> None:
         """A lease that has run ahead of its adapter has to wait for it from now on."""
         lease.ahead, lease.since = False, self._clock()
@@ -298,7 +291,7 @@ class CacheManager:
         found: dict[Copy, None] = {}
         for lease in leases:
             read = (node for node in lease.coming if node.coming and not (lease.ahead and node.kind == ADAPTER))
-            copies = [self.cells.flying[node] for node in read]
+            copies = [self.cells.traffic.flying[node] for node in read]
             self.counters.streamed += bool(copies) and not lease.streamed
             lease.streamed |= bool(copies)
             found |= dict.fromkeys(copies)
@@ -374,7 +367,8 @@ class CacheManager:
 
     def take_copies(self) -> tuple[Copy, ...]:
         """The copies decided since the last call; they must be started before the next step."""
-        copies, self.cells.outbox = tuple(self.cells.outbox), []
+        traffic = self.cells.traffic
+        copies, traffic.outbox = tuple(traffic.outbox), []
         return copies
 
     def landed(self, copies: Sequence[Copy]) -> None:
@@ -389,17 +383,6 @@ class CacheManager:
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_tokens)
 
-    def _worth_copying(self, path: list[Node]) -> list[Node]:
-        """The path up to the first block on the host, if copying the rest takes far longer than computing it."""
-        missing = [i for i, node in enumerate(path) if not node.device]
-        if not missing:
-            return path
-        meter, backlog = self.policy.meter, self.cells.backlog["in"]
-        tokens = (len(path) - missing[0]) * self.block_tokens
-        if meter.load_s(KV, backlog + len(missing)) <= RECOMPUTE * tokens * meter.token_s:
-            return path
-        return path[: missing[0]]
-
     def _bring_path(self, origin: Origin, path: list[Node], demand: bool) -> None:
         """Starts the copies of what of a path is not on the device; the caller has made room.
 
@@ -410,15 +393,14 @@ class CacheManager:
 
     def _bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
         """Starts a copy to the device: in groups of layers, if a request waits for it and it is long."""
-        blocks = sum(node.size for node in nodes)
-        long = blocks > 0 and self.policy.meter.load_s(nodes[0].kind, blocks) > STREAM_FROM_S
-        self.cells.bring(adapter, nodes, demand, streams=self._streams and demand and long)
+        streams = self._streams and demand and self.forecast.is_long(nodes)
+        self.cells.bring(adapter, nodes, demand, streams)
 
     def _arrived(self, lease: Lease, kinds: Collection[int], tokens: int) -> bool:
         """Whether what a lease needs of these kinds is there, or can be streamed into a step of so many tokens."""
         needed = [node for node in lease.coming if node.kind in kinds]
         left = [node for node in needed if node.coming]
-        streamed = bool(left) and self._fits_in_step(left, tokens)
+        streamed = bool(left) and self.forecast.fits_in_step(left, tokens)
         if len(left) < len(needed) or streamed:
             waited = self._clock() - lease.since
             landed = {node.kind for node in needed} - {node.kind for node in left if not streamed}
@@ -428,16 +410,6 @@ class CacheManager:
                 lease.kv_s = waited
             lease.coming = [node for node in lease.coming if node.kind not in kinds] + left
         return streamed or not left
-
-    def _fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
-        """Whether what is left of the nodes' copies takes less time than computing so many tokens."""
-        copies = dict.fromkeys(self.cells.flying[node] for node in nodes)  # in order: a replay adds up alike
-        if tokens < 2 or not all(copy.streams and copy.started for copy in copies):
-            return False
-        now, meter = self._clock(), self.policy.meter
-        left = [meter.load_s(c.kind, len(c.source)) + c.started - now for c in copies]
-        # A copy that is overdue defies the estimate: a step must not wait for it.
-        return min(left) > 0 and sum(left) <= STREAM * tokens * meter.token_s
 
     def _bring_adapter(self, node: AdapterNode, demand: bool) -> bool:
         """Starts an adapter's copy if it is not there; False if no room could be made."""

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from jlora.cache.blocks import Tier
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
-from jlora.cache.transfer import Copy, Direction
+from jlora.cache.transfer import Copy, Traffic
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode, Tree
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,7 @@ class Residency:
     policy: Policy
     clock: Clock
     counters: Counters = field(default_factory=Counters)
-    outbox: list[Copy] = field(default_factory=list)
-    flying: dict[Node, Copy] = field(default_factory=dict)
-    backlog: dict[Direction, int] = field(default_factory=lambda: {"in": 0, "out": 0})  # blocks under way
+    traffic: Traffic = field(init=False)
     epoch: int = 0  # grows whenever something that was refused may now be granted
     departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
     bare: int = 0  # idle KV blocks on the device that have no copy on the host
@@ -70,6 +68,7 @@ class Residency:
     _doubles: tuple[Order, Order] = field(init=False)
 
     def __post_init__(self) -> None:
+        self.traffic = Traffic(self.policy.meter)
         self._victims = (Order(self.evictable), Order(self.evictable))
         self._wanted = (Order(self.evictable), Order(self.evictable))
         self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
@@ -208,7 +207,6 @@ class Residency:
             node.coming = True
             node.device = target[at : at + node.size]
             at += node.size
-            self.flying[node] = copy
             self._count_resident(node, 1)
             if node.kind == KV and node.users:
                 self.device.running += 1
@@ -245,16 +243,12 @@ class Residency:
         source = tuple(block for node in nodes for block in node.device)
         target = tuple(block for node in nodes for block in node.host)
         copy = Copy("out", adapter, tuple(nodes), source, target)
-        self.flying.update(dict.fromkeys(nodes, copy))
         self._start(copy)
 
     def landed(self, copy: Copy) -> None:
         """A copy is complete: on the device its scatter was dispatched, on the host it was written."""
-        self.backlog[copy.direction] -= len(copy.source)
-        copy.adapter.flying -= 1
-        self.policy.meter.observe(copy)
+        self.traffic.land(copy)
         for node in copy.nodes:
-            del self.flying[node]
             self._account(node, -1)
             if copy.direction == "in":
                 node.coming = False
@@ -272,12 +266,6 @@ class Residency:
             else:
                 self.offer(node)
         self.epoch += 1
-
-    def promote(self, node: Node) -> None:
-        """A request waits for a copy that was only a prefetch: it overtakes the others."""
-        copy = self.flying.get(node)
-        if copy is not None:
-            copy.demand = True
 
     def adopt(self, node: Node, block: int) -> None:
         """The node's data was computed into this device block: the node owns it from now on."""
@@ -356,9 +344,7 @@ class Residency:
     # -- inside -----------------------------------------------------------------------------------
 
     def _start(self, copy: Copy) -> None:
-        copy.adapter.flying += 1
-        self.backlog[copy.direction] += len(copy.source)
-        self.outbox.append(copy)
+        self.traffic.start(copy)
         log.debug(
             "copy %s %s: %d blocks, demand=%s", copy.direction, _name(copy.nodes[0]), len(copy.source), copy.demand
         )

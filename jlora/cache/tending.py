@@ -69,7 +69,7 @@ class Tending:
     def _fetch_below(self, lower: float) -> None:
         """Into free blocks only: nothing that is there has to leave for a guess; as much as the link carries."""
         cells, meter = self._manager.cells, self._manager.policy.meter
-        if cells.backlog["in"]:
+        if cells.traffic.backlog["in"]:
             return
         seconds = 0.0
         for _ in range(FETCHES):
@@ -91,7 +91,7 @@ class Tending:
     def _back_up(self) -> None:
         """Copies the coldest leaves out while nothing else uses the link."""
         cells = self._manager.cells
-        if cells.backlog["out"] or not cells.bare:
+        if cells.traffic.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
         for node in cells.coldest(self._batch()):

@@ -273,7 +273,7 @@ class Engine:
 
     def hasten(self, name: str) -> None:
         """Somebody waits for the adapter's copy, if one is under way. Raises NotFound."""
-        self._manager.cells.promote(self._registry.get(name).node)
+        self._manager.cells.traffic.promote(self._registry.get(name).node)
 
     def adapter(self, name: str) -> AdapterInfo:
         """Raises NotFound."""

@@ -6,6 +6,7 @@ plan for step N+1 before commit of step N, so plan works on counts and never on 
 Order of service: higher priority first, then arrival. Running sequences decode every step, and
 up to `max_step_tokens` of prompts are computed beside them, oldest first. A sequence whose adapter
 or prefix lies on the host holds its lease and waits for the copies, and those behind it go ahead.
+While the link is behind with such copies, who would ask for more stays in the queue.
 When the pool runs out of blocks the last in order of service is preempted: it gives up its lease,
 keeps its tokens, and computes them again later, drawing the same tokens as if nothing had happened.
 """
@@ -28,7 +29,8 @@ from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
-LOOKAHEAD = 64  # waiting sequences that admission looks past, at most
+LOOKAHEAD = 32  # waiting sequences that admission looks past, at most
+AHEAD_S = 0.1  # of copies that requests wait for: while the link has more of them to carry, it is behind
 
 
 class Scheduler:
@@ -268,7 +270,7 @@ class Scheduler:
             return manager.ready_ahead(lease, whole)
         if manager.ready(lease, whole):
             return True
-        return manager.outlasts(lease, before) and manager.ready_ahead(lease, before)
+        return manager.forecast.outlasts(lease, before) and manager.ready_ahead(lease, before)
 
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
@@ -296,20 +298,22 @@ class Scheduler:
     def _admit(self, now: float) -> Sequence | None:
         """Leases for the first waiting sequence that can; None if there is none or no room.
 
-        While many wait for copies, the next ones whose adapters are on the host let others go ahead.
+        While the link is behind, a sequence that needs its adapter brought stays in the queue, where it
+        holds no blocks, and so does one behind it whose prefix would be copied: it has the older claim to
+        the link. Those that need no copy go ahead of them.
         """
         skipped = []
         started = None
-        crowded = len(self.loading) >= self.config.max_seqs
-        cold = 0
-        while self._waiting and cold < LOOKAHEAD:
+        behind = self.manager.forecast.wait_s > AHEAD_S
+        passed = 0
+        while self._waiting and passed < LOOKAHEAD:
             entry = heapq.heappop(self._waiting)
             sequence = entry[1]
             if sequence.finished is not None:
                 continue
-            held_back = crowded and not sequence.adapter.ready
-            if held_back or self._not_yet(sequence):
-                cold += held_back
+            held = behind and self._needs_link(sequence, after=passed)
+            if held or self._not_yet(sequence):
+                passed += held
                 skipped.append(entry)
                 continue
             if self._lease(sequence, now):
@@ -318,10 +322,16 @@ class Scheduler:
             skipped.append(entry)
             if not self.manager.lacks_share(sequence.adapter):
                 break
-            cold += 1  # others need no room in the adapters' share
+            passed += 1  # others need no room in the adapters' share
         for entry in skipped:
             heapq.heappush(self._waiting, entry)
         return started
+
+    def _needs_link(self, sequence: Sequence, after: int) -> bool:
+        """Whether it would wait for copies: its adapter's, or its prefix's if others were passed over before it."""
+        if not sequence.adapter.ready:
+            return True
+        return after > 0 and self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
 
     def _not_yet(self, sequence: Sequence) -> bool:
         """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""

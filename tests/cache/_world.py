@@ -202,7 +202,7 @@ class World:
         if bring % 2:
             self.manager.bring_in(fresh)
         if bring % 3 == 1:
-            self.manager.cells.promote(fresh)  # somebody waits for it
+            self.manager.cells.traffic.promote(fresh)  # somebody waits for it
 
     def unload(self, which: int) -> None:
         """Unloads an adapter while it is used."""
@@ -245,7 +245,7 @@ class World:
         """Runs everything to its end: nothing waits forever, and at rest nothing is held."""
         draw = random.Random(seed)
         for _ in range(40 * (len(self.queue) + len(self.running) + 10)):
-            if not (self.queue or self.running or self.flights or self.manager.cells.outbox):
+            if not (self.queue or self.running or self.flights or self.manager.cells.traffic.outbox):
                 break
             before = self._progress()
             self.start_copies()
@@ -274,7 +274,7 @@ class World:
 
     def _progress(self) -> tuple[int, ...]:
         computed = sum(job.computed for job in self.running)
-        return self.manager.epoch, self.finished, computed, len(self.queue), len(self.manager.cells.outbox)
+        return self.manager.epoch, self.finished, computed, len(self.queue), len(self.manager.cells.traffic.outbox)
 
     def _prompt(self, seed: int, length: int) -> list[int]:
         draw = random.Random(seed % 6)

@@ -204,13 +204,13 @@ def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
 def test_a_copy_outlasts_computing_as_long_as_it_is_measured_to():
     cache = Cache()
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))  # 2.1 ms to copy, 1 ms a token
-    assert cache.manager.outlasts(lease, 2) and not cache.manager.outlasts(lease, 3)
-    assert not cache.manager.outlasts(lease, 0)
+    assert cache.manager.forecast.outlasts(lease, 2) and not cache.manager.forecast.outlasts(lease, 3)
+    assert not cache.manager.forecast.outlasts(lease, 0)
     (copy,) = cache.copies()
     copy.started, cache.now = cache.now, cache.now + 0.0015
-    assert not cache.manager.outlasts(lease, 1)
+    assert not cache.manager.forecast.outlasts(lease, 1)
     cache.land()
-    assert not cache.manager.outlasts(lease, 1)
+    assert not cache.manager.forecast.outlasts(lease, 1)
     cache.manager.release(lease)
 
 

@@ -100,7 +100,7 @@ def stale_content(patch: pytest.MonkeyPatch) -> None:
     def bring(cells: Residency, adapter: AdapterNode, nodes: Sequence[Node], *rest: bool, **named: bool) -> None:
         real(cells, adapter, nodes, *rest, **named)
         if nodes and nodes[0].kind != KV and adapter.size > 1:
-            copy = cells.outbox[-1]
+            copy = cells.traffic.outbox[-1]
             copy.source = (copy.source[-1], *copy.source[1:])
 
     patch.setattr(Residency, "bring", bring)

@@ -344,7 +344,7 @@ def test_of_adapters_loaded_at_once_only_the_first_has_its_copy_before_the_link_
     for adapter in (first, second):
         cache.manager.bring_in(adapter)
     assert [(copy.adapter, copy.demand) for copy in cache.copies()] == [(first, False)]
-    cache.cells.promote(first)
+    cache.cells.traffic.promote(first)
     assert cache.copies()[0].demand  # who loads it waits for it by now
     cache.tend()
     assert len(cache.copies()) == 1
@@ -377,3 +377,30 @@ def test_a_full_share_of_adapters_does_not_keep_the_monitor_from_fetching_conver
     cache.land()
     assert first.device or second.device
     assert cache.tiers(A) == "bb"
+
+
+def test_the_wait_for_the_link_is_of_copies_that_requests_wait_for():
+    cache = Cache()
+    adapter = cache.adapter(1, 3)
+    cache.manager.hint(cache.origin(adapter), A)
+    assert cache.manager.flying and cache.manager.forecast.wait_s == 0
+    cache.leased(A, adapter)  # now somebody waits for what was a prefetch
+    assert cache.manager.forecast.wait_s == cache.manager.policy.meter.load_s(ADAPTER, 3)
+    cache.leased(B, cache.adapter(2, 2))
+    meter = cache.manager.policy.meter
+    assert cache.manager.forecast.wait_s == pytest.approx(meter.load_s(ADAPTER, 3) + meter.load_s(ADAPTER, 2))
+    cache.land()
+    assert cache.manager.forecast.wait_s == 0
+
+
+def test_a_prefix_is_computed_rather_than_copied_behind_a_long_queue_of_the_link_but_not_behind_prefetches():
+    for demand, cached in ((False, 8), (True, 0)):
+        cache = Cache(device=64)
+        cache.run(A)
+        for node in reversed(cache.path(A)):
+            cache.cells.evict(node)
+        adapter = cache.adapter(1, 30)  # 30 ms of the link; 8 tokens take 8 ms to compute, and 3 times that is allowed
+        cache.manager.bring_in(adapter)
+        if demand:
+            cache.cells.traffic.promote(adapter)
+        assert cache.leased(A).cached == cached
