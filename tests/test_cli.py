@@ -75,6 +75,11 @@ def test_a_wrong_command_line_is_told_without_loading_jax():
     assert done.returncode == 0 and "--model" in done.stderr
 
 
+def test_the_command_is_there_as_a_module_too():
+    done = subprocess.run([sys.executable, "-m", "jlora", "--version"], cwd=ROOT, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.decode().strip() == f"jlora {__version__}"
+
+
 def test_convert_says_what_it_wrote_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _make.make_model(tmp_path / "plain")
     code, out, _ = run(["convert", str(tmp_path / "plain"), str(tmp_path / "fast")], capsys)

@@ -21,19 +21,18 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
 
-from jlora.bench.paper import GUESS, Case, Plan, Runs, Study, run_all
-from jlora.bench.peaks import rounded
+from jlora.bench.paper import GUESS, SPLITS, Case, Plan, Runs, Study, run_all, slowness, static
+from jlora.bench.peaks import find_best, rounded
 from jlora.bench.rounds import Sample
 from jlora.sim.clairvoyant import Clairvoyant
 
 OURS, BOUND = "jlora", Clairvoyant.name
-STATIC = "vllm-fair"
-SHARES = (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)  # of the pool, for adapters, under `vllm-fair`
-FIRST = slice(2, 5)  # of the shares: tried in any case, and those beyond while an outermost one is the best
+FIRST = slice(2, 5)  # of the static shares: tried in any case (see `find_best`)
 POLICIES = (OURS, "lru", "fastlibra", BOUND)
 LEVELS = (0.3, 0.7, 0.9, 1.1)  # of the peak
 BATCHES = 5
@@ -76,15 +75,7 @@ class Cell(Study):
         rates = self.rates(runs)
         for rate, policy in product(rates, POLICIES):
             runs.at(rate, policy)
-        tried = list(SHARES[FIRST])
-        while True:
-            for rate, share in product(rates, tried):
-                runs.at(rate, static(share))
-            best = best_share(runs.known, rates)
-            nearby = SHARES[max(SHARES.index(best) - 1, 0) : SHARES.index(best) + 2]
-            if set(nearby) <= set(tried):
-                return
-            tried = sorted({*tried, *nearby})
+        find_best(partial(slowness, runs, rates), SPLITS, FIRST)
 
     def rates(self, runs: Runs) -> list[float]:
         """The levels of the peak of `jlora`."""
@@ -134,18 +125,13 @@ def by_rate(study: Mapping[str, Any]) -> dict[tuple[float, str], Sample]:
     return {(run["rate"], run["policy"]): run for run in study["runs"]}
 
 
-def static(share: float) -> str:
-    """The policy with this share for adapters."""
-    return f"{STATIC}:{share:g}"
-
-
 def best_share(found: Mapping[tuple[float, str], Sample], rates: Sequence[float]) -> float:
     """Of the static shares that were run at all rates, the one with the lowest TTFT, as the product over the rates."""
 
     def ttft(share: float) -> float:
         return math.prod(found[rate, static(share)]["ttft_s"] for rate in rates)
 
-    return min((share for share in SHARES if all((rate, static(share)) in found for rate in rates)), key=ttft)
+    return min((share for share in SPLITS if all((rate, static(share)) in found for rate in rates)), key=ttft)
 
 
 def full(work: Path, data: Path | None) -> Plan:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jlora.bench.beyond import BOUND, LEVELS, OURS, STATIC, best_share, by_rate, static
-from jlora.bench.paper import LIMIT_S
+from jlora.bench.beyond import BOUND, LEVELS, OURS, best_share, by_rate
+from jlora.bench.paper import LIMIT_S, STATIC, static
 
 NAME = "beyond.png"
 COLORS: Mapping[str, str] = {

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from jlora.bench import beyond_figure, machine, report
-from jlora.bench.beyond import BOUND, LEVELS, OURS, STATIC, best_share, by_rate, static
+from jlora.bench.beyond import BOUND, LEVELS, OURS, best_share, by_rate
+from jlora.bench.paper import STATIC, static
 from jlora.bench.rounds import Sample
 
 PAGE = "beyond.md"

@@ -32,7 +32,7 @@ import numpy as np
 from tqdm import tqdm
 
 from jlora.bench import machine
-from jlora.bench.peaks import Bracket, find_peak, rounded
+from jlora.bench.peaks import Bracket, find_best, find_peak, rounded
 from jlora.bench.rounds import Journal, Sample
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
@@ -54,7 +54,9 @@ GUESS = {  # requests/s: at which a case's requests are drawn, and where its fir
 REFERENCE = "fastlibra"
 POLICIES = ("jlora", "fastlibra", "vllm", "vllm-fair:0.2", "slora")
 ABLATIONS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
-FAIR = tuple(f"vllm-fair:{share:g}" for share in (0.05, 0.1, 0.2, 0.3))  # of which the best is taken
+STATIC = "vllm-fair"
+SPLITS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)  # of the pool, for adapters: of which the best is taken
+FIRST = slice(1, 4)  # of these: tried in any case (see `find_best`)
 SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)  # as Figure 9 sweeps them
 LIMIT_S = 0.5  # of mean TTFT, at the peak
 LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.0)  # rates of a case, in peaks of the reference
@@ -173,7 +175,7 @@ def run_all(plan: Plan, jobs: Sequence[Study]) -> dict[str, Any]:
     spawn = multiprocessing.get_context("spawn")
     with (
         ProcessPoolExecutor(plan.processes, spawn, initializer=gc.set_threshold, initargs=(YOUNG,)) as pool,
-        tqdm(total=len(jobs), desc="paper", unit="case") as bar,
+        tqdm(total=len(jobs), desc="simulating", unit="case") as bar,
     ):
         for done in as_completed(pool.submit(job.run, deadline) for job in jobs):
             bar.set_postfix_str(done.result())
@@ -323,6 +325,16 @@ class Runs:
         return self._works[rate]
 
 
+def static(share: float) -> str:
+    """The fixed split that has this share for adapters."""
+    return f"{STATIC}:{share:g}"
+
+
+def slowness(runs: Runs, rates: Sequence[float], share: float) -> float:
+    """Of a fixed split: the product of its mean TTFTs at these rates. Raises TimeoutError."""
+    return math.prod(runs.at(rate, static(share))["ttft_s"] for rate in rates)
+
+
 class Curves(Study):
     """Figures 11 to 13 and 15, and 16: TTFT and TPOT over the rate, peaks, hits, for all policies."""
 
@@ -350,8 +362,8 @@ class Curves(Study):
         """The reference's peak, and vllm-fair at the share that is best near it."""
         peak = self.peak(runs, self.reference)
         rates = [rounded(level * peak) for level in self.near]
-        found = {fair: math.prod(runs.at(rate, fair)["ttft_s"] for rate in rates) for fair in FAIR}
-        return peak, min(found, key=lambda fair: found[fair])
+        cost = partial(slowness, runs, rates)
+        return peak, static(find_best(cost, SPLITS, FIRST))
 
     def rates(self, peak: float) -> list[float]:
         """Up to the peak of the reference."""

@@ -38,7 +38,10 @@ def draw(out: Path, figures: Mapping[str, Table], studies: Mapping[str, Sequence
     grid, many = figures["grid"], figures["many"]
     makers: Mapping[str, tuple[bool, Callable[[Path], None]]] = {
         "11": (bool(grid.cases), lambda path: _bars(path, grid, ("ttft_s", "tpot_s", "peak"))),
-        "curves": (bool(grid.cases), lambda path: _curves(path, grid)),
+        **{
+            f"curves-{count}": (True, lambda path, count=count: _curves(path, grid, count))
+            for count in sorted({study["case"]["adapters"] for study in grid.cases.values()})
+        },
         "12": (bool(grid.cases), lambda path: _breakdown(path, grid)),
         "13": (bool(grid.cases), lambda path: _use(path, grid)),
         "14": (
@@ -96,14 +99,10 @@ def _bars(path: Path, table: Table, keys: Sequence[str]) -> None:
     _finish(figure, path)
 
 
-def _curves(path: Path, table: Table) -> None:
-    """Mean TTFT over the rate: a panel per scene and model, of the most adapters that have been run."""
-    chosen: dict[tuple[str, str], str] = {}
-    for name, study in table.cases.items():
-        case = study["case"]
-        at = (case["workload"], case["model"])
-        if at not in chosen or table.cases[chosen[at]]["case"]["adapters"] < case["adapters"]:
-            chosen[at] = name
+def _curves(path: Path, table: Table, adapters: int) -> None:
+    """Mean TTFT over the rate: a panel per scene and model, with so many adapters."""
+    cases = {name: study["case"] for name, study in table.cases.items()}
+    chosen = {(c["workload"], c["model"]): name for name, c in cases.items() if c["adapters"] == adapters}
     scenes = [w for w in SCENES if any(at[0] == w for at in chosen)]
     models = [m for m in CARDS if any(at[1] == m for at in chosen)]
     figure = _figure(4.0 * len(models), 2.8 * len(scenes) + 0.6)

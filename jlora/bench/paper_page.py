@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jlora.bench import machine, paper_details, paper_figures, report
+from jlora.bench import machine, paper_details, paper_figures, paper_points, report
 from jlora.bench.paper import ABLATED, ABLATIONS, CLOSE, LONGER, POLICIES, REFERENCE, SCENES
 from jlora.bench.paper_numbers import CALM, Table, average, invalid_share
 
@@ -95,6 +95,10 @@ def write(out: Path, result: Mapping[str, Any]) -> None:
     figures = paper_figures.draw(out, tables, studies)
     parts = [origin(result), progress(tables, studies["curves"]), "## Stand-ins\n", STAND_INS]
     parts += sections(tables["grid"], tables["many"])
+    parts += [
+        paper_points.points(tables, OURS, {**BASELINES, REFERENCE: REFERENCE}),
+        paper_points.invalid(tables["grid"]),
+    ]
     parts += [paper_details.shares(studies["ratios"]), paper_details.phases(studies["time"])]
     parts.append(paper_details.overheads(out / paper_details.HOST))
     parts += [f"![{name}]({name})\n" for name in figures]

@@ -1,9 +1,9 @@
-"""Looking for a peak: the highest rate that a replica bears, in as few runs as it takes."""
+"""Looking for a peak, the highest rate that a replica bears, or for the best choice, in as few runs as it takes."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 REACH = 10.0  # times: as far from the first rate as a peak is looked for
@@ -50,3 +50,19 @@ def find_peak(over: Callable[[float], bool], bracket: Bracket, close: float) -> 
             break
         bracket = replace(bracket, over=rate) if over(rate) else replace(bracket, under=rate)
     return bracket.under or bracket.over
+
+
+def find_best(cost: Callable[[float], float], choices: Sequence[float], first: slice) -> float:
+    """The choice with the lowest cost.
+
+    Args:
+        choices: in an order in which costs have one valley.
+        first: of the choices: tried in any case, and those beyond while an outermost one is the best.
+    """
+    costs: dict[int, float] = {}
+    asked = set(range(len(choices))[first])
+    while not asked <= costs.keys():
+        costs |= {i: cost(choices[i]) for i in sorted(asked - costs.keys())}
+        best = min(sorted(costs), key=costs.__getitem__)
+        asked = {max(best - 1, 0), best, min(best + 1, len(choices) - 1)}
+    return choices[best]

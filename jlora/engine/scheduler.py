@@ -16,7 +16,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Generator
 from dataclasses import replace
 
 from jlora.cache.manager import CacheManager
@@ -164,12 +164,14 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
+        admissions = self._admit(now)
         while budget > 0 and self._slots and len(self.loading) < CROWD * self.config.max_seqs:
-            sequence = self._admit(now)
+            sequence = next(admissions, None)
             if sequence is None:
                 break
             if self._run_if_ready(sequence, now):  # else its copies are under way, and the next one may go ahead
                 budget -= self._add_chunk(prefill, sequence, budget)
+        admissions.close()
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))
 
@@ -295,40 +297,41 @@ class Scheduler:
         self.running.sort(key=_rank)
         return True
 
-    def _admit(self, now: float) -> Sequence | None:
-        """Leases for the first waiting sequence that can; None if there is none or no room.
+    def _admit(self, now: float) -> Generator[Sequence, None, None]:
+        """Waiting sequences that can have a lease, and have it when they are given out; close it at the end.
 
         While the link is behind, a sequence that needs its adapter brought stays in the queue, where it
         holds no blocks, and so does one behind it whose prefix would be copied: it has the older claim to
         the link. Those that need no copy go ahead of them.
         """
-        skipped = []
-        started = None
-        behind = self.manager.forecast.wait_s > AHEAD_S
+        skipped: list[tuple[tuple[int, int], Sequence]] = []
         passed = 0
-        while self._waiting and passed < LOOKAHEAD:
-            entry = heapq.heappop(self._waiting)
-            sequence = entry[1]
-            if sequence.finished is not None:
-                continue
-            held = behind and self._needs_link(sequence, after=passed)
-            if held or self._not_yet(sequence):
-                passed += held
-                skipped.append(entry)
-                continue
-            if self._lease(sequence, now):
-                started = sequence
-                break
-            skipped.append(entry)
-            if not self.manager.lacks_share(sequence.adapter):
-                break
-            passed += 1  # others need no room in the adapters' share
-        for entry in skipped:
-            heapq.heappush(self._waiting, entry)
-        return started
+        try:
+            while self._waiting and passed < LOOKAHEAD:
+                entry = heapq.heappop(self._waiting)
+                sequence = entry[1]
+                if sequence.finished is not None:
+                    continue
+                if self._not_yet(sequence):
+                    skipped.append(entry)
+                elif self._needs_link(sequence, after=passed):
+                    skipped.append(entry)
+                    passed += 1
+                elif self._lease(sequence, now):
+                    yield sequence
+                else:
+                    skipped.append(entry)
+                    if not self.manager.lacks_share(sequence.adapter):
+                        break
+                    passed += 1  # others need no room in the adapters' share
+        finally:
+            for entry in skipped:
+                heapq.heappush(self._waiting, entry)
 
     def _needs_link(self, sequence: Sequence, after: int) -> bool:
-        """Whether it would wait for copies: its adapter's, or its prefix's if others were passed over before it."""
+        """Whether the link is behind and it would wait for that: for its adapter, or behind others for its prefix."""
+        if self.manager.forecast.wait_s <= AHEAD_S:
+            return False
         if not sequence.adapter.ready:
             return True
         return after > 0 and self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)

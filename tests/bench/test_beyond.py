@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from jlora.bench import beyond, beyond_page
-from jlora.bench.paper import Case
+from jlora.bench.paper import SPLITS, Case
 
 
 def test_a_cells_name_says_what_is_special_and_its_scenario_has_it():
@@ -32,8 +32,8 @@ def test_the_quick_run_gives_every_table_and_goes_on_from_its_journal(tmp_path: 
     assert hint["rates"] == cell["rates"] and len(cell["rates"]) == len(beyond.LEVELS)
     runs = beyond.by_rate(cell)
     assert set(runs) >= {(rate, policy) for rate in cell["rates"] for policy in beyond.POLICIES}
-    best = beyond.SHARES.index(beyond.best_share(runs, cell["rates"]))
-    around = beyond.SHARES[max(best - 1, 0) : best + 2]
+    best = SPLITS.index(beyond.best_share(runs, cell["rates"]))
+    around = SPLITS[max(best - 1, 0) : best + 2]
     assert {(rate, beyond.static(share)) for rate in cell["rates"] for share in around} <= set(runs)
     assert cell["commits"] == hint["commits"] != []
     assert beyond.run(replace(plan, minutes=0.0)) == json.loads(json.dumps(result))

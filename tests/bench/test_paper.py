@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jlora.bench import paper, paper_details, paper_page
+from jlora.bench import paper, paper_details, paper_page, paper_points
 from jlora.bench.paper import Case, Curves, OverTime, Plan, Runs, Study
 from jlora.bench.paper_numbers import Curve, Table, average, invalid_share
 
@@ -111,6 +111,30 @@ def test_invalid_kv_is_a_share_of_the_kv_on_the_device():
     assert invalid_share(table) == pytest.approx(0.25)
 
 
+def test_every_point_is_compared_and_those_above_the_bar_are_counted():
+    points = {"fastlibra": [0.1, 0.1], "jlora": [0.1, 0.103, 9.0], "vllm": [0.2, 0.1], "vllm-fair:0.3": [0.1]}
+    tables = {"grid": Table([study("W1-7B-20", points)])}
+    found = paper_points.compare(tables["grid"], "jlora", "vllm")
+    assert [(p.ratio, p.level) for p in found] == [(pytest.approx(0.5), 0.5), (pytest.approx(1.03), 1.0)]
+    text = paper_points.points(tables, "jlora", {"vllm": "vLLM", "best": "at its best", "fastlibra": "fastlibra"})
+    assert "| grid | vLLM | 2 | 1 | 1.030 | W1-7B-20 at 1.00 |" in text
+    assert "at its best" not in text  # it has not been run at all rates
+    assert paper_points.points({"grid": Table([])}, "jlora", {"vllm": "vLLM"}) == ""
+
+
+def test_invalid_kv_is_told_for_every_split_and_for_who_has_some():
+    points = {"fastlibra": [0.1, 0.1], "vllm-fair:0.1": [0.1], "vllm-fair:0.05": [0.1, 0.1], "lru": [1.0]}
+    made = study("W1-7B-20", points)
+    for run in made["runs"]:
+        run["invalid_kv"] = {"vllm-fair:0.05": 0.2 * run["rate"]}.get(run["policy"], 0.0)
+    lines = paper_points.invalid(Table([made])).splitlines()
+    assert [line for line in lines if line.startswith("| vllm")] == [
+        "| vllm-fair:0.05 | 2 | 75.0% | 100.0% | W1-7B-20 |",
+        "| vllm-fair:0.1 | 1 | 0.0% | 0.0% |  |",
+    ]
+    assert not any("lru" in line or "| fastlibra" in line for line in lines)
+
+
 class Counted(Study):
     """Two runs, and how often traffic was drawn."""
 
@@ -167,7 +191,7 @@ def test_the_quick_run_gives_a_page_with_every_section_and_figure(tmp_path: Path
     assert "| TTFT / vLLM | 0.40 |" in text
     assert "Overheads" not in text
     pytest.importorskip("matplotlib")
-    for name in ("11", "curves", "12", "13", "14", "15", "16", "9"):
+    for name in ("11", "curves-20", "12", "13", "14", "15", "16", "9"):
         assert (out / f"fastlibra-{name}.png").stat().st_size > 5000
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from jlora.bench.peaks import Bracket, find_peak
+from jlora.bench.peaks import Bracket, find_best, find_peak
 
 
 class Replica:
@@ -47,3 +47,17 @@ def test_a_bracket_that_is_close_enough_takes_no_run():
 def test_a_peak_that_is_not_there_is_given_up():
     assert find_peak(Replica(0.0).over, Bracket(0.0, 3.0, 1.3), 1.03) == pytest.approx(0.3, rel=0.3)
     assert find_peak(Replica(math.inf).over, Bracket(3.0, math.inf, 1.3), 1.03) == pytest.approx(30.0, rel=0.3)
+
+
+@pytest.mark.parametrize(
+    ("valley", "tried"), [(3, [2, 3, 4]), (0, [0, 1, 2, 3, 4]), (6, [2, 3, 4, 5, 6]), (5, [2, 3, 4, 5, 6])]
+)
+def test_the_best_choice_is_looked_for_outward_until_it_has_a_worse_one_on_both_sides(valley: int, tried: list[int]):
+    asked: list[float] = []
+
+    def cost(choice: float) -> float:
+        asked.append(choice)
+        return abs(choice - valley)
+
+    assert find_best(cost, [0, 1, 2, 3, 4, 5, 6], slice(2, 5)) == valley
+    assert sorted(asked) == tried and len(asked) == len(set(asked))
