@@ -7,8 +7,9 @@ and makes the old one stale, and a decision compares the tops. Plain Python, no 
 
 from __future__ import annotations
 
+import bisect
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 from jlora.cache.tree import Node
 
@@ -22,9 +23,11 @@ class Order:
         sign: 1 to take the smallest keys first, -1 the largest.
     """
 
-    __slots__ = ("_heap", "_valid", "_sign", "_ties", "_limit")
+    __slots__ = ("_front", "_heap", "_valid", "_sign", "_ties", "_limit")
+    FRONT = 32  # entries kept in order, while so many have been asked for
 
     def __init__(self, valid: Callable[[Node], bool], sign: int = 1):
+        self._front: list[Entry] = []  # in order; none of the heap's comes before the last of these
         self._heap: list[Entry] = []
         self._valid = valid
         self._sign = sign
@@ -34,41 +37,42 @@ class Order:
     def push(self, node: Node, key: float) -> None:
         """Adds the node; an entry pushed for an earlier stamp becomes stale."""
         self._ties += 1
-        heapq.heappush(self._heap, (self._sign * key, self._ties, node.stamp, node))
+        entry = (self._sign * key, self._ties, node.stamp, node)
+        if self._front and entry < self._front[-1]:
+            bisect.insort(self._front, entry)
+            if len(self._front) <= self.FRONT:
+                return
+            entry = self._front.pop()
+        heapq.heappush(self._heap, entry)
         if len(self._heap) > self._limit:  # drop stale entries; amortised O(1)
             self._heap = [entry for entry in self._heap if self._current(entry)]
             heapq.heapify(self._heap)
             self._limit = 2 * len(self._heap) + 64
 
-    def top(self) -> Node | None:
-        """The first candidate, left in place."""
-        heap = self._heap
-        while heap:
-            if self._current(heap[0]):
-                return heap[0][3]
-            heapq.heappop(heap)
-        return None
-
     def first(self, count: int) -> list[Node]:
-        """The first candidates, at most `count`, left in place. O(count log n)."""
-        if count == 1:
-            node = self.top()
-            return [] if node is None else [node]
-        taken = list(self._take(count))
-        for entry in taken:
-            heapq.heappush(self._heap, entry)
-        return [entry[3] for entry in taken]
+        """The first candidates, at most `count`, left in place.
+
+        What stands in front was taken from the heap before: asking again after one has gone, as who makes
+        room does for every block, takes one from the heap and not `count`.
+        """
+        front, heap = self._front, self._heap
+        found: list[Node] = []
+        at = 0
+        while len(found) < count:
+            if at == len(front):
+                if not heap:
+                    break
+                front.append(heapq.heappop(heap))
+            if self._current(front[at]):
+                found.append(front[at][3])
+                at += 1
+            else:
+                del front[at]
+        return found
 
     def __len__(self) -> int:
         """Entries, stale ones included."""
-        return len(self._heap)
-
-    def _take(self, count: int) -> Iterator[Entry]:
-        while self._heap and count:
-            entry = heapq.heappop(self._heap)
-            if self._current(entry):
-                count -= 1
-                yield entry
+        return len(self._front) + len(self._heap)
 
     def _current(self, entry: Entry) -> bool:
         return entry[2] == entry[3].stamp and self._valid(entry[3])

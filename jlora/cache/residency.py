@@ -155,10 +155,16 @@ class Residency:
         """Blocks of a kind (None: of all) whose write-back is under way; adapters need none."""
         return 0 if kind == ADAPTER else len(self.departing)
 
-    def worst(self, kind: int | None = None, needed: bool = False) -> Node | None:
-        """The candidate worth least; with `needed` also what the queue needs, if nothing else is left."""
-        found = self._cheapest(self._victims, kind)
-        return self._cheapest(self._wanted, kind) if found is None and needed else found
+    def worst(
+        self, kind: int | None = None, needed: bool = False, known: dict[Node, float] | None = None
+    ) -> Node | None:
+        """The candidate worth least; with `needed` also what the queue needs, if nothing else is left.
+
+        Args:
+            known: values at this moment, kept from one question to the next.
+        """
+        found = self._cheapest(self._victims, kind, known)
+        return self._cheapest(self._wanted, kind, known) if found is None and needed else found
 
     def evict(self, node: Node) -> None:
         """Forgets a candidate's device blocks; without a copy on the host its data is gone."""
@@ -356,8 +362,9 @@ class Residency:
         waits = self.leaving(kind) > 0
         count -= self.leaving(kind)
         writing: dict[AdapterNode, list[Node]] = {}
+        known: dict[Node, float] = {}
         while count > 0:
-            node = self.worst(kind, needed=not gently)
+            node = self.worst(kind, not gently, known)
             if node is None or (gently and not node.host):  # what is idle hangs above a copy, or is needed
                 break
             count -= len(node.device)
@@ -386,17 +393,27 @@ class Residency:
         assert isinstance(node, AdapterNode)
         return node
 
-    def _cheapest(self, orders: tuple[Order, Order], kind: int | None) -> Node | None:
-        now, ahead = self.clock(), self.policy.lookahead
-        heaps = orders if kind is None else (orders[kind],)
-        tops = [node for heap in heaps for node in heap.first(ahead)]
-        return min(tops, key=lambda n: self.policy.value(n, now), default=None)
+    def _cheapest(
+        self, orders: tuple[Order, Order], kind: int | None, known: dict[Node, float] | None = None
+    ) -> Node | None:
+        values = {} if known is None else known
+        tops = self._tops(orders, kind, values)
+        return min(tops, key=values.__getitem__, default=None)
 
     def _dearest(self, orders: tuple[Order, Order], kind: int | None) -> Node | None:
-        now, ahead = self.clock(), self.policy.lookahead
+        values: dict[Node, float] = {}
+        tops = self._tops(orders, kind, values)
+        return max(tops, key=values.__getitem__, default=None)
+
+    def _tops(self, orders: tuple[Order, Order], kind: int | None, values: dict[Node, float]) -> list[Node]:
+        """The first of each heap, and their values."""
+        now, ahead, value = self.clock(), self.policy.lookahead, self.policy.value
         heaps = orders if kind is None else (orders[kind],)
         tops = [node for heap in heaps for node in heap.first(ahead)]
-        return max(tops, key=lambda n: self.policy.value(n, now), default=None)
+        for node in tops:
+            if node not in values:
+                values[node] = value(node, now)
+        return tops
 
     def _count_resident(self, node: Node, change: int) -> None:
         """A dependent more or less that keeps what it needs on the device; the last one frees that."""
