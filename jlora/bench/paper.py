@@ -464,7 +464,7 @@ class OverTime(Study):
 def near_peak(study: Study, runs: Runs, level: float) -> float:
     """A rate at so much of the reference's peak in the curves of the same case. Raises TimeoutError."""
     curves = Curves(study.plan, study.case)
-    return rounded(level * curves.anchors(Runs(curves, runs.deadline))[0])
+    return rounded(level * curves.peak(Runs(curves, runs.deadline), REFERENCE))
 
 
 def _jobs(plan: Plan) -> Iterator[Study]:

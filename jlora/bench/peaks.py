@@ -57,7 +57,7 @@ def find_best(cost: Callable[[float], float], choices: Sequence[float], first: s
 
     Args:
         choices: in an order in which costs have one valley.
-        first: of the choices: tried in any case, and those beyond while an outermost one is the best.
+        first: of the choices, at least one: tried in any case, and those beyond while an outermost one is the best.
     """
     costs: dict[int, float] = {}
     asked = set(range(len(choices))[first])

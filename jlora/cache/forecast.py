@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from jlora.cache.lease import Lease
 from jlora.cache.residency import Residency
-from jlora.cache.tree import ADAPTER, KV, Node
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import KV, Node
 
 # A prefix is computed again only if copying it would take so many times as long: near saturation
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
@@ -27,8 +28,9 @@ class Forecast:
 
     @property
     def wait_s(self) -> float:
-        """How long a copy asked for now would wait for those that requests wait for already."""
-        return self._cells.traffic.wait_s
+        """How long a copy asked for now would wait: for those that requests wait for, and for the one on the link."""
+        now = self._cells.clock()
+        return sum(self._left_s(copy, now) for copy in self._cells.traffic.arriving if copy.demand or copy.started)
 
     def worth_copying(self, path: list[Node]) -> list[Node]:
         """The path up to the first block on the host, if copying the rest takes far longer than computing it."""
@@ -44,11 +46,15 @@ class Forecast:
         copy = self._cells.traffic.flying.get(lease.adapter)
         if copy is None or not tokens:
             return False
-        if copy.started:
-            left = self._meter.load_s(ADAPTER, len(copy.source)) + copy.started - self._cells.clock()
-        else:
-            left = self.wait_s
-        return left > tokens * self._meter.token_s
+        left_s = self._left_s(copy, self._cells.clock()) if copy.started else self.wait_s
+        return left_s > tokens * self._meter.token_s
+
+    def _left_s(self, copy: Copy, now: float) -> float:
+        """How long the link will yet be busy with it."""
+        if copy.seconds:  # it has come, and was not seen to land
+            return 0.0
+        whole = self._meter.load_s(copy.kind, len(copy.source))
+        return max(0.0, copy.started + whole - now) if copy.started else whole
 
     def is_long(self, nodes: Sequence[Node]) -> bool:
         """Whether one copy of these takes long enough to come in groups of layers."""

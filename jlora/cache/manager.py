@@ -258,12 +258,18 @@ class CacheManager:
         self.leases[id(lease)] = lease
         return lease
 
+    def fit(self, requests: Collection[tuple[AdapterNode, int]]) -> bool:
+        """Whether all of these could have a lease now, by adapter and tokens, whatever of them is cached."""
+        missing = {adapter for adapter, _ in requests if not adapter.device}
+        blocks = sum(self._blocks_for(tokens) for _, tokens in requests)
+        return self.cells.obtainable(sum(adapter.size for adapter in missing), blocks)
+
     def needs_copy(self, origin: Origin, tokens: Sequence[int], reuse: bool) -> bool:
-        """Whether a lease granted now would start copies of KV to the device; changes nothing."""
+        """Whether a lease granted now would wait for copies of KV to the device; changes nothing."""
         if not (reuse and self.prefix_reuse):
             return False
         known = self.tree.match(origin, tokens, limit=len(tokens) - 1)
-        return not all(node.device for node in self.forecast.worth_copying(known))
+        return not all(node.on_device for node in self.forecast.worth_copying(known))
 
     def ready(self, lease: Lease, tokens: int = 0) -> bool:
         """Whether a step may read what the lease goes through; keeps its waiting times.

@@ -24,7 +24,7 @@ class Order:
     """
 
     __slots__ = ("_front", "_heap", "_valid", "_sign", "_ties", "_limit")
-    FRONT = 32  # entries kept in order, while so many have been asked for
+    FRONT = 32  # entries kept in order; more only where more were asked for at once
 
     def __init__(self, valid: Callable[[Node], bool], sign: int = 1):
         self._front: list[Entry] = []  # in order; none of the heap's comes before the last of these

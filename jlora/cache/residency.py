@@ -57,7 +57,7 @@ class Residency:
     policy: Policy
     clock: Clock
     counters: Counters = field(default_factory=Counters)
-    traffic: Traffic = field(init=False)
+    traffic: Traffic = field(default_factory=Traffic)
     epoch: int = 0  # grows whenever something that was refused may now be granted
     departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
     bare: int = 0  # idle KV blocks on the device that have no copy on the host
@@ -68,7 +68,6 @@ class Residency:
     _doubles: tuple[Order, Order] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.traffic = Traffic(self.policy.meter)
         self._victims = (Order(self.evictable), Order(self.evictable))
         self._wanted = (Order(self.evictable), Order(self.evictable))
         self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
@@ -145,11 +144,14 @@ class Residency:
         Args:
             gently: touch nothing that the queue needs or that would be lost.
         """
+        if not self.obtainable(adapter, kv):
+            return False
+        return all([self._free(kind, count, gently) for kind, count in self.device.missing(adapter, kv)])
+
+    def obtainable(self, adapter: int, kv: int) -> bool:
+        """Whether so many blocks of each kind are free, idle or about to be free."""
         missing = self.device.missing(adapter, kv)
-        for kind, count in missing:
-            if count > self.device.reclaimable(kind) + self.leaving(kind):
-                return False
-        return all([self._free(kind, count, gently) for kind, count in missing])
+        return all(count <= self.device.reclaimable(kind) + self.leaving(kind) for kind, count in missing)
 
     def leaving(self, kind: int | None) -> int:
         """Blocks of a kind (None: of all) whose write-back is under way; adapters need none."""
@@ -169,7 +171,8 @@ class Residency:
     def evict(self, node: Node) -> None:
         """Forgets a candidate's device blocks; without a copy on the host its data is gone."""
         assert self.evictable(node), "evicted what is in use, pinned or depended on"
-        log.debug("evict %s: %d blocks, worth %.3g", _name(node), len(node.device), self.value(node))
+        if log.isEnabledFor(logging.DEBUG):
+            log.debug("evict %s: %d blocks, worth %.3g", _name(node), len(node.device), self.value(node))
         self._leave_device(node)
         if node.host:
             self.counters.clean_evictions += 1
@@ -254,6 +257,7 @@ class Residency:
     def landed(self, copy: Copy) -> None:
         """A copy is complete: on the device its scatter was dispatched, on the host it was written."""
         self.traffic.land(copy)
+        self.policy.meter.observe(copy)
         for node in copy.nodes:
             self._account(node, -1)
             if copy.direction == "in":

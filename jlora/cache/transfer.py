@@ -118,10 +118,10 @@ class Meter:
     def _prices(self) -> tuple[float, ...]:
         return self.load_s(ADAPTER, TYPICAL), self.load_s(KV, TYPICAL), self.density(KV, 1)
 
-    def load_s(self, kind: int, blocks: float, copies: int = 1) -> float:
-        """Expected seconds of copies that have so many blocks together; always above 0."""
+    def load_s(self, kind: int, blocks: float) -> float:
+        """Expected seconds of one copy of so many blocks; always above 0."""
         fit = self._fits[kind]
-        return max(copies * fit.fixed + blocks * fit.each, 1e-9)
+        return max(fit.fixed + blocks * fit.each, 1e-9)
 
 
 class Traffic:
@@ -130,29 +130,24 @@ class Traffic:
     Attributes:
         flying: the copy that a node is part of.
         outbox: not handed out yet.
+        arriving: those on their way to the device, in order (a dict as an ordered set).
         backlog: blocks, each way.
     """
 
-    def __init__(self, meter: Meter):
+    def __init__(self) -> None:
         self.flying: dict[Node, Copy] = {}
         self.outbox: list[Copy] = []
+        self.arriving: dict[Copy, None] = {}
         self.backlog: dict[Direction, int] = {"in": 0, "out": 0}
-        self._meter = meter
-        self._asked = ([0, 0], [0, 0])  # of each kind, on the way in and waited for: copies, blocks
-
-    @property
-    def wait_s(self) -> float:
-        """How long the link will take to bring what requests wait for: another copy for a request comes after it."""
-        asked = enumerate(self._asked)
-        return sum(self._meter.load_s(kind, blocks, copies) for kind, (copies, blocks) in asked if copies)
 
     def start(self, copy: Copy) -> None:
         """A copy was decided."""
         copy.adapter.flying += 1
         self.flying.update(dict.fromkeys(copy.nodes, copy))
-        self.backlog[copy.direction] += len(copy.source)
         self.outbox.append(copy)
-        self._ask(copy, 1)
+        self.backlog[copy.direction] += len(copy.source)
+        if copy.direction == "in":
+            self.arriving[copy] = None
 
     def land(self, copy: Copy) -> None:
         """It is complete."""
@@ -160,17 +155,10 @@ class Traffic:
         for node in copy.nodes:
             del self.flying[node]
         self.backlog[copy.direction] -= len(copy.source)
-        self._ask(copy, -1)
-        self._meter.observe(copy)
+        self.arriving.pop(copy, None)
 
     def promote(self, node: Node) -> None:
         """A request waits for a copy that was only a prefetch: it overtakes the others."""
         copy = self.flying.get(node)
-        if copy is not None and not copy.demand:
+        if copy is not None:
             copy.demand = True
-            self._ask(copy, 1)
-
-    def _ask(self, copy: Copy, change: int) -> None:
-        if copy.demand and copy.direction == "in":
-            self._asked[copy.kind][0] += change
-            self._asked[copy.kind][1] += change * len(copy.source)

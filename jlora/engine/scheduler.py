@@ -30,7 +30,7 @@ from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob,
 
 CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
 LOOKAHEAD = 32  # waiting sequences that admission looks past, at most
-AHEAD_S = 0.1  # of copies that requests wait for: while the link has more of them to carry, it is behind
+AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
 
 
 class Scheduler:
@@ -57,6 +57,8 @@ class Scheduler:
         self._order = itertools.count()
         self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
         self._random = random.Random(seed)
+        self._planned: float | None = None  # when the last step was, if it had work
+        self._pace = 0.0  # seconds between that and this one
         self._tending = Tending(manager, monitor_s)
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
@@ -156,6 +158,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
+        self._pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
@@ -172,6 +175,7 @@ class Scheduler:
             if self._run_if_ready(sequence, now):  # else its copies are under way, and the next one may go ahead
                 budget -= self._add_chunk(prefill, sequence, budget)
         admissions.close()
+        self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))
 
@@ -300,25 +304,28 @@ class Scheduler:
     def _admit(self, now: float) -> Generator[Sequence, None, None]:
         """Waiting sequences that can have a lease, and have it when they are given out; close it at the end.
 
-        While the link is behind, a sequence that needs its adapter brought stays in the queue, where it
+        While the link is behind, a sequence whose adapter is not there yet stays in the queue, where it
         holds no blocks, and so does one behind it whose prefix would be copied: it has the older claim to
-        the link. Those that need no copy go ahead of them.
+        the link. Those that need no copy go ahead, as far as they leave room for the first that stays.
         """
         skipped: list[tuple[tuple[int, int], Sequence]] = []
+        held: list[Sequence] = []
         passed = 0
+        behind = self._behind()
         try:
-            while self._waiting and passed < LOOKAHEAD:
+            while self._waiting and len(held) + passed < LOOKAHEAD:
                 entry = heapq.heappop(self._waiting)
                 sequence = entry[1]
                 if sequence.finished is not None:
                     continue
                 if self._not_yet(sequence):
                     skipped.append(entry)
-                elif self._needs_link(sequence, after=passed):
+                elif behind and self._needs_link(sequence, bool(held)):
                     skipped.append(entry)
-                    passed += 1
-                elif self._lease(sequence, now):
+                    held.append(sequence)
+                elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
                     yield sequence
+                    behind = self._behind()
                 else:
                     skipped.append(entry)
                     if not self.manager.lacks_share(sequence.adapter):
@@ -328,13 +335,24 @@ class Scheduler:
             for entry in skipped:
                 heapq.heappush(self._waiting, entry)
 
-    def _needs_link(self, sequence: Sequence, after: int) -> bool:
-        """Whether the link is behind and it would wait for that: for its adapter, or behind others for its prefix."""
-        if self.manager.forecast.wait_s <= AHEAD_S:
-            return False
+    def _behind(self) -> bool:
+        """Whether the link has enough to do until there is another plan, and some; or as many wait as can run."""
+        crowded = len(self.loading) >= self.config.max_seqs
+        return crowded or self.manager.forecast.wait_s > max(AHEAD_S, self._pace)
+
+    def _needs_link(self, sequence: Sequence, others: bool) -> bool:
+        """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
+
+        An activated LoRA's request computes what its adapter does not act on meanwhile.
+        """
         if not sequence.adapter.ready:
-            return True
-        return after > 0 and self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
+            return not sequence.unadapted
+        if not others or sequence.want is None or all(node.on_device for node in sequence.want.nodes[1:]):
+            return False
+        return self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
+
+    def _fit(self, *sequences: Sequence) -> bool:
+        return self.manager.fit([(s.adapter, len(s.tokens)) for s in sequences])
 
     def _not_yet(self, sequence: Sequence) -> bool:
         """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""

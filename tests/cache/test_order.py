@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
@@ -15,28 +16,34 @@ def node() -> Node:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_it_agrees_with_a_sort_through_random_touches_and_losses(sign: int):
-    draw = random.Random(0)
+@pytest.mark.parametrize("nodes, most", [(40, 5), (300, 60), (300, 8)])
+def test_it_agrees_with_a_sort_through_random_touches_and_losses(sign: int, nodes: int, most: int):
+    """Equal keys come in the order they were pushed; more are asked for than stay in order, and fewer."""
+    draw, turn = random.Random(nodes + most), itertools.count()
     lost: set[Node] = set()
     order = Order(lambda n: n not in lost, sign)
-    keys: dict[Node, float] = {node(): draw.random() for _ in range(40)}
-    for each, key in keys.items():
-        order.push(each, key)
-    for _ in range(2000):
+    keys: dict[Node, tuple[int, int]] = {}
+
+    def touch(each: Node) -> None:
+        each.stamp += 1
+        keys[each] = draw.randint(0, 50), next(turn)
+        order.push(each, keys[each][0])
+
+    for _ in range(nodes):
+        touch(node())
+    for _ in range(1500):
         if not keys:
             break
         each = draw.choice(list(keys))
-        if draw.random() < 0.02:
+        if draw.random() < 0.1:
             lost.add(each)
             del keys[each]
         else:
-            each.stamp += 1
-            keys[each] = draw.random()
-            order.push(each, keys[each])
-        expected = sorted(keys, key=lambda n: sign * keys[n])
-        count = draw.randint(1, 5)
+            touch(each)
+        expected = sorted(keys, key=lambda n: (sign * keys[n][0], keys[n][1]))
+        count = draw.randint(1, most)
         assert order.first(count) == expected[:count]
-        assert order.first(1) == expected[:1]
+    assert order.first(nodes) == sorted(keys, key=lambda n: (sign * keys[n][0], keys[n][1]))
 
 
 def test_looking_takes_nothing_out():

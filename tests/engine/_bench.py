@@ -28,9 +28,11 @@ class Bench:
         delay: int = 0,
         policy: str = "jlora",
         streams: bool = False,
+        step_s: float = 1.0,
         **config: int,
     ):
         self.now = 0.0
+        self.step_s = step_s
         made = make_policy(CacheConfig(policy=policy), Meter(1e-2, token_s=1.0))
         self.manager = CacheManager(Sizes(blocks, 256, BLOCK), made, lambda: self.now, streams=streams)
         self.scheduler = Scheduler(self.manager, EngineConfig(**config), [EOS])
@@ -54,7 +56,7 @@ class Bench:
         self.scheduler.submit(Request(name, tuple(tokens), params, **fields), adapter, self.now, activation)
 
     def step(self) -> None:
-        self.now += 1
+        self.now += self.step_s
         steps = len(self.plans)
         self.manager.landed([copy for at, copy in self._link if at <= steps])
         self._link = [(at, copy) for at, copy in self._link if at > steps]

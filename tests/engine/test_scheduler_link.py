@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jlora.cache.tree import Origin
 from jlora.engine.scheduler import AHEAD_S, LOOKAHEAD
 from tests.engine._bench import Bench, work
 
@@ -20,7 +21,7 @@ def loading(bench: Bench) -> list[str]:
 
 def with_history(tokens: list[int]) -> Bench:
     """A bench whose host holds the KV of these tokens, and whose device holds none."""
-    bench = Bench(delay=4)
+    bench = Bench(delay=4, step_s=0.02)
     bench.submit("before", tokens, max_tokens=1)
     bench.finish()
     while (victim := bench.manager.cells.worst()) is not None:
@@ -29,7 +30,7 @@ def with_history(tokens: list[int]) -> Bench:
 
 
 def test_while_the_link_is_behind_a_missing_adapter_holds_no_blocks_and_ready_ones_pass():
-    bench = Bench(delay=4)
+    bench = Bench(delay=4, step_s=0.02)
     for uid, size in ((1, LONG), (2, 3), (3, 3)):
         bench.submit(f"cold{uid}", 9, max_tokens=1, adapter=bench.adapter(uid, size))
     bench.submit("warm", 5, max_tokens=1)
@@ -44,7 +45,7 @@ def test_while_the_link_is_behind_a_missing_adapter_holds_no_blocks_and_ready_on
 
 
 def test_copies_that_the_link_carries_soon_are_asked_for_together():
-    bench = Bench(delay=4)
+    bench = Bench(delay=4, step_s=0.02)
     for uid in (1, 2, 3):
         bench.submit(f"cold{uid}", 9, max_tokens=1, adapter=bench.adapter(uid, 3))
     bench.step()
@@ -69,7 +70,7 @@ def test_a_prefix_is_not_copied_past_who_waits_for_the_link_but_may_be_computed(
 
 
 def test_admission_looks_past_so_many_and_keeps_their_order():
-    bench = Bench(blocks=512, delay=4, max_seqs=256)
+    bench = Bench(blocks=512, delay=4, step_s=0.02, max_seqs=256)
     bench.submit("first", 5, max_tokens=1, adapter=bench.adapter(1, LONG))
     for uid in range(2, LOOKAHEAD + 2):
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
@@ -79,3 +80,78 @@ def test_admission_looks_past_so_many_and_keeps_their_order():
     bench.finish()
     order = [e.request_id for e in bench.events if e.usage]
     assert [n for n in order if n.startswith("cold")] == [f"cold{uid}" for uid in range(2, LOOKAHEAD + 2)]
+
+
+def test_a_link_that_would_be_idle_before_the_next_plan_is_not_behind():
+    bench = Bench(delay=1, step_s=0.5)
+    bench.submit("runs", 5, max_tokens=20)
+    bench.step()
+    bench.step()
+    for uid, size in ((1, LONG), (2, LONG), (3, 3)):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, size))
+    bench.step()
+    assert AHEAD_S < bench.manager.forecast.wait_s < bench.step_s
+    assert loading(bench) == ["cold1", "cold2", "cold3"]
+    bench.finish()
+
+
+def test_what_the_link_has_carried_of_a_copy_no_longer_keeps_others_waiting():
+    bench = Bench(delay=6, step_s=0.02)
+    for uid, size in ((1, LONG), (2, 3)):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, size))
+    bench.step()
+    assert loading(bench) == ["cold1"]
+    next(iter(bench.manager.cells.traffic.arriving)).started = bench.now
+    bench.step()
+    assert bench.manager.forecast.wait_s < AHEAD_S + 0.04 and loading(bench) == ["cold1", "cold2"]
+    bench.finish()
+
+
+def test_those_that_pass_leave_room_for_the_first_that_waits():
+    """However small they are and however many: it starts when the link is free, and not when they have ended."""
+    bench = Bench(blocks=64, delay=2, step_s=0.02)
+    bench.submit("long", 5, max_tokens=1, adapter=bench.adapter(1, LONG))
+    bench.submit("large", 5, max_tokens=1, adapter=bench.adapter(2, 20))
+    for i in range(8):
+        bench.submit(f"small{i}", list(range(100 * i, 100 * i + 20)), max_tokens=30, priority=-1)
+    for _ in range(14):
+        bench.step()
+    started = {name: i for i, plan in reversed(list(enumerate(bench.plans))) for name in work(plan)}
+    assert started["long"] == 3 and started["large"] < 14
+    assert not any(event.usage for event in bench.events if event.request_id.startswith("small"))
+    assert 0 < sum(name.startswith("small") for name in work(bench.plans[1])) < 8
+    bench.finish()
+
+
+def test_a_prefix_that_is_on_its_way_for_a_hint_does_not_pass_either():
+    tokens = list(range(100, 113))
+    bench = with_history(tokens)
+    bench.manager.policy.meter.token_s = 1.0
+    for uid, size in ((1, LONG), (2, 3)):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, size))
+    bench.manager.hint(Origin(bench.manager.base), tokens)
+    bench.submit("hinted", tokens, max_tokens=1)
+    bench.step()
+    assert loading(bench) == ["cold1"] and queued(bench) == 2
+    bench.finish()
+
+
+def test_an_activated_lora_computes_the_base_s_part_while_the_link_is_behind():
+    bench = Bench(blocks=64, delay=6, step_s=0.02)
+    bench.manager.policy.meter.token_s = 1e-4
+    bench.submit("long", 5, max_tokens=1, adapter=bench.adapter(1, LONG))
+    bench.submit("checks", 60, max_tokens=1, adapter=bench.adapter(2, 3), activation=50)
+    bench.step()
+    bench.step()
+    assert work(bench.plans[0]) == {"checks": (0, 50)} or work(bench.plans[1]) == {"checks": (0, 50)}
+    bench.finish()
+
+
+def test_no_more_than_can_run_wait_for_adapters_however_fast_the_link():
+    bench = Bench(blocks=256, delay=4, max_seqs=2)
+    for uid in range(1, 5):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 1))
+    bench.submit("warm", 5, max_tokens=1)
+    bench.step()
+    assert loading(bench) == ["cold1", "cold2"] and list(work(bench.plans[0])) == ["warm"]
+    bench.finish()
