@@ -47,12 +47,18 @@ class Decoding:
         self.manager = CacheManager(sizes, policy, lambda: self.now)
         config = EngineConfig(max_seqs=load.running, max_step_tokens=4096, max_queue=load.running + load.queued)
         self.scheduler = Scheduler(self.manager, config, eos_ids=())
-        adapters = [self._add(uid) for uid in range(1, load.registered + 1)]
-        for i in range(load.running + load.queued):
-            prompt = range(i * PROMPT, (i + 1) * PROMPT - i % BLOCK_TOKENS)  # not all fill a block in one step
-            sampling = SamplingParams(max_tokens=OUTPUT)
-            self.scheduler.submit(Request(f"{i}", tuple(prompt), sampling), adapters[i % len(adapters)], self.now)
+        self._adapters = [self._add(uid) for uid in range(1, load.registered + 1)]
         self._last = StepPlan((), (), ())
+        self._submit(0, load.running)
+        while not self._steady:
+            self.step()
+        self._submit(load.running, load.queued)  # behind them: no slot is free
+
+    def _submit(self, first: int, count: int) -> None:
+        for i in range(first, first + count):
+            prompt = range(i * PROMPT, (i + 1) * PROMPT - i % BLOCK_TOKENS)  # not all fill a block in one step
+            request = Request(f"{i}", tuple(prompt), SamplingParams(max_tokens=OUTPUT))
+            self.scheduler.submit(request, self._adapters[i % len(self._adapters)], self.now)
 
     def step(self) -> int:
         """Plans a step and commits the one before it; nanoseconds."""
@@ -75,7 +81,7 @@ class Decoding:
             yield self.step()
 
     @property
-    def steady(self) -> bool:
+    def _steady(self) -> bool:
         """All slots are taken, and all prompts are computed."""
         running = self.scheduler.running
         return len(running) == self.scheduler.config.max_seqs and all(s.outputs > 1 for s in running)
@@ -89,8 +95,6 @@ class Decoding:
 def measure(load: StepLoad, count: int) -> list[int]:
     """Nanoseconds of `count` steps of decode."""
     decoding = Decoding(load)
-    while not decoding.steady:
-        decoding.step()
     gc.collect()
     taken = [ns for ns, _ in zip(decoding.steps(), range(count), strict=False)]
     assert decoding.scheduler.waiting == load.queued and not decoding.scheduler.preemptions
