@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "demo": {"serve", "model", "adapters", "engine"},
 }
 # Tops: what a user starts. They may import every room, and no room imports them.
-TOPS = {"__init__", "llm", "cli"}
+TOPS = {"__init__", "__main__", "llm", "cli"}
 
 # Policy: the server and a simulator run these same objects, so they never see a device.
 NO_JAX = {
