@@ -343,10 +343,11 @@ class Scheduler:
     def _needs_link(self, sequence: Sequence, others: bool) -> bool:
         """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
 
-        An activated LoRA's request computes what its adapter does not act on meanwhile.
+        An activated LoRA's request computes what its adapter does not act on meanwhile; but its adapter's
+        copy would come after those of the others.
         """
         if not sequence.adapter.ready:
-            return not sequence.unadapted
+            return others or not sequence.unadapted
         if not others or sequence.want is None or all(node.on_device for node in sequence.want.nodes[1:]):
             return False
         return self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
