@@ -28,7 +28,7 @@ from jlora.pallas.tpu_attention import TpuAttention
 from jlora.pallas.tpu_lora import TpuLora
 
 CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
-    "lora": {"units": (64, 128, 256), "tokens": (128, 256, 512)},
+    "lora": {"units": (64, 128, 256), "tokens": (128, 256, 512), "rows": (128, 256, 512)},
     "attention": {"kv_tokens": (128, 256, 512, 1024), "queries": (8, 16, 32, 64, 128)},
 }
 QUICK: Mapping[str, Mapping[str, tuple[int, ...]]] = {
@@ -107,7 +107,7 @@ def _start(case: device_checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:
     slot = 2 * layout.kv_heads // case.tp * layout.head_dim * size
     shape = LoraShape(case.count, case.input_width, outputs, slots, per_block, slot, size)
     tiles = chip.lora(shape)
-    return shape.key, {"tokens": tiles.tokens, "units": tiles.units}
+    return shape.key, {"tokens": tiles.tokens, "rows": tiles.rows, "units": tiles.units}
 
 
 def _seconds(case: device_checks.Case, inputs: tuple[Any, ...], chip: Chip) -> float:

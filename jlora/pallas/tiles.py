@@ -26,9 +26,10 @@ SMALLEST = 16  # tokens and units of a tile
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """Most tokens and rank units of a tile, memory limit."""
+    """Most tokens of a tile and of one product, rank units of a tile, memory limit."""
 
     tokens: int
+    rows: int
     units: int
     vmem_bytes: int
 

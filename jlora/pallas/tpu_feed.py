@@ -1,7 +1,9 @@
 """How tiles of adapter blocks come from the pool into a TPU's vector memory, and how they are read there.
 
-    Tile   which slots of each rank unit a kernel fetches, and how they lie side by side
-    Feed   starts the copies of a tile, waits for them, names each unit's owner, gives rows of all units
+    Tile      which slots of each rank unit a kernel fetches, and how they lie side by side
+    Products  which rows of a token tile are multiplied in one go
+    Feed      starts the copies of a tile, waits for them, names each unit's owner, gives rows of all
+              units, and says which products meet them
 
 A unit is rows of 128 numbers. bfloat16 rows lie in pairs in a 32-bit sublane, so everything here
 counts 32-bit rows: one of them is 128 numbers in float32 and 256 in bfloat16.
@@ -72,14 +74,24 @@ class Lists(NamedTuple):
 
     Attributes:
         spans: [token tiles * P * 2] each token tile's entries start .. stop - 1 of each projection.
+        met: [products * P * 2] the same for the rows of each product.
         blocks, owners: [M].
         place: [2] the layer's first pool row; the turn (of the two-kernel form).
     """
 
     spans: Any
+    met: Any
     blocks: Any
     owners: Any
     place: Any
+
+
+class Products(NamedTuple):
+    """How a token tile is cut: tokens per product, the first one's place in `Lists.met`, and from it to the next."""
+
+    rows: int
+    first: Any
+    stride: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +99,7 @@ class Feed:
     """Brings one projection's tiles from the pool, into its buffers in turn.
 
     Attributes:
-        start, stop: this token tile's entries in the lists.
+        start, stop: this token tile's entries in the lists; cut: how its tokens are cut.
         pool: the whole pool, in slow memory; arrived: a semaphore for each buffer.
         views: the buffers can be seen in another shape, which the TPU-semantics interpreter cannot do.
     """
@@ -96,6 +108,7 @@ class Feed:
     lists: Lists
     start: Any
     stop: Any
+    cut: Products
     pool: Any
     buffers: Any
     arrived: Any
@@ -117,6 +130,23 @@ class Feed:
     def wait(self, turn: Any) -> None:
         """Until they have come."""
         self._each(turn, lambda copy: copy.wait())
+
+    def products(self, turn: Any, tokens: int, product: Callable[[Any], None]) -> None:
+        """Calls `product` with every run of rows, of a token tile's `tokens`, that has one of a tile's adapters."""
+        first = self.start + turn * self.tile.blocks
+        stop = first + self.count(turn)
+
+        def run(i: Any, _: None) -> None:
+            at = self.cut.first + i * self.cut.stride
+
+            @pl.when((self.lists.met[at] < stop) & (self.lists.met[at + 1] > first))
+            def _() -> None:
+                product(pl.ds(pl.multiple_of(i * self.cut.rows, self.cut.rows), self.cut.rows))
+
+        if tokens == self.cut.rows:
+            product(pl.ds(0, tokens))
+        else:
+            lax.fori_loop(0, tokens // self.cut.rows, run, None)
 
     def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
         """32-bit row `window` + `at` of every unit of a tile: [units, 128].

@@ -2,11 +2,12 @@
 
 A grid step owns a tile of tokens and walks the active blocks of its tokens' adapters, a tile of
 rank units at a time. The block ids and owners are in scalar memory before the kernel starts, so a
-tile's blocks are fetched by plain copies, one per block, while the tile before it is computed:
+tile's blocks are fetched by plain copies, one per block, while the tile before it is computed, for
+those runs of `LoraTiles.rows` tokens that have one of its adapters:
 
-    h = x Aᵀ            [tokens, units]   the matrix unit, over 128-wide pieces of x
+    h = x Aᵀ            [rows, units]     the matrix unit, over 128-wide pieces of x
     h = 0 where a unit's owner is not the token's adapter
-    y = y + h B         [tokens, b]       added in place to the base product
+    y = y + h B         [rows, b]         added in place to the base product
 
 A unit is rows of 128 numbers in its slots: A's pieces, then B's. Piece c of every unit is one
 strided load. bfloat16 rows lie in pairs in a 32-bit sublane, so two pieces come at once and are
@@ -14,9 +15,10 @@ told apart by their bits.
 
 Work and bytes follow the active blocks: the number of turns is read from the list, several
 adapters share a tile whatever their ranks, a token tile visits only blocks whose owners can be
-among its tokens, and a launch without active blocks does not run at all. With at most
-`LoraTiles.tokens` tokens every block is read exactly once; a longer prompt reads its own
-adapters' blocks once per token tile.
+among its tokens, a run of tokens without any of a tile's adapters (the base, or what lies before
+an activated LoRA's invocation) is not multiplied, and a launch without active blocks does not run
+at all. With at most `LoraTiles.tokens` tokens every block is read exactly once; a longer prompt
+reads its own adapters' blocks once per token tile.
 
 On several devices x Aᵀ has to be added up over the shards between the two products. There the
 kernel comes in two halves with the sum between them; the first fetches only the slots with A, the
@@ -40,23 +42,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from jlora.pallas.ops import Adapted, Psum
-from jlora.pallas.tiles import Chip, LoraShape, LoraTiles
-from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Tile, cdiv, numbers
+from jlora.pallas.tiles import SMALLEST, Chip, LoraShape, LoraTiles
+from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Products, Tile, cdiv, numbers
 
 
-def _shrink(feed: Feed, turn: Any, x: Any) -> jax.Array:
-    """x Aᵀ for a tile: [tokens, units] float32; units that were not fetched give anything."""
+def _shrink(feed: Feed, turn: Any, x: Any, rows: Any) -> jax.Array:
+    """x Aᵀ for some rows and a tile: [rows, units] float32; units that were not fetched give anything."""
     step = feed.tile.step
 
     def piece(h: jax.Array, words: jax.Array, at: Any, size: int) -> jax.Array:
-        return h + _dot(x[:, pl.ds(at, size)], numbers(words)[:, :size], ((1,), (1,)))
+        return h + _dot(x[rows, pl.ds(at, size)], numbers(words)[:, :size], ((1,), (1,)))
 
-    start = jnp.zeros((x.shape[0], feed.tile.units), jnp.float32)
+    start = jnp.zeros((rows.size, feed.tile.units), jnp.float32)
     return _pieces(feed, turn, (0, feed.tile.unit.a, step), piece, start)
 
 
-def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any) -> None:
-    """out += h B for a tile."""
+def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any, rows: Any) -> None:
+    """out[rows] += h B for a tile."""
     tile = feed.tile
     first = (tile.unit.b_start - tile.first * tile.slot_rows * LANES) // tile.step  # B's row in the fetched part
     fetched = feed.count(turn) * tile.unit.per_block
@@ -65,9 +67,9 @@ def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any) -> None:
     h = h.astype(out.dtype)
 
     def piece(_: None, words: jax.Array, at: Any, size: int) -> None:
-        columns = pl.ds(at, size)
+        here = (rows, pl.ds(at, size))
         delta = _dot(h, numbers(words, valid)[:, :size], ((1,), (0,)))
-        out[:, columns] = (out[:, columns].astype(jnp.float32) + delta).astype(out.dtype)
+        out[here] = (out[here].astype(jnp.float32) + delta).astype(out.dtype)
 
     _pieces(feed, turn, (first, tile.unit.b, tile.step), piece, None)
 
@@ -101,8 +103,8 @@ def _dot(x: jax.Array, y: jax.Array, contract: tuple[tuple[int, ...], tuple[int,
     return lax.dot_general(x, y, (contract, ((), ())), precision=exact, preferred_element_type=jnp.float32)
 
 
-def _mask(h: jax.Array, adapters: Any, owners: jax.Array) -> jax.Array:
-    return jnp.where(adapters[...] == owners, h, 0.0)
+def _mask(h: jax.Array, adapters: jax.Array, owners: jax.Array) -> jax.Array:
+    return jnp.where(adapters == owners, h, 0.0)
 
 
 def _fused(plan: Plan, *refs: Any) -> None:
@@ -117,8 +119,13 @@ def _fused(plan: Plan, *refs: Any) -> None:
         def turn(j: Any, _: None, feed: Feed = feed, out: Any = out) -> None:
             feed.fetch(j + 1)
             feed.wait(j)
-            h = _mask(_shrink(feed, j, x), adapters, feed.owners(j))
-            _expand(feed, j, h, out)
+            owners = feed.owners(j)
+
+            def product(rows: Any) -> None:
+                h = _mask(_shrink(feed, j, x, rows), adapters[rows, :], owners)
+                _expand(feed, j, h, out, rows)
+
+            feed.products(j, plan.tokens, product)
 
         lax.fori_loop(0, feed.turns, turn, None)
 
@@ -132,8 +139,14 @@ def _first_half(plan: Plan, *refs: Any) -> None:
         feed.fetch(turn)
     for feed, out in zip(feeds, outs, strict=True):
         feed.wait(turn)
-        # Masked, so that what the shards add up is finite whatever the memory held.
-        out[...] = jnp.where(feed.owners(turn) != NOBODY, _shrink(feed, turn, x), 0.0)
+        out[...] = jnp.zeros_like(out)
+        held = feed.owners(turn) != NOBODY
+
+        def product(rows: Any, feed: Feed = feed, out: Any = out, held: Any = held) -> None:
+            # Masked, so that what the shards add up is finite whatever the memory held.
+            out[rows, :] = jnp.where(held, _shrink(feed, turn, x, rows), 0.0)
+
+        feed.products(turn, plan.tokens, product)
 
 
 def _second_half(plan: Plan, *refs: Any) -> None:
@@ -146,17 +159,26 @@ def _second_half(plan: Plan, *refs: Any) -> None:
     for feed, base, out in zip(feeds, bases, outs, strict=True):
         out[...] = base[...]
         feed.wait(turn)
-        part = h[:, at : at + feed.tile.units]
-        _expand(feed, turn, _mask(part, adapters, feed.owners(turn)), out)
+        units, owners = pl.ds(at, feed.tile.units), feed.owners(turn)
+
+        def product(rows: Any, feed: Feed = feed, out: Any = out, units: Any = units, owners: Any = owners) -> None:
+            _expand(feed, turn, _mask(h[rows, units], adapters[rows, :], owners), out, rows)
+
+        feed.products(turn, plan.tokens, product)
         at += feed.tile.units
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One kernel of a launch: its tiles, and how its references are ordered."""
+    """One kernel of a launch: its tiles, and how its references are ordered.
+
+    Attributes:
+        tokens, rows: of a grid step, and of one product.
+    """
 
     tiles: tuple[Tile, ...]
     tokens: int
+    rows: int
     sizes: LoraTiles
     buffers: int
     interpret: Any
@@ -168,8 +190,9 @@ class Plan:
 
     def split(self, refs: Sequence[Any], *sizes: int) -> tuple[Any, ...]:
         """Lists, the three inputs, then groups of `sizes`, then the rest."""
-        parts: list[Any] = [Lists(*refs[:4]), refs[4:7]]
-        at = 7
+        lists = len(Lists._fields)
+        at = lists + 3
+        parts: list[Any] = [Lists(*refs[:lists]), refs[lists:at]]
         for size in sizes:
             parts.append(refs[at : at + size])
             at += size
@@ -177,11 +200,16 @@ class Plan:
 
     def feeds(self, lists: Lists, pool: Any, buffers: Sequence[Any], arrived: Any) -> list[Feed]:
         """Every projection's."""
-        at = 2 * self.count * pl.program_id(0)
-        spans = [(lists.spans[at + 2 * i], lists.spans[at + 2 * i + 1]) for i in range(self.count)]
-        parts = zip(self.tiles, spans, buffers, strict=True)
+        step = pl.program_id(0)
         views = isinstance(self.interpret, bool)
-        return [Feed(tile, lists, a, z, pool, b, arrived.at[i], views) for i, (tile, (a, z), b) in enumerate(parts)]
+
+        def feed(i: int, tile: Tile, buffer: Any) -> Feed:
+            at = 2 * (self.count * step + i)
+            products = Products(self.rows, 2 * (self.count * (self.tokens // self.rows) * step + i), 2 * self.count)
+            span = (lists.spans[at], lists.spans[at + 1])
+            return Feed(tile, lists, *span, products, pool, buffer, arrived.at[i], views)
+
+        return [feed(i, tile, buffer) for i, (tile, buffer) in enumerate(zip(self.tiles, buffers, strict=True))]
 
     def call(self, kernel: Any, lists: Lists, inputs: Sequence[jax.Array], bases: Any, outs: Any) -> list[jax.Array]:
         """Launches `kernel` over the token tiles; `bases` become the outputs in place where given."""
@@ -191,7 +219,7 @@ class Plan:
 
         scratch = [t.buffer(self.buffers, inputs[2].dtype) for t in self.tiles]
         spec = pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=4,
+            num_scalar_prefetch=len(lists),
             grid=(lists.spans.shape[0] // (2 * self.count),),
             in_specs=[
                 rows(1),
@@ -206,7 +234,7 @@ class Plan:
             functools.partial(kernel, self),
             grid_spec=spec,
             out_shape=[jax.ShapeDtypeStruct(o.shape, o.dtype) for o in outs],
-            input_output_aliases={7 + i: i for i in range(len(bases))},
+            input_output_aliases={len(lists) + 3 + i: i for i in range(len(bases))},
             compiler_params=pltpu.CompilerParams(
                 dimension_semantics=("arbitrary",), vmem_limit_bytes=self.sizes.vmem_bytes
             ),
@@ -254,38 +282,43 @@ class Launch:
     projections: tuple[Adapted, ...]
     adapters: jax.Array
     spans: jax.Array
+    met: jax.Array
     pool: Any
     tiles: LoraTiles
     tokens: int
+    rows: int
     interpret: Any
 
     @classmethod
     def of(
         cls, op: TpuLora, x: jax.Array, pool: jax.Array, projections: Sequence[Adapted], adapters: jax.Array
     ) -> Launch:
-        """Looks up the tiles, and each token tile's entries."""
+        """Looks up the tiles, and the entries of each token tile and of each product's rows."""
         size = pool.dtype.itemsize
         units = [p.unit for p in projections]
         outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
         shape = LoraShape(x.shape[0], x.shape[1], outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
         tiles = op.chip.lora(shape)
         even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
-        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, 16) * 16)
+        align = tiles.rows if even > tiles.rows else SMALLEST
+        tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, align) * align)
+        rows = product_rows(tokens, tiles.rows)
         spans = entry_spans(projections, adapters, tokens)
+        met = spans if rows == tokens else entry_spans(projections, adapters, rows, cdiv(x.shape[0], tokens) * tokens)
         like = jax.ShapeDtypeStruct(pool.shape, pool.dtype)
-        return cls(tuple(projections), adapters, spans, like, tiles, tokens, op.interpret)
+        return cls(tuple(projections), adapters, spans, met, like, tiles, tokens, rows, op.interpret)
 
     def plan(self, parts: Sequence[tuple[int, int]], buffers: int) -> Plan:
         """A kernel that fetches `parts` (first slot, slots) of each projection's units."""
         pairs = zip(self.projections, parts, strict=True)
         made = tuple(Tile.of(p.unit, self.pool, self.tiles.units, *part) for p, part in pairs)
-        return Plan(made, self.tokens, self.tiles, buffers, self.interpret)
+        return Plan(made, self.tokens, self.rows, self.tiles, buffers, self.interpret)
 
     def lists(self, first: jax.Array, turn: jax.Array | int) -> Lists:
         """What goes to scalar memory; `first` is the layer's first pool row."""
         active = self.projections[0].active
         place = jnp.stack([first, jnp.asarray(turn, jnp.int32)])
-        return Lists(self.spans.reshape(-1), active.blocks, active.owners, place)
+        return Lists(self.spans.reshape(-1), self.met.reshape(-1), active.blocks, active.owners, place)
 
     def inputs(self, x: jax.Array, pool: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A kernel's three inputs."""
@@ -310,14 +343,22 @@ def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psu
     return lax.fori_loop(0, functools.reduce(jnp.maximum, turns), turn, [p.base for p in launch.projections])
 
 
-def entry_spans(projections: Sequence[Adapted], adapters: jax.Array, tokens: int) -> jax.Array:
+def product_rows(tokens: int, most: int) -> int:
+    """Rows of one product: a tile's tokens in equal parts of up to `most`, all of them where none is near it."""
+    parts = (n for n in range(most, most // 2 - 1, -1) if tokens % n == 0 and n % SMALLEST == 0)
+    return tokens if tokens <= most else next(parts, tokens)
+
+
+def entry_spans(
+    projections: Sequence[Adapted], adapters: jax.Array, tokens: int, padded_to: int | None = None
+) -> jax.Array:
     """[token tiles, P, 2]: the entries whose owners can be among a token tile's adapters.
 
     A launch holds its sequences one after the other and owners ascend, so a tile's adapters are
     few and their entries lie together.
     """
     ends = jnp.stack([jnp.stack([p.active.start, p.active.stop]) for p in projections])
-    tiles = cdiv(adapters.shape[0], tokens)
+    tiles = cdiv(padded_to or adapters.shape[0], tokens)
     if tiles == 1:
         return ends[None]
     padded = jnp.pad(adapters, (0, tiles * tokens - adapters.shape[0]), constant_values=-1).reshape(tiles, tokens)

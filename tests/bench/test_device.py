@@ -348,7 +348,7 @@ def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.Monke
     result = tune.run(quick=True)
     (tuned,) = result["tiles"]["tuned"].values()
     assert result["chip"] == "cpu" and len(tuned) == 2
-    assert all(set(sizes) == {"tokens", "units"} for sizes in tuned.values())
+    assert all(set(sizes) == {"tokens", "rows", "units"} for sizes in tuned.values())
     assert all(np.isfinite(t) and t > 0 for times in result["times"].values() for t in times.values())
     assert set(result["tiles"]["chips"]) >= {"TPU v5e", "TPU v6e"}
     # Read back from the file that it is written to, with sizes that nothing but this table has.

@@ -22,8 +22,10 @@ from jlora.pallas import cases, reference, tpu_attention
 from jlora.pallas.ops import ActiveBlocks, Adapted
 from jlora.pallas.tiles import Chip, chip_of
 from jlora.pallas.tpu_attention import TpuAttention, sequences
-from jlora.pallas.tpu_lora import TpuLora, entry_spans
+from jlora.pallas.tpu_lora import TpuLora, entry_spans, product_rows
 
+FEW = ((0, 3), (-1, 2), (2, 3), (1, 4))  # tokens of a launch
+MANY = ((0, 20), (-1, 50), (2, 20), (1, 30))  # two tiles, and in the first a product without an adapter
 MODES = {"plain": True, "tpu": pltpu.InterpretParams()}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 ATTENTION = [c for c in cases.SMALL_ATTENTION if c.spec.head_dim == 128]
@@ -101,6 +103,29 @@ def test_lora_of_long_prompts_visits_only_each_tiles_own_adapters():
     assert held == [zero, zero, one, one + two, two]
 
 
+@pytest.mark.parametrize("mode", list(MODES))
+def test_tokens_before_an_invocation_are_not_multiplied(mode: str, chip: Chip):
+    """An activated LoRA from token 100 of 128 on: tiles of 64 tokens, products of 32.
+
+    A base of -0.0 tells: what is added to it, even 0.0, makes it +0.0.
+    """
+    case = replace(of(cases.SMALL_LORA, "float32 gate up, many tokens"), ranks=(16, 16), tokens=((-1, 100), (1, 28)))
+    x, pool, first, projections, adapters = cases.lora_inputs(case)
+    negative = [Adapted(jnp.full_like(p.base, -0.0), p.active, p.unit) for p in projections]
+    for out in run_lora(TpuLora(chip, MODES[mode]), (x, pool, first, negative, adapters)):
+        touched = ~np.signbit(out) | (out != 0)
+        assert not touched[:96].any() and (out[:100] == 0).all()
+        assert touched[96:].all() and (np.abs(out[100:]).max(1) > 0.1).all()
+
+
+@pytest.mark.parametrize(
+    ("tokens", "most", "rows"),
+    [(8, 128, 8), (512, 128, 128), (384, 128, 128), (192, 128, 96), (176, 128, 176), (200, 128, 200), (64, 32, 32)],
+)
+def test_a_tile_is_multiplied_in_equal_parts(tokens: int, most: int, rows: int):
+    assert product_rows(tokens, most) == rows
+
+
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
 def test_attention_equals_the_reference(case: cases.AttentionCase, chip: Chip, monkeypatch: pytest.MonkeyPatch):
     """jax's own reference stands for its kernel, which no interpreter of jax 0.10 to 0.12 runs."""
@@ -132,14 +157,21 @@ def test_prompt_rows_become_sequences_and_their_padding_is_kept_apart():
 
 
 @pytest.mark.parametrize(
-    ("tp", "group", "mode"),
+    ("tp", "group", "mode", "tokens"),
     # The interpreter with TPU semantics calls back from every device: on all four host devices it may wait for ever.
-    [(2, ("q",), "plain"), (4, ("gate", "up"), "plain"), (2, ("q",), "tpu")],
-    ids=["q on 2", "gate and up on 4", "q on 2, TPU semantics"],
+    [
+        (2, ("q",), "plain", FEW),
+        (4, ("gate", "up"), "plain", FEW),
+        (2, ("q",), "tpu", FEW),
+        (2, ("gate", "up"), "plain", MANY),
+    ],
+    ids=["q on 2", "gate and up on 4", "q on 2, TPU semantics", "tiles of several products on 2"],
 )
-def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[str, ...], mode: str, chip: Chip):
+def test_lora_on_several_devices_adds_up_to_the_reference(
+    tp: int, group: tuple[str, ...], mode: str, tokens: tuple[tuple[int, int], ...], chip: Chip
+):
     spec = replace(cases.TINY, kv_heads=4, heads=8, width=1024, mlp=2048, dtype="bfloat16")
-    case = cases.LoraCase("tp", spec, 32, group, (16, 5, 8), ((0, 3), (-1, 2), (2, 3), (1, 4)), tp)
+    case = cases.LoraCase("tp", spec, 32, group, (16, 5, 8), tokens, tp)
     per_shard = [cases.lora_inputs(case, seed) for seed in range(tp)]
     _, _, first, projections, adapters = per_shard[0]
     lists: list[ActiveBlocks] = [p.active for p in projections]
