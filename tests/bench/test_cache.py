@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jlora.bench import cache, growth, steps
+from jlora.bench import cache, growth, machine, steps
 from jlora.bench.__main__ import main
 from jlora.bench.grove import Grove, Shape
 from jlora.bench.steps import StepLoad
@@ -46,6 +46,7 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
         done.append(what)
         return kind(what, count)
 
+    monkeypatch.setattr(machine, "pace_us", lambda: 1.0)
     monkeypatch.setattr(cache, "_apart", measure)
     with pytest.raises(KeyboardInterrupt):
         cache.run(cache.QUICK, tmp_path)
@@ -53,6 +54,27 @@ def test_an_interrupted_run_goes_on_where_it_stopped(tmp_path: Path, monkeypatch
     result = cache.run(cache.QUICK, tmp_path)
     assert done == [*cache.QUICK.shapes, *cache.QUICK.loads], "everything was measured once"
     assert len(result["trees"]) == len(cache.QUICK.shapes) and len(result["loads"]) == len(cache.QUICK.loads)
+
+
+def test_what_met_a_slow_machine_is_measured_again_and_the_fastest_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The second tree meets a machine half as fast, twice; the first load always."""
+    real, tree, load = cache._apart, cache.QUICK.shapes[1], cache.QUICK.loads[0]
+    rows, tried = {}, []
+
+    def measure(kind, what, count) -> dict:
+        tried.append(what)
+        row = rows[what] if what in rows else rows.setdefault(what, real(kind, what, count))
+        slow = what == load or (what == tree and tried.count(what) < 3)
+        return {**row, "pace_us": 2000.0 if slow else 1000.0 + tried.count(what)}
+
+    monkeypatch.setattr(cache, "_apart", measure)
+    result = cache.run(cache.QUICK, tmp_path)
+    assert tried.count(tree) == 3 and tried.count(load) == 1 + cache.AGAIN
+    assert len(tried) == len(cache.QUICK.shapes) + len(cache.QUICK.loads) + 2 + cache.AGAIN
+    assert result["trees"][1]["pace"] == pytest.approx(1003 / 1001)
+    assert [round(r["pace"], 2) for r in result["loads"]] == [2.0, 1.0, 1.0]
 
 
 def test_the_page_has_the_tables_and_says_where_a_target_is_missed(results: Path):
