@@ -16,7 +16,8 @@ timed in between, Python's garbage collector on, as in the server:
 `steps` does the same for the scheduler. No jax and no device anywhere.
 
 A machine with neighbours is not always equally fast. So a fixed piece of Python is timed before and
-after each measurement, and those taken while it was slow are taken again at the end of the run.
+after each measurement, in the process that starts them, and those taken while it was slow are taken
+again at the end of the run.
 """
 
 from __future__ import annotations
@@ -87,19 +88,20 @@ def run(growth: Growth, work: Path) -> dict[str, Any]:
     Args:
         work: where finished measurements are kept, so that an interrupted run goes on.
     """
-    journal = Journal(work / "cache.jsonl", {**asdict(growth), "again": AGAIN})
+    journal = Journal(work / "cache.jsonl", {**asdict(growth), "slow": SLOW, "again": AGAIN})
     todo = [(tree, shape, growth.samples) for shape in growth.shapes]
     todo += [(step, load, growth.steps) for load in growth.loads]
     for passed in range(AGAIN + 1):
         cases = _left(journal, len(todo), passed)
         for case in tqdm(cases, desc="cache, again" if passed else "cache", unit="case", disable=not cases):
-            journal.add({"case": case, "row": _apart(*todo[case])})
+            pace, row = machine.pace_us(), _apart(*todo[case])
+            journal.add({"case": case, "row": row | {"pace_us": max(pace, machine.pace_us())}})
     rows = _fastest(journal, len(todo))
     trees, loads = rows[: len(growth.shapes)], rows[len(growth.shapes) :]
     plain = [row for row in loads if not row["queued"] and row["registered"] == loads[0]["registered"]]
     slope, fixed = np.polyfit([r["running"] for r in plain], [r["step"]["median_us"] for r in plain], 1)
     return {
-        "settings": {"samples": growth.samples, "steps": growth.steps},
+        "settings": {"samples": growth.samples, "steps": growth.steps, "slow": SLOW, "again": AGAIN},
         "trees": trees,
         "loads": loads,
         "summary": {"fixed_us": fixed, "per_sequence_us": slope, "targets": targets(trees, loads)},
@@ -128,9 +130,8 @@ def tree(shape: Shape, samples: int) -> dict[str, Any]:
     grove = Grove(shape)
     grove.grow()
     seconds, grown = time.perf_counter() - start, machine.resident_bytes()
-    nodes, pace = grove.nodes, machine.pace_us()
+    nodes = grove.nodes
     times = operations(grove, samples)
-    pace = max(pace, machine.pace_us())
     start = time.perf_counter()
     gc.collect()
     return {
@@ -140,16 +141,13 @@ def tree(shape: Shape, samples: int) -> dict[str, Any]:
         "grown_s": seconds,
         "bytes_per_node": (grown - before) / nodes if grown else None,
         "full_collection_s": time.perf_counter() - start,
-        "pace_us": pace,
         "operations": {name: spread(ns) for name, ns in times.taken.items()},
     }
 
 
 def step(load: StepLoad, count: int) -> dict[str, Any]:
     """Times `count` steps of the scheduler under one load."""
-    pace = machine.pace_us()
-    taken = steps.measure(load, count)
-    return {**asdict(load), "step": spread(taken), "pace_us": max(pace, machine.pace_us())}
+    return {**asdict(load), "step": spread(steps.measure(load, count))}
 
 
 def spread(nanoseconds: Sequence[int]) -> dict[str, float]:

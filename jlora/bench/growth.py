@@ -21,8 +21,9 @@ def section(record: Mapping[str, Any]) -> str:
         "Microseconds of the thread's own time, median (99th percentile), Python's garbage collector on. "
         "Trees are grown by conversations through the real manager, each in a fresh process; "
         "one node is one block. Nothing here touches a device. *Machine*: how long a fixed piece of Python took "
-        "beside the measurement, over the least in this run; rows above 1.15 were taken again at the end, up to "
-        "three times, and the one with the fastest machine is shown.\n",
+        "before or after the measurement (the longer), over the least in this run. What was measured above "
+        f"{record['settings']['slow']} was measured again at the end, up to {record['settings']['again']} times; the "
+        "tables and the targets have the time with the fastest machine.\n",
         _table(
             ["target", "worst case", "limit", "met"],
             [

@@ -60,7 +60,7 @@ def threads() -> int:
 def pace_us() -> float:
     """Microseconds of this thread for a fixed piece of Python over scattered objects, the best of seven.
 
-    How fast the machine is just now: neighbours on the same processor make it up to twice as slow.
+    How fast the machine is just now: neighbours on the same processor slow it down, for minutes at a time.
     """
     names = [f"name {i}" for i in range(1 << 15)]
     known = {name: i for i, name in enumerate(names)}

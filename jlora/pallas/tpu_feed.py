@@ -135,18 +135,17 @@ class Feed:
         """Calls `product` with every run of rows, of a token tile's `tokens`, that has one of a tile's adapters."""
         first = self.start + turn * self.tile.blocks
         stop = first + self.count(turn)
+        whole = tokens == self.cut.rows
 
         def run(i: Any, _: None) -> None:
             at = self.cut.first + i * self.cut.stride
 
-            @pl.when((self.lists.met[at] < stop) & (self.lists.met[at + 1] > first))
+            @pl.when(jnp.maximum(self.lists.met[at], first) < jnp.minimum(self.lists.met[at + 1], stop))
             def _() -> None:
-                product(pl.ds(pl.multiple_of(i * self.cut.rows, self.cut.rows), self.cut.rows))
+                start = 0 if whole else pl.multiple_of(i * self.cut.rows, self.cut.rows)
+                product(pl.ds(start, self.cut.rows))
 
-        if tokens == self.cut.rows:
-            product(pl.ds(0, tokens))
-        else:
-            lax.fori_loop(0, tokens // self.cut.rows, run, None)
+        lax.fori_loop(0, 1 if whole else tokens // self.cut.rows, run, None)
 
     def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
         """32-bit row `window` + `at` of every unit of a tile: [units, 128].

@@ -197,6 +197,13 @@ def test_lora_on_several_devices_adds_up_to_the_reference(
     want = [np.asarray(o, np.float32) for o in on_mesh(reference.lora)(*values)]
     close(got, want, "bfloat16")
     assert max(np.abs(a - np.asarray(b, np.float32)).max() for a, b in zip(got, bases, strict=True)) > 0.1
+    # A product without an adapter is left out: whatever is added to -0.0 makes it 0.0.
+    owned = np.pad(np.asarray(adapters), (0, -len(adapters) % 32), constant_values=-1).reshape(-1, 32) >= 0
+    idle = np.repeat(~owned.any(1), 32)[: len(adapters)]
+    assert idle.any() == (tokens is MANY)
+    negative = [jnp.full_like(base, -0.0) for base in bases]
+    for out in on_mesh(TpuLora(chip, MODES[mode]))(xs, pools, negative, lists, adapters):
+        assert np.signbit(np.asarray(out, np.float32)[:, idle]).all()
 
 
 def _with_blocks_of(case: cases.LoraCase, seed: int, named: tuple[Any, ...]) -> jax.Array:
