@@ -15,9 +15,9 @@ timed in between, Python's garbage collector on, as in the server:
 
 `steps` does the same for the scheduler. No jax and no device anywhere.
 
-A machine with neighbours is not always equally fast. So a fixed piece of Python is timed before and
-after each measurement, in the process that starts them, and those taken while it was slow are taken
-again at the end of the run.
+Neighbours on the same processor slow a machine down, some seconds or some minutes at a time, and
+nothing makes it faster. So everything is measured in rounds, one after the other, and each operation
+is taken from the round with its lowest median; the record has all of them.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ import gc
 import math
 import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -45,18 +46,17 @@ T = TypeVar("T")
 
 # What R7 asks for: microseconds; bytes; microseconds of a step, fixed and per running request.
 MATCH_US, DECIDE_US, NODE_BYTES, STEP_US, SEQUENCE_US = 500.0, 5000.0, 600.0, 200.0, 3.0
-# A measurement is taken again, some times, where the fixed piece of Python took so much longer than in the best.
-SLOW, AGAIN = 1.15, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """What is measured: the trees, samples of each, and the scheduler's loads with their steps."""
+    """What is measured: the trees, samples of each, the scheduler's loads with their steps, and how often."""
 
     shapes: tuple[Shape, ...]
     samples: int
     loads: tuple[StepLoad, ...]
     steps: int
+    rounds: int
 
 
 FULL = Growth(
@@ -73,12 +73,14 @@ FULL = Growth(
     + tuple(StepLoad(64, 0, registered) for registered in (100, 2_000))
     + (StepLoad(256, 10_000, 2_000),),
     steps=500,
+    rounds=2,
 )
 QUICK = Growth(
     shapes=(Shape(1_500, 10), Shape(1_500, 10, "fastlibra"), Shape(3_000, 10), Shape(3_000, 10, "fastlibra")),
     samples=12,
     loads=(StepLoad(2, 0, 4), StepLoad(8, 0, 4), StepLoad(8, 20, 4)),
     steps=20,
+    rounds=2,
 )
 
 
@@ -88,40 +90,38 @@ def run(growth: Growth, work: Path) -> dict[str, Any]:
     Args:
         work: where finished measurements are kept, so that an interrupted run goes on.
     """
-    journal = Journal(work / "cache.jsonl", {**asdict(growth), "slow": SLOW, "again": AGAIN})
+    journal = Journal(work / "cache.jsonl", asdict(growth))
     todo = [(tree, shape, growth.samples) for shape in growth.shapes]
     todo += [(step, load, growth.steps) for load in growth.loads]
-    for passed in range(AGAIN + 1):
-        cases = _left(journal, len(todo), passed)
-        for case in tqdm(cases, desc="cache, again" if passed else "cache", unit="case", disable=not cases):
-            pace, row = machine.pace_us(), _apart(*todo[case])
-            journal.add({"case": case, "row": row | {"pace_us": max(pace, machine.pace_us())}})
-    rows = _fastest(journal, len(todo))
+    done = Counter(finished["case"] for finished in journal.rounds)
+    left = [case for round_ in range(growth.rounds) for case in range(len(todo)) if done[case] <= round_]
+    for case in tqdm(left, desc="cache", unit="case"):
+        journal.add({"case": case, "row": _apart(*todo[case])})
+    rows = [_fastest([r["row"] for r in journal.rounds if r["case"] == case]) for case in range(len(todo))]
     trees, loads = rows[: len(growth.shapes)], rows[len(growth.shapes) :]
     plain = [row for row in loads if not row["queued"] and row["registered"] == loads[0]["registered"]]
     slope, fixed = np.polyfit([r["running"] for r in plain], [r["step"]["median_us"] for r in plain], 1)
     return {
-        "settings": {"samples": growth.samples, "steps": growth.steps, "slow": SLOW, "again": AGAIN},
+        "settings": {"samples": growth.samples, "steps": growth.steps, "rounds": growth.rounds},
         "trees": trees,
         "loads": loads,
+        "rounds": journal.rounds,
         "summary": {"fixed_us": fixed, "per_sequence_us": slope, "targets": targets(trees, loads)},
     }
 
 
-def _left(journal: Journal, cases: int, passed: int) -> list[int]:
-    """Which cases a pass measures: at first those that were not, later those that always met a slow machine."""
-    paces = [[r["row"]["pace_us"] for r in journal.rounds if r["case"] == case] for case in range(cases)]
-    if not passed:
-        return [case for case, taken in enumerate(paces) if not taken]
-    best = min(map(min, paces))
-    return [case for case, taken in enumerate(paces) if len(taken) <= passed and min(taken) > SLOW * best]
+def _fastest(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One row of a case's rounds: each operation from the round where its median is lowest."""
+    best = dict(rows[0])
+    if "step" in best:
+        return best | {"step": min((row["step"] for row in rows), key=_median)}
+    names = best["operations"]
+    best["full_collection_s"] = min(row["full_collection_s"] for row in rows)
+    return best | {"operations": {n: min((row["operations"][n] for row in rows), key=_median) for n in names}}
 
 
-def _fastest(journal: Journal, cases: int) -> list[dict[str, Any]]:
-    """Each case's row of when the machine was fastest; `pace` is its pace over the best of all."""
-    rows = [min((r["row"] for r in journal.rounds if r["case"] == c), key=lambda r: r["pace_us"]) for c in range(cases)]
-    best = min(row["pace_us"] for row in rows)
-    return [{**row, "pace": row["pace_us"] / best} for row in rows]
+def _median(spread: dict[str, float]) -> float:
+    return spread["median_us"]
 
 
 def tree(shape: Shape, samples: int) -> dict[str, Any]:

@@ -20,10 +20,9 @@ def section(record: Mapping[str, Any]) -> str:
         f"![cost growth]({FIGURE})\n",
         "Microseconds of the thread's own time, median (99th percentile), Python's garbage collector on. "
         "Trees are grown by conversations through the real manager, each in a fresh process; "
-        "one node is one block. Nothing here touches a device. *Machine*: how long a fixed piece of Python took "
-        "before or after the measurement (the longer), over the least in this run. What was measured above "
-        f"{record['settings']['slow']} was measured again at the end, up to {record['settings']['again']} times; the "
-        "tables and the targets have the time with the fastest machine.\n",
+        "one node is one block. Nothing here touches a device. "
+        f"{record['settings']['rounds']} rounds, one after the other; each operation is from the round where its "
+        "median is lowest, since neighbours on the processor slow some of them down.\n",
         _table(
             ["target", "worst case", "limit", "met"],
             [
@@ -40,18 +39,14 @@ def section(record: Mapping[str, Any]) -> str:
                 *trees[0]["operations"],
                 "bytes per node",
                 "full gc, ms",
-                "machine",
             ],
             [_tree(row) for row in trees],
         ),
         f"Scheduler, `plan` and `commit` of one decode step: {summary['fixed_us']:.0f} µs + "
         f"{summary['per_sequence_us']:.2f} µs per running request.\n",
         _table(
-            ["running", "queued", "registered", "µs per step", "machine"],
-            [
-                [*(str(r[key]) for key in ("running", "queued", "registered")), _cell(r["step"]), f"{r['pace']:.2f}"]
-                for r in loads
-            ],
+            ["running", "queued", "registered", "µs per step"],
+            [[str(r["running"]), str(r["queued"]), str(r["registered"]), _cell(r["step"])] for r in loads],
         ),
     ]
     return "\n".join(lines)
@@ -130,7 +125,7 @@ def _tree(row: Row) -> list[str]:
     memory = f"{row['bytes_per_node']:.0f}" if row["bytes_per_node"] else ""
     collection = f"{row['full_collection_s'] * 1e3:.0f}"
     what = [row["policy"], str(row["block_tokens"]), f"{row['kv_nodes']:,}", str(row["adapters"])]
-    return [*what, *map(_cell, row["operations"].values()), memory, collection, f"{row['pace']:.2f}"]
+    return [*what, *map(_cell, row["operations"].values()), memory, collection]
 
 
 def _cell(spread: Mapping[str, float]) -> str:

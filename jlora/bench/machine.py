@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
-import random
 import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -55,22 +53,6 @@ def _git(root: Path, *words: str) -> str:
 def threads() -> int:
     """Cores that this process may use; both sides of a comparison get as many threads."""
     return len(os.sched_getaffinity(0))
-
-
-def pace_us() -> float:
-    """Microseconds of this thread for a fixed piece of Python over scattered objects, the best of seven.
-
-    How fast the machine is just now: neighbours on the same processor slow it down, for minutes at a time.
-    """
-    names = [f"name {i}" for i in range(1 << 15)]
-    known = {name: i for i, name in enumerate(names)}
-    random.Random(0).shuffle(names)
-    taken = []
-    for _ in range(7):
-        start = time.thread_time_ns()
-        sum(known[name] for name in names)
-        taken.append(time.thread_time_ns() - start)
-    return min(taken) / 1e3
 
 
 def _processor() -> str:
