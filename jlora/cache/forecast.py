@@ -32,6 +32,12 @@ class Forecast:
         now = self._cells.clock()
         return sum(self._left_s(copy, now) for copy in self._cells.traffic.arriving if copy.demand or copy.started)
 
+    @property
+    def queued_s(self) -> float:
+        """How long the link will be busy with all that is on its way, prefetches too."""
+        now = self._cells.clock()
+        return sum(self._left_s(copy, now) for copy in self._cells.traffic.arriving)
+
     def worth_copying(self, path: list[Node]) -> list[Node]:
         """The path up to the first block on the host, if copying the rest takes far longer than computing it."""
         missing = [i for i, node in enumerate(path) if not node.device]

@@ -24,8 +24,9 @@ from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
 
 log = logging.getLogger(__name__)
 
-# Hints may have copies of at most this share of the device under way.
-HINT_SHARE = 0.25
+# Hints may have copies of at most this share of the device under way, and start none while the link
+# has more than so many seconds to do: what they bring late holds up what requests wait for.
+HINT_SHARE, HINT_S = 0.25, 0.1
 
 
 class CacheManager:
@@ -195,7 +196,8 @@ class CacheManager:
         path = self.tree.match(origin, tokens, len(tokens) - 1) if self.prefix_reuse else []
         missing = [node for node in path if not node.device]
         need = 0 if adapter.device else adapter.size
-        if cells.traffic.backlog["in"] + need + len(missing) > HINT_SHARE * self.total:
+        much = cells.traffic.backlog["in"] + need + len(missing) > HINT_SHARE * self.total
+        if much or self.forecast.queued_s > HINT_S:
             return _coming(adapter, path)
         for node in (adapter, *path):  # what the hint names is no victim of the room it needs
             cells.lock(node)

@@ -170,6 +170,16 @@ def test_hints_take_a_bounded_share_and_never_what_is_in_use():
     assert cache.manager.hint(Origin(small), A) == 2
 
 
+def test_a_hint_starts_nothing_while_the_link_is_behind():
+    """What it brings late holds up what requests wait for."""
+    cache = Cache(device=2000, host=2000)
+    large, small = cache.adapter(1, 300), cache.adapter(2, 2)  # 300 ms, 2 ms
+    assert cache.manager.hint(Origin(large), A) == 300
+    assert cache.manager.hint(Origin(small), A) == 0 and len(cache.copies()) == 1
+    cache.land()
+    assert cache.manager.hint(Origin(small), A) == 2
+
+
 def test_a_pinned_adapter_is_no_victim():
     cache = Cache(device=6)
     adapter = cache.adapter(1, 3)
