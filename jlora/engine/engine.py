@@ -285,7 +285,7 @@ class Engine:
         return [record.info(now) for record in self._registry.all()]
 
     def prefetch(self, request: Request) -> PrefetchResult:
-        """A hint: starts the copies the request would need, over idle blocks only; says what is there."""
+        """A hint: starts the copies the request would need, over idle blocks and an idle link; says what is there."""
         origin = self._origin(request)[1]
         resident = origin.adapter.ready
         cached = self._manager.cached_tokens(origin, request.prompt)

@@ -84,7 +84,7 @@ class InferenceServicer:
 
     def Prefetch(self, request, context):
         """A hint that this request may come soon: brings its adapter and cached prefix to the device if
-        there is room. Generates nothing.
+        there is room and the link has little else to do. Generates nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
