@@ -49,6 +49,7 @@ def engine_request(
         adapter=adapter,
         priority=message.priority,
         bypass_prefix_cache=message.bypass_prefix_cache,
+        tenant=message.tenant,
         deadline=deadline,
     )
 

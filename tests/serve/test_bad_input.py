@@ -87,6 +87,7 @@ BAD = {
     "stop": [[""], ["x" * 1025], ["x"] * 17],
     "logit_bias": [{-1: 1.0}, {VOCAB: 1.0}, {5: 100.1}, {5: math.nan}, {5: -math.inf}, {t: 1.0 for t in range(1025)}],
     "request_id": ["x" * 257, "a b", "é", "a\nb"],
+    "tenant": ["x" * 257, HUGE],
     "model": ["x" * 129, "base:" + "x" * 129, "base:", HUGE],
 }
 
@@ -123,6 +124,7 @@ GOOD = {
     "priority": [-INT32 - 1, INT32],
     "request_id": ["x" * 256, "!~"],
     "bypass_prefix_cache": [True],
+    "tenant": ["x" * 256, "Zoë & Söhne"],
 }
 
 

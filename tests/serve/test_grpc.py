@@ -304,6 +304,10 @@ def test_prefix_cache_is_used_bypassed_and_flushed(served: Served):
     assert ids(first) == ids(again) == ids(bypassed)
     assert again.usage.cached_tokens == hint.cached_tokens == 96 and hint.adapter_resident  # whole blocks of 16
     assert (first.usage.cached_tokens, bypassed.usage.cached_tokens) == (0, 0)
+    for tenant, cached in (("a", 0), ("b", 0), ("a", 96)):  # nobody sees what another tenant asked
+        assert served.inference.Prefetch(request(prompt, tenant=tenant)).cached_tokens == cached
+        answer = served.generate(request(prompt, tenant=tenant))
+        assert (ids(answer), answer.usage.cached_tokens) == (ids(first), cached)
     assert cache(served).hbm.history_kv > 0
     assert served.control.FlushCache(pb.FlushCacheRequest()).blocks > 0
     assert cache(served).hbm.history_kv == 0
