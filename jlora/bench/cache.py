@@ -73,7 +73,7 @@ FULL = Growth(
     + tuple(StepLoad(64, 0, registered) for registered in (100, 2_000))
     + (StepLoad(256, 10_000, 2_000),),
     steps=500,
-    rounds=3,
+    rounds=2,
 )
 QUICK = Growth(
     shapes=(Shape(1_500, 10), Shape(1_500, 10, "fastlibra"), Shape(3_000, 10), Shape(3_000, 10, "fastlibra")),
