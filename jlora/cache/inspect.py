@@ -111,7 +111,7 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     assert len(node.device) in (0, node.size) and len(node.host) in (0, node.size), "a node is there in part"
     assert not node.coming or (node.device and node.on_host), "a copy comes from nowhere"
     assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
-    assert node.wanted >= 0
+    assert node.wanted == manager.cells.queued.count(node), "places in the queue are miscounted"
     departing = manager.cells.departing
     staying = sum(bool(child.device) and child not in departing for child in node.dependents())
     assert node.resident == staying, "dependents on the device are miscounted"

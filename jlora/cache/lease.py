@@ -45,10 +45,12 @@ class Want:
 
     Attributes:
         nodes: the adapter, and the last nodes of its prefix that are on the device and on the host.
+        place: in the order of service, smaller ones sooner.
     """
 
     adapter: AdapterNode
     nodes: tuple[Node, ...]
+    place: int
 
 
 @dataclass(frozen=True, slots=True)

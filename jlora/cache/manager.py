@@ -12,6 +12,7 @@ Nothing here touches a device. Copies to make are handed out by `take_copies` an
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.blocks import Tier
@@ -127,7 +128,7 @@ class CacheManager:
             Its node, with `host` blocks to fill; None if the host tier has no room for it.
         """
         cells = self.cells
-        if not cells.make_host_room(size, worth=float("inf")):
+        if not cells.make_host_room(size, worth=math.inf):
             return None
         node = AdapterNode(uid, size)
         node.host = cells.host.take(ADAPTER, size)
@@ -167,8 +168,8 @@ class CacheManager:
 
     # -- the queue ----------------------------------------------------------------------------
 
-    def expect(self, origin: Origin, tokens: Sequence[int], reuse: bool) -> Want:
-        """A queued sequence will need this adapter version and this prefix."""
+    def expect(self, origin: Origin, tokens: Sequence[int], reuse: bool, place: int) -> Want:
+        """The queued sequence at this place of the order of service will need this adapter version and prefix."""
         adapter = origin.adapter
         assert self.adapters.get(adapter.uid) is adapter, "a sequence is queued for an adapter version that is gone"
         nodes: list[Node] = [adapter]
@@ -177,13 +178,14 @@ class CacheManager:
             resident = [node for node in path if node.device]
             nodes += dict.fromkeys((*resident[-1:], *path[-1:]))  # what is above them is kept by them
         for node in nodes:
-            self.cells.want(node)
-        return Want(adapter, tuple(nodes))
+            self.cells.want(node, place)
+        return Want(adapter, tuple(nodes), place)
 
     def unexpect(self, want: Want) -> None:
         """The queued sequence runs or is gone."""
+        self.cells.queued.served = want.place
         for node in want.nodes:
-            self.cells.unwant(node)
+            self.cells.unwant(node, want.place)
         self._leave_if_idle(want.adapter)
         self._bury_if_unused(want.adapter)
 
@@ -214,7 +216,13 @@ class CacheManager:
     # -- leases -----------------------------------------------------------------------------
 
     def acquire(
-        self, origin: Origin, tokens: Sequence[int], reuse: bool, headroom: int, again: bool = False
+        self,
+        origin: Origin,
+        tokens: Sequence[int],
+        reuse: bool,
+        headroom: int,
+        again: bool = False,
+        spare_s: float = math.inf,
     ) -> Lease | None:
         """A lease for a sequence whose known tokens are `tokens`; None if there is no room now.
 
@@ -222,6 +230,7 @@ class CacheManager:
             reuse: whether it may read from and publish into the tree.
             headroom: blocks that must stay available beside it.
             again: the sequence had a lease before: what it finds now is no hit.
+            spare_s: what leaves for it although the queue needs it may take so many seconds to load.
         """
         adapter, cells = origin.adapter, self.cells
         assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
@@ -235,7 +244,8 @@ class CacheManager:
             cells.lock(node)
         missing = sum(not node.device for node in lease.path)
         own = self._blocks_for(len(tokens)) - len(lease.path)
-        if not cells.make_room(0 if adapter.device else adapter.size, missing + own + headroom):
+        room = cells.make_room(0 if adapter.device else adapter.size, missing + own + headroom, spare_s=spare_s)
+        if not room:
             epoch = cells.epoch
             self._unlock(lease, used=False)
             cells.epoch = epoch  # a refusal gives nobody a chance

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from jlora.cache.blocks import Tier
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
+from jlora.cache.queued import Queued
 from jlora.cache.transfer import Copy, Traffic
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode, Tree
 
@@ -61,15 +62,15 @@ class Residency:
     epoch: int = 0  # grows whenever something that was refused may now be granted
     departing: set[Node] = field(default_factory=set)  # written out to leave (policies that write back)
     bare: int = 0  # idle KV blocks on the device that have no copy on the host
+    queued: Queued = field(init=False)
     _victims: tuple[Order, Order] = field(init=False)
-    _wanted: tuple[Order, Order] = field(init=False)
     _roots: tuple[Order, Order] = field(init=False)
     _drops: tuple[Order, Order] = field(init=False)
     _doubles: tuple[Order, Order] = field(init=False)
 
     def __post_init__(self) -> None:
         self._victims = (Order(self.evictable), Order(self.evictable))
-        self._wanted = (Order(self.evictable), Order(self.evictable))
+        self.queued = Queued(self.evictable, self.policy.meter)
         self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
         self._drops = (Order(_droppable), Order(_droppable))
         self._doubles = (Order(_is_double, sign=-1), Order(_is_double, sign=-1))
@@ -113,16 +114,16 @@ class Residency:
         self.offer(node)
         self.epoch += 1
 
-    def want(self, node: Node) -> None:
-        """A queued sequence will need the node: others leave before it."""
+    def want(self, node: Node, place: int) -> None:
+        """The queued sequence at this place will need the node: others leave before it."""
         node.wanted += 1
-        if node.wanted == 1:
+        if self.queued.add(node, place):
             self.offer(node)
 
-    def unwant(self, node: Node) -> None:
+    def unwant(self, node: Node, place: int) -> None:
         """The queued sequence runs or is gone."""
         node.wanted -= 1
-        if not node.wanted:
+        if self.queued.remove(node, place):
             self.offer(node)
 
     def pin(self, node: AdapterNode, pinned: bool) -> None:
@@ -135,7 +136,7 @@ class Residency:
 
     # -- room -----------------------------------------------------------------------------------
 
-    def make_room(self, adapter: int = 0, kv: int = 0, gently: bool = False) -> bool:
+    def make_room(self, adapter: int = 0, kv: int = 0, gently: bool = False, spare_s: float = math.inf) -> bool:
         """Evicts the least valuable candidates until so many blocks of each kind can be taken.
 
         Evicts nothing if that could not be enough: history is not lost for a request that waits
@@ -143,10 +144,12 @@ class Residency:
 
         Args:
             gently: touch nothing that the queue needs or that would be lost.
+            spare_s: of what the queue needs, evict no more than can be loaded in so many seconds. What has been
+                evicted by then is gone: who asks again finds less missing.
         """
         if not self.obtainable(adapter, kv):
             return False
-        return all([self._free(kind, count, gently) for kind, count in self.device.missing(adapter, kv)])
+        return all([self._free(kind, count, gently, spare_s) for kind, count in self.device.missing(adapter, kv)])
 
     def obtainable(self, adapter: int, kv: int) -> bool:
         """Whether so many blocks of each kind are free, idle or about to be free."""
@@ -166,7 +169,7 @@ class Residency:
             known: values at this moment, kept from one question to the next.
         """
         found = self._cheapest(self._victims, kind, known)
-        return self._cheapest(self._wanted, kind, known) if found is None and needed else found
+        return self.queued.worst(kind) if found is None and needed else found
 
     def evict(self, node: Node) -> None:
         """Forgets a candidate's device blocks; without a copy on the host its data is gone."""
@@ -309,8 +312,11 @@ class Residency:
             return
         if node.device:
             if self.evictable(node):
-                heap, key = self.policy.key(node)
-                (self._wanted if node.wanted else self._victims)[heap].push(node, key)
+                if node.wanted:
+                    self.queued.push(node)
+                else:
+                    heap, key = self.policy.key(node)
+                    self._victims[heap].push(node, key)
             if _is_double(node):
                 heap, key = self.policy.key(node)
                 self._doubles[heap].push(node, key)
@@ -359,8 +365,8 @@ class Residency:
             "copy %s %s: %d blocks, demand=%s", copy.direction, _name(copy.nodes[0]), len(copy.source), copy.demand
         )
 
-    def _free(self, kind: int | None, count: int, gently: bool) -> bool:
-        """Evicts `count` blocks of a kind; False if some of them come free only when a copy has landed."""
+    def _free(self, kind: int | None, count: int, gently: bool, spare_s: float) -> bool:
+        """Evicts `count` blocks of a kind; False if that costs too much, or some come free only with a copy."""
         if count <= 0:
             return True
         waits = self.leaving(kind) > 0
@@ -371,6 +377,10 @@ class Residency:
             node = self.worst(kind, not gently, known)
             if node is None or (gently and not node.host):  # what is idle hangs above a copy, or is needed
                 break
+            if node.wanted:
+                spare_s -= self.queued.load_s(node)
+                if spare_s < 0:
+                    break
             count -= len(node.device)
             if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), self.value(node)):
                 self._reserve(node, leave=True)

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Collection, Generator
 from dataclasses import replace
@@ -29,7 +30,9 @@ from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
+FEW = 16  # a batch with less than this part of its slots in use is worth filling, whatever it costs
 LOOKAHEAD = 32  # waiting sequences that admission looks past, at most
+ORDER_BITS = 40  # of a place; arrivals are far fewer
 AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
 
 
@@ -50,7 +53,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of service
         self.loading: list[Sequence] = []  # hold a lease whose copies have not landed, or want for a slot
         self.preemptions = 0
-        self._waiting: list[tuple[tuple[int, int], Sequence]] = []  # heap; finished ones are skipped
+        self._waiting: list[tuple[int, Sequence]] = []  # heap; finished ones are skipped
         self._queued = 0
         self._requests: dict[str, list[Sequence]] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
@@ -229,7 +232,7 @@ class Scheduler:
                 return True
             if self.manager.leaving:  # room comes when what is being written out has landed
                 return False
-            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=_rank)
+            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=_place)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -248,7 +251,7 @@ class Scheduler:
 
     def _board(self, now: float) -> None:
         """Sequences whose copies have landed take their slots, in order of service."""
-        for sequence in sorted(self.loading, key=_rank):
+        for sequence in sorted(self.loading, key=_place):
             if self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
@@ -298,7 +301,7 @@ class Scheduler:
         sequence.slot = self._slots.pop()
         sequence.set_up = False
         self.running.append(sequence)
-        self.running.sort(key=_rank)
+        self.running.sort(key=_place)
         return True
 
     def _admit(self, now: float) -> Generator[Sequence, None, None]:
@@ -308,10 +311,10 @@ class Scheduler:
         holds no blocks, and so does one behind it whose prefix would be copied: it has the older claim to
         the link. Those that need no copy go ahead, as far as they leave room for the first that stays.
         """
-        skipped: list[tuple[tuple[int, int], Sequence]] = []
+        skipped: list[tuple[int, Sequence]] = []
         held: list[Sequence] = []
         passed = 0
-        behind = self._behind()
+        behind = self._spare_s() < 0
         try:
             while self._waiting and len(held) + passed < LOOKAHEAD:
                 entry = heapq.heappop(self._waiting)
@@ -325,7 +328,7 @@ class Scheduler:
                     held.append(sequence)
                 elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
                     yield sequence
-                    behind = self._behind()
+                    behind = self._spare_s() < 0
                 else:
                     skipped.append(entry)
                     if not self.manager.lacks_share(sequence.adapter):
@@ -335,10 +338,14 @@ class Scheduler:
             for entry in skipped:
                 heapq.heappush(self._waiting, entry)
 
-    def _behind(self) -> bool:
-        """Whether the link has enough to do until there is another plan, and some; or as many wait as can run."""
-        crowded = len(self.loading) >= self.config.max_seqs
-        return crowded or self.manager.forecast.wait_s > max(AHEAD_S, self._pace)
+    def _spare_s(self) -> float:
+        """Seconds of copies that the link takes before it has enough to do until there is another plan, and some.
+
+        Below 0 it is behind; none are left when as many wait as can run.
+        """
+        if len(self.loading) >= self.config.max_seqs:
+            return -math.inf
+        return max(AHEAD_S, self._pace) - self.manager.forecast.wait_s
 
     def _needs_link(self, sequence: Sequence, others: bool) -> bool:
         """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
@@ -362,12 +369,18 @@ class Scheduler:
         return sequence.in_flight > 0 or (behind and self.manager.prefix_reuse and sequence.reuses)
 
     def _lease(self, sequence: Sequence, now: float) -> bool:
-        """Whether the cache grants the sequence what it needs; asks again only after something changed."""
+        """Whether the cache grants the sequence what it needs; asks again only after something changed.
+
+        What the queue needs may leave for it as far as the link can bring that back, or if few run: then
+        a step more in the batch is worth any copy.
+        """
         if sequence.refused == self.manager.epoch:
             return False
+        few = len(self.running) < max(1, self.config.max_seqs // FEW)
+        spare_s = math.inf if few else self._spare_s()
         headroom = min(len(self.running), self.manager.total // 16)
         again = sequence.admitted > 0
-        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again)
+        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again, spare_s)
         if lease is None:
             sequence.refused = self.manager.epoch
             return False
@@ -405,9 +418,9 @@ class Scheduler:
 
     def _enqueue(self, sequence: Sequence) -> None:
         self._queued += 1
-        sequence.want = self.manager.expect(sequence.origin, sequence.tokens, sequence.reuses)
+        sequence.want = self.manager.expect(sequence.origin, sequence.tokens, sequence.reuses, _place(sequence))
         sequence.refused = -1
-        heapq.heappush(self._waiting, (_rank(sequence), sequence))
+        heapq.heappush(self._waiting, (_place(sequence), sequence))
 
     def _dequeued(self, sequence: Sequence) -> None:
         self._queued -= 1
@@ -454,9 +467,9 @@ class Scheduler:
         )
 
 
-def _rank(sequence: Sequence) -> tuple[int, int]:
-    """Order of service: higher priority first, then arrival."""
-    return -sequence.request.priority, sequence.order
+def _place(sequence: Sequence) -> int:
+    """Its place in the order of service: higher priority first, then arrival."""
+    return sequence.order - (sequence.request.priority << ORDER_BITS)
 
 
 def _timing(s: Sequence, now: float) -> Timing:

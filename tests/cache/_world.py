@@ -13,6 +13,7 @@ Operations take plain numbers, so that a seeded driver and hypothesis run the sa
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -111,7 +112,8 @@ class World:
             return
         job = hopeful[which % len(hopeful)]
         spare = headroom % 3 if self.running else 0
-        job.lease = self.manager.acquire(job.origin, job.tokens, job.reuse, spare)
+        spare_s = (math.inf, 0.0, 2 * EACH_S)[headroom // 3 % 3] if self.running else math.inf
+        job.lease = self.manager.acquire(job.origin, job.tokens, job.reuse, spare, spare_s=spare_s)
         if job.lease is None:
             job.refused = self.manager.epoch
             return
@@ -298,7 +300,7 @@ class World:
         return node
 
     def _enqueue(self, job: Job) -> None:
-        job.want = self.manager.expect(job.origin, job.tokens, job.reuse)
+        job.want = self.manager.expect(job.origin, job.tokens, job.reuse, place=self.operations)
         self.queue.append(job)
 
     def _leave(self, job: Job) -> None:

@@ -69,7 +69,7 @@ def test_slora_keeps_neither_history_nor_idle_adapters():
     adapter = cache.adapter(1, 3)
     assert [cache.run(A, adapter), cache.run(A, adapter)] == [0, 0]
     assert not adapter.device and cache.manager.free == 16 and cache.cells.host.used[KV] == 0
-    want = cache.manager.expect(Origin(adapter), A, True)
+    want = cache.manager.expect(Origin(adapter), A, True, place=0)
     cache.run(A, adapter)
     assert adapter.device  # the next one waits for it already
     cache.manager.unexpect(want)

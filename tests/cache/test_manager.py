@@ -98,7 +98,7 @@ def test_what_the_queue_needs_leaves_last():
     cache = Cache(device=8)
     cache.run(A)
     cache.run(B)
-    want = cache.manager.expect(Origin(cache.manager.base), A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True, place=0)
     lease = cache.leased([9] * 24)
     assert cache.tiers(A) == "bb" and cache.tiers(B) == "hh"
     cache.manager.release(lease)
@@ -113,7 +113,7 @@ def test_the_part_on_the_device_of_a_prefix_that_the_queue_needs_is_kept_too():
     cache.run(A)
     cache.cells.evict(cache.path(A)[1])
     cache.run(B)
-    want = cache.manager.expect(Origin(cache.manager.base), A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True, place=0)
     cache.leased([9] * 25)
     assert cache.tiers(A) == "bh" and cache.tiers(B) == "hh"
     cache.manager.unexpect(want)
@@ -220,7 +220,7 @@ def test_a_dead_adapter_frees_everything_with_its_last_user_queued_or_in_flight(
     adapter = cache.adapter(1, 3)
     cache.run(A, adapter)
     lease = cache.leased(A, adapter)
-    want = cache.manager.expect(Origin(adapter), A, True)
+    want = cache.manager.expect(Origin(adapter), A, True, place=0)
     cache.manager.kill(adapter)
     cache.manager.release(lease)
     assert 1 in cache.manager.adapters  # one request still waits for it
@@ -262,7 +262,7 @@ def test_an_adapter_version_that_is_gone_can_be_neither_queued_for_nor_leased():
     adapter = cache.adapter(1, 2)
     cache.manager.kill(adapter)
     with pytest.raises(AssertionError, match="gone"):
-        cache.manager.expect(Origin(adapter), A, True)
+        cache.manager.expect(Origin(adapter), A, True, place=0)
     with pytest.raises(AssertionError, match="gone"):
         cache.lease(A, adapter)
 

@@ -173,7 +173,7 @@ def test_what_the_queue_needs_is_not_dropped_from_the_host():
     for prompt in (A, B):
         cache.run(prompt)
         cache.drop_from_device(prompt)
-    want = cache.manager.expect(Origin(cache.manager.base), A, True)
+    want = cache.manager.expect(Origin(cache.manager.base), A, True, place=0)
     cache.adapter(1, 2)
     assert [cache.tiers(x) for x in (A, B)] == ["hh", ""]  # B is worth more, but nobody waits for it
     cache.manager.unexpect(want)
@@ -220,7 +220,7 @@ def test_the_monitor_keeps_use_below_the_upper_threshold():
 def test_the_monitor_evicts_nothing_that_the_queue_needs():
     cache = Cache(device=8, policy="fastlibra")
     cache.run([1] * 32)
-    want = cache.manager.expect(Origin(cache.manager.base), [1] * 33, True)
+    want = cache.manager.expect(Origin(cache.manager.base), [1] * 33, True, place=0)
     cache.tend()
     assert cache.manager.free == 0
     cache.manager.unexpect(want)
@@ -273,7 +273,7 @@ def test_fetching_evicts_nothing_and_leaves_the_dead_alone():
     cache.tend()
     assert not adapter.device and cache.manager.counters.clean_evictions == 0
     other = cache.adapter(2, 1)
-    want = cache.manager.expect(Origin(other), A, True)
+    want = cache.manager.expect(Origin(other), A, True, place=0)
     cache.manager.kill(other)
     cache.tend()
     assert not other.device
@@ -303,7 +303,7 @@ def test_a_hint_takes_nothing_that_the_queue_needs_or_that_would_be_lost():
     cache = Cache(device=16, host=64)
     wanted, other = cache.adapter(1, 12), cache.adapter(2, 4)
     cache.run([5] * 5, wanted)
-    want = cache.manager.expect(Origin(wanted), [5] * 5, True)
+    want = cache.manager.expect(Origin(wanted), [5] * 5, True, place=0)
     assert cache.manager.hint(Origin(other), [6] * 5) == 0 and wanted.ready
     cache.manager.unexpect(want)
     assert cache.manager.hint(Origin(other), [6] * 5) == 4

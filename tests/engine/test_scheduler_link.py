@@ -159,3 +159,28 @@ def test_no_more_than_can_run_wait_for_adapters_however_fast_the_link():
     bench.step()
     assert loading(bench) == ["cold1", "cold2"] and list(work(bench.plans[0])) == ["warm"]
     bench.finish()
+
+
+def crowd(bench: Bench, running: int) -> None:
+    """So many that run for long, and the copy of an adapter that puts the link behind."""
+    for index in range(running):
+        bench.submit(f"runs{index}", 3, max_tokens=60)
+    bench.submit("cold", 5, max_tokens=1, adapter=bench.adapter(1, LONG))
+    bench.step()
+    assert bench.manager.forecast.wait_s > AHEAD_S and loading(bench) == ["cold"]
+
+
+@pytest.mark.parametrize(("running", "stays"), [(1, False), (2, True)])
+def test_what_the_queue_needs_leaves_for_one_more_only_if_the_link_can_bring_it_back_or_few_run(running, stays):
+    bench = Bench(blocks=64, delay=6, step_s=0.02, max_seqs=32)
+    needed = list(range(500, 500 + 4 * 20 + 1))
+    bench.submit("before", needed, max_tokens=1)
+    bench.finish()
+    crowd(bench, running)
+    bench.submit("more", 4 * 35, max_tokens=1)  # its room is history's, which the one behind it needs
+    bench.submit("again", needed, max_tokens=1)
+    bench.step()
+    assert (bench.scheduler.waiting == 2) == stays
+    assert (bench.manager.cached_tokens(Origin(bench.manager.base), needed) == 80) == stays
+    bench.finish()
+    assert len(bench.tokens("more")) == len(bench.tokens("again")) == 1

@@ -1,0 +1,123 @@
+"""What the queue needs: it leaves last, what is needed latest first, and for a new sequence only as far as it pays."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from jlora.cache.lease import Want
+from jlora.cache.queued import Queued
+from jlora.cache.transfer import Copy, Meter
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin
+from tests.cache._cache import Cache
+
+BLOCK_S = 1e-3  # a copied block, or a computed one if that is less
+A, B, C, D = [1] * 5, [2] * 5, [3] * 5, [4] * 5  # prompts: a full block each, and one token more
+
+
+def queued() -> Queued:
+    return Queued(lambda node: bool(node.device), Meter(BLOCK_S, 1.0))
+
+
+def kv(found: Queued, *places: int) -> Node:
+    return candidate(found, Node(None, b""), *places)
+
+
+def candidate(found: Queued, node: Node, *places: int) -> Node:
+    node.device = (1,)
+    for place in places:
+        found.add(node, place)
+    found.push(node)
+    return node
+
+
+def need(cache: Cache, tokens: list[int], place: int) -> Want:
+    return cache.manager.expect(Origin(cache.manager.base), tokens, True, place)
+
+
+# -- the order -----------------------------------------------------------------------------------
+
+
+def test_what_is_needed_last_leaves_first_by_its_first_place():
+    found = queued()
+    soon, late = kv(found, 3, 90), kv(found, 7)
+    assert found.worst(None) is late and found.count(soon) == 2
+    assert found.remove(soon, 3)
+    found.push(soon)
+    assert found.worst(None) is soon
+    assert not found.add(late, 8) and not found.remove(late, 8)
+
+
+def test_a_higher_priority_is_a_smaller_place():
+    found = queued()
+    usual, urgent = kv(found, 5), kv(found, 6 - (1 << 40))
+    assert found.worst(KV) is usual
+    usual.device = ()
+    assert found.worst(KV) is urgent
+
+
+@pytest.mark.parametrize(("place", "leaves"), [(30, "kv"), (300, "adapter")])
+def test_what_is_dear_to_load_stays_unless_it_is_needed_far_later(place: int, leaves: str):
+    meter = Meter(BLOCK_S, 1.0)
+    for blocks in (1, 4) * 50:  # an adapter's block is 100 times as dear as KV's
+        copy = Copy("in", AdapterNode(9, blocks), (AdapterNode(9, blocks),), (0,) * blocks, (0,) * blocks, True)
+        copy.seconds = 0.1 * blocks
+        meter.observe(copy)
+    found = Queued(lambda node: bool(node.device), meter)
+    found.served = 1
+    ratio = meter.density(ADAPTER, 1) / meter.density(KV, 1)
+    adapter, node = candidate(found, AdapterNode(1, 1), 1 + place), kv(found, 3)
+    assert 15 < ratio < 150, ratio
+    assert found.worst(None) is (node if leaves == "kv" else adapter)
+    assert found.worst(ADAPTER) is adapter and found.worst(KV) is node
+
+
+def test_places_count_from_who_left_the_queue_last():
+    cache = Cache(device=6)
+    first, second = need(cache, A, 10), need(cache, B, 20)
+    cache.manager.unexpect(first)
+    assert cache.cells.queued.served == 10
+    cache.manager.unexpect(second)
+    assert cache.cells.queued.served == 20
+
+
+# -- room ------------------------------------------------------------------------------------------
+
+
+def test_room_is_made_of_what_nobody_waits_for_then_of_what_is_needed_last():
+    cache = Cache(device=5)
+    for prompt in (A, B, C, D):
+        cache.run(prompt)
+    wants = [need(cache, A, 3), need(cache, B, 1), need(cache, D, 2)]
+    assert cache.manager.free == 1
+    for gone in (C, A, D, B):  # not in order of age, as far as somebody waits
+        assert cache.cells.make_room(kv=cache.manager.free + 1)
+        assert cache.tiers(gone) == "h"
+    for want in wants:
+        cache.manager.unexpect(want)
+
+
+@pytest.mark.parametrize(("spare_s", "left"), [(math.inf, 0), (1.5 * BLOCK_S, 1), (0.0, 2), (-1.0, 2)])
+def test_of_what_the_queue_needs_no_more_leaves_than_can_be_loaded_in_the_time_to_spare(spare_s: float, left: int):
+    cache = Cache(device=4)
+    for prompt in (A, B, C):
+        cache.run(prompt)
+    wants = [need(cache, A, 1), need(cache, B, 2)]
+    assert cache.cells.make_room(kv=4, spare_s=spare_s) == (left == 0)
+    assert cache.tiers(C) == "h"  # nobody waits for it
+    assert "".join(cache.tiers(x) for x in (A, B)).count("b") == left
+    for want in wants:
+        cache.manager.unexpect(want)
+
+
+def test_a_lease_that_would_cost_the_queue_too_much_is_refused_and_granted_when_it_may():
+    cache = Cache(device=4)
+    cache.run(A)
+    want = need(cache, A, 1)
+    assert cache.manager.acquire(Origin(cache.manager.base), [9] * 16, True, 0, spare_s=0.0) is None
+    assert cache.tiers(A) == "b"
+    lease = cache.manager.acquire(Origin(cache.manager.base), [9] * 16, True, 0)
+    assert lease is not None and cache.tiers(A) == "h"
+    cache.manager.release(lease)
+    cache.manager.unexpect(want)
