@@ -170,5 +170,6 @@ def check_idle(manager: CacheManager) -> None:
     """The invariants of a replica at rest: nothing is leased, wanted or in flight (call after the last copy)."""
     check_integrity(manager)
     assert not manager.leases and not manager.cells.traffic.flying, "something is leased or in flight at rest"
+    assert not len(manager.cells.queued), "a place in the queue outlives its sequence"
     for adapter in manager.adapters.values():
         assert not adapter.wanted and not any(node.wanted for node in manager.tree.below(adapter)), "wanted at rest"

@@ -183,7 +183,6 @@ class CacheManager:
 
     def unexpect(self, want: Want) -> None:
         """The queued sequence runs or is gone."""
-        self.cells.queued.served = want.place
         for node in want.nodes:
             self.cells.unwant(node, want.place)
         self._leave_if_idle(want.adapter)
@@ -230,7 +229,7 @@ class CacheManager:
             reuse: whether it may read from and publish into the tree.
             headroom: blocks that must stay available beside it.
             again: the sequence had a lease before: what it finds now is no hit.
-            spare_s: what leaves for it although the queue needs it may take so many seconds to load.
+            spare_s: evict what the queue needs until that takes so many seconds to load (`Residency.make_room`).
         """
         adapter, cells = origin.adapter, self.cells
         assert self.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"

@@ -1,16 +1,17 @@
 """What the queue needs, and what of it may leave first. Plain Python, no jax.
 
 For what nobody has asked for yet, policies guess when it will be used. For what a queued sequence
-needs the order of service tells, so all policies share this: it leaves after everything else, and
-of two such nodes the one whose loading saves less for each place until it is needed,
+needs the order of service tells, so all policies share this: it leaves after everything else. Of
+adapters, and of KV, what is needed last leaves first (Belady, A study of replacement algorithms,
+1966); of these two the one whose loading saves less for each place until it is needed,
 
     worth_i = load_i / blocks_i / (place_i - served)
 
-that is, what is needed last (Belady, A study of replacement algorithms, 1966), unless it is dearer
-to load. When requests come faster than they are served nearly all idle blocks are of this kind.
+When requests come faster than they are served nearly all idle blocks are of this kind.
 
 Of a prefix only the ends are kept here (`Want`): they keep what is above them. When an end has left
-the rest is history like any other, since its copy has to be waited for anyway.
+the rest is history like any other, and costs nobody's time to spare: its copy has to be waited for
+anyway. Priorities are far apart in places (`scheduler._place`), so across them only the order counts.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ class Queued:
         valid: whether a node is a candidate now.
 
     Attributes:
-        served: the place of the sequence that left the queue last.
+        served: the place of the sequence that was admitted last.
     """
 
     def __init__(self, valid: Callable[[Node], bool], meter: Meter):
@@ -57,6 +58,10 @@ class Queued:
     def count(self, node: Node) -> int:
         """Sequences that need the node."""
         return len(self._places.get(node, ()))
+
+    def __len__(self) -> int:
+        """Nodes that somebody needs."""
+        return len(self._places)
 
     def push(self, node: Node) -> None:
         """The node has become a candidate, or is needed at another time than before."""

@@ -125,6 +125,8 @@ class Residency:
         node.wanted -= 1
         if self.queued.remove(node, place):
             self.offer(node)
+        if not node.wanted:
+            self.epoch += 1
 
     def pin(self, node: AdapterNode, pinned: bool) -> None:
         """A pinned adapter is no victim."""
@@ -139,13 +141,13 @@ class Residency:
     def make_room(self, adapter: int = 0, kv: int = 0, gently: bool = False, spare_s: float = math.inf) -> bool:
         """Evicts the least valuable candidates until so many blocks of each kind can be taken.
 
-        Evicts nothing if that could not be enough: history is not lost for a request that waits
-        anyway. With a policy that writes back, room comes only when the writing is done.
+        Evicts nothing if all that is idle would not be enough: history is not lost for a request that
+        waits anyway. With a policy that writes back, room comes only when the writing is done.
 
         Args:
             gently: touch nothing that the queue needs or that would be lost.
-            spare_s: of what the queue needs, evict no more than can be loaded in so many seconds. What has been
-                evicted by then is gone: who asks again finds less missing.
+            spare_s: of what the queue needs, evict nodes until loading them takes so many seconds; none with 0.
+                What has left by then has left, with all that nobody waits for: who asks again finds less missing.
         """
         if not self.obtainable(adapter, kv):
             return False
@@ -378,9 +380,9 @@ class Residency:
             if node is None or (gently and not node.host):  # what is idle hangs above a copy, or is needed
                 break
             if node.wanted:
-                spare_s -= self.queued.load_s(node)
-                if spare_s < 0:
+                if spare_s <= 0:
                     break
+                spare_s -= self.queued.load_s(node)  # the last may take longer: else what is dear never left
             count -= len(node.device)
             if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), self.value(node)):
                 self._reserve(node, leave=True)

@@ -320,7 +320,7 @@ def suffix_key(data: bytes, uid: int, place: int) -> bytes:
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Tokens as int32. `struct` takes a third of the time that `array` takes for a list."""
+    """Tokens as int32. `struct` takes half the time that `array` takes for a list, or less."""
     return struct.pack(f"{len(tokens)}i", *tokens)
 
 

@@ -371,8 +371,8 @@ class Scheduler:
     def _lease(self, sequence: Sequence, now: float) -> bool:
         """Whether the cache grants the sequence what it needs; asks again only after something changed.
 
-        What the queue needs may leave for it as far as the link can bring that back, or if few run: then
-        a step more in the batch is worth any copy.
+        What the queue needs may leave for it as far as the link has time to spare, or if few run: then one
+        more in the batch is worth any copy (and with none running nothing else would ever end the wait).
         """
         if sequence.refused == self.manager.epoch:
             return False
@@ -384,6 +384,7 @@ class Scheduler:
         if lease is None:
             sequence.refused = self.manager.epoch
             return False
+        self.manager.cells.queued.served = _place(sequence)
         sequence.lease = lease
         sequence.computed = lease.cached
         if not sequence.admitted:

@@ -65,21 +65,28 @@ def test_what_is_dear_to_load_stays_unless_it_is_needed_far_later(place: int, le
         copy.seconds = 0.1 * blocks
         meter.observe(copy)
     found = Queued(lambda node: bool(node.device), meter)
-    found.served = 1
+    found.served = 1000
     ratio = meter.density(ADAPTER, 1) / meter.density(KV, 1)
-    adapter, node = candidate(found, AdapterNode(1, 1), 1 + place), kv(found, 3)
+    adapter, node = candidate(found, AdapterNode(1, 1), 1000 + place), kv(found, 1002)
     assert 15 < ratio < 150, ratio
     assert found.worst(None) is (node if leaves == "kv" else adapter)
     assert found.worst(ADAPTER) is adapter and found.worst(KV) is node
 
 
-def test_places_count_from_who_left_the_queue_last():
-    cache = Cache(device=6)
-    first, second = need(cache, A, 10), need(cache, B, 20)
-    cache.manager.unexpect(first)
-    assert cache.cells.queued.served == 10
-    cache.manager.unexpect(second)
-    assert cache.cells.queued.served == 20
+def test_a_node_takes_as_long_to_load_as_its_blocks_together():
+    found = queued()
+    assert found.load_s(AdapterNode(1, 5)) == pytest.approx(5 * found.load_s(AdapterNode(2, 1)), rel=0.5)
+    assert found.load_s(AdapterNode(1, 5)) > 2 * found.load_s(AdapterNode(2, 1))
+
+
+def test_a_later_request_that_is_served_sooner_saves_what_another_needs():
+    found = queued()
+    shared, other = kv(found, 50), kv(found, 40)
+    assert found.worst(KV) is shared
+    assert found.add(shared, 30)
+    shared.stamp += 1
+    found.push(shared)
+    assert found.worst(KV) is other
 
 
 # -- room ------------------------------------------------------------------------------------------
@@ -98,8 +105,8 @@ def test_room_is_made_of_what_nobody_waits_for_then_of_what_is_needed_last():
         cache.manager.unexpect(want)
 
 
-@pytest.mark.parametrize(("spare_s", "left"), [(math.inf, 0), (1.5 * BLOCK_S, 1), (0.0, 2), (-1.0, 2)])
-def test_of_what_the_queue_needs_no_more_leaves_than_can_be_loaded_in_the_time_to_spare(spare_s: float, left: int):
+@pytest.mark.parametrize(("spare_s", "left"), [(math.inf, 0), (1.5 * BLOCK_S, 0), (0.5 * BLOCK_S, 1), (0.0, 2), (-1, 2)])
+def test_what_the_queue_needs_leaves_until_loading_it_takes_the_time_to_spare(spare_s: float, left: int):
     cache = Cache(device=4)
     for prompt in (A, B, C):
         cache.run(prompt)
@@ -121,3 +128,24 @@ def test_a_lease_that_would_cost_the_queue_too_much_is_refused_and_granted_when_
     assert lease is not None and cache.tiers(A) == "h"
     cache.manager.release(lease)
     cache.manager.unexpect(want)
+
+
+def test_what_is_dearer_than_all_time_to_spare_can_still_leave():
+    cache = Cache(device=12)
+    adapter = cache.adapter(1, 8)
+    cache.run(A, adapter)
+    wants = [cache.manager.expect(Origin(adapter), A, True, 2)]
+    assert cache.cells.make_room(kv=12, spare_s=0.1 * BLOCK_S) is False  # the end of its conversation
+    assert cache.cells.make_room(kv=12, spare_s=0.1 * BLOCK_S) and not adapter.device
+    cache.manager.unexpect(wants[0])
+
+
+def test_who_was_refused_may_ask_again_when_nobody_needs_a_node_any_more():
+    cache = Cache(device=4)
+    cache.run(A)
+    first, second = need(cache, A, 1), need(cache, A, 2)
+    before = cache.cells.epoch
+    cache.manager.unexpect(first)
+    assert cache.cells.epoch == before
+    cache.manager.unexpect(second)
+    assert cache.cells.epoch > before

@@ -184,3 +184,43 @@ def test_what_the_queue_needs_leaves_for_one_more_only_if_the_link_can_bring_it_
     assert (bench.manager.cached_tokens(Origin(bench.manager.base), needed) == 80) == stays
     bench.finish()
     assert len(bench.tokens("more")) == len(bench.tokens("again")) == 1
+
+
+@pytest.mark.parametrize("max_seqs", [1, 8, 64])
+@pytest.mark.parametrize("policy", ["jlora", "vllm-fair", "vllm"])
+def test_with_none_running_whatever_the_queue_needs_leaves_for_the_first(max_seqs: int, policy: str):
+    bench = Bench(blocks=150, delay=40, step_s=0.02, max_seqs=max_seqs, policy=policy)
+    share = bench.manager.adapter_limit if policy != "jlora" else 100
+    for uid in (1, 2, 3):
+        bench.submit(f"a{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, share * 2 // 3))
+    for uid in (1, 2, 3):
+        bench.submit(f"b{uid}", 5, max_tokens=1, adapter=bench.manager.adapters[uid])
+    bench.finish()
+    assert all(len(bench.tokens(f"{name}{uid}")) == 1 for name in "ab" for uid in (1, 2, 3))
+
+
+def test_a_head_that_needs_what_those_behind_it_need_is_not_held_up_while_the_link_is_idle():
+    bench = Bench(blocks=50, delay=6, step_s=0.02, max_seqs=32)
+    bench.submit("warm-up", 5, max_tokens=1, adapter=bench.adapter(1, 25))
+    bench.finish()
+    for index in range(2):
+        bench.submit(f"runs{index}", 3, max_tokens=60)
+    bench.step()
+    bench.submit("head", 9, max_tokens=1, adapter=bench.adapter(2, 25))
+    bench.submit("behind", 9, max_tokens=1, adapter=bench.manager.adapters[1])
+    seen = len(bench.plans)
+    bench.finish()
+    first = next(i for i, plan in enumerate(bench.plans[seen:]) if "head" in work(plan))
+    assert first < 12, "it waited for the batch to end"
+
+
+def test_priority_is_before_any_number_of_arrivals():
+    bench = Bench(max_seqs=1)
+    bench.submit("runs", 3, max_tokens=2)
+    bench.step()
+    for index in range(100):
+        bench.submit(f"usual{index}", 3, max_tokens=1)
+    bench.submit("urgent", 3, max_tokens=1, priority=1)
+    bench.finish()
+    order = [e.request_id for e in bench.events if e.usage]
+    assert order[:2] == ["runs", "urgent"]
