@@ -105,7 +105,9 @@ def test_room_is_made_of_what_nobody_waits_for_then_of_what_is_needed_last():
         cache.manager.unexpect(want)
 
 
-@pytest.mark.parametrize(("spare_s", "left"), [(math.inf, 0), (1.5 * BLOCK_S, 0), (0.5 * BLOCK_S, 1), (0.0, 2), (-1, 2)])
+@pytest.mark.parametrize(
+    ("spare_s", "left"), [(math.inf, 0), (1.5 * BLOCK_S, 0), (0.5 * BLOCK_S, 1), (0.0, 2), (-1.0, 2)]
+)
 def test_what_the_queue_needs_leaves_until_loading_it_takes_the_time_to_spare(spare_s: float, left: int):
     cache = Cache(device=4)
     for prompt in (A, B, C):
