@@ -269,11 +269,15 @@ class CacheManager:
         self.leases[id(lease)] = lease
         return lease
 
-    def fit(self, requests: Collection[tuple[AdapterNode, int]]) -> bool:
-        """Whether all of these could have a lease now, by adapter and tokens, whatever of them is cached."""
+    def fit(self, requests: Collection[tuple[AdapterNode, int]], headroom: int) -> bool:
+        """Whether all of these could have a lease now, by adapter and tokens, whatever of them is cached.
+
+        Args:
+            headroom: blocks that must stay available beside them.
+        """
         missing = {adapter for adapter, _ in requests if not adapter.device}
         blocks = sum(self._blocks_for(tokens) for _, tokens in requests)
-        return self.cells.obtainable(sum(adapter.size for adapter in missing), blocks)
+        return self.cells.obtainable(sum(adapter.size for adapter in missing), blocks + headroom)
 
     def needs_copy(self, origin: Origin, tokens: Sequence[int], reuse: bool) -> bool:
         """Whether a lease granted now would wait for copies of KV to the device; changes nothing."""

@@ -307,9 +307,10 @@ class Scheduler:
     def _admit(self, now: float) -> Generator[Sequence, None, None]:
         """Waiting sequences that can have a lease, and have it when they are given out; close it at the end.
 
-        While the link is behind, a sequence whose adapter is not there yet stays in the queue, where it
-        holds no blocks, and so does one behind it whose prefix would be copied: it has the older claim to
-        the link. Those that need no copy go ahead, as far as they leave room for the first that stays.
+        While the link is behind, or the room is not made yet, a sequence whose adapter is not there stays in
+        the queue, where it holds no blocks, and so does one behind it whose prefix would be copied: it has the
+        older claim to the link. Those that need no copy go ahead, as far as they leave room for the first that
+        stays.
         """
         skipped: list[tuple[int, Sequence]] = []
         held: list[Sequence] = []
@@ -331,9 +332,13 @@ class Scheduler:
                     behind = self._spare_s() < 0
                 else:
                     skipped.append(entry)
-                    if not self.manager.lacks_share(sequence.adapter):
+                    if self.manager.lacks_share(sequence.adapter):
+                        passed += 1  # others need no room in the adapters' share
+                    elif held or sequence.adapter.ready or not self._fit(sequence):
                         break
-                    passed += 1  # others need no room in the adapters' share
+                    else:  # there is room for it, but the queue needs that: it becomes free bit by bit
+                        held.append(sequence)
+                        behind = True
         finally:
             for entry in skipped:
                 heapq.heappush(self._waiting, entry)
@@ -360,7 +365,12 @@ class Scheduler:
         return self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
 
     def _fit(self, *sequences: Sequence) -> bool:
-        return self.manager.fit([(s.adapter, len(s.tokens)) for s in sequences])
+        return self.manager.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)
+
+    @property
+    def _headroom(self) -> int:
+        """Blocks that must stay available to those who run when one more is admitted."""
+        return min(len(self.running), self.manager.total // 16)
 
     def _not_yet(self, sequence: Sequence) -> bool:
         """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
@@ -378,9 +388,8 @@ class Scheduler:
             return False
         few = len(self.running) < max(1, self.config.max_seqs // FEW)
         spare_s = math.inf if few else self._spare_s()
-        headroom = min(len(self.running), self.manager.total // 16)
         again = sequence.admitted > 0
-        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again, spare_s)
+        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, self._headroom, again, spare_s)
         if lease is None:
             sequence.refused = self.manager.epoch
             return False

@@ -224,3 +224,23 @@ def test_priority_is_before_any_number_of_arrivals():
     bench.finish()
     order = [e.request_id for e in bench.events if e.usage]
     assert order[:2] == ["runs", "urgent"]
+
+
+def test_while_room_for_the_head_is_made_of_what_others_need_those_that_need_no_copy_go_ahead():
+    bench = Bench(blocks=64, delay=6, step_s=0.02, max_seqs=32)
+    for uid in (1, 2):
+        bench.submit(f"warm-up{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 24))
+    bench.finish()
+    for index in range(2):
+        bench.submit(f"runs{index}", 3, max_tokens=60)
+    bench.step()
+    bench.submit("head", 5, max_tokens=1, adapter=bench.adapter(3, 40))
+    for uid in (1, 2):
+        bench.submit(f"behind{uid}", 5, max_tokens=1, adapter=bench.manager.adapters[uid])
+    bench.step()
+    assert "behind1" in work(bench.plans[-1]) and not loading(bench)
+    assert not bench.manager.adapters[2].device  # that is needed later than the other one
+    seen = len(bench.plans)
+    bench.finish()
+    started = {name: i for i, plan in reversed(list(enumerate(bench.plans[seen:]))) for name in work(plan)}
+    assert started["head"] < 30  # and not when those that run have ended
