@@ -28,7 +28,7 @@ GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]
 TOLERANCE = 1e-4
 LIVE_SEED = 7
-FEW_BLOCKS = 24
+FEW_BLOCKS, MOST_ROUNDS = 24, 20
 
 Answer = Mapping[str, Any]
 
@@ -180,12 +180,15 @@ def test_answers_from_base_kv_that_activated_loras_share_are_equal(blocks: int):
 
 
 def check_preempted(case: Path, settings: str) -> None:
-    """A pool that holds few of the eight sequences that want to run, and not all adapters."""
+    """A pool that holds few of the sequences that want to run, and not all adapters; until somebody is preempted."""
     wanted = answers(case) * 2
     with serving(case, {**SETTINGS[settings], "cache.hbm_blocks": FEW_BLOCKS}) as client:
-        calls = [client.inference.Generate.future(request(want)) for want in wanted]
-        for call, want in zip(calls, wanted, strict=True):
-            check(call.result(), want)
+        for _ in range(MOST_ROUNDS):
+            calls = [client.inference.Generate.future(request(want)) for want in wanted]
+            for call, want in zip(calls, wanted, strict=True):
+                check(call.result(), want)
+            if client.service.stats().preemptions:
+                break  # it depends on who comes first, and so on the machine, whether anybody is
         assert client.service.stats().preemptions > 0
         client.check_idle()
 
