@@ -329,7 +329,7 @@ class Scheduler:
                     held.append(sequence)
                 elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
                     yield sequence
-                    behind = self._spare_s() < 0
+                    behind = behind or self._spare_s() < 0
                 else:
                     skipped.append(entry)
                     if self.manager.lacks_share(sequence.adapter):

@@ -244,3 +244,23 @@ def test_while_room_for_the_head_is_made_of_what_others_need_those_that_need_no_
     bench.finish()
     started = {name: i for i, plan in reversed(list(enumerate(bench.plans[seen:]))) for name in work(plan)}
     assert started["head"] < 30  # and not when those that run have ended
+
+
+def test_who_needs_the_link_does_not_pass_a_head_whose_room_is_being_made():
+    bench = Bench(blocks=120, delay=6, step_s=0.02, max_seqs=32)
+    for uid in (1, 2, 3):
+        bench.submit(f"warm-up{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 24))
+    bench.finish()
+    for index in range(2):
+        bench.submit(f"runs{index}", 3, max_tokens=60)
+    bench.step()
+    bench.submit("head", 5, max_tokens=1, adapter=bench.adapter(4, 80))
+    bench.submit("behind1", 5, max_tokens=1, adapter=bench.manager.adapters[1])
+    bench.submit("cold", 5, max_tokens=1, adapter=bench.adapter(5, 3))
+    for uid in (2, 3):
+        bench.submit(f"behind{uid}", 5, max_tokens=1, adapter=bench.manager.adapters[uid])
+    bench.step()
+    assert "behind1" in work(bench.plans[-1]) and not loading(bench)
+    bench.finish()
+    order = [e.request_id for e in bench.events if e.usage]
+    assert order.index("head") < order.index("cold")
