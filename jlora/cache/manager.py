@@ -128,7 +128,7 @@ class CacheManager:
             Its node, with `host` blocks to fill; None if the host tier has no room for it.
         """
         cells = self.cells
-        if not cells.make_host_room(size, worth=math.inf):
+        if not cells.make_host_room(size):
             return None
         node = AdapterNode(uid, size)
         node.host = cells.host.take(ADAPTER, size)

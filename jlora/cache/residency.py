@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from jlora.cache.blocks import Tier
+from jlora.cache.doubles import Doubles
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
 from jlora.cache.queued import Queued
@@ -66,14 +67,14 @@ class Residency:
     _victims: tuple[Order, Order] = field(init=False)
     _roots: tuple[Order, Order] = field(init=False)
     _drops: tuple[Order, Order] = field(init=False)
-    _doubles: tuple[Order, Order] = field(init=False)
+    _doubles: Doubles = field(init=False)
 
     def __post_init__(self) -> None:
         self._victims = (Order(self.evictable), Order(self.evictable))
         self.queued = Queued(self.evictable, self.policy.meter)
         self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
         self._drops = (Order(_droppable), Order(_droppable))
-        self._doubles = (Order(_is_double, sign=-1), Order(_is_double, sign=-1))
+        self._doubles = Doubles(self.policy, self.clock)
 
     # -- use ----------------------------------------------------------------------------------
 
@@ -93,6 +94,8 @@ class Residency:
             self._account(node, -1)
             node.users = 1
             self._account(node, 1)
+            if node.host:
+                self._doubles.push(node)
         else:
             node.users += 1
 
@@ -185,17 +188,18 @@ class Residency:
             self.counters.blocks_lost += 1
             self._prune(node)
 
-    def make_host_room(self, count: int, worth: float) -> bool:
-        """Frees host blocks for something worth `worth` (inf: whatever it takes).
+    def make_host_room(self, count: int, saved: Node | None = None) -> bool:
+        """Frees host blocks for a copy of `saved`, or for an adapter, whatever it takes.
 
-        Copies of what is worth more on the device go first: they are needed last. Then leaves that
-        are worth less go for good. False if that is not enough; at once if all KV would not be.
+        Copies of what stays on the device go first (`Doubles`). Then leaves that are worth less than
+        `saved` go for good. False if that is not enough; at once if all KV would not be.
         """
         if count > self.host.free + self.host.used[KV]:
             return False
+        worth = math.inf if saved is None else self.value(saved)
         while self.host.free < count:
-            node = self._dearest(self._doubles, None)
-            if node is None or self.value(node) <= worth < math.inf:
+            node = self._doubles.first(saved)
+            if node is None:
                 node = self._cheapest(self._drops, None)
                 if node is None or self.value(node) >= worth:
                     return False
@@ -289,6 +293,7 @@ class Residency:
         self._count_resident(node, 1)
         self._account(node, 1)
         node.stamp += 1
+        self._doubles.push(node)
         self._offer_below(node)
 
     def forget(self, node: Node) -> None:
@@ -319,9 +324,7 @@ class Residency:
                 else:
                     heap, key = self.policy.key(node)
                     self._victims[heap].push(node, key)
-            if _is_double(node):
-                heap, key = self.policy.key(node)
-                self._doubles[heap].push(node, key)
+            self._doubles.push(node)
         elif node.host:
             heap, key = self.policy.key(node)
             if self.policy.lower and _is_root(node):
@@ -384,7 +387,7 @@ class Residency:
                     break
                 spare_s -= self.queued.load_s(node)  # the last may take longer: else what is dear never left
             count -= len(node.device)
-            if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), self.value(node)):
+            if self.policy.writes_back and not node.host and self.make_host_room(len(node.device), node):
                 self._reserve(node, leave=True)
                 writing.setdefault(self.adapter_of(node), []).append(node)
             else:
@@ -477,11 +480,6 @@ class Residency:
             self.device.idle[node.kind] += sign * size
             if node.kind == KV and not node.host:
                 self.bare += sign * size
-
-
-def _is_double(node: Node) -> bool:
-    """KV in both tiers."""
-    return node.kind == KV and bool(node.device) and bool(node.host) and not node.moving
 
 
 def _is_root(node: Node) -> bool:

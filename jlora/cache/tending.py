@@ -3,7 +3,7 @@
     every monitor_s:
         use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
         use below `lower`        fetch the most valuable roots while the link idles
-        host full, link idle     back up the coldest, over copies of what is hot
+        host full, link idle     back up the coldest, over copies of what stays
 
 The backup is why eviction never has to write: what is about to leave has its copy already.
 """
@@ -98,7 +98,7 @@ class Tending:
             adapter = cells.adapter_of(node)
             if adapter.dying or node in rounds.get(adapter, ()):
                 continue
-            if not cells.make_host_room(1 + sum(map(len, rounds.values())), worth=cells.value(node)):
+            if not cells.make_host_room(1 + sum(map(len, rounds.values())), node):
                 break
             rounds.setdefault(adapter, []).append(node)
         for adapter, nodes in rounds.items():

@@ -104,7 +104,7 @@ def test_publishing_revives_a_node_whose_data_was_lost_with_what_hangs_below():
     cache = Cache(policy="fastlibra-wom")
     cache.run(A)
     top, leaf = cache.path(A)
-    cache.cells.make_host_room(64, worth=float("inf"))
+    cache.cells.make_host_room(64)
     cache.cells.evict(top)
     assert not top.has_data and leaf.device and cache.path(A) == [] and invalid_kv(cache.manager) == 1
     assert cache.run(A) == 0

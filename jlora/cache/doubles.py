@@ -1,0 +1,69 @@
+"""Which copies on the host to give up first: those of what is on the device anyway. Plain Python, no jax.
+
+KV in both tiers takes two places, and loses nothing with the one on the host as long as it stays on
+the device; only before it leaves must it be copied out again. So when the host is full, KV that is
+in use goes first: it is needed now, and the link has time until it is idle. Of idle KV goes what
+leaves the device last, if that is later than what is to be saved in its place: else the two would
+take turns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jlora.cache.order import Order
+from jlora.cache.policies import Policy
+from jlora.cache.tree import KV, Node
+
+
+class Doubles:
+    """KV in both tiers, in the order in which its copies on the host are given up."""
+
+    def __init__(self, policy: Policy, clock: Callable[[], float]):
+        self._policy = policy
+        self._clock = clock
+        self._in_use: dict[Node, None] = {}  # a dict as an ordered set
+        self._idle = (Order(_idle, sign=-1), Order(_idle, sign=-1))
+
+    def push(self, node: Node) -> None:
+        """The node has come into use, or out of it, or to be in both tiers; what is in one of them is left out."""
+        self._in_use.pop(node, None)
+        if not _in_both(node):
+            return
+        if node.users:
+            self._in_use[node] = None
+        else:
+            heap, key = self._policy.key(node)
+            self._idle[heap].push(node, key)
+
+    def first(self, saved: Node | None) -> Node | None:
+        """The first whose copy can go.
+
+        Args:
+            saved: KV that is to be saved in its place; None: something that needs the place whatever goes.
+        """
+        while self._in_use:
+            node, _ = self._in_use.popitem()
+            if node.users and _in_both(node):
+                self._in_use[node] = None
+                return node
+        now, policy = self._clock(), self._policy
+        tops = [node for heap in self._idle for node in heap.first(policy.lookahead)]
+        dearest = max(tops, key=lambda top: policy.value(top, now), default=None)
+        if dearest is None or saved is None or self._outstays(dearest, saved):
+            return dearest
+        return None
+
+    def _outstays(self, node: Node, other: Node) -> bool:
+        """Whether `node` leaves the device after `other`."""
+        now, policy = self._clock(), self._policy
+        (heap, key), (others, least) = policy.key(node), policy.key(other)
+        return key > least if heap == others else policy.value(node, now) > policy.value(other, now)
+
+
+def _in_both(node: Node) -> bool:
+    return node.kind == KV and bool(node.device) and bool(node.host) and not node.moving
+
+
+def _idle(node: Node) -> bool:
+    return not node.users and _in_both(node)
