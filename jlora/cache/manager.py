@@ -188,6 +188,10 @@ class CacheManager:
         self._leave_if_idle(want.adapter)
         self._bury_if_unused(want.adapter)
 
+    def serve(self, place: int) -> None:
+        """The sequence at this place has got its lease."""
+        self.cells.queued.served = place
+
     def hint(self, origin: Origin, tokens: Sequence[int]) -> int:
         """`Prefetch`: starts the copies that a request would need; its blocks that are under way.
 

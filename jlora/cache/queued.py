@@ -11,7 +11,7 @@ When requests come faster than they are served nearly all idle blocks are of thi
 
 Of a prefix only the ends are kept here (`Want`): they keep what is above them. When an end has left
 the rest is history like any other, and costs nobody's time to spare: its copy has to be waited for
-anyway. Priorities are far apart in places (`scheduler._place`), so across them only the order counts.
+anyway. Priorities are far apart in places (`Sequence.place`), so across them only the order counts.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from jlora.types import FinishReason, Request, TokenLogprob
 ROW = 32
 # Prompt log-probabilities need logits of every token of a chunk: short chunks bound that memory.
 SCORED_CHUNK = 64
+ORDER_BITS = 40  # of a place; arrivals are far fewer
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +44,7 @@ class Sequence:
         max_len: prompt plus the most output tokens it may have.
         lease: what it holds of the cache from its admission on; want: what it needs while it waits.
         refused: the cache's epoch when it was last refused a lease.
+        passed: how many have gone ahead of it since it has been in the queue.
         boarded: it has had a slot; slot_s: seconds it waited for that after its copies had landed.
         adapter_s, kv_s: seconds its lease waited for the adapter and for cached KV before that.
         set_up: the slot's tables on the device are this sequence's.
@@ -63,6 +65,7 @@ class Sequence:
     lease: Lease | None = None
     want: Want | None = None
     refused: int = -1
+    passed: int = 0
     set_up: bool = False
     finished: FinishReason | None = None
     cached: int = 0
@@ -74,6 +77,11 @@ class Sequence:
     first_token: float = 0.0
     last_token: float = 0.0
     prompt_logprobs: list[TokenLogprob | None] | None = None
+
+    @property
+    def place(self) -> int:
+        """In the order of service, smaller ones first: higher priority, then arrival."""
+        return self.order - (self.request.priority << ORDER_BITS)
 
     @property
     def prompt_len(self) -> int:

@@ -15,25 +15,23 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
 import random
-from collections.abc import Collection, Generator
+from collections.abc import Collection
 from dataclasses import replace
+from operator import attrgetter
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
+from jlora.engine.admission import Admission
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
+PLACE = attrgetter("place")
 CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
-FEW = 16  # a batch with less than this part of its slots in use is worth filling, whatever it costs
-LOOKAHEAD = 32  # waiting sequences that admission looks past, at most
-ORDER_BITS = 40  # of a place; arrivals are far fewer
-AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
 
 
 class Scheduler:
@@ -53,15 +51,13 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of service
         self.loading: list[Sequence] = []  # hold a lease whose copies have not landed, or want for a slot
         self.preemptions = 0
-        self._waiting: list[tuple[int, Sequence]] = []  # heap; finished ones are skipped
-        self._queued = 0
+        self._queue = Admission(manager, config, self.running, self.loading)
         self._requests: dict[str, list[Sequence]] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
         self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
         self._random = random.Random(seed)
         self._planned: float | None = None  # when the last step was, if it had work
-        self._pace = 0.0  # seconds between that and this one
         self._tending = Tending(manager, monitor_s)
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
@@ -70,7 +66,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences in the queue."""
-        return self._queued
+        return len(self._queue)
 
     @property
     def live(self) -> int:
@@ -95,8 +91,8 @@ class Scheduler:
         limit = self.config.max_queue
         if sampling.n > limit:
             raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue = {limit}")
-        if self._queued + sampling.n > limit:
-            raise QueueFull(f"queue is full: {self._queued} waiting, limit {limit}")
+        if self.waiting + sampling.n > limit:
+            raise QueueFull(f"queue is full: {self.waiting} waiting, limit {limit}")
         length = len(request.prompt) + (sampling.max_tokens or 1)
         if length > self.manager.capacity(adapter):
             raise ResourceExhausted(
@@ -112,7 +108,7 @@ class Scheduler:
                 sequence.prompt_logprobs = [None]
             leader = leader or sequence
             self._requests.setdefault(request.id, []).append(sequence)
-            self._enqueue(sequence)
+            self._queue.enqueue(sequence)
         assert leader is not None
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, leader.order, self._requests[request.id]))
@@ -161,7 +157,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
-        self._pace = 0.0 if self._planned is None else now - self._planned
+        self._queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
@@ -170,7 +166,7 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        admissions = self._admit(now)
+        admissions = self._queue.admit(now)
         while budget > 0 and self._slots and len(self.loading) < CROWD * self.config.max_seqs:
             sequence = next(admissions, None)
             if sequence is None:
@@ -232,7 +228,7 @@ class Scheduler:
                 return True
             if self.manager.leaving:  # room comes when what is being written out has landed
                 return False
-            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=_place)
+            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=PLACE)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -251,7 +247,7 @@ class Scheduler:
 
     def _board(self, now: float) -> None:
         """Sequences whose copies have landed take their slots, in order of service."""
-        for sequence in sorted(self.loading, key=_place):
+        for sequence in sorted(self.loading, key=PLACE):
             if self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
@@ -301,109 +297,11 @@ class Scheduler:
         sequence.slot = self._slots.pop()
         sequence.set_up = False
         self.running.append(sequence)
-        self.running.sort(key=_place)
-        return True
-
-    def _admit(self, now: float) -> Generator[Sequence, None, None]:
-        """Waiting sequences that can have a lease, and have it when they are given out; close it at the end.
-
-        While the link is behind, or the room is not made yet, a sequence whose adapter is not there stays in
-        the queue, where it holds no blocks, and so does one behind it whose prefix would be copied: it has the
-        older claim to the link. Those that need no copy go ahead, as far as they leave room for the first that
-        stays.
-        """
-        skipped: list[tuple[int, Sequence]] = []
-        held: list[Sequence] = []
-        passed = 0
-        behind = self._spare_s() < 0
-        try:
-            while self._waiting and len(held) + passed < LOOKAHEAD:
-                entry = heapq.heappop(self._waiting)
-                sequence = entry[1]
-                if sequence.finished is not None:
-                    continue
-                if self._not_yet(sequence):
-                    skipped.append(entry)
-                elif behind and self._needs_link(sequence, bool(held)):
-                    skipped.append(entry)
-                    held.append(sequence)
-                elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
-                    yield sequence
-                    behind = behind or self._spare_s() < 0
-                else:
-                    skipped.append(entry)
-                    if self.manager.lacks_share(sequence.adapter):
-                        passed += 1  # others need no room in the adapters' share
-                    elif held or sequence.adapter.ready or not self._fit(sequence):
-                        break
-                    else:  # there is room for it, but the queue needs that: it becomes free bit by bit
-                        held.append(sequence)
-                        behind = True
-        finally:
-            for entry in skipped:
-                heapq.heappush(self._waiting, entry)
-
-    def _spare_s(self) -> float:
-        """Seconds of copies that the link takes before it has enough to do until there is another plan, and some.
-
-        Below 0 it is behind; none are left when as many wait as can run.
-        """
-        if len(self.loading) >= self.config.max_seqs:
-            return -math.inf
-        return max(AHEAD_S, self._pace) - self.manager.forecast.wait_s
-
-    def _needs_link(self, sequence: Sequence, others: bool) -> bool:
-        """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
-
-        An activated LoRA's request computes what its adapter does not act on meanwhile; but its adapter's
-        copy would come after those of the others.
-        """
-        if not sequence.adapter.ready:
-            return others or not sequence.unadapted
-        if not others or sequence.want is None or all(node.on_device for node in sequence.want.nodes[1:]):
-            return False
-        return self.manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
-
-    def _fit(self, *sequences: Sequence) -> bool:
-        return self.manager.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)
-
-    @property
-    def _headroom(self) -> int:
-        """Blocks that must stay available to those who run when one more is admitted."""
-        return min(len(self.running), self.manager.total // 16)
-
-    def _not_yet(self, sequence: Sequence) -> bool:
-        """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
-        leader = sequence.leader
-        behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
-        return sequence.in_flight > 0 or (behind and self.manager.prefix_reuse and sequence.reuses)
-
-    def _lease(self, sequence: Sequence, now: float) -> bool:
-        """Whether the cache grants the sequence what it needs; asks again only after something changed.
-
-        What the queue needs may leave for it as far as the link has time to spare, or if few run: then one
-        more in the batch is worth any copy (and with none running nothing else would ever end the wait).
-        """
-        if sequence.refused == self.manager.epoch:
-            return False
-        few = len(self.running) < max(1, self.config.max_seqs // FEW)
-        spare_s = math.inf if few else self._spare_s()
-        again = sequence.admitted > 0
-        lease = self.manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, self._headroom, again, spare_s)
-        if lease is None:
-            sequence.refused = self.manager.epoch
-            return False
-        self.manager.cells.queued.served = _place(sequence)
-        sequence.lease = lease
-        sequence.computed = lease.cached
-        if not sequence.admitted:
-            sequence.admitted = now
-            sequence.cached = lease.cached
-        self._dequeued(sequence)
+        self.running.sort(key=PLACE)
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._enqueue(sequence)  # first: its adapter version may live on for this sequence alone
+        self._queue.enqueue(sequence)  # first: its adapter version may live on for this sequence alone
         self._leave(sequence)
         self.preemptions += 1
 
@@ -425,18 +323,6 @@ class Scheduler:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1
-
-    def _enqueue(self, sequence: Sequence) -> None:
-        self._queued += 1
-        sequence.want = self.manager.expect(sequence.origin, sequence.tokens, sequence.reuses, _place(sequence))
-        sequence.refused = -1
-        heapq.heappush(self._waiting, (_place(sequence), sequence))
-
-    def _dequeued(self, sequence: Sequence) -> None:
-        self._queued -= 1
-        assert sequence.want is not None
-        self.manager.unexpect(sequence.want)
-        sequence.want = None
 
     def _token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
         sequence.last_token = now
@@ -462,10 +348,7 @@ class Scheduler:
         if sequence.lease is not None:
             self._leave(sequence)
         else:
-            self._dequeued(sequence)
-            if len(self._waiting) > 2 * self._queued + 64:  # amortised: what was aborted does not pile up
-                self._waiting = [entry for entry in self._waiting if entry[1].finished is None]
-                heapq.heapify(self._waiting)
+            self._queue.dequeue(sequence)
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
@@ -475,11 +358,6 @@ class Scheduler:
         return TokenEvent(
             sequence.request.id, sequence.index, None, finish_reason=reason, usage=usage, timing=_timing(sequence, now)
         )
-
-
-def _place(sequence: Sequence) -> int:
-    """Its place in the order of service: higher priority first, then arrival."""
-    return sequence.order - (sequence.request.priority << ORDER_BITS)
 
 
 def _timing(s: Sequence, now: float) -> Timing:

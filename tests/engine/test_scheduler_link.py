@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jlora.cache.tree import Origin
-from jlora.engine.scheduler import AHEAD_S, LOOKAHEAD
+from jlora.engine.admission import AHEAD_S, LOOKAHEAD
 from tests.engine._bench import Bench, work
 
 LONG = 11  # blocks of an adapter whose copy alone puts the link behind: 10 ms each
@@ -70,7 +70,7 @@ def test_a_prefix_is_not_copied_past_who_waits_for_the_link_but_may_be_computed(
 
 
 def test_admission_looks_past_so_many_and_keeps_their_order():
-    bench = Bench(blocks=512, delay=4, step_s=0.02, max_seqs=256)
+    bench = Bench(blocks=512, delay=4, step_s=0.02, max_seqs=LOOKAHEAD)
     bench.submit("first", 5, max_tokens=1, adapter=bench.adapter(1, LONG))
     for uid in range(2, LOOKAHEAD + 2):
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
