@@ -70,7 +70,7 @@ class Request:
         id: unique among live requests.
         prompt: token ids, at least one, all inside the vocabulary.
         adapter: adapter name; None is the base model.
-        priority: higher runs first; equal priorities run in order of arrival.
+        priority: higher runs first; equal ones in order of arrival, or nearly (`jlora.engine.admission`).
         bypass_prefix_cache: neither read from nor leave KV in the prefix cache.
         tenant: salt of the prefix cache; equal prompts of two tenants never share KV.
         deadline: `time.monotonic()` seconds after which the engine aborts it; None is never.

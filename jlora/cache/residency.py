@@ -293,7 +293,6 @@ class Residency:
         self._count_resident(node, 1)
         self._account(node, 1)
         node.stamp += 1
-        self._doubles.push(node)
         self._offer_below(node)
 
     def forget(self, node: Node) -> None:

@@ -53,7 +53,7 @@ class Admission:
     def enqueue(self, sequence: Sequence) -> None:
         """Puts it into its place."""
         sequence.want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
-        sequence.refused, sequence.passed = -1, 0
+        sequence.refused = -1
         bisect.insort(self._queue, (sequence.place, sequence))
 
     def dequeue(self, sequence: Sequence) -> None:

@@ -1,0 +1,86 @@
+"""Whose turn it is while the link between the tiers is behind: first those that find all they need."""
+
+from __future__ import annotations
+
+import pytest
+
+from jlora.engine.admission import PASSES
+from jlora.engine.plan import ROW
+from tests.engine._bench import Bench, work
+
+DEAR = 100  # blocks of an adapter whose copy keeps the link behind for 50 steps: 10 ms each
+HISTORY = list(range(100, 113))
+
+
+def behind(link: bool = True, **config: int) -> Bench:
+    """A step takes a row of tokens; the host holds the KV of `HISTORY`; the link is busy with an adapter, or idle."""
+    bench = Bench(blocks=512, delay=60, step_s=0.02, max_step_tokens=ROW, **config)
+    bench.submit("before", HISTORY, max_tokens=1)
+    bench.finish()
+    while (victim := bench.manager.cells.worst()) is not None:
+        bench.manager.cells.evict(victim)
+    if link:
+        bench.submit("cold", 5, max_tokens=1, adapter=bench.adapter(1, DEAR))
+        bench.step()
+    return bench
+
+
+def fill(bench: Bench, name: str, **fields: int) -> None:
+    """A request that finds all it needs, and takes a whole step."""
+    bench.submit(name, [int(name[4:]) + 500] * ROW, max_tokens=1, **fields)
+
+
+def admitted(bench: Bench, name: str) -> bool:
+    return any(s.request.id == name for s in (*bench.scheduler.loading, *bench.scheduler.running))
+
+
+@pytest.mark.parametrize(("link", "first"), [(True, "warm0"), (False, "again")])
+def test_who_needs_a_copy_has_its_turn_later_but_only_while_the_link_is_behind(link: bool, first: str):
+    bench = behind(link)
+    bench.submit("again", HISTORY, max_tokens=1)
+    fill(bench, "warm0")
+    bench.step()
+    assert "warm0" in work(bench.plans[-1]) and admitted(bench, "again") == (first == "again")
+    bench.finish()
+    assert len(bench.tokens("again")) == len(bench.tokens("warm0")) == 1
+
+
+def test_nobody_is_passed_by_more_than_so_many():
+    bench = behind(max_seqs=128)
+    bench.submit("again", HISTORY, max_tokens=1)
+    for index in range(PASSES + 8):
+        fill(bench, f"warm{index}")
+    seen = len(bench.plans)
+    while not admitted(bench, "again"):
+        bench.step()
+        assert bench.manager.forecast.wait_s > 0.1, "the link is not behind any more: nothing is shown"
+    started = [name for plan in bench.plans[seen:] for name in work(plan)]
+    assert started == [f"warm{index}" for index in range(PASSES + 1)]  # the last one after it, in the same step
+    bench.finish()
+
+
+def test_a_lower_priority_passes_nobody():
+    bench = behind()
+    fill(bench, "warm0")
+    fill(bench, "warm1", priority=1)
+    bench.submit("again", HISTORY, max_tokens=1, priority=1)
+    bench.step()
+    assert "warm1" in work(bench.plans[-1]) and not admitted(bench, "again")  # its equal
+    bench.step()
+    assert admitted(bench, "again") and "warm0" in work(bench.plans[-1])
+    bench.finish()
+
+
+def test_the_queue_keeps_its_order_whatever_leaves_it():
+    bench = Bench(max_seqs=1)
+    bench.submit("runs", 3, max_tokens=2)
+    bench.step()
+    for index in range(30):
+        bench.submit(f"q{index}", 3, max_tokens=1, priority=index % 3)
+    for index in range(0, 30, 4):
+        bench.scheduler.abort(f"q{index}", bench.now)
+    left = [index for index in range(30) if index % 4]
+    assert bench.scheduler.waiting == len(left)
+    bench.finish()
+    order = [e.request_id for e in bench.events if e.token_id is not None][2:]
+    assert order == [f"q{index}" for index in sorted(left, key=lambda i: (-(i % 3), i))]
