@@ -47,15 +47,14 @@ class Doubles:
             if node.users and _in_both(node):
                 self._in_use[node] = None
                 return node
-        now, policy = self._clock(), self._policy
-        tops = [node for heap in self._idle for node in heap.first(policy.lookahead)]
-        dearest = max(tops, key=lambda top: policy.value(top, now), default=None)
-        if dearest is None or saved is None or self._outstays(dearest, saved):
-            return dearest
-        return None
+        tops = [node for heap in self._idle for node in heap.first(1)]
+        able = [node for node in tops if saved is None or self._outstays(node, saved)]
+        return max(able, key=lambda node: self._policy.value(node, self._clock()), default=None)
 
     def _outstays(self, node: Node, other: Node) -> bool:
-        """Whether `node` leaves the device after `other`."""
+        """Whether `node` leaves the device after `other`; what the queue needs leaves after all else."""
+        if bool(node.wanted) != bool(other.wanted):
+            return bool(node.wanted)
         now, policy = self._clock(), self._policy
         (heap, key), (others, least) = policy.key(node), policy.key(other)
         return key > least if heap == others else policy.value(node, now) > policy.value(other, now)

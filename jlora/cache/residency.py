@@ -87,6 +87,8 @@ class Residency:
                 node.use()
             if node in self.departing:
                 self._stay(node)
+            if node.host:
+                self._doubles.push(node)
 
     def lock(self, node: Node) -> None:
         """One more lease goes through this node."""
@@ -94,8 +96,6 @@ class Residency:
             self._account(node, -1)
             node.users = 1
             self._account(node, 1)
-            if node.host:
-                self._doubles.push(node)
         else:
             node.users += 1
 

@@ -24,7 +24,8 @@ from jlora.engine.plan import Sequence
 
 FEW = 16  # a batch with less than this part of its slots in use is worth filling, whatever it costs
 LOOKAHEAD = 64  # sequences that admission looks at, or as many as there are free slots
-PASSES = 32  # sequences that may go ahead of one because they find all they need
+HELD = 32  # sequences that stay in the queue for the link; admission looks no further
+PASSES = 48  # sequences that may go ahead of one because they find all they need
 AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
 
 
@@ -72,25 +73,29 @@ class Admission:
         copy go ahead, as far as they leave room for the first that stays.
         """
         many = max(LOOKAHEAD, self._max_seqs - len(self._running))
-        window = [sequence for _, sequence in self._queue[:many]]
+        window = list(itertools.islice((s for _, s in self._queue if not self._not_yet(s)), many))
         later: list[Sequence] = []  # whose turn is after that of the others
+        closed = False  # nobody else may go ahead of them in this step
         held: list[Sequence] = []
         behind = self._spare_s() < 0
         for turn, sequence in enumerate(itertools.chain(window, later)):
             first = turn < len(window)
-            if self._not_yet(sequence):
-                continue
-            if first and behind and self._can_be_passed(sequence, later):
+            if first and behind and (closed or self._can_be_passed(sequence, later)):
                 later.append(sequence)
             elif behind and self._needs_link(sequence, bool(held)):
                 held.append(sequence)
+                if len(held) == HELD:
+                    return
             elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
-                for other in later if first else ():
-                    other.passed += 1
+                if first:
+                    closed = _pass(later)
                 yield sequence
                 behind = behind or self._spare_s() < 0
             elif self._manager.lacks_share(sequence.adapter):
                 continue  # others need no room in the adapters' share
+            elif first and later:  # what it lacks is room, and those before it come before it there
+                later.append(sequence)
+                closed = True
             elif held or sequence.adapter.ready or not self._fit(sequence):
                 return
             else:  # there is room for it, but the queue needs that: it becomes free bit by bit
@@ -98,13 +103,13 @@ class Admission:
                 behind = True
 
     def _can_be_passed(self, sequence: Sequence, later: Ordered[Sequence]) -> bool:
-        """Whether others may go ahead of it; `later`: those before it that can be passed."""
+        """Whether others may go ahead of it; `later`: those before it that have been passed."""
         if later and later[0].request.priority > sequence.request.priority:
             return True  # or it would pass a higher one
         return sequence.passed < PASSES and not self._finds_all(sequence)
 
     def _finds_all(self, sequence: Sequence) -> bool:
-        """Whether its adapter, and all that is known of its prompt, is on the device."""
+        """Whether its adapter, and what was known of its prompt when it was queued, is on the device."""
         assert sequence.want is not None
         return sequence.adapter.ready and all(node.on_device for node in sequence.want.nodes[1:])
 
@@ -167,3 +172,10 @@ class Admission:
             sequence.cached = lease.cached
         self.dequeue(sequence)
         return True
+
+
+def _pass(later: Ordered[Sequence]) -> bool:
+    """One more has gone ahead of these; whether one of them has now been passed as often as may be."""
+    for sequence in later:
+        sequence.passed += 1
+    return any(sequence.passed >= PASSES for sequence in later)

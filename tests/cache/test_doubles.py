@@ -113,3 +113,37 @@ def test_kv_that_is_computed_again_may_lose_the_copy_it_had():
     assert cache.tiers(A) == "bb"
     assert cache.cells.make_host_room(2)
     assert cache.tiers(A) == "dd" and cache.manager.counters.blocks_lost == 0
+
+
+def test_the_last_to_leave_is_found_though_it_is_worth_least_among_the_first():
+    worth: dict[Node, float] = {}
+    old, young = double(worth, 1.0, 0.9), double(worth, 9.0, 0.1)
+    saved = double(worth, 5.0, 0.5)
+    saved.host = ()
+    found = doubles(worth)
+    found._policy.lookahead = 2  # as of policies whose worth does not fall with age
+    assert found.first(saved) is young
+    young.host = ()
+    assert found.first(saved) is None and old.host
+
+
+def test_what_the_queue_needs_outstays_what_nobody_waits_for():
+    worth: dict[Node, float] = {}
+    needed, saved = double(worth, 1.0, 0.1), double(worth, 9.0, 0.9)
+    saved.host, needed.wanted = (), 1
+    found = doubles(worth)
+    assert found.first(saved) is needed
+    saved.wanted = 1
+    assert found.first(saved) is None
+
+
+def test_a_request_that_is_refused_takes_no_copy_from_its_own_prefix():
+    cache = Cache(device=6, host=4, policy="vllm")
+    cache.run(A)
+    cache.run(B)
+    for _ in range(3):
+        cache.tend()
+        cache.land()
+    before = cache.tiers(A)
+    cache.lease([*A[:8], *([7] * 12)])
+    assert cache.tiers(A) == before

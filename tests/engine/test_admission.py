@@ -84,3 +84,38 @@ def test_the_queue_keeps_its_order_whatever_leaves_it():
     bench.finish()
     order = [e.request_id for e in bench.events if e.token_id is not None][2:]
     assert order == [f"q{index}" for index in sorted(left, key=lambda i: (-(i % 3), i))]
+
+
+def test_the_bound_holds_within_one_step_too():
+    bench = Bench(blocks=4096, delay=60, step_s=0.02, max_step_tokens=4096, max_seqs=128)
+    for uid in (1, 2):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, DEAR))
+    for index in range(2 * PASSES):
+        fill(bench, f"warm{index}")
+    bench.step()
+    waiting = [sequence for _, sequence in bench.scheduler._queue._queue]
+    assert max(sequence.passed for sequence in waiting) == PASSES
+    assert len(work(bench.plans[-1])) == 2 * PASSES  # the others beside it, as far as they leave it room
+    bench.finish()
+
+
+def test_who_waits_for_its_leader_hides_nobody():
+    bench = Bench(blocks=1024, delay=60, step_s=0.02, max_seqs=32)
+    bench.submit("many", 40, max_tokens=1, adapter=bench.adapter(1, 3), n=100)
+    fill(bench, "warm0")
+    bench.step()
+    assert "warm0" in work(bench.plans[-1])
+    bench.finish()
+
+
+def test_who_is_refused_room_does_not_keep_the_turn_of_those_before_it():
+    bench = behind(max_seqs=8)
+    bench.submit("runs", 3, max_tokens=300)
+    bench.step()
+    taken = 512 - bench.manager.free
+    bench.submit("again", HISTORY, max_tokens=1)
+    bench.submit("large", [9] * (4 * (512 - taken + 8)), max_tokens=1)
+    bench.step()
+    assert admitted(bench, "again") and not admitted(bench, "large")
+    bench.finish(limit=2000)
+    assert len(bench.tokens("large")) == 1
