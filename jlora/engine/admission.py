@@ -24,7 +24,7 @@ from jlora.engine.plan import Sequence
 
 FEW = 16  # a batch with less than this part of its slots in use is worth filling, whatever it costs
 LOOKAHEAD = 64  # sequences that admission looks at, or as many as there are free slots
-HELD = 32  # sequences that stay in the queue for the link; admission looks no further
+HELD = 32  # sequences stay in the queue for the link, and nobody behind them is asked if computing were sooner
 PASSES = 48  # sequences that may go ahead of one because they find all they need
 AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
 
@@ -82,10 +82,8 @@ class Admission:
             first = turn < len(window)
             if first and behind and (closed or self._can_be_passed(sequence, later)):
                 later.append(sequence)
-            elif behind and self._needs_link(sequence, bool(held)):
+            elif behind and self._needs_link(sequence, len(held)):
                 held.append(sequence)
-                if len(held) == HELD:
-                    return
             elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
                 if first:
                     closed = _pass(later)
@@ -122,17 +120,17 @@ class Admission:
             return -math.inf
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
 
-    def _needs_link(self, sequence: Sequence, others: bool) -> bool:
+    def _needs_link(self, sequence: Sequence, others: int) -> bool:
         """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
 
         An activated LoRA's request computes what its adapter does not act on meanwhile; but its adapter's
         copy would come after those of the others.
         """
         if not sequence.adapter.ready:
-            return others or not sequence.unadapted
+            return others > 0 or not sequence.unadapted
         if not others or self._finds_all(sequence):
             return False
-        return self._manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
+        return others >= HELD or self._manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
 
     def _fit(self, *sequences: Sequence) -> bool:
         return self._manager.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)

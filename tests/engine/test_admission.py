@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.engine.admission import PASSES
+from jlora.engine.admission import HELD, PASSES
 from jlora.engine.plan import ROW
 from tests.engine._bench import Bench, work
 
@@ -119,3 +119,36 @@ def test_who_is_refused_room_does_not_keep_the_turn_of_those_before_it():
     assert admitted(bench, "again") and not admitted(bench, "large")
     bench.finish(limit=2000)
     assert len(bench.tokens("large")) == 1
+
+
+def test_however_many_wait_for_the_link_those_that_need_none_are_reached():
+    bench = Bench(blocks=4096, delay=60, step_s=0.02, max_step_tokens=4096, max_seqs=128)
+    bench.submit("dear", 5, max_tokens=1, adapter=bench.adapter(1, DEAR))
+    for uid in range(2, 2 + HELD + 4):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
+    for index in range(PASSES + 4):  # more than may pass
+        fill(bench, f"warm{index}")
+    bench.step()
+    assert len(work(bench.plans[-1])) == PASSES + 4
+    bench.finish(limit=5000)
+
+
+def test_of_those_far_behind_nobody_is_asked_whether_computing_were_sooner():
+    bench = behind(max_seqs=128)
+    for uid in range(2, 2 + HELD):
+        bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
+    for index in range(20):
+        bench.submit(f"again{index}", HISTORY, max_tokens=1)
+    asked = 0
+    needs_copy = bench.manager.needs_copy
+
+    def counting(*args, **kwargs):
+        nonlocal asked
+        asked += 1
+        return needs_copy(*args, **kwargs)
+
+    bench.manager.needs_copy = counting  # pyright: ignore[reportAttributeAccessIssue]
+    bench.step()
+    assert asked == 0 and not admitted(bench, "again0")
+    bench.finish(limit=5000)
+    assert asked and all(len(bench.tokens(f"again{index}")) == 1 for index in range(20))
