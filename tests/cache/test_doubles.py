@@ -6,8 +6,8 @@ from jlora.cache.doubles import Doubles
 from jlora.cache.inspect import check_idle
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import AdapterNode, Node
-from tests.cache._cache import A, B, C, Cache
+from jlora.cache.tree import KV, AdapterNode, Node
+from tests.cache._cache import A, B, C, Cache, D
 
 
 class Flat(Policy):
@@ -137,13 +137,14 @@ def test_what_the_queue_needs_outstays_what_nobody_waits_for():
     assert found.first(saved) is None
 
 
-def test_a_request_that_is_refused_takes_no_copy_from_its_own_prefix():
-    cache = Cache(device=6, host=4, policy="vllm")
+def test_a_request_that_asks_takes_no_copy_from_its_own_prefix():
+    cache = Cache(device=20, host=2, policy="vllm")
     cache.run(A)
-    cache.run(B)
-    for _ in range(3):
-        cache.tend()
-        cache.land()
-    before = cache.tiers(A)
-    cache.lease([*A[:8], *([7] * 12)])
-    assert cache.tiers(A) == before
+    cache.cells.make_room(kv=cache.cells.device.room(KV) + 2)  # writes A out
+    cache.land()
+    cache.run(A)
+    for prompt in (B, C, D):
+        cache.run(prompt)
+    assert [cache.tiers(x) for x in (A, B, C, D)] == ["bb", "dd", "dd", "dd"]
+    cache.lease([*A[:8], *([9] * 4 * (cache.cells.device.room(KV) + 2))])
+    assert cache.tiers(A) == "bb"
