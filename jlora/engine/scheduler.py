@@ -6,7 +6,7 @@ plan for step N+1 before commit of step N, so plan works on counts and never on 
 Order of service: higher priority first, then arrival. Running sequences decode every step, and
 up to `max_step_tokens` of prompts are computed beside them, oldest first. A sequence whose adapter
 or prefix lies on the host holds its lease and waits for the copies, and those behind it go ahead.
-While the link is behind with such copies, who would ask for more stays in the queue.
+Who of the queue is admitted, and in which turn, is `Admission`'s affair.
 When the pool runs out of blocks the last in order of service is preempted: it gives up its lease,
 keeps its tokens, and computes them again later, drawing the same tokens as if nothing had happened.
 """
@@ -173,7 +173,6 @@ class Scheduler:
                 break
             if self._run_if_ready(sequence, now):  # else its copies are under way, and the next one may go ahead
                 budget -= self._add_chunk(prefill, sequence, budget)
-        admissions.close()
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))

@@ -86,3 +86,16 @@ class Bench:
 
 def work(plan: StepPlan) -> dict[str, tuple[int, int]]:
     return {w.sequence.request.id: (w.start, w.count) for w in plan.work}
+
+
+def counted(thing: object, name: str) -> list[tuple]:
+    """The calls of a method from now on, by their arguments."""
+    calls: list[tuple] = []
+    real = getattr(thing, name)
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        return real(*args, **kwargs)
+
+    setattr(thing, name, call)
+    return calls

@@ -6,7 +6,7 @@ import pytest
 
 from jlora.engine.admission import HELD, PASSES
 from jlora.engine.plan import ROW
-from tests.engine._bench import Bench, work
+from tests.engine._bench import Bench, counted, work
 
 DEAR = 100  # blocks of an adapter whose copy keeps the link behind for 50 steps: 10 ms each
 HISTORY = list(range(100, 113))
@@ -139,16 +139,8 @@ def test_of_those_far_behind_nobody_is_asked_whether_computing_were_sooner():
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
     for index in range(20):
         bench.submit(f"again{index}", HISTORY, max_tokens=1)
-    asked = 0
-    needs_copy = bench.manager.needs_copy
-
-    def counting(*args, **kwargs):
-        nonlocal asked
-        asked += 1
-        return needs_copy(*args, **kwargs)
-
-    bench.manager.needs_copy = counting  # pyright: ignore[reportAttributeAccessIssue]
+    asked = counted(bench.manager, "needs_copy")
     bench.step()
-    assert asked == 0 and not admitted(bench, "again0")
+    assert not asked and not admitted(bench, "again0")
     bench.finish(limit=5000)
     assert asked and all(len(bench.tokens(f"again{index}")) == 1 for index in range(20))

@@ -8,7 +8,7 @@ from jlora.cache.inspect import state
 from jlora.cache.manager import CacheManager
 from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.types import Request, SamplingParams
-from tests.engine._bench import EOS, Bench, work
+from tests.engine._bench import EOS, Bench, counted, work
 
 
 def test_a_long_prompt_is_cut_into_chunks_while_others_decode():
@@ -196,17 +196,9 @@ def test_host_work_per_step_does_not_grow_with_the_queue():
     bench.step()
     for i in range(300):
         bench.submit(f"q{i}", 20, max_tokens=10)
-    calls = 0
-    acquire = bench.manager.acquire
-
-    def counting(*args, **kwargs):
-        nonlocal calls
-        calls += 1
-        return acquire(*args, **kwargs)
-
-    bench.manager.acquire = counting  # pyright: ignore[reportAttributeAccessIssue]
+    asked = counted(bench.manager, "acquire")
     bench.step()
-    assert calls == 1 and bench.scheduler.waiting == 300
+    assert len(asked) == 1 and bench.scheduler.waiting == 300
 
 
 # -- two tiers ----------------------------------------------------------------------------------

@@ -29,6 +29,18 @@ def with_history(tokens: list[int]) -> Bench:
     return bench
 
 
+def warm(blocks: int, *sizes: int) -> Bench:
+    """A bench that has adapters of these sizes on its device, idle, and runs two long requests of the base."""
+    bench = Bench(blocks=blocks, delay=6, step_s=0.02, max_seqs=32)
+    for uid, size in enumerate(sizes, 1):
+        bench.submit(f"warm-up{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, size))
+    bench.finish()
+    for index in range(2):
+        bench.submit(f"runs{index}", 3, max_tokens=60)
+    bench.step()
+    return bench
+
+
 def test_while_the_link_is_behind_a_missing_adapter_holds_no_blocks_and_ready_ones_pass():
     bench = Bench(delay=4, step_s=0.02)
     for uid, size in ((1, LONG), (2, 3), (3, 3)):
@@ -200,12 +212,7 @@ def test_with_none_running_whatever_the_queue_needs_leaves_for_the_first(max_seq
 
 
 def test_a_head_that_needs_what_those_behind_it_need_is_not_held_up_while_the_link_is_idle():
-    bench = Bench(blocks=50, delay=6, step_s=0.02, max_seqs=32)
-    bench.submit("warm-up", 5, max_tokens=1, adapter=bench.adapter(1, 25))
-    bench.finish()
-    for index in range(2):
-        bench.submit(f"runs{index}", 3, max_tokens=60)
-    bench.step()
+    bench = warm(50, 25)
     bench.submit("head", 9, max_tokens=1, adapter=bench.adapter(2, 25))
     bench.submit("behind", 9, max_tokens=1, adapter=bench.manager.adapters[1])
     seen = len(bench.plans)
@@ -227,13 +234,7 @@ def test_priority_is_before_any_number_of_arrivals():
 
 
 def test_while_room_for_the_head_is_made_of_what_others_need_those_that_need_no_copy_go_ahead():
-    bench = Bench(blocks=64, delay=6, step_s=0.02, max_seqs=32)
-    for uid in (1, 2):
-        bench.submit(f"warm-up{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 24))
-    bench.finish()
-    for index in range(2):
-        bench.submit(f"runs{index}", 3, max_tokens=60)
-    bench.step()
+    bench = warm(64, 24, 24)
     bench.submit("head", 5, max_tokens=1, adapter=bench.adapter(3, 40))
     for uid in (1, 2):
         bench.submit(f"behind{uid}", 5, max_tokens=1, adapter=bench.manager.adapters[uid])
@@ -247,13 +248,7 @@ def test_while_room_for_the_head_is_made_of_what_others_need_those_that_need_no_
 
 
 def test_who_needs_the_link_does_not_pass_a_head_whose_room_is_being_made():
-    bench = Bench(blocks=120, delay=6, step_s=0.02, max_seqs=32)
-    for uid in (1, 2, 3):
-        bench.submit(f"warm-up{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 24))
-    bench.finish()
-    for index in range(2):
-        bench.submit(f"runs{index}", 3, max_tokens=60)
-    bench.step()
+    bench = warm(120, 24, 24, 24)
     bench.submit("head", 5, max_tokens=1, adapter=bench.adapter(4, 80))
     bench.submit("behind1", 5, max_tokens=1, adapter=bench.manager.adapters[1])
     bench.submit("cold", 5, max_tokens=1, adapter=bench.adapter(5, 3))
