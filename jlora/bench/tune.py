@@ -127,6 +127,6 @@ def _seconds(case: device_checks.Case, inputs: tuple[Any, ...], chip: Chip) -> f
 
 def _cases(few: bool, small: bool) -> list[device_checks.Case]:
     if small:
-        return [cases.SMALL_LORA[1], cases.SMALL_LORA[0]]  # no interpreter runs jax's attention kernel
+        return [cases.SMALL_LORA[1], cases.SMALL_ATTENTION[0]]
     todo: list[device_checks.Case] = [*cases.LARGE_ATTENTION, *cases.LARGE_LORA]
     return [c for c in todo if not few or c.tp == 1]

@@ -6,7 +6,7 @@ shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
-from jax.experimental.pallas.ops.tpu.ragged_paged_attention import ref_ragged_paged_attention
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
-from jlora.pallas import cases, reference, tpu_attention
+from jlora.pallas import cases, reference
+from jlora.pallas.interpret import interpreted
 from jlora.pallas.ops import ActiveBlocks, Adapted
 from jlora.pallas.tiles import Chip, chip_of
 from jlora.pallas.tpu_attention import TpuAttention, sequences
@@ -26,9 +27,17 @@ from jlora.pallas.tpu_lora import TpuLora, entry_spans, product_rows
 
 FEW = ((0, 3), (-1, 2), (2, 3), (1, 4))  # tokens of a launch
 MANY = ((0, 20), (-1, 50), (2, 20), (1, 30))  # two tiles, and in the first a product without an adapter
-MODES = {"plain": True, "tpu": pltpu.InterpretParams()}
+MODES = {"plain": True, "tpu": pltpu.InterpretParams(detect_races=True)}
 TOLERANCE = {"float32": 1e-4, "bfloat16": 4e-2}
 ATTENTION = [c for c in cases.SMALL_ATTENTION if c.spec.head_dim == 128]
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """With TPU semantics the interpreter looks for copies that meet a read or another copy."""
+    interpret_pallas_call.races = None
+    yield
+    assert interpret_pallas_call.races is None or not interpret_pallas_call.races.races_found
 
 
 @pytest.fixture(scope="module")
@@ -126,23 +135,29 @@ def test_a_tile_is_multiplied_in_equal_parts(tokens: int, most: int, rows: int):
     assert product_rows(tokens, most) == rows
 
 
+@pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
-def test_attention_equals_the_reference(case: cases.AttentionCase, chip: Chip, monkeypatch: pytest.MonkeyPatch):
-    """jax's own reference stands for its kernel, which no interpreter of jax 0.10 to 0.12 runs."""
-
-    def plain(*args: Any, sm_scale: float, **tiles: Any) -> jax.Array:
-        assert tiles["num_kv_pages_per_block"] >= 1 and tiles["num_queries_per_block"] >= 1
-        out = ref_ragged_paged_attention(*args, sm_scale=sm_scale)
-        rest = args[0].shape[0] - out.shape[0]  # nothing is written for queries that no sequence has
-        return jnp.pad(out, ((0, rest), (0, 0), (0, 0)), constant_values=jnp.nan)
-
-    monkeypatch.setattr(tpu_attention, "ragged_paged_attention", plain)
+def test_attention_equals_the_reference(case: cases.AttentionCase, mode: str, chip: Chip):
     inputs = cases.attention_inputs(case)
-    got = np.asarray(TpuAttention(chip)(*inputs), np.float32)
+    with interpreted(MODES[mode]):
+        got = np.asarray(jax.jit(TpuAttention(chip))(*inputs), np.float32)
     want = np.asarray(jax.jit(reference.attention)(*inputs), np.float32)
     valid = cases.attention_valid(case)
     close([got[valid]], [want[valid]], case.spec.dtype)
     assert np.isfinite(got).all()
+
+
+@pytest.mark.parametrize("form", ["decode", "chunks"])
+def test_attention_copies_no_page_over_one_that_is_being_read(form: str, chip: Chip):
+    """Several blocks of heads and of pages, each fetched while the one before is used: no race, no other's values."""
+    spec = replace(cases.TINY, heads=32, kv_heads=16)
+    case = replace(of(cases.SMALL_ATTENTION, f"tiny128 float32 B=16 {form}"), spec=spec)
+    inputs = cases.attention_inputs(case)
+    with interpreted(MODES["tpu"]):
+        got = np.asarray(jax.jit(TpuAttention(chip))(*inputs))
+    assert interpret_pallas_call.races is not None  # and none found, see the fixture
+    valid = cases.attention_valid(case)
+    close([got[valid]], [np.asarray(reference.attention(*inputs))[valid]], "float32")
 
 
 def test_prompt_rows_become_sequences_and_their_padding_is_kept_apart():

@@ -1,4 +1,4 @@
-"""A whole step with the TPU kernel of LoRA equals the step made of the reference, on one device and several."""
+"""A whole step with the TPU kernels equals the step made of the reference, on one device and several."""
 
 from __future__ import annotations
 
@@ -17,9 +17,11 @@ from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.model.spec import PROJECTIONS
 from jlora.pallas import cases, reference
+from jlora.pallas.interpret import interpreted
 from jlora.pallas.ops import GROUPS, Ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
+from jlora.pallas.tpu_attention import TpuAttention
 from jlora.pallas.tpu_lora import TpuLora
 from tests.pallas import _aot
 
@@ -31,7 +33,7 @@ RANKS = {"q": (3, 20), "k": (8, 8), "v": (1, 16), "o": (4, 4), "gate": (8, 2), "
 def kernels() -> Ops:
     chip = chip_of("interpreter")
     assert chip is not None
-    return replace(XLA, lora=TpuLora(chip, True))
+    return replace(XLA, lora=TpuLora(chip, True), attention=TpuAttention(chip))
 
 
 def launch(tp: int, chunk: int) -> tuple[PoolLayout, np.ndarray, step.Batch]:
@@ -104,7 +106,8 @@ def run(ops: Ops, tp: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.mark.parametrize(("tp", "chunk"), [(1, 8), (2, 1), (4, 8)])
 def test_a_step_of_kernels_equals_a_step_of_the_reference(tp: int, chunk: int):
-    pool, rows = run(kernels(), tp, chunk)
+    with interpreted():
+        pool, rows = run(kernels(), tp, chunk)
     want_pool, want_rows = run(XLA, tp, chunk)
     np.testing.assert_allclose(rows, want_rows, atol=2e-3)
     np.testing.assert_allclose(pool, want_pool, atol=2e-3)
@@ -147,6 +150,7 @@ def test_a_layer_has_two_large_sums_and_one_small_one_per_group_of_projections(m
         _aot.placed(jax.ShapeDtypeStruct(pool.shape, pool.dtype), mesh, sharding.POOL),
         *_aot.placed((np.zeros(4, np.int32), batch), mesh),
     )
-    found = _aot.collectives(programs.forward.lower(*values).compile().as_text())
+    with interpreted():
+        found = _aot.collectives(programs.forward.lower(*values).compile().as_text())
     ways = 2 if made == "tiled" else 1  # all tokens at once, or tile by tile: a launch goes one of them
     assert found == {"all-gather": 1, "all-reduce": 2 + ways * len(GROUPS)}
