@@ -12,6 +12,9 @@ from jlora.cache.tree import KV, Node
 # A prefix is computed again only if copying it would take so many times as long: near saturation
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
 RECOMPUTE = 3.0
+# And so many times where the copy itself, without waiting for others, is shorter: then the link carries
+# more prefixes in a second than the device computes, and only the wait speaks for computing.
+RECOMPUTE_QUICK = 6.0
 # A step starts before its copies have landed if they need at most this share of its time.
 STREAM = 0.9
 # Shorter copies come as one piece: a group of layers costs a transfer of its own.
@@ -44,8 +47,9 @@ class Forecast:
         if not missing:
             return path
         tokens = (len(path) - missing[0]) * self._block_tokens
-        copied_s = self.wait_s + self._meter.load_s(KV, len(missing))
-        return path if copied_s <= RECOMPUTE * tokens * self._meter.token_s else path[: missing[0]]
+        load_s, computed_s = self._meter.load_s(KV, len(missing)), tokens * self._meter.token_s
+        guard = RECOMPUTE_QUICK if load_s <= computed_s else RECOMPUTE
+        return path if self.wait_s + load_s <= guard * computed_s else path[: missing[0]]
 
     def outlasts(self, lease: Lease, tokens: int) -> bool:
         """Whether the copy of a lease's adapter takes longer than computing so many tokens."""

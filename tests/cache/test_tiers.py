@@ -205,6 +205,19 @@ def test_a_prefix_is_computed_again_only_if_copying_takes_over_three_times_as_lo
     assert cache.manager.counters.recomputed_tokens == (0 if copied else 8)
 
 
+@pytest.mark.parametrize(("blocks", "computing", "copied"), [(8, 0.99, False), (8, 1.01, True), (11, 1.01, False)])
+def test_a_copy_that_is_shorter_than_computing_may_take_six_times_as_long(blocks: int, computing: float, copied: bool):
+    """Two blocks behind an adapter of so many, where computing takes `computing` times as long as their own copy."""
+    cache = Cache(device=32)
+    cache.run(A)
+    cache.drop_from_device(A)
+    cache.leased(B, cache.adapter(1, blocks))
+    meter = cache.cells.policy.meter
+    meter.token_s = computing * meter.load_s(KV, 2) / 8
+    lease = cache.leased(A)
+    assert lease.cached == (8 if copied else 0) and len(cache.copies()) == (2 if copied else 1)
+
+
 # -- the monitor -------------------------------------------------------------------------------
 
 
@@ -399,7 +412,7 @@ def test_a_prefix_is_computed_rather_than_copied_behind_a_long_queue_of_the_link
         cache.run(A)
         for node in reversed(cache.path(A)):
             cache.cells.evict(node)
-        adapter = cache.adapter(1, 30)  # 30 ms of the link; 8 tokens take 8 ms to compute, and 3 times that is allowed
+        adapter = cache.adapter(1, 50)  # 50 ms of the link; 8 tokens take 8 ms to compute, and 6 times that is allowed
         cache.manager.bring_in(adapter)
         if demand:
             cache.cells.traffic.promote(adapter)
