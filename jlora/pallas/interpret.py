@@ -1,18 +1,21 @@
 """Runs TPU kernels on a CPU: every Pallas call made inside is interpreted, jax's attention kernel too.
 
-jax's kernels have no argument for it, and jax's `ragged_paged_attention` does two things that no
-interpreter of jax 0.10 to 0.12 can do. Both are said here in other words, on the same values, while a
-kernel is interpreted; its copies, semaphores, loops, prefetches and arithmetic stay its own:
+jax's kernels have no argument for it, and jax's `ragged_paged_attention` does three things that not
+every interpreter of jax 0.10 to 0.12 can do. They are said here in other words, on the same values, while
+a kernel is interpreted; its copies, semaphores, prefetches, loops and arithmetic stay its own:
 
-- it views the pages that it has fetched as rows of 32-bit words: here they are read whole, and the
-  view is one of values (the interpreter with TPU semantics knows no reshaped reference);
+- it views the pages that it has fetched as rows of 32-bit words: here they are read whole where it loads
+  some, and the view is one of values (the interpreter with TPU semantics knows no reshaped reference);
 - it stores under a mask: here what is there is read, and stored again where the mask is off (the plain
-  interpreter takes no masked store at a fixed row).
+  interpreter takes no masked store at a fixed row);
+- it hands the sequence and the buffer that are next from one grid step to the next in a prefetched scalar:
+  here in scratch memory that starts as that scalar (the plain interpreter gives each step the first value).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,12 +39,14 @@ def interpreted(mode: Any = True) -> Iterator[None]:
     """
     call, wait = pl.pallas_call, attention.MultiPageAsyncCopyDescriptor.wait
 
-    def interpreting(*args: Any, **options: Any) -> Any:
-        return call(*args, **{**options, "interpret": options.get("interpret") or mode})
+    def interpreting(kernel: Any, *args: Any, **options: Any) -> Any:
+        if getattr(kernel, "func", None) is attention.ragged_paged_attention_kernel:
+            kernel, options = _handing_over(kernel, options)
+        return call(kernel, *args, **{**options, "interpret": options.get("interpret") or mode})
 
     patches = (
         mock.patch.object(pl, "pallas_call", interpreting),
-        mock.patch.object(attention.MultiPageAsyncCopyDescriptor, "wait", lambda self: _Rows(wait(self)[...])),
+        mock.patch.object(attention.MultiPageAsyncCopyDescriptor, "wait", lambda self: _Rows(wait(self))),
         mock.patch.object(pltpu, "store", _store),
     )
     jitted: Any = attention.ragged_paged_attention
@@ -53,28 +58,58 @@ def interpreted(mode: Any = True) -> Iterator[None]:
         yield
 
 
+HANDED = 3  # of the attention kernel's scalars: the next sequence and buffer
+
+
+def _handing_over(kernel: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The attention kernel with what it hands over in scratch memory, and its options with that memory."""
+    spec = copy.copy(options["grid_spec"])
+    spec.scratch_shapes = (*spec.scratch_shapes, pltpu.SMEM((2,), jnp.int32))
+
+    def handing(*refs: Any) -> None:
+        handed = refs[-1]
+
+        @pl.when(pl.program_id(0) + pl.program_id(1) == 0)
+        def begin() -> None:
+            for i in range(2):
+                handed[i] = refs[HANDED][i]
+
+        kernel(*refs[:HANDED], handed, *refs[HANDED + 1 : -1])
+
+    return handing, {**options, "grid_spec": spec}
+
+
+def _same(values: jax.Array) -> jax.Array:
+    return values
+
+
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """Values with as much of a reference's face as the attention kernel looks at."""
+    """A reference seen in another form: as much of a reference's face as the attention kernel looks at."""
 
-    values: jax.Array
+    ref: Any
+    view: Callable[[jax.Array], jax.Array] = _same
 
     @property
     def dtype(self) -> Any:
-        return self.values.dtype
+        return self.ref.dtype
 
     def reshape(self, *shape: int) -> _Rows:
-        return _Rows(self.values.reshape(shape))
+        return _Rows(self.ref, lambda values: self.view(values).reshape(shape))
 
     def bitcast(self, dtype: Any) -> _Rows:
         """Neighbouring rows [n * r, c] packed into words [n, c], the first in the lowest bits, as in a sublane."""
         packed = jnp.dtype(dtype).itemsize // self.dtype.itemsize
-        rows, columns = self.values.shape
-        pairs = self.values.reshape(rows // packed, packed, columns).swapaxes(1, 2)
-        return _Rows(lax.bitcast_convert_type(pairs, dtype))
+
+        def words(values: jax.Array) -> jax.Array:
+            rows = self.view(values)
+            pairs = rows.reshape(rows.shape[0] // packed, packed, rows.shape[1]).swapaxes(1, 2)
+            return lax.bitcast_convert_type(pairs, dtype)
+
+        return _Rows(self.ref, words)
 
     def __getitem__(self, index: Any) -> jax.Array:
-        return self.values[index]
+        return self.view(self.ref[...])[index]
 
 
 def _store(ref: Any, value: jax.Array, *, mask: jax.Array) -> None:
