@@ -16,7 +16,6 @@ from dataclasses import dataclass
 
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Lease, Sizes
-from jlora.cache.tending import Tending
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import KV, AdapterNode, Origin
 from jlora.config import CacheConfig
@@ -75,7 +74,6 @@ class Grove:
         policy = make_policy(CacheConfig(policy=shape.policy), Meter(LINK_S))
         sizes = Sizes(shape.device_blocks, shape.host_blocks, shape.block_tokens)
         self.manager = CacheManager(sizes, policy, lambda: self.now)
-        self.tending = Tending(self.manager, 0.1)
         self.long: list[Talk] = []
         self._random = random.Random(seed)
         self._adapters = [self._add(uid) for uid in range(1, shape.adapters + 1)]
@@ -110,9 +108,8 @@ class Grove:
             talk = self._new(added)
             self._latest.append(talk)
         self.end(self.begin(talk), talk)
-        if self.tending.due(self.now):
-            self.tending.round(self.now, running=32)
-            self.land()
+        self.manager.tend(self.now, running=32)
+        self.land()
 
     def begin(self, talk: Talk) -> Lease:
         """Admits the conversation as it is; its copies land at once."""
@@ -147,6 +144,6 @@ class Grove:
         return Talk(self._adapters[drawn], self._talks * _ROOM % _SYSTEM, length)
 
     def _add(self, uid: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, ADAPTER_BLOCKS)
-        assert node is not None, "the host has room for every adapter"
-        return node
+        blocks = self.manager.reserve(ADAPTER_BLOCKS)
+        assert blocks is not None, "the host has room for every adapter"
+        return self.manager.add_adapter(uid, blocks)

@@ -298,11 +298,11 @@ class Bench:
     ) -> Iterator[tuple[Engine, CacheManager]]:
         """A new cache and scheduler over the device, with all adapters; policies live in the trace's time."""
         config = configuration.replace(self._config, settings)
+        config = configuration.replace(config, {"cache.monitor_s": config.cache.monitor_s / accelerated})
         layout = replace(self._layout, blocks=device_blocks + 1)
         manager = build.make_manager(config, layout, self._host_blocks, streams=self._pool.groups > 1)
         manager.cells.clock = lambda: accelerated * time.monotonic()
-        monitor_s = config.cache.monitor_s / accelerated
-        scheduler = Scheduler(manager, config.engine, self._spec.eos_ids, monitor_s=monitor_s)
+        scheduler = Scheduler(manager, config.engine, self._spec.eos_ids)
         swapper = Swapper(self._pool, self._host, config.cache.link_gbps)
         self._registry = AdapterRegistry()
         engine = Engine(scheduler, self._registry, self._runner, swapper, self._layout, config.engine.overlap)

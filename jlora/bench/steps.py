@@ -87,9 +87,9 @@ class Decoding:
         return len(running) == self.scheduler.config.max_seqs and all(s.outputs > 1 for s in running)
 
     def _add(self, uid: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, ADAPTER_BLOCKS)
-        assert node is not None, "the host has room for every adapter"
-        return node
+        blocks = self.manager.reserve(ADAPTER_BLOCKS)
+        assert blocks is not None, "the host has room for every adapter"
+        return self.manager.add_adapter(uid, blocks)
 
 
 def measure(load: StepLoad, count: int) -> list[int]:

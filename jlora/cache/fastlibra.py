@@ -9,7 +9,7 @@ What the paper leaves open, decided here: LoRA_Eval multiplies adapter nodes; pr
 share of the visits in a window that slides by exponential decay; t is divided by a time scale
 tau (tau = 1 is the paper's literal form), by default the median reuse interval seen so far;
 cost_i is the measured transfer time of the node; BS is the mean batch of the last 5 s; an idle round
-prefetches what the link carries in a round and at most `tending.FETCHES` nodes, so that it stays short.
+prefetches what the link carries in a round and at most `monitor.FETCHES` nodes, so that it stays short.
 
 1 - sigmoid(t) is e^-t / (1 + e^-t): naively it is 0 after 37 s in float64 and ties would decide, so
 everything is kept in logarithms. Its tail has the exact static key `ln cost + ln C + t/tau'`;

@@ -132,10 +132,11 @@ def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -
     cells = manager.cells
     device, host = cells.device, cells.host
     device.allocator.check_integrity([b for node in nodes for b in node.device] + private)
-    host.allocator.check_integrity([b for node in nodes for b in node.host])
+    host.allocator.check_integrity([b for node in nodes for b in node.host] + [*manager.reserved])
     for tier, place in ((device, "device"), (host, "host")):
         held = [sum(len(getattr(n, place)) for n in nodes if n.kind == kind) for kind in (ADAPTER, KV)]
         held[KV] += len(private) if tier is device else 0
+        held[ADAPTER] += len(manager.reserved) if tier is host else 0
         assert tier.used == held, f"{place} blocks are miscounted: {tier.used}, not {held}"
         assert all(used <= limit for used, limit in zip(tier.used, tier.limit, strict=True)), "a share is exceeded"
     idle = [0, 0]

@@ -18,6 +18,7 @@ from collections.abc import Callable, Collection, Sequence
 from jlora.cache.blocks import Tier
 from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease, Sizes, Want
+from jlora.cache.monitor import Monitor
 from jlora.cache.policies import Policy
 from jlora.cache.residency import Counters, Residency
 from jlora.cache.transfer import Copy
@@ -40,6 +41,7 @@ class CacheManager:
         clock: Callable[[], float],
         prefix_reuse: bool = True,
         streams: bool = False,
+        monitor_s: float = 0.1,
     ):
         self.block_tokens = sizes.block_tokens
         self.prefix_reuse = prefix_reuse and policy.history
@@ -51,7 +53,10 @@ class CacheManager:
         self.base = self.tree.base
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self.leases: dict[int, Lease] = {}
+        self.reserved: set[int] = set()  # host blocks of adapters that are being loaded
         self._pinned: set[AdapterNode] = set()
+        backs_up = self.prefix_reuse and not policy.writes_back
+        self._monitor = Monitor(self.cells, self.adapters, monitor_s, backs_up)
         self._clock = clock
 
     @property
@@ -121,20 +126,30 @@ class CacheManager:
 
     # -- adapters ---------------------------------------------------------------------------
 
-    def add_adapter(self, uid: int, size: int) -> AdapterNode | None:
-        """Registers an adapter of `size` blocks and gives it its master copy's place on the host.
+    def reserve(self, size: int) -> tuple[int, ...] | None:
+        """Takes `size` host blocks for an adapter's master copy; None if the host has no room for it.
 
-        Returns:
-            Its node, with `host` blocks to fill; None if the host tier has no room for it.
+        The caller fills the blocks, and hands them to `add_adapter` or back to `cancel`.
         """
-        cells = self.cells
-        if not cells.make_host_room(size):
+        if not self.cells.make_host_room(size):
             return None
-        node = AdapterNode(uid, size)
-        node.host = cells.host.take(ADAPTER, size)
+        blocks = self.cells.host.take(ADAPTER, size)
+        self.reserved.update(blocks)
+        return blocks
+
+    def cancel(self, blocks: Sequence[int]) -> None:
+        """Gives reserved blocks back."""
+        self.reserved.difference_update(blocks)
+        self.cells.host.give(ADAPTER, blocks)
+
+    def add_adapter(self, uid: int, blocks: tuple[int, ...]) -> AdapterNode:
+        """Registers an adapter whose master copy is in these reserved host blocks."""
+        self.reserved.difference_update(blocks)
+        node = AdapterNode(uid, len(blocks))
+        node.host = blocks
         self.adapters[uid] = node
-        cells.visit([node])  # who loads an adapter is about to use it
-        cells.offer(node)
+        self.cells.visit([node])  # an adapter that is loaded is about to be used
+        self.cells.offer(node)
         return node
 
     def pin(self, node: AdapterNode, pinned: bool) -> bool:
@@ -155,6 +170,10 @@ class CacheManager:
         idle = not self.cells.traffic.backlog["in"]
         if idle and not node.device and not node.dying and node.size <= self.cells.device.room(ADAPTER):
             self._bring_adapter(node, demand=False)
+
+    def hasten(self, node: AdapterNode) -> None:
+        """A request waits for the adapter: its copy, if one is under way, overtakes prefetches."""
+        self.cells.traffic.promote(node)
 
     def kill(self, node: AdapterNode) -> None:
         """Ends an adapter version: no new lease, everything freed when its last user is gone."""
@@ -387,6 +406,14 @@ class CacheManager:
                 if node.parent is not None and not (node.users or node.moving or node.children):
                     self.cells.forget(node)
         return self.free - before
+
+    def tend(self, now: float, running: int) -> None:
+        """Makes a round of the monitor if one is due; its copies go out with the next `take_copies`.
+
+        Args:
+            running: sequences in the batch.
+        """
+        self._monitor.tend(now, running)
 
     # -- copies -------------------------------------------------------------------------------
 

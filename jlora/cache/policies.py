@@ -1,7 +1,7 @@
 """What a cache policy decides, the baselines, and jlora's own. Plain Python, no jax.
 
 A policy ranks; it never moves anything and holds nothing of the tree. The mechanism
-(`residency`, `tending`) is the same for all: asynchronous copies, one pool, one tree. What a
+(`residency`, `monitor`) is the same for all: asynchronous copies, one pool, one tree. What a
 published system does differently is a few answers in its class:
 
     share         a fixed share of the device for adapters, or one pool for all

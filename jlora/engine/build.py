@@ -56,7 +56,7 @@ def build_engine(config: Config, progress: bool = True) -> tuple[Engine, ModelSp
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(a.packed.projections) for a in new))
     manager = make_manager(config, layout, host_blocks, streams=pool.groups > 1)
-    scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed, config.cache.monitor_s)
+    scheduler = Scheduler(manager, config.engine, spec.eos_ids, config.model.seed)
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps)
     engine = Engine(scheduler, registry, runner, swapper, layout, config.engine.overlap)
     if config.engine.warmup:
@@ -84,7 +84,8 @@ def make_manager(config: Config, layout: PoolLayout, host_blocks: int, streams: 
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
-    return CacheManager(sizes, policy, time.monotonic, config.cache.prefix_reuse, streams)
+    cache = config.cache
+    return CacheManager(sizes, policy, time.monotonic, cache.prefix_reuse, streams, cache.monitor_s)
 
 
 def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:

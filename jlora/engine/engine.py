@@ -273,7 +273,7 @@ class Engine:
 
     def hasten(self, name: str) -> None:
         """Somebody waits for the adapter's copy, if one is under way. Raises NotFound."""
-        self._manager.cells.traffic.promote(self._registry.get(name).node)
+        self._manager.hasten(self._registry.get(name).node)
 
     def adapter(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
@@ -301,14 +301,14 @@ class Engine:
                 f"adapter {new.name!r} needs {size} blocks, and at most {most} of the pool's {self._manager.total} "
                 f"can hold an adapter; raise cache.hbm_blocks{self._manager.share_hint}"
             )
-        node = self._manager.add_adapter(self._registry.new_uid(), size)
-        if node is None:
+        blocks = self._manager.reserve(size)
+        if blocks is None:
             raise ResourceExhausted(
                 f"adapter {new.name!r} needs {size} blocks of the host tier, which has no room beside its adapters "
                 f"and the KV in use ({self._manager.host_use}); unload one, try again, or raise cache.host_blocks"
             )
-        self._swapper.fill(node.host, new.packed.data)
-        return node
+        self._swapper.fill(blocks, new.packed.data)
+        return self._manager.add_adapter(self._registry.new_uid(), blocks)
 
     def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
         """Brings a new version in and ends the old one; all as before if there is no room for it."""

@@ -21,7 +21,6 @@ from dataclasses import replace
 from operator import attrgetter
 
 from jlora.cache.manager import CacheManager
-from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
@@ -43,7 +42,6 @@ class Scheduler:
         config: EngineConfig,
         eos_ids: Collection[int],
         seed: int = 0,
-        monitor_s: float = 0.1,
     ):
         self.manager = manager
         self.config = config
@@ -58,7 +56,6 @@ class Scheduler:
         self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
         self._random = random.Random(seed)
         self._planned: float | None = None  # when the last step was, if it had work
-        self._tending = Tending(manager, monitor_s)
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
     # -- requests in and out ----------------------------------------------------------------
@@ -151,8 +148,7 @@ class Scheduler:
 
     def tend(self, now: float) -> tuple[Copy, ...]:
         """A round of the cache's monitor if one is due; the copies to start."""
-        if self._tending.due(now):
-            self._tending.round(now, len(self.running))
+        self.manager.tend(now, len(self.running))
         return self.manager.take_copies()
 
     def plan(self, now: float) -> StepPlan:

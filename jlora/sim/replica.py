@@ -116,9 +116,9 @@ class Replica:
         self.clock = Clock()
         self.counts = Counts()
         self.manager = CacheManager(
-            spec.sizes, policy, self.clock, spec.cache.prefix_reuse, streams=spec.link.groups > 1
+            spec.sizes, policy, self.clock, spec.cache.prefix_reuse, spec.link.groups > 1, spec.cache.monitor_s
         )
-        self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=(), monitor_s=spec.cache.monitor_s)
+        self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=())
         self._free_at = 0.0  # when the device will have done all that was dispatched
         self._committed = 0.0
         self._in_flight: _Pending | None = None
@@ -176,12 +176,13 @@ class Replica:
     # -- inside -----------------------------------------------------------------------------
 
     def _add(self, uid: int, size: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, size)
-        if node is None:
+        blocks = self.manager.reserve(size)
+        if blocks is None:
             raise ConfigError(
                 f"the adapters need {sum(self.spec.adapters)} blocks of host memory, and the host tier has "
                 f"{self.spec.sizes.host}; raise --host-gb"
             )
+        node = self.manager.add_adapter(uid, blocks)
         self.manager.bring_in(node)  # a loaded adapter goes to blocks that are free anyway
         return node
 

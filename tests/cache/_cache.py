@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import CacheManager, Lease, Sizes
-from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node, Origin
 from tests.cache._world import POLICIES
@@ -23,13 +22,12 @@ class Cache:
         made = POLICIES[policy](meter)
         self.manager = CacheManager(Sizes(device, host, BLOCK), made, lambda: self.now, streams=streams)
         self.cells = self.manager.cells
-        self.tending = Tending(self.manager, 0.1)
         self.flying: list[Copy] = []
 
     def adapter(self, uid: int, size: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, size)
-        assert node is not None
-        return node
+        blocks = self.manager.reserve(size)
+        assert blocks is not None
+        return self.manager.add_adapter(uid, blocks)
 
     def origin(self, adapter: AdapterNode | Origin | None) -> Origin:
         return adapter if isinstance(adapter, Origin) else Origin(adapter or self.manager.base)
@@ -70,7 +68,7 @@ class Cache:
 
     def tend(self, running: int = 0) -> None:
         self.now += 0.2
-        self.tending.round(self.now, running)
+        self.manager.tend(self.now, running)
         check_integrity(self.manager)
 
     def path(self, tokens: list[int], adapter: AdapterNode | Origin | None = None) -> list[Node]:

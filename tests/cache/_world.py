@@ -22,7 +22,6 @@ from jlora.cache import inspect
 from jlora.cache.fastlibra import Fastlibra, Knobs, Wol, Wom, Wos
 from jlora.cache.manager import CacheManager, Lease, Sizes, Want
 from jlora.cache.policies import Jlora, Policy, Slora, Vllm, VllmFair
-from jlora.cache.tending import Tending
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode
 
@@ -90,7 +89,6 @@ class World:
         policy = POLICIES[self.policy](Meter(EACH_S, TOKEN_S))
         sizes = Sizes(self.device_blocks, self.host_blocks, BLOCK)
         self.manager = CacheManager(sizes, policy, clock=lambda: self.now, streams=self.streams)
-        self.tending = Tending(self.manager, every_s=0.1)
         self.names: list[AdapterNode | None] = [self.manager.base]
         self.names += [self._load(size) for size in SIZES[1:]]
 
@@ -173,8 +171,7 @@ class World:
     def tend(self, tenths: int) -> None:
         """Time passes, and the monitor looks."""
         self.now += 0.05 * (1 + tenths % 40)
-        if self.tending.due(self.now):
-            self.tending.round(self.now, len(self.running))
+        self.manager.tend(self.now, len(self.running))
 
     def hint(self, which: int, seed: int, length: int) -> None:
         """A client says what it will send."""
@@ -204,7 +201,7 @@ class World:
         if bring % 2:
             self.manager.bring_in(fresh)
         if bring % 3 == 1:
-            self.manager.cells.traffic.promote(fresh)  # somebody waits for it
+            self.manager.hasten(fresh)  # somebody waits for it
 
     def unload(self, which: int) -> None:
         """Unloads an adapter while it is used."""
@@ -294,10 +291,11 @@ class World:
 
     def _load(self, size: int) -> AdapterNode | None:
         self.uid += 1
-        node = self.manager.add_adapter(self.uid, size)
-        if node is not None:
-            self.host.update({block: ("adapter", self.uid, i) for i, block in enumerate(node.host)})
-        return node
+        blocks = self.manager.reserve(size)
+        if blocks is None:
+            return None
+        self.host.update({block: ("adapter", self.uid, i) for i, block in enumerate(blocks)})
+        return self.manager.add_adapter(self.uid, blocks)
 
     def _enqueue(self, job: Job) -> None:
         job.want = self.manager.expect(job.origin, job.tokens, job.reuse, place=self.operations)

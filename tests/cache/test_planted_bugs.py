@@ -78,9 +78,9 @@ def stale_version(patch: pytest.MonkeyPatch) -> None:
     """A reload under the same name keeps KV that the version before it has on the host."""
     real = CacheManager.add_adapter
 
-    def add_adapter(manager: CacheManager, uid: int, size: int) -> AdapterNode | None:
-        fresh = real(manager, uid, size)
-        for old in [a for a in manager.adapters.values() if fresh is not None and a.size == size and a is not fresh]:
+    def add_adapter(manager: CacheManager, uid: int, blocks: tuple[int, ...]) -> AdapterNode:
+        fresh = real(manager, uid, blocks)
+        for old in [a for a in manager.adapters.values() if a.size == fresh.size and a is not fresh]:
             for child in list(old.branches()):
                 if child.on_host and not child.device:
                     assert isinstance(child.key, tuple)

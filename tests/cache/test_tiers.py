@@ -190,7 +190,19 @@ def test_an_adapter_takes_the_place_of_history_on_the_host_copies_of_what_is_on_
     assert [cache.tiers(x) for x in (A, B)] == ["hh", "dd"]
     cache.adapter(2, 1)
     assert cache.tiers(A) == "h"
-    assert cache.manager.add_adapter(3, 2) is None and cache.tiers(A) == "h"  # refused, and nothing lost for it
+    assert cache.manager.reserve(2) is None and cache.tiers(A) == "h"  # refused, and nothing lost for it
+
+
+def test_reserved_host_blocks_are_an_adapters_until_they_are_given_back():
+    cache = Cache(device=16, host=6)
+    blocks = cache.manager.reserve(4)
+    assert blocks is not None and cache.manager.reserve(3) is None
+    check_integrity(cache.manager)
+    cache.manager.cancel(blocks)
+    check_integrity(cache.manager)
+    again = cache.manager.reserve(6)
+    assert again is not None and cache.manager.add_adapter(1, again).host == again
+    check_integrity(cache.manager)
 
 
 @pytest.mark.parametrize(("ratio", "copied"), [(2.9, True), (3.1, False)])

@@ -44,9 +44,9 @@ class Bench:
         self._link: list[tuple[int, Copy]] = []  # (step at which it lands, copy)
 
     def adapter(self, uid: int, size: int) -> AdapterNode:
-        node = self.manager.add_adapter(uid, size)
-        assert node is not None
-        return node
+        blocks = self.manager.reserve(size)
+        assert blocks is not None
+        return self.manager.add_adapter(uid, blocks)
 
     def submit(self, name: str, prompt: int | list[int], max_tokens: int = 4, **kwargs) -> None:
         tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt

@@ -1,74 +1,84 @@
-"""What the cache does between requests: thresholds, backups, fetching ahead. No jax.
+"""What the cache does between requests: keep room free, fetch ahead, back up. No jax.
 
     every monitor_s:
         use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
         use below `lower`        fetch the most valuable roots while the link idles
-        host full, link idle     back up the coldest, over copies of what stays
+        link idle                copy the coldest KV to the host, in place of copies of what stays
 
-The backup is why eviction never has to write: what is about to leave has its copy already.
+The backup is why an eviction never writes: a node that is about to leave already has its copy.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
-from jlora.cache.manager import CacheManager
 from jlora.cache.policies import Pulse
+from jlora.cache.residency import Residency
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 BACKUPS = 16, 512  # blocks per round, at least and at most
 FETCHES = 64  # nodes per round, at most: each is a copy of its own, started while a step waits
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
-REKEYS = 500  # nodes per round: a tree of a million must not hold up a step
+REKEYS = 500  # nodes per round: a large tree must not hold up a step
 
 
-class Tending:
-    """The monitor of one cache."""
+class Monitor:
+    """The rounds of one cache.
 
-    def __init__(self, manager: CacheManager, every_s: float):
-        self._manager = manager
+    Args:
+        adapters: the adapters in service, by uid.
+        every_s: seconds between two rounds.
+        backs_up: whether to copy cold KV to the host.
+    """
+
+    def __init__(self, cells: Residency, adapters: Mapping[int, AdapterNode], every_s: float, backs_up: bool):
+        self._cells = cells
+        self._adapters = adapters
         self._every = every_s
+        self._backs_up = backs_up
         self._next = 0.0
         self._stale: Iterator[Node] = iter(())  # nodes whose keys are to be made again
 
-    def due(self, now: float) -> bool:
-        """Whether a round should be made."""
-        return now >= self._next
+    def tend(self, now: float, running: int) -> None:
+        """Makes a round if one is due.
 
-    def round(self, now: float, running: int) -> None:
-        """One round of the monitor; the copies it decides go out with the next plan."""
+        Args:
+            running: sequences in the batch.
+        """
+        if now < self._next:
+            return
         self._next = now + self._every
-        manager, policy = self._manager, self._manager.policy
-        nodes = list(manager.adapters.values())
+        policy = self._cells.policy
+        nodes = list(self._adapters.values())
         pulse = Pulse(running, nodes, sum(1 for node in nodes if node.device))
-        if policy.tick(pulse, manager.cells.clock()):  # the clock of its visits
+        if policy.tick(pulse, self._cells.clock()):  # the clock of its visits
             self._stale = self._every_node()
         for node in itertools.islice(self._stale, REKEYS):
-            manager.cells.offer(node)
+            self._cells.offer(node)
         self._evict_above(policy.upper)
         self._fetch_below(policy.lower)
-        if not policy.writes_back and manager.prefix_reuse:
+        if self._backs_up:
             self._back_up()
 
     def _every_node(self) -> Iterator[Node]:
-        """Lazily; a node that comes or goes meanwhile has the right key, or none. Adapters first: they are few."""
-        adapters = list(self._manager.adapters.values())
+        """All nodes, lazily, adapters first. A node that comes meanwhile has the right key already."""
+        adapters = list(self._adapters.values())
         yield from adapters
         for adapter in adapters:
-            yield from self._manager.tree.below(adapter)
+            yield from self._cells.tree.below(adapter)
 
     def _evict_above(self, upper: float | None) -> None:
-        cells = self._manager.cells
+        cells = self._cells
         while upper is not None and cells.device.total - cells.device.free > upper * cells.device.total:
-            node = cells.worst()  # never what the queue needs: free room is not worth that
+            node = cells.worst()  # nothing that the queue needs: free room is not worth that
             if node is None:
                 return
             cells.evict(node)
 
     def _fetch_below(self, lower: float) -> None:
-        """Into free blocks only: nothing that is there has to leave for a guess; as much as the link carries."""
-        cells, meter = self._manager.cells, self._manager.policy.meter
+        """Fetches into free blocks, as much as the link carries in a round. Evicts nothing for a guess."""
+        cells, meter = self._cells, self._cells.policy.meter
         if cells.traffic.backlog["in"]:
             return
         seconds = 0.0
@@ -82,15 +92,15 @@ class Tending:
 
     def _dearest(self) -> Node | None:
         """The most valuable root that there is room for; under a fixed share each part has its own."""
-        cells = self._manager.cells
-        kinds = (None,) if self._manager.policy.share is None else (ADAPTER, KV)
+        cells = self._cells
+        kinds = (None,) if cells.policy.share is None else (ADAPTER, KV)
         roots = [root for kind in kinds if (root := cells.best_root(kind)) is not None]
         fitting = [root for root in roots if len(root.host) <= cells.device.room(root.kind)]
         return max(fitting, key=cells.value, default=None)
 
     def _back_up(self) -> None:
         """Copies the coldest leaves out while nothing else uses the link."""
-        cells = self._manager.cells
+        cells = self._cells
         if cells.traffic.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
@@ -107,6 +117,6 @@ class Tending:
     def _batch(self) -> int:
         """Blocks that the link carries in its part of a round, by what copies were measured to take."""
         least, most = BACKUPS
-        load_s = self._manager.policy.meter.load_s
+        load_s = self._cells.policy.meter.load_s
         each = (load_s(KV, most) - load_s(KV, 1)) / (most - 1)
         return max(least, min(most, int(BACKUP_SHARE * self._every / max(each, 1e-9))))
