@@ -212,3 +212,33 @@ class CacheState:
     blocks_lost: int
     streamed: int
     recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """Counters since start. Times are seconds.
+
+    Attributes:
+        generated_tokens: output tokens that requests received. A token that the device computed after its
+            completion had ended does not count.
+        host_step_s: mean Python time of a step; waits for the device and for copies do not count.
+    """
+
+    running: int
+    waiting: int
+    live_requests: int
+    steps: int
+    generated_tokens: int
+    prompt_tokens: int
+    preemptions: int
+    compiles_after_warmup: int
+    host_step_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchResult:
+    """What a prefetch hint found: residency, cached prompt tokens, bytes now on their way."""
+
+    resident_adapter: bool
+    cached_tokens: int
+    coming_bytes: int

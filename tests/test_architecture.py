@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jlora"
 
 # Open to every room: records and constants, without jax.
-SHARED = {"types", "config", "errors", "validation", "layout", "model.spec"}
+SHARED = {"types", "config", "errors", "validation", "layout", "model.spec", "ports", "replica"}
 
 # Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -42,6 +42,8 @@ NO_JAX = {
     "validation",
     "layout",
     "model.spec",
+    "ports",
+    "replica",
     "cache",
     "engine.scheduler",
     "engine.plan",

@@ -24,35 +24,11 @@ from jlora.engine.runner import Pending, Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import NotFound, ResourceExhausted
 from jlora.layout import PoolLayout
-from jlora.types import AdapterInfo, CacheState, Request, TokenEvent
+from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
 WAIT_S = 0.002  # a step with nothing to run sleeps so long, or until a copy lands; a submit waits no longer
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since start. Times are seconds; `host_step_s` is the mean Python time of a step."""
-
-    running: int
-    waiting: int
-    live_requests: int
-    steps: int
-    generated_tokens: int
-    prompt_tokens: int
-    preemptions: int
-    compiles_after_warmup: int
-    host_step_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class PrefetchResult:
-    """What a prefetch hint found: residency, cached prompt tokens, bytes now on their way."""
-
-    resident_adapter: bool
-    cached_tokens: int
-    coming_bytes: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from typing import TypeVar
 from jlora.adapters.invocation import last_occurrence
 from jlora.config import Config
 from jlora.engine.build import build_engine, read_adapter
-from jlora.engine.engine import Engine, EngineStats, PrefetchResult
+from jlora.engine.engine import Engine
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.model.spec import ModelSpec
-from jlora.types import AdapterInfo, CacheState, Invocation, Request, TokenEvent
+from jlora.types import AdapterInfo, CacheState, EngineStats, Invocation, PrefetchResult, Request, TokenEvent
 from jlora.validation import Limits, validate
 
 log = logging.getLogger(__name__)

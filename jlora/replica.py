@@ -1,0 +1,130 @@
+"""What a front talks to: one replica, or later a router of many.
+
+Every command returns a `concurrent.futures.Future`. An asyncio front awaits it with
+`asyncio.wrap_future`; a thread calls `result()`. No command blocks its caller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from jlora.config import Config
+from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, Request, TokenEvent
+from jlora.validation import Limits
+
+Sink = Callable[[list[TokenEvent]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaInfo:
+    """What never changes while a replica lives.
+
+    Attributes:
+        model: the name that requests for the base model use.
+        limits: for `jlora.validation.validate`.
+        eos_ids: the model's own end tokens.
+        block_tokens: tokens of one block of the pool.
+    """
+
+    model: str
+    dtype: str
+    limits: Limits
+    eos_ids: tuple[int, ...]
+    block_tokens: int
+    config: Config
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaState:
+    """One snapshot of a replica's cache and counters."""
+
+    cache: CacheState
+    stats: EngineStats
+
+
+class Replica(Protocol):
+    """Serves one base model and its adapters.
+
+    Every future fails with Unavailable once the replica has stopped or failed.
+    """
+
+    @property
+    def info(self) -> ReplicaInfo:
+        """Constants."""
+        ...
+
+    def check(self, request: Request) -> Future[None]:
+        """Fails as `submit` would, a full queue and a used id aside. Submits nothing."""
+        ...
+
+    def submit(self, request: Request, sink: Sink) -> Future[int]:
+        """Queues a request that `validate(request, info.limits)` returned.
+
+        Args:
+            sink: receives the events on the replica's own thread; it must not block. A sink that raises
+                aborts its request.
+
+        Returns:
+            A handle. `abort` and `stop` with it never touch a later request of the same id.
+
+        Fails with:
+            NotFound: no such adapter. InvalidArgument: the prompt does not invoke its activated LoRA.
+            AlreadyExists: a live request has this id. ResourceExhausted: see `Scheduler.submit`.
+            Unavailable: the replica drains.
+        """
+        ...
+
+    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
+        """Ends a request and frees its blocks. False: it is not live."""
+        ...
+
+    def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
+        """Ends one completion after `outputs` tokens: a front found a stop string there."""
+        ...
+
+    def prefetch(self, request: Request) -> Future[PrefetchResult]:
+        """A hint that the request will come. Fails with NotFound."""
+        ...
+
+    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
+        """Loads a PEFT directory; done when requests can use it and its copy to the device has landed."""
+        ...
+
+    def unload_adapter(self, name: str) -> Future[AdapterInfo]:
+        """Takes an adapter out of service; done when all that it held is free. Fails with NotFound."""
+        ...
+
+    def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        """Pins an adapter and waits for its copy, or unpins it. Fails with NotFound, ResourceExhausted."""
+        ...
+
+    def adapters(self) -> Future[list[AdapterInfo]]:
+        """Every adapter in service, in order of name."""
+        ...
+
+    def adapter(self, name: str) -> Future[AdapterInfo]:
+        """One adapter. Fails with NotFound."""
+        ...
+
+    def state(self) -> Future[ReplicaState]:
+        """A snapshot."""
+        ...
+
+    def flush_cache(self) -> Future[int]:
+        """Drops KV that no request uses; the number of device blocks freed."""
+        ...
+
+    def drain(self, timeout_s: float | None = None) -> Future[bool]:
+        """Refuses new requests from now on; True when the live ones have ended, False after `timeout_s`."""
+        ...
+
+    def heartbeat_age(self) -> float:
+        """Seconds since the engine last made progress. It grows when the engine hangs or has died."""
+        ...
+
+    def close(self) -> None:
+        """Aborts live requests, ends the thread and frees the device. A second call does nothing."""
+        ...
