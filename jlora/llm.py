@@ -7,9 +7,9 @@
         for event in llm.stream("...", adapter="sql"):
             print(event.text, end="")
 
-The engine runs on a thread of its own, as it does behind the server; this class is one more
-front: it encodes prompts, validates, submits, and turns token events into text. All methods may
-be called from several threads at once, and share the engine's batches.
+The engine runs on its own thread, as behind the server. `LLM` is one more front: it encodes prompts,
+validates them, submits them, and reads their deltas. Every method may be called from several
+threads at once; their requests share the engine's batches.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tqdm.auto import tqdm
@@ -36,11 +36,12 @@ from jlora.config import Config
 from jlora.engine.service import Service
 from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, QueueFull, Unavailable
 from jlora.model import checkpoint
-from jlora.serve.output import TextStream
+from jlora.serve.stream import Answer, joined
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import (
     AdapterInfo,
     CacheState,
+    Delta,
     FinishReason,
     Request,
     SamplingParams,
@@ -53,7 +54,7 @@ from jlora.types import (
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
 
-# An engine loop that has not gone round for so long is dead; the longest compilation is far shorter.
+# Seconds without a heartbeat after which the engine counts as dead. The longest compilation is far shorter.
 _STALL_S = 600.0
 
 
@@ -62,7 +63,7 @@ class Completion:
     """One answer.
 
     Attributes:
-        text: without the end token and the stop string (see `SamplingParams.include_stop`); empty
+        text: the answer without its end token and stop string (see `SamplingParams.include_stop`); empty
             if the model has no tokenizer.
         token_ids: all output tokens, the end token included.
         logprobs: one per output token, if asked for.
@@ -81,24 +82,6 @@ class Completion:
     prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StreamEvent:
-    """One step of an answer: a token and the text that it settled, which may be empty.
-
-    The last event of each completion has finish_reason, usage and timing; after a stop string
-    or an abort it has no token.
-    """
-
-    index: int
-    text: str
-    token_id: int | None
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-    finish_reason: FinishReason | None = None
-    usage: Usage | None = None
-    timing: Timing | None = None
-
-
 class LLM:
     """A loaded model. Close it, or use it as a context manager, to free the device."""
 
@@ -113,19 +96,19 @@ class LLM:
 
         Args:
             model: directory (Hugging Face or converted) or hub id; None takes `model.path` of config.
-            adapters: name -> PEFT directory, added to those of config.
+            adapters: name -> PEFT directory; added to the adapters of config.
             config: a `Config`, a TOML file, or keys: `{"model.tp": 2, "cache": {"block_tokens": 8}}`.
-            progress: show bars for loading and for batches that take longer than a second.
+            progress: show progress bars for loading, and for batches that take longer than a second.
 
         Raises:
-            JloraError: with one line that says what to change.
+            JloraError: the model cannot be loaded; the message is one line that says what to change.
         """
         settings = _settings(model, adapters, config)
         directory = checkpoint.resolve(settings.model.path)
         self.tokenizer = Tokenizer.from_dir(directory)
         self._service = Service.start(settings, progress=progress)
         self._progress = progress
-        # Stops the engine on close(), on garbage collection, or at exit, whichever is first; once.
+        # Runs once: on close(), on garbage collection, or at exit, whichever comes first.
         self._stop = weakref.finalize(self, self._service.stop)
 
     def generate(
@@ -133,46 +116,52 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: str | None | Sequence[str | None] = None,
+        tenant: str = "",
     ) -> list[Completion]:
-        """Answers prompts (texts or token ids), all in one batch, in their order.
+        """Answers prompts (texts or token ids) in one batch; completions come in the prompts' order.
 
-        `sampling` and `adapter` are for all prompts, or lists with one for each. With n > 1 a
-        prompt's n completions follow each other. Nothing runs unless every prompt is valid;
-        an interrupt aborts what runs and leaves the model usable.
+        With n > 1 a prompt's n completions follow each other. If one prompt is invalid, none runs.
+        An interrupt aborts the running requests and leaves the model usable.
+
+        Args:
+            sampling, adapter: one for all prompts, or a list with one for each prompt.
+            tenant: prompts of different tenants never share cached KV.
 
         Raises:
             InvalidArgument, OutOfRange, ResourceExhausted: a prompt or its sampling is refused.
-            NotFound: no such adapter.
+            NotFound: no adapter of that name.
             FailedPrecondition: text for a model without a tokenizer.
-            Unavailable: closed.
+            Unavailable: the model is closed.
         """
-        return self._generate(self._requests(_prompt_list(prompts), sampling, adapter))
+        return self._generate(self._requests(_prompt_list(prompts), sampling, adapter, tenant))
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         sampling: SamplingParams | Sequence[SamplingParams] | None = None,
         adapter: str | None | Sequence[str | None] = None,
+        tenant: str = "",
     ) -> list[Completion]:
         """Answers one conversation, or a list of them, through the model's chat template.
 
-        A list of completions in any case, as in `generate`, also for the errors; FailedPrecondition
-        if the model has no chat template.
+        Returns a list in both cases. Arguments and errors are those of `generate`, and FailedPrecondition
+        for a model without a chat template.
         """
-        return self._generate(self._requests([self._chat_ids(c) for c in _conversations(messages)], sampling, adapter))
+        prompts = [self._chat_ids(c) for c in _conversations(messages)]
+        return self._generate(self._requests(prompts, sampling, adapter, tenant))
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None
-    ) -> Generator[StreamEvent, None, None]:
-        """Answers one prompt, token by token; closing the iterator aborts the request.
+        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None, tenant: str = ""
+    ) -> Generator[Delta, None, None]:
+        """Answers one prompt, delta by delta; closing the iterator aborts the request.
 
-        The request is checked by this call, errors as in `generate`, and runs from the first
-        event on. With n > 1 the completions' events come mixed; `index` tells them apart.
+        The call validates the request; the first `next` submits it. With n > 1 the completions'
+        deltas come mixed, told apart by `index`. Arguments and errors are those of `generate`.
         """
-        return self._stream(self._requests([prompt], sampling, adapter))
+        return self._stream(self._requests([prompt], sampling, adapter, tenant))
 
     def load_adapter(self, name: str, path: str | Path, pinned: bool = False, replace: bool = False) -> AdapterInfo:
-        """Loads a PEFT adapter; AlreadyExists if the name is in use and not to be replaced."""
+        """Loads a PEFT adapter. Raises AlreadyExists if the name is in use and `replace` is False."""
         return self._service.load_adapter(name, str(path), pinned=pinned, replace=replace)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
@@ -188,7 +177,7 @@ class LLM:
         return self._service.cache_state()
 
     def close(self) -> None:
-        """Stops the engine and frees the device; again does nothing."""
+        """Stops the engine and frees the device. A second call does nothing."""
         self._stop()
 
     def __enter__(self) -> LLM:
@@ -207,8 +196,8 @@ class LLM:
             raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
         return self.tokenizer.chat(messages)
 
-    def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any) -> list[Request]:
-        """A valid request for each prompt, or an error that says which prompt is wrong."""
+    def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
+        """A valid request for each prompt; an error says which prompt is wrong."""
         count = len(prompts)
         samplings = _for_each("sampling", SamplingParams() if sampling is None else sampling, count, SamplingParams)
         adapters = _for_each("adapter", adapter, count, str | None)
@@ -217,14 +206,14 @@ class LLM:
         requests = []
         for i, (prompt, one, name) in enumerate(zip(prompts, samplings, adapters, strict=True)):
             try:
-                requests.append(self._request(prompt, one, name))
+                requests.append(self._request(prompt, one, name, tenant))
             except JloraError as e:
                 if count == 1:
                     raise
                 raise type(e)(f"prompts[{i}]: {e}") from e
         return requests
 
-    def _request(self, prompt: Any, sampling: SamplingParams, adapter: str | None) -> Request:
+    def _request(self, prompt: Any, sampling: SamplingParams, adapter: str | None, tenant: str) -> Request:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise FailedPrecondition("prompt: text needs a tokenizer, and the model has none; send token ids")
@@ -233,45 +222,41 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         elif isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        request = self._service.check(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter))
+        request = self._service.check(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter, tenant=tenant))
         if request.sampling.stop and self.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         return request
 
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        answers = [[_Answer(i) for i in range(r.sampling.n)] for r in requests]
-        bar = tqdm(
-            total=len(requests),
-            desc="generate",
-            unit="prompt",
-            delay=1.0,
-            disable=not self._progress or len(requests) == 1,
-        )
-        left, tokens = [r.sampling.n for r in requests], 0
+        parts: list[list[list[Delta]]] = [[[] for _ in range(r.sampling.n)] for r in requests]
+        hidden = not self._progress or len(requests) == 1
+        bar = tqdm(total=len(requests), desc="generate", unit="prompt", delay=1.0, disable=hidden)
+        tokens = 0
         # `closing`: an interrupt here must abort now, not when the generator is collected.
-        with bar, closing(self._run(requests)) as events:
-            for i, event in events:
-                answers[i][event.index].add(event)
-                tokens += event.token_id is not None
-                left[i] -= event.finish_reason is not None
-                if event.finish_reason is not None and left[i] == 0:
+        with bar, closing(self._run(requests)) as running:
+            for i, deltas, ended in running:
+                for delta in deltas:
+                    parts[i][delta.index].append(delta)
+                    tokens += len(delta.token_ids)
+                if ended:
                     bar.set_postfix(tokens=tokens, refresh=False)
                     bar.update()
-        return [answer.completion() for prompt in answers for answer in prompt]
+        return [_completion(joined(deltas)) for completions in parts for deltas in completions]
 
-    def _stream(self, requests: Sequence[Request]) -> Generator[StreamEvent, None, None]:
-        with closing(self._run(requests)) as events:
-            for _, event in events:
-                yield event
+    def _stream(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
+        with closing(self._run(requests)) as running:
+            for _, deltas, _ in running:
+                yield from deltas
 
-    def _run(self, requests: Sequence[Request]) -> Generator[tuple[int, StreamEvent], None, None]:
-        """Runs the requests, as many at once as the queue takes; yields (request's place, event).
+    def _run(self, requests: Sequence[Request]) -> Generator[tuple[int, list[Delta], bool], None, None]:
+        """Runs the requests, as many at once as the queue takes.
 
-        Whatever ends the iteration early aborts the requests that are still live.
+        Yields each request's place, its new deltas, and whether it has ended. Leaving the iteration early
+        aborts the requests that are still live.
         """
         inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]] = queue.SimpleQueue()
         waiting = deque(enumerate(requests))
-        live: dict[int, _LiveRequest] = {}
+        live: dict[int, _Live] = {}
         try:
             while waiting or live:
                 while waiting and self._admit(*waiting[0], live, inbox):
@@ -280,29 +265,29 @@ class LLM:
                     time.sleep(0.01)
                     continue
                 i, events = self._receive(inbox)
-                for event in events:
-                    shown = live[i].read(event)
-                    if shown is not None:
-                        yield i, shown
-                if not live[i].open:
+                request = live[i]
+                deltas, stops = request.answer.push(events)
+                for index, outputs in stops:
+                    self._service.stop_completion(request.id, index, outputs, request.handle)
+                if request.answer.ended:
                     del live[i]
+                yield i, deltas, request.answer.ended
         finally:
-            with suppress(Unavailable):  # an engine that is gone has aborted them itself
+            with suppress(Unavailable):  # a stopped engine has aborted them itself
                 for request in live.values():
                     self._service.abort(request.id, request.handle)
 
-    def _admit(self, i: int, request: Request, live: dict[int, _LiveRequest], inbox: queue.SimpleQueue) -> bool:
+    def _admit(self, i: int, request: Request, live: dict[int, _Live], inbox: queue.SimpleQueue) -> bool:
         """Submits a request unless the queue is full."""
-        answer = _LiveRequest(self._service, self.tokenizer, request)
         try:
-            answer.handle = self._service.submit(request, lambda events: inbox.put((i, events)))
+            handle = self._service.submit(request, lambda events: inbox.put((i, events)))
         except QueueFull:
             return False
-        live[i] = answer
+        live[i] = _Live(request.id, handle, Answer(request, self.tokenizer, self._service.spec.eos_ids))
         return True
 
     def _receive(self, inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]]) -> tuple[int, list[TokenEvent]]:
-        """The next events; Unavailable, not a wait for ever, if the engine has died."""
+        """The next events. Raises Unavailable if the engine has died."""
         while True:
             try:
                 return inbox.get(timeout=5.0)
@@ -311,90 +296,18 @@ class LLM:
                     raise Unavailable(f"the engine has not moved for {age:.0f} s") from None
 
 
-class _LiveRequest:
-    """A submitted request: its token events in, `StreamEvent` out."""
+class _Live(NamedTuple):
+    """A submitted request."""
 
-    def __init__(self, service: Service, tokenizer: Tokenizer | None, request: Request) -> None:
-        self.id = request.id
-        self.handle: int | None = None
-        self.open = request.sampling.n  # completions that have not ended
-        self._service = service
-        self._texts: list[TextStream] = []
-        if tokenizer is not None:
-            eos = service.spec.eos_ids
-            self._texts = [TextStream(tokenizer, request.sampling, eos) for _ in range(request.sampling.n)]
-
-    def read(self, event: TokenEvent) -> StreamEvent | None:
-        """What the event shows; None for a token that came after a stop string.
-
-        Raises:
-            Unavailable: the engine has stopped, or failed, before the answer's end.
-        """
-        if event.finish_reason is not None and event.usage is None:
-            raise Unavailable("the engine stopped before the answer ended; its log says why")
-        self.open -= event.finish_reason is not None
-        if not self._texts:
-            return _shown(event, "", event.finish_reason)
-        text = self._texts[event.index]
-        late = text.stopped
-        delta = text.push(event)
-        if delta.stopped:
-            self._service.stop_completion(self.id, event.index, text.completion_tokens, self.handle)
-        if not late:
-            return _shown(event, delta.text, delta.finish_reason)
-        if event.finish_reason is None:
-            return None
-        usage = event.usage and dataclasses.replace(event.usage, completion_tokens=text.completion_tokens)
-        end = dataclasses.replace(event, token_id=None, logprob=None, prompt_logprobs=None, usage=usage)
-        return _shown(end, "", delta.finish_reason)
+    id: str
+    handle: int
+    answer: Answer
 
 
-class _Answer:
-    """Gathers one completion's events."""
-
-    def __init__(self, index: int) -> None:
-        self._index = index
-        self._texts: list[str] = []
-        self._tokens: list[int] = []
-        self._logprobs: list[TokenLogprob] = []
-        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
-        self._last: StreamEvent | None = None
-
-    def add(self, event: StreamEvent) -> None:
-        self._texts.append(event.text)
-        if event.token_id is not None:
-            self._tokens.append(event.token_id)
-        if event.logprob is not None:
-            self._logprobs.append(event.logprob)
-        self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
-        self._last = event
-
-    def completion(self) -> Completion:
-        last = self._last
-        assert last is not None and last.finish_reason and last.usage and last.timing, "a completion without an end"
-        return Completion(
-            text="".join(self._texts),
-            token_ids=tuple(self._tokens),
-            logprobs=tuple(self._logprobs) if self._logprobs else None,
-            finish_reason=last.finish_reason,
-            usage=last.usage,
-            timing=last.timing,
-            index=self._index,
-            prompt_logprobs=self._prompt_logprobs,
-        )
-
-
-def _shown(event: TokenEvent, text: str, finish_reason: FinishReason | None) -> StreamEvent:
-    return StreamEvent(
-        index=event.index,
-        text=text,
-        token_id=event.token_id,
-        logprob=event.logprob,
-        prompt_logprobs=event.prompt_logprobs,
-        finish_reason=finish_reason,
-        usage=event.usage,
-        timing=event.timing,
-    )
+def _completion(whole: Delta) -> Completion:
+    if whole.finish_reason is None or whole.usage is None or whole.timing is None:
+        raise AssertionError("a completion without an end")
+    return Completion(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Completion)})
 
 
 def _settings(
@@ -402,7 +315,7 @@ def _settings(
     adapters: Mapping[str, str | Path] | None,
     config: Config | Mapping[str, Any] | str | Path | None,
 ) -> Config:
-    """One checked configuration out of what the constructor takes."""
+    """The constructor's arguments as one checked configuration."""
     if isinstance(config, Mapping):
         config = configs.load(None, _dotted(config))
     elif not isinstance(config, Config):
@@ -447,13 +360,13 @@ def _conversations(messages: Any) -> Sequence[Any]:
 
 
 def _for_each(field: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
-    """`value` for every prompt, or the list that it is if it has one for each."""
+    """`value` once for each prompt, or itself if it is a list with one entry for each prompt."""
     if isinstance(value, kind):
         return [value] * count
     if not isinstance(value, list | tuple):
-        raise InvalidArgument(f"{field}: must be one for all prompts or a list, got {type(value).__name__}")
+        raise InvalidArgument(f"{field}: must be one value for all prompts or a list, got {type(value).__name__}")
     if len(value) != count:
-        raise InvalidArgument(f"{field}: has {len(value)} entries, must have one for each of the {count} prompts")
+        raise InvalidArgument(f"{field}: has {len(value)} entries, must have one for each of {count} prompts")
     for i, one in enumerate(value):
         if not isinstance(one, kind):
             raise InvalidArgument(f"{field}[{i}]: must not be {type(one).__name__}")

@@ -1,4 +1,4 @@
-"""Frozen records that every room shares. No jax here: policy code imports this module."""
+"""Frozen records that every part of jlora shares. This module never imports jax."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """What was found of an activated LoRA's `alora_invocation_tokens` in a prompt; `at`: its last occurrence."""
+    """Where a prompt last holds an activated LoRA's `alora_invocation_tokens`; `at` is None if nowhere."""
 
     tokens: tuple[int, ...]
     at: int | None
@@ -70,11 +70,11 @@ class Request:
         id: unique among live requests.
         prompt: token ids, at least one, all inside the vocabulary.
         adapter: adapter name; None is the base model.
-        priority: higher runs first; equal ones in order of arrival, or nearly (`jlora.engine.admission`).
-        bypass_prefix_cache: neither read from nor leave KV in the prefix cache.
-        tenant: salt of the prefix cache; equal prompts of two tenants never share KV.
-        deadline: `time.monotonic()` seconds after which the engine aborts it; None is never.
-        invocation: where the prompt invokes the adapter, if it has been searched for that.
+        priority: higher runs first; equal priorities run nearly in order of arrival (`jlora.engine.admission`).
+        bypass_prefix_cache: the request neither reads KV from the prefix cache nor leaves KV there.
+        tenant: salt of the prefix cache; two tenants never share KV, even for equal prompts.
+        deadline: `time.monotonic()` seconds at which the engine aborts the request; None means never.
+        invocation: where the prompt invokes the adapter; None if nobody has searched yet.
     """
 
     id: str
@@ -108,12 +108,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """Seconds. ttft = submit to first token; tpot = mean gap between later tokens (0 if none).
+    """Where a request's time went, in seconds.
 
-    queue ends when the request is first granted its blocks; adapter_cold_start and kv_cold_start
-    are from then until its adapter and its cached KV had come to the device (0: they were there).
-    The two overlap; prefill counts from the later one. An activated LoRA's request computes what
-    comes before its invocation meanwhile: of its adapter only what it then waited is counted.
+    Attributes:
+        queue: from submit until the request first holds its blocks.
+        adapter_cold_start: from then until its adapter is on the device; 0 if it was there. A request for an
+            activated LoRA computes the tokens before its invocation meanwhile, so only the remaining wait counts.
+        kv_cold_start: from the end of `queue` until its cached KV is on the device; overlaps adapter_cold_start.
+        prefill: from the end of the later cold start to the first token.
+        ttft: from submit to the first token.
+        tpot: mean gap between later tokens; 0 if there are none.
     """
 
     queue: float = 0.0
@@ -126,13 +130,13 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """What a submitted request yields: one per output token, and a last one per completion.
+    """One output token of a submitted request, or the end of one completion.
 
     Attributes:
         index: which of the request's n completions.
-        token_id: the new token; None on a final event that brings none (an abort).
-        logprob: when asked for.
-        prompt_logprobs: on the first event of completion 0 when asked for; entry 0 is None.
+        token_id: the new token; None on a final event without a token (an abort).
+        logprob: the token's, if asked for.
+        prompt_logprobs: on the first event of completion 0, if asked for; entry 0 is None.
         finish_reason: set on the completion's last event, with usage and timing.
     """
 
@@ -147,8 +151,31 @@ class TokenEvent:
 
 
 @dataclass(frozen=True, slots=True)
+class Delta:
+    """What is new of one completion. Every front converts this record to its own format.
+
+    Attributes:
+        index: which of the request's n completions.
+        text: new text; empty if the model has no tokenizer, or while a character or a stop string is unfinished.
+        token_ids: new output tokens, the end token included. Tokens after a stop string are left out.
+        logprobs: one per token id, if asked for.
+        prompt_logprobs: one per prompt token, the first None; on the first delta of completion 0, if asked for.
+        finish_reason: set on the completion's last delta, with usage and timing.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """What a user may know of an adapter. `bytes` are of its packed form on the device."""
+    """The public state of an adapter. `bytes` is the size of its packed form on the device."""
 
     name: str
     uid: int
@@ -170,7 +197,7 @@ class AdapterInfo:
 
 @dataclass(frozen=True, slots=True)
 class TierState:
-    """Blocks of one tier by class; they always sum to `total`. On the host all KV counts as history."""
+    """Blocks of one tier by class; the classes sum to `total`. On the host all KV counts as history."""
 
     total: int
     free: int
@@ -185,14 +212,15 @@ class CacheState:
 
     Attributes:
         policy: the name of the cache policy.
-        in_flight: blocks being copied between the tiers; they are counted in their class too.
-        invalid_kv: device blocks of KV whose prefix or adapter is not there; 0 unless the policy is
-            one without dependencies.
-        kv_hit_tokens: found in either tier; kv_host_hit_tokens: of these, on the host only;
-            kv_base_hit_tokens: of these, base KV that requests for activated LoRAs found.
-        blocks_lost: evicted or dropped without a copy elsewhere; computed again if needed.
-        streamed: requests whose first step started before their copies had landed.
-        recomputed_tokens: known on the host but computed again, because copying took far longer.
+        in_flight: blocks being copied between the tiers; they also count in their class.
+        invalid_kv: device blocks of KV whose prefix or adapter has left the device; always 0 for policies
+            that keep dependencies.
+        kv_hit_tokens: prompt tokens found in either tier.
+        kv_host_hit_tokens: the part of kv_hit_tokens found on the host only.
+        kv_base_hit_tokens: the part of kv_hit_tokens that requests for activated LoRAs found in the base's KV.
+        blocks_lost: blocks evicted or dropped without a copy elsewhere; recomputed if needed.
+        streamed: requests whose first step started before their copies landed.
+        recomputed_tokens: tokens found on the host but recomputed, because copying would take far longer.
     """
 
     policy: str

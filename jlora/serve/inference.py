@@ -12,7 +12,7 @@ import grpc
 from jlora.errors import FailedPrecondition, InvalidArgument
 from jlora.serve import convert
 from jlora.serve.backend import Backend
-from jlora.serve.generation import Generation, gather
+from jlora.serve.generation import Generation
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded
@@ -36,14 +36,15 @@ class InferenceServicer(rpc.InferenceServicer):
         ready = await self._request(request, context)
         # Stop strings must be seen as they come; else one look at the end is enough.
         async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
-            return await gather(generation.deltas(), ready.sampling.n)
+            whole = await generation.whole()
+            return convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         """Deltas, as soon as they are there and the client reads."""
         ready = await self._request(request, context)
         async with Generation(self._backend, ready, eager=True) as generation:
-            async for delta in generation.deltas():
-                yield delta
+            async for deltas in generation.deltas():
+                yield convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
         """A hint; the engine does what there is room for."""

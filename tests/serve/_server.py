@@ -21,7 +21,6 @@ from jlora.engine.service import Service
 from jlora.model.spec import ModelSpec
 from jlora.serve import launcher
 from jlora.serve.backend import Backend
-from jlora.serve.generation import gather
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
@@ -78,13 +77,17 @@ class Served:
 
     def streamed(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         """The deltas of a stream, put together."""
-        deltas = list(self.inference.GenerateStream(request, timeout=60))
-
-        async def again() -> Any:
-            for delta in deltas:
-                yield delta
-
-        return asyncio.run(gather(again(), request.sampling.n or 1))
+        whole = pb.GenerateResponse(outputs=[pb.Output(index=i) for i in range(request.sampling.n or 1)])
+        for delta in self.inference.GenerateStream(request, timeout=60):
+            for part in delta.outputs:
+                out = whole.outputs[part.index]
+                out.text += part.text
+                out.token_ids.extend(part.token_ids)
+                out.logprobs.extend(part.logprobs)
+                out.finish_reason = part.finish_reason or out.finish_reason
+            delta.ClearField("outputs")
+            whole.MergeFrom(delta)
+        return whole
 
     def status(self, service: str = "") -> str:
         """The health of a service: SERVING or NOT_SERVING."""
