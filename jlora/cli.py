@@ -59,7 +59,7 @@ def usage() -> str:
 
 
 def _serve(argv: Sequence[str]) -> int:
-    from jlora.serve.launcher import main as serve
+    from jlora.serve.__main__ import main as serve
 
     return serve(argv)
 

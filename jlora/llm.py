@@ -316,9 +316,7 @@ def _settings(
     config: Config | Mapping[str, Any] | str | Path | None,
 ) -> Config:
     """The constructor's arguments as one checked configuration."""
-    if isinstance(config, Mapping):
-        config = configs.load(None, _dotted(config))
-    elif not isinstance(config, Config):
+    if not isinstance(config, Config):
         config = configs.load(config)
     changes: dict[str, Any] = {}
     if model is not None:
@@ -326,18 +324,6 @@ def _settings(
     if adapters:
         changes["adapters.paths"] = {**config.adapters.paths, **{name: str(p) for name, p in adapters.items()}}
     return configs.replace(config, changes)
-
-
-def _dotted(tree: Mapping[str, Any]) -> dict[str, Any]:
-    """`{"cache": {"block_tokens": 8}}` as `{"cache.block_tokens": 8}`; keys with a dot stay."""
-    sections = {f.name for f in dataclasses.fields(Config)}
-    flat: dict[str, Any] = {}
-    for key, value in tree.items():
-        if key in sections and isinstance(value, Mapping):
-            flat |= {f"{key}.{k}": v for k, v in value.items()}
-        else:
-            flat[key] = value
-    return flat
 
 
 def _prompt_list(prompts: Any) -> Sequence[Any]:

@@ -16,7 +16,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
@@ -24,7 +24,6 @@ from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config
 from jlora.errors import JloraError
-from jlora.serve import flags
 
 if TYPE_CHECKING:
     from jlora.engine.service import Service
@@ -44,9 +43,8 @@ THREADS = 64
 GRACE_S = 2.0
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `jlora serve`; returns the process's exit code."""
-    config = flags.parse(argv)
+def run(config: Config) -> int:
+    """Serves until a signal; returns the process's exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jlora").setLevel(config.serve.log_level.upper())
     try:
