@@ -1,13 +1,13 @@
-"""Errors a user can cause. Each names the field, the value got and the limit.
+"""Errors that a user can cause. Each message names the field, the value and the limit.
 
-The serving fronts map each class to one status code; anything else is our own bug.
+The gRPC front maps each class to one status code. Any other exception is a bug in jlora.
 """
 
 from __future__ import annotations
 
 
 class JloraError(Exception):
-    """Base of every error that is the caller's to fix."""
+    """Base of every error that the caller can fix."""
 
 
 class InvalidArgument(JloraError, ValueError):
@@ -26,7 +26,7 @@ class NotFound(JloraError, KeyError):
 
 
 class AlreadyExists(JloraError):
-    """The name or live request id is in use."""
+    """The name, or the id of a live request, is in use."""
 
 
 class ResourceExhausted(JloraError):
@@ -34,11 +34,11 @@ class ResourceExhausted(JloraError):
 
 
 class QueueFull(ResourceExhausted):
-    """The queue has no room now; the same request may be taken later."""
+    """The queue is full now; the same request may be accepted later."""
 
 
 class FailedPrecondition(JloraError):
-    """The server is not set up for this call (text without a tokenizer, say)."""
+    """The server cannot serve this call, for example text without a tokenizer."""
 
 
 class DataLoss(JloraError):
@@ -50,4 +50,4 @@ class Unavailable(JloraError):
 
 
 class ConfigError(JloraError, ValueError):
-    """A configuration key or value is wrong; names the key and the nearest valid one."""
+    """A configuration key or value is wrong; the message names the key and the nearest valid one."""

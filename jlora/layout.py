@@ -1,14 +1,13 @@
-"""How the unified pool is laid out: pure arithmetic, shared by packing, kernels and policy.
+"""The layout of the pool: arithmetic shared by packing, kernels and policy.
 
-The pool is one array `[L * P, B, 2K, H]`. Block b is the rows `b + l * P`, one per layer l; a
-row is B token slots; a slot is `[2K, H]` numbers: for KV the keys of head k at 2k and its
-values at 2k + 1. Block 0 is never handed out: it is where padding points.
+The pool is one array `[L * P, B, 2K, H]`. Block b is the rows `b + l * P`, one per layer l. A row
+is B token slots. A slot is `[2K, H]` numbers: for KV, head k has its keys at 2k and its values at
+2k + 1. Block 0 is never allocated: padding points there.
 
-An adapter is cut along its rank. A *unit* is one rank of one projection in one layer: a row of
-A and behind it a column of B, in as few slots as hold them. A block holds units of one
-projection only, so a kernel streams nothing it does not need; unused units are zero, which
-makes them no-ops. Under tensor parallelism each shard holds its slice of every unit, so the
-counts below are per shard and the same on all of them.
+An adapter is cut along its rank. A *unit* is one rank of one projection in one layer: a row of A,
+then a column of B, in as few slots as hold them. A block holds units of one projection, so that a
+kernel reads only what it needs. Unused units are zero and change nothing. Under tensor parallelism
+each shard holds its slice of every unit, so the counts below are per shard.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ BYTES = {"float32": 4, "bfloat16": 2}
 
 @dataclass(frozen=True, slots=True)
 class UnitLayout:
-    """One projection's units: `a` numbers of A then `b` of B in `slots` slots, `per_block` units.
+    """One projection's units: `a` numbers of A, then `b` of B, in `slots` slots; `per_block` units per block.
 
-    B starts at a multiple of `align`, so that kernels read whole rows of either.
+    B starts at a multiple of `align`, so that kernels read whole rows.
     """
 
     a: int
@@ -37,16 +36,16 @@ class UnitLayout:
 
     @property
     def b_start(self) -> int:
-        """Where in the unit B starts; the numbers between A and B are zero."""
+        """Offset of B in the unit; the numbers between A and B are zero."""
         return -(-self.a // self.align) * self.align
 
 
 @dataclass(frozen=True, slots=True)
 class PoolLayout:
-    """Shapes of the pool for one model; `blocks` counts block 0 too.
+    """Shapes of the pool for one model; `blocks` includes block 0.
 
     Attributes:
-        units: projection -> how its rank units lie in a block.
+        units: projection -> the layout of its rank units.
     """
 
     layers: int
@@ -63,7 +62,7 @@ class PoolLayout:
         """The layout for `spec`.
 
         Raises:
-            ConfigError: the heads or widths do not divide by tp, or a unit is wider than a block.
+            ConfigError: tp does not divide the heads or widths, or a unit is wider than a block.
         """
         for what, size in (("key-value heads", spec.kv_heads), ("width", spec.width), ("MLP width", spec.mlp)):
             if size % tp:

@@ -2,7 +2,7 @@
 
     delta(x) = x · Aᵀ · B        with A [R, in] and B [R, out], alpha/r already folded into B
 
-for each (layer, projection) that the adapter changes. `jlora.adapters.peft` makes it.
+for each (layer, projection) that the adapter changes. `jlora.adapters.peft` reads it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Adapter:
-    """One adapter's content. Two adapters are the same exactly if their digests are.
+    """One adapter's content. Two adapters are equal if and only if their digests are equal.
 
     Attributes:
         digest: sha256 (hex) of the configuration and weight files' bytes.
@@ -24,9 +24,9 @@ class Adapter:
         target_modules: the projections (q, k, v, o, gate, up, down) present in any layer.
         weights: (layer, projection) -> A [r, in], B [r, out]; float32, C-contiguous, finite.
             The scale (alpha/r, or alpha/sqrt(r) with rsLoRA) is folded into B.
-        alora_invocation_tokens: token ids from which on an activated LoRA acts, themselves included; () is
-            a LoRA, which acts on every token.
-        base: the base model's name as the file gives it, without its directory; "" if absent.
+        alora_invocation_tokens: an activated LoRA acts from these token ids on, themselves included.
+            () for an ordinary LoRA, which acts on every token.
+        base: the base model's name in the file, without its directory; "" if absent.
     """
 
     digest: str

@@ -1,4 +1,4 @@
-"""Where a prompt invokes an activated LoRA. Plain Python, no jax."""
+"""Where a prompt invokes an activated LoRA. No jax."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ _CODEC = f"utf-32-{sys.byteorder[0]}e"
 
 
 def last_occurrence(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
-    """The position of an invocation's last occurrence in a prompt, which is where an activated LoRA acts from.
+    """Position of the invocation's last occurrence in the prompt, None if there is none.
 
-    As PEFT has it (`calculate_alora_offsets`), counted from the prompt's start; None if the prompt
-    has none. Token ids, below 0x110000, are taken as the characters of a text: searching that is
-    O(len(prompt)) whatever the two are, in C; 2 ms for 64k tokens, nearly all of it to make the text.
+    An activated LoRA acts from this position on (PEFT: `calculate_alora_offsets`, which counts from the end).
+    The search treats token ids (below 0x110000) as characters of a string, because `str.find` takes
+    O(len(prompt)) time in C: 2 ms for 64k tokens.
     """
     if len(invocation) > len(prompt):
         return None
-    # Reversed: only the search from the front has no bad cases.
+    # Reversed, because `find` is linear in the worst case and `rfind` is not.
     found = _text(prompt)[::-1].find(_text(invocation)[::-1])
     return None if found < 0 else len(prompt) - found - len(invocation)
 

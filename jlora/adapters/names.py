@@ -1,9 +1,9 @@
-"""What an adapter and the base may be called, and which adapters a directory offers.
+"""Names of adapters and of the base, and the adapters in a directory.
 
-One rule for every door (launcher, LoadAdapter, notebook): a name is a letter or digit, then
-letters, digits, '.', '_' or '-', 128 characters in all, without "..". So a name is safe in a
-file path, a metric label, a log line and in `base:adapter`. The base's own name may be a hub id or
-whatever its directory is called, as long as it has no ':' and no space.
+Every front uses one rule: an adapter's name starts with a letter or digit, continues with letters,
+digits, '.', '_' or '-', has at most 128 characters and no "..". Such a name is safe in a file path,
+a metric label, a log line and in `base:adapter`. The base's name may also be a hub id; it has no
+':' and no space.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _BASE = re.compile(r"[^\s:]{1,256}")
 
 
 def check_name(name: str) -> str:
-    """Returns `name` if an adapter may be called so.
+    """Returns `name` if it is a valid adapter name.
 
     Raises:
-        InvalidArgument: it breaks the rule.
+        InvalidArgument: it is not.
     """
     if not _NAME.fullmatch(check_length(name)) or ".." in name:
         raise InvalidArgument(f"name = {name!r}: must be {_RULE}")
@@ -32,12 +32,12 @@ def check_name(name: str) -> str:
 
 
 def check_length(name: str, field: str = "name") -> str:
-    """Returns `name` if it is short enough to be looked up: what comes from outside may be of any length.
+    """Returns `name` if it is short enough to look up; clients may send any length.
 
     Args:
-        field: what the caller knows it as.
+        field: the field's name in the error message.
     Raises:
-        InvalidArgument: no adapter's name is so long.
+        InvalidArgument: the name is longer than any adapter's name.
     """
     if len(name) > MAX_CHARS:
         shown, limit = name[:32] + "…", f"an adapter's name has at most {MAX_CHARS} characters"
@@ -46,10 +46,10 @@ def check_length(name: str, field: str = "name") -> str:
 
 
 def check_base_name(name: str) -> str:
-    """Returns `name` if the base may be served under it: in `base:adapter` and in the ready line.
+    """Returns `name` if it is a valid name for the base.
 
     Raises:
-        ConfigError: it breaks the rule.
+        ConfigError: it is not.
     """
     if not _BASE.fullmatch(name) or not name.isprintable():
         raise ConfigError(
@@ -60,11 +60,11 @@ def check_base_name(name: str) -> str:
 
 
 def discover(directory: str | Path) -> dict[str, str]:
-    """Every subdirectory with an `adapter_config.json`, by its own name, in order of name.
+    """Name -> path of every subdirectory with an `adapter_config.json`, in order of name.
 
     Raises:
         ConfigError: the directory cannot be read.
-        InvalidArgument: a subdirectory's name is not a name for an adapter.
+        InvalidArgument: a subdirectory's name is not a valid adapter name.
     """
     try:
         entries = sorted(Path(directory).iterdir())
@@ -74,11 +74,11 @@ def discover(directory: str | Path) -> dict[str, str]:
 
 
 def at_start(paths: Mapping[str, str], directory: str) -> dict[str, str]:
-    """The adapters to load at start: those named one by one and those of a directory.
+    """The adapters to load at start: those of `paths` and those in `directory`.
 
     Raises:
-        ConfigError: the directory cannot be read, or has a name that `paths` has too.
-        InvalidArgument: a name is not a name for an adapter.
+        ConfigError: the directory cannot be read, or both have the same name.
+        InvalidArgument: a name is not a valid adapter name.
     """
     named = {check_name(name): path for name, path in paths.items()}
     found = discover(directory) if directory else {}

@@ -1,4 +1,4 @@
-"""Cuts an adapter along its rank into blocks of the unified pool (see `jlora.layout`)."""
+"""Packs an adapter, cut along its rank, into blocks of the pool (see `jlora.layout`)."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Packed:
     """An adapter as blocks on the host.
 
     Attributes:
-        data: [n, L, B, 2K, H] in the pool's dtype, block-contiguous: one block is one copy.
-        projections: for each of the n blocks, the projection whose units it holds.
+        data: [n, L, B, 2K, H] in the pool's dtype. A block is contiguous, so one copy moves it.
+        projections: the projection whose units each of the n blocks holds.
     """
 
     data: np.ndarray
@@ -29,7 +29,7 @@ class Packed:
 
 
 def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
-    """Projection -> the largest rank that any layer has there."""
+    """Projection -> its largest rank over all layers."""
     ranks: dict[str, int] = {}
     for (_, name), (a, _) in adapter.weights.items():
         ranks[name] = max(ranks.get(name, 0), a.shape[0])
@@ -37,10 +37,10 @@ def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
 
 
 def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
-    """Lays every rank unit into its block; layers and ranks that are absent stay zero.
+    """Puts every rank unit into its block. Absent layers and ranks stay zero.
 
     Raises:
-        InvalidArgument: a weight is too large for the pool's dtype.
+        InvalidArgument: a weight overflows the pool's dtype.
     """
     parts, projections = [], []
     for name, rank in rank_by_projection(adapter).items():
@@ -58,7 +58,7 @@ def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
 def _pack_shard(
     adapter: Adapter, layout: PoolLayout, name: str, unit: UnitLayout, count: int, shard: int
 ) -> np.ndarray:
-    """One projection's `count` blocks as shard `shard` sees them: [count, L, B, 2K/tp, H]."""
+    """One projection's `count` blocks on one shard: [count, L, B, 2K/tp, H]."""
     heads = 2 * layout.kv_heads // layout.tp
     slot = heads * layout.head_dim
     used = unit.per_block * unit.slots * slot

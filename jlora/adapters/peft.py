@@ -1,13 +1,13 @@
-"""Reads a PEFT adapter directory: correct or refused.
+"""Reads a PEFT adapter directory, exactly or not at all.
 
     adapter = read_peft("adapters/sql", spec, max_rank=64)
 
-Both files are read once into memory; the digest, the checks and the weights all come from
-those bytes, so a file replaced meanwhile cannot mix two versions. Every tensor is used exactly
-once, every target module has its pair, shapes fit the base, and every number is finite.
+Both files are read once into memory. The digest, the checks and the weights come from these bytes,
+so a file that is replaced meanwhile cannot mix two versions. Every tensor is used exactly once,
+every target module has its pair, shapes fit the base, and every number is finite.
 
-A flipped bit that leaves a finite number cannot be noticed: the format has no checksum.
-Compare the reported sha256 digest with the publisher's where that matters.
+The format has no checksum: a flipped bit that leaves a finite number goes unnoticed. Compare the
+sha256 digest with the publisher's where that matters.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 _DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
-# With or without the adapter's name before ".weight": files of every age load.
+# Older files have the adapter's name before ".weight".
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
 _CONFIG_LIMIT = 16 << 20  # bytes; PEFT writes a few thousand
-_SLACK = 64 << 20  # bytes a weight file may have beyond what we expect, so that the checks can name what is extra
+_SLACK = 64 << 20  # extra bytes of a weight file to read, so that an error can name the unexpected tensor
 
 Tensors = Mapping[str, np.ndarray]
 
 
 class _Pair(NamedTuple):
-    """One module's two tensors' names, to be filled in any order."""
+    """The names of one module's two tensors."""
 
     a: str | None = None
     b: str | None = None
@@ -56,11 +56,11 @@ def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Coll
     """Reads and checks the adapter in directory `path` for the base model `spec`.
 
     Args:
-        max_rank: largest rank a module may have (`adapters.max_rank`).
-        base_names: names of the served base; an adapter that names another is warned about.
+        max_rank: largest rank of a module (`adapters.max_rank`).
+        base_names: names of the served base. Logs a warning if the adapter names another base.
     Raises:
         NotFound: the directory or one of its two files is missing.
-        InvalidArgument: an option is not served, or the tensors do not fit it or the base.
+        InvalidArgument: an option is not supported, or the tensors do not fit the options or the base.
         DataLoss: a file is damaged, or a weight is not finite.
     """
     label = os.path.basename(os.path.abspath(path))
@@ -93,7 +93,7 @@ def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Coll
 
 
 def _refuse_pickles(directory: Path, label: str) -> None:
-    """A pickle runs code when opened; one that could be the weights is refused, even beside a safetensors file."""
+    """Refuses pickled weights, which could run code, even beside a safetensors file."""
     try:
         names = sorted(os.listdir(directory))
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
@@ -101,27 +101,27 @@ def _refuse_pickles(directory: Path, label: str) -> None:
     pickles = [n for n in names if n.endswith(PICKLES) and (n.startswith("adapter_model") or WEIGHTS not in names)]
     if pickles:
         raise InvalidArgument(
-            f"{label}/{pickles[0]}: pickled weights are never opened; write {WEIGHTS} "
+            f"{label}/{pickles[0]}: pickled weights are not opened; write {WEIGHTS} "
             "with peft's save_pretrained(..., safe_serialization=True) and remove the pickle"
         )
 
 
 def _read(file: Path, label: str, limit: int) -> bytes:
-    """The whole file, if it is a regular one of at most `limit` bytes."""
+    """Reads a regular file of at most `limit` bytes."""
     try:
         if not file.is_file():
-            raise NotFound(f"adapter directory {label!r} has no file {file.name}")
+            raise NotFound(f"adapter directory {label!r}: {file.name} is missing")
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             if size > limit:
-                raise InvalidArgument(f"{label}/{file.name}: {size} bytes, more than this adapter can fill ({limit})")
+                raise InvalidArgument(f"{label}/{file.name}: {size} bytes: must be at most {limit} for this adapter")
             return stream.read(size)
     except OSError as e:
         raise NotFound(f"{label}/{file.name}: {e.strerror}") from e
 
 
 def _expected_bytes(config: peft_config.LoraConfig, modules: Mapping[str, tuple[int, str]], spec: ModelSpec) -> int:
-    """Bytes of the weights if they were float64, the widest dtype that is read."""
+    """Bytes of the weights in float64, the widest dtype."""
     shapes = spec.projection_shapes
     return 8 * sum(config.rank(module) * sum(shapes[projection]) for module, (_, projection) in modules.items())
 
@@ -152,7 +152,7 @@ def _weights(
     spec: ModelSpec,
     where: str,
 ) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
-    """Every target module's pair, checked, with the scale folded into B."""
+    """Checks every target module's pair and folds the scale into B."""
     pairs = _pairs(tensors, modules, where)
     weights = {}
     for module, (layer, projection) in modules.items():
@@ -160,28 +160,28 @@ def _weights(
         width_in, width_out = spec.projection_shapes[projection]
         a = _matrix(tensors, pair.a, (rank, width_in), f"{where}: {module}.lora_A")
         b = _matrix(tensors, pair.b, (width_out, rank), f"{where}: {module}.lora_B")
-        with np.errstate(over="ignore"):  # refused below, by name
+        with np.errstate(over="ignore"):  # the check below names the module
             b = np.ascontiguousarray(b.T) * np.float32(config.scale(module))
         if not np.isfinite(b).all():
-            raise InvalidArgument(f"{where}: {module}: lora_alpha makes the weights overflow float32")
+            raise InvalidArgument(f"{where}: {module}: the weights times lora_alpha overflow float32")
         weights[layer, projection] = (a, b)
     return weights
 
 
 def _pairs(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str) -> dict[str, _Pair]:
-    """Module -> its tensors' names; every tensor belongs to exactly one target module's pair."""
+    """Module -> names of its two tensors; every tensor must belong to one pair."""
     pairs: dict[str, _Pair] = {}
     for name in sorted(tensors):
         match = _TENSOR.fullmatch(name)
         if match is None or match["module"] not in modules:
             raise InvalidArgument(
-                f"{where}: tensor {name!r} is not the lora_A or lora_B of any module that "
-                "target_modules chooses in this base model"
+                f"{where}: tensor {name!r} is not the lora_A or lora_B of a module that "
+                "target_modules selects in this base model"
             )
         pair, half = pairs.get(match["module"], _Pair()), match["half"].lower()
         if getattr(pair, half) is not None:
             raise InvalidArgument(
-                f"{where}: tensors {getattr(pair, half)!r} and {name!r} are the same half of one pair"
+                f"{where}: tensors {getattr(pair, half)!r} and {name!r} are the same matrix of one module"
             )
         pairs[match["module"]] = pair._replace(**{half: name})
     for module in modules:
@@ -192,22 +192,22 @@ def _pairs(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str)
 
 
 def _matrix(tensors: Tensors, name: str | None, shape: tuple[int, int], where: str) -> np.ndarray:
-    """The tensor as float32, own memory, if it has this shape and is finite."""
+    """A float32 copy of the tensor, which must have this shape and be finite."""
     assert name is not None  # _pairs has checked
     tensor = tensors[name]
     if tensor.shape != shape:
         raise InvalidArgument(
-            f"{where}: shape {list(tensor.shape)}, must be {list(shape)} for this base model and rank"
+            f"{where}: shape {list(tensor.shape)}: must be {list(shape)} for this base model and rank"
         )
-    with np.errstate(over="ignore"):  # a float64 beyond float32 is refused below
+    with np.errstate(over="ignore"):  # a float64 may overflow float32: the check below reports it
         matrix = tensor.astype(np.float32)
     if not np.isfinite(matrix).all():
-        raise DataLoss(f"{where}: holds NaN or infinity")
+        raise DataLoss(f"{where}: contains NaN or infinity")
     return matrix
 
 
 def _digest(config: bytes, weights: bytes) -> str:
-    """sha256 of both files; the length in front keeps their border."""
+    """sha256 of both files; the length prefix separates them."""
     content = hashlib.sha256(len(config).to_bytes(8, "little"))
     content.update(config)
     content.update(weights)
@@ -215,11 +215,11 @@ def _digest(config: bytes, weights: bytes) -> str:
 
 
 def _warn_of_another_base(base: str, base_names: Collection[str], label: str) -> None:
-    """Names are compared without their directories: the same base has many paths."""
+    """Warns if the adapter names another base. Names are compared without directories."""
     known = {_last_part(name).lower() for name in base_names if name}
     if base and known and _last_part(base).lower() not in known:
         logger.warning(
-            "adapter %s was trained on %r, the served base is %s: shapes fit, answers may not",
+            "adapter %s was trained on %r, but the served base is %s: shapes fit, answers may be wrong",
             label, _last_part(base), " or ".join(sorted(known)),
         )  # fmt: skip
 

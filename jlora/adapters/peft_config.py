@@ -1,8 +1,8 @@
-"""`adapter_config.json`, read exactly as PEFT reads it, or refused by name.
+"""Reads `adapter_config.json` as PEFT does.
 
-An option is honoured, or known to be harmless, or at its default; anything else is an error
-that names it. So an adapter never loads "successfully" with part of its meaning dropped.
-The matching rules restate `peft.tuners.tuners_utils.check_target_module_exists` and
+jlora honours an option, knows that it is harmless, or requires its default. Any other option is an
+error that names it, so that no adapter loads with a part of its meaning lost. The matching rules
+are those of `peft.tuners.tuners_utils.check_target_module_exists` and
 `peft.utils.other.get_pattern_key` (0.21).
 """
 
@@ -19,24 +19,24 @@ from jlora.errors import DataLoss, InvalidArgument
 from jlora.model.hf_names import other_modules, projections
 from jlora.model.spec import ModelSpec
 
-# Options with no part in what the finished adapter computes, and why.
+# Options that do not change what a trained adapter computes, and why.
 HARMLESS: Mapping[str, str] = {
     "auto_mapping": "names the Python class of the base",
-    "ephemeral_gpu_offload": "where training kept its weights",
-    "eva_config": "how the first A was found",
-    "fan_in_fan_out": "how the base stores a Conv1D weight; PEFT turns it off for every Linear, and Llama has no other",
-    "inference_mode": "freezes training",
+    "ephemeral_gpu_offload": "training only",
+    "eva_config": "initialisation of A",
+    "fan_in_fan_out": "layout of Conv1D weights; Llama has Linear layers only, where PEFT ignores it",
+    "inference_mode": "training only",
     "lora_dropout": "training only",
-    "megatron_core": "a module's name, used with megatron_config only",
-    "parent_library": "who wrote the file",
-    "peft_version": "who wrote the file",
+    "megatron_core": "used with megatron_config only",
+    "parent_library": "names the writer of the file",
+    "peft_version": "names the writer of the file",
     "qalora_group_size": "used with use_qalora only",
-    "revision": "of the base model on the hub",
-    "runtime_config": "PEFT itself drops it when it reads a file",
+    "revision": "revision of the base model on the hub",
+    "runtime_config": "PEFT drops it when it reads a file",
 }
 
-# Initialisations that leave the base as it is. The others (pissa, olora, corda, loftq, lora_ga)
-# train against a changed base, so their adapters are wrong on the one we serve.
+# Initialisations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga)
+# train against a changed base, so their adapters are wrong on the served one.
 SAFE_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
 
 ALL_LINEAR = "all-linear"
@@ -49,9 +49,9 @@ class LoraConfig:
     """The honoured options, checked.
 
     Attributes:
-        r, alpha, rslora: rank, numerator of the scale, and whether the scale divides by sqrt(r).
-        rank_pattern, alpha_pattern: (pattern, value) in the file's order; the first match wins.
-        targets, excludes: whether a full module name is a target, or is excluded after all.
+        r, alpha, rslora: rank; numerator of the scale; whether the scale divides by sqrt(r).
+        rank_pattern, alpha_pattern: (pattern, value) in the file's order; the first match applies.
+        targets, excludes: predicates of a full module name.
         base: base_model_name_or_path, "" if absent.
     """
 
@@ -77,11 +77,11 @@ class LoraConfig:
 
 
 def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
-    """Reads the bytes of an `adapter_config.json`; `where` starts every message.
+    """Reads the bytes of an `adapter_config.json`; `where` starts every error message.
 
     Raises:
         DataLoss: not JSON.
-        InvalidArgument: an option is malformed, or not one that jlora serves.
+        InvalidArgument: an option is malformed or not supported.
     """
     try:
         tree = json.loads(data)
@@ -90,7 +90,7 @@ def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
     if not isinstance(tree, dict):
         raise InvalidArgument(f"{where}: must hold a JSON object, not a {type(tree).__name__}")
     options = _Options(tree, where)
-    options.refuse_what_we_do_not_serve()
+    options.refuse_unsupported()
     return LoraConfig(
         r=options.positive("r", options.get("r")),
         alpha=options.number("lora_alpha", options.get("lora_alpha")),
@@ -105,28 +105,30 @@ def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
 
 
 def target_modules(config: LoraConfig, spec: ModelSpec, where: str) -> dict[str, tuple[int, str]]:
-    """The modules of `spec` that the adapter changes: full name -> (layer, projection).
+    """The modules that the adapter changes: full name -> (layer, projection).
 
     Raises:
-        InvalidArgument: it targets none, or one that is not among the seven projections.
+        InvalidArgument: it targets no module, or one that is not among the seven projections.
     """
     for module in other_modules(spec):
         if config.targets(module) and not config.excludes(module):
             raise InvalidArgument(
-                f"{where}: target_modules matches {module!r}: adapters may change the projections "
-                "q, k, v, o, gate, up and down only"
+                f"{where}: target_modules matches {module!r}: must match only the projections "
+                "q, k, v, o, gate, up and down"
             )
     known = projections(spec)
     chosen = {
         module: place for module, place in known.items() if config.targets(module) and not config.excludes(module)
     }
     if not chosen:
-        raise InvalidArgument(f"{where}: target_modules (less exclude_modules) matches no projection of the base model")
+        raise InvalidArgument(
+            f"{where}: target_modules without exclude_modules matches no projection of the base model"
+        )
     return chosen
 
 
 class _Options:
-    """The file's keys, read one by one with errors that name them."""
+    """The file's keys, with errors that name file, key and value."""
 
     def __init__(self, tree: Mapping[str, Any], where: str):
         self._tree = tree
@@ -140,17 +142,17 @@ class _Options:
             raise InvalidArgument(f"{self._where}: {key} is missing")
         return self._tree[key]
 
-    def refuse_what_we_do_not_serve(self) -> None:
+    def refuse_unsupported(self) -> None:
         for key, allowed in _FIXED.items():
             value = self._tree.get(key)
             if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise self.bad(key, value, f"not served; must be {' or '.join(json.dumps(a) for a in allowed)}")
+                raise self.bad(key, value, f"not supported; must be {' or '.join(json.dumps(a) for a in allowed)}")
         for key, value in self._tree.items():
             if key in _FIXED or key in HARMLESS or key in _HONOURED:
                 continue
             if value is None or value is False or (isinstance(value, (str, list, dict)) and not value):
                 continue
-            raise self.bad(key, value, "not served; must be absent, null, false or empty")
+            raise self.bad(key, value, "not supported; must be absent, null, false or empty")
 
     def positive(self, key: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
@@ -175,25 +177,25 @@ class _Options:
         return value or ""
 
     def whole_numbers(self, key: str) -> tuple[int, ...] | None:
-        """None if absent or null; a single number is read as a list of one."""
+        """A list of numbers, or one number; None if absent or null."""
         value = self._tree.get(key)
         items = value if isinstance(value, list) or value is None else [value]
         if items is not None and any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in items):
-            raise self.bad(key, value, "must hold whole numbers, at least 0")
+            raise self.bad(key, value, "must be whole numbers, at least 0")
         return None if items is None else tuple(items)
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
-        """() if absent, null or empty: PEFT takes an empty list as none, too."""
+        """() if absent, null or empty, as in PEFT."""
         value = self._tree.get(key)
         if not isinstance(value, list | None):
             raise self.bad(key, value, "must be a list of token ids, or null")
         ids = self.whole_numbers(key) or ()
         if any(i >= vocab for i in ids):
-            raise self.bad(key, value, f"token ids must be below the vocabulary's size {vocab}")
+            raise self.bad(key, value, f"must be token ids below the vocabulary size {vocab}")
         return ids
 
     def names_or_regex(self, key: str, required: bool = True) -> frozenset[str] | re.Pattern[str]:
-        """A list of module names or suffixes, or one regular expression; empty if not required and absent."""
+        """A list of module names or suffixes, or one regular expression."""
         value = self._tree.get(key)
         if isinstance(value, str) and value:
             return self._regex(key, value, value)
@@ -228,7 +230,7 @@ class _Options:
         return _in_layers(named, frozenset(layers), patterns) if layers else _matcher(named)
 
     def layer_patterns(self) -> tuple[re.Pattern[str], ...]:
-        """`layers_pattern` as PEFT compiles it: each finds a layer's index in a module's name."""
+        """`layers_pattern` as PEFT compiles it: each pattern finds the layer's index in a module's name."""
         value = self._tree.get("layers_pattern") or []
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
@@ -241,18 +243,18 @@ class _Options:
         try:
             return re.compile(pattern)
         except (re.error, RecursionError, OverflowError) as e:
-            raise self.bad(key, shown, f"is not a regular expression ({e})") from e
+            raise self.bad(key, shown, f"must be a regular expression ({e})") from e
 
 
 def _matcher(names: frozenset[str] | re.Pattern[str]) -> Matcher:
-    """A regular expression must match in full; a name must be the module's, or its last parts."""
+    """A regular expression must match the whole name; a listed name must equal it or be its suffix."""
     if isinstance(names, re.Pattern):
         return lambda module: names.fullmatch(module) is not None
     return lambda module: module in names or any(module.endswith(f".{name}") for name in names)
 
 
 def _in_layers(names: frozenset[str], layers: Collection[int], patterns: tuple[re.Pattern[str], ...]) -> Matcher:
-    """Suffixes count in the chosen layers only; a full module name counts wherever it is."""
+    """A suffix matches in the given layers only; a full module name matches anywhere."""
     by_name = _matcher(names)
 
     def matches(module: str) -> bool:
@@ -274,7 +276,7 @@ _HONOURED = frozenset(
     "layers_pattern alora_invocation_tokens base_model_name_or_path".split()
 )
 
-# Options with a default that is not null, false or empty: what is allowed.
+# Options whose default is not null, false or empty -> allowed values.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),

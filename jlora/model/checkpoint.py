@@ -1,14 +1,13 @@
-"""Base weights: from Hugging Face directories or hub ids, onto the device, tensor by tensor.
+"""Loads base weights onto the devices, tensor by tensor.
 
     directory = resolve("org/model")            # or a local path
     spec = read_spec(directory)
     params = load_params(directory, spec, shardings, stacked=False, progress=True)
 
-Every header is checked before the first weight is read: each tensor is used exactly once and
-has the shape that `config.json` promises. Then one tensor at a time is read (not mapped: mapped
-pages count as ours), sent to the devices in its own layout, and transposed, cast and placed
-there, while the next one is read. So the host holds three tensors at most, whatever the size of a
-shard: the one just read, the one on its way, and for a moment the one before that.
+All headers are checked before the first weight is read: each tensor is used exactly once and has
+the shape that `config.json` states. Then each tensor is read, sent to the devices in its own
+layout, and transposed and cast there while the next one is read. The host holds at most three
+tensors at once. Files are read, not mapped, because mapped pages count as memory of this process.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from jlora.model.spec import ModelSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What a served model needs from the hub; not the same weights in other formats.
+# What to download from the hub, without the same weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 
@@ -50,7 +49,7 @@ def resolve(path_or_id: str | Path) -> Path:
     """The model's directory: `path_or_id` itself, or a download of that hub id.
 
     Raises:
-        NotFound: neither a directory nor a model that the hub (or its local cache) gives us.
+        NotFound: neither a directory nor a model on the hub or in its local cache.
     """
     name = str(path_or_id)
     path = Path(os.path.expanduser(name))
@@ -58,7 +57,7 @@ def resolve(path_or_id: str | Path) -> Path:
         return path
     if not _HUB_ID.fullmatch(name):
         raise NotFound(f"model.path = {name!r}: is not a directory")
-    # Imported here: it pulls in an HTTP stack, which a local path does not need.
+    # Imported here, because a local path does not need its HTTP stack.
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -68,18 +67,18 @@ def resolve(path_or_id: str | Path) -> Path:
         )
     except (OSError, HfHubHTTPError, HFValidationError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise NotFound(f"model.path = {name!r}: is not a directory, and the hub does not give it: {reason}") from e
+        raise NotFound(f"model.path = {name!r}: is not a directory, and the hub download failed: {reason}") from e
 
 
 def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0) -> ModelSpec:
     """The shapes and constants of a Hugging Face or converted directory.
 
     Args:
-        dtype: "float32", "bfloat16", or "auto": the checkpoint's own, with float16 served as
-            bfloat16 and none given as float32.
-        max_model_len: the context to serve in tokens, at most the model's own; 0 is its own.
+        dtype: "float32", "bfloat16", or "auto" for the checkpoint's own. "auto" takes bfloat16 for
+            float16, and float32 if the checkpoint names none.
+        max_model_len: longest context to serve, in tokens; 0 is the model's own.
     Raises:
-        NotFound: no such directory, or no config.json in it.
+        NotFound: the directory or its config.json is missing.
         InvalidArgument: a field is missing, malformed, or of a model that jlora does not serve.
         DataLoss: a file is not JSON.
     """
@@ -98,12 +97,11 @@ def load_params(
 
     Args:
         shardings: a `jax.sharding.Sharding` per weight, layers as a list (without an [L] axis).
-        stacked: return `layers` as one tree of [L, ...] arrays instead of a list. Each is
-            allocated once and filled in place.
+        stacked: return `layers` as one tree of [L, ...] arrays instead of a list.
         progress: show a progress bar of bytes.
     Raises:
-        NotFound: weights, or a file that the index names, are missing.
-        InvalidArgument: a tensor is missing, unexpected, of a wrong shape or dtype; only pickles.
+        NotFound: there are no weights, or a file of the index is missing.
+        InvalidArgument: a tensor is missing, unexpected, or of a wrong shape or dtype; or all weights are pickled.
         DataLoss: a file is damaged, or a weight is NaN or infinite.
     """
     directory = Path(directory)
@@ -119,18 +117,18 @@ def load_params(
 def convert(source: str | Path, target: str | Path, progress: bool = True) -> Path:
     """Writes the model `source` (directory or hub id) as an Orbax directory, which loads sharded and faster.
 
-    The whole model is in host memory meanwhile. Tokenizer files are copied along.
+    Holds the whole model in host memory. Copies the tokenizer files.
 
     Raises:
         AlreadyExists: `target` exists and is not empty.
-        JloraError: as `read_spec` and `load_params`.
+        JloraError: see `read_spec` and `load_params`.
     """
     source = resolve(source)
     orbax.check_target(Path(target))
     spec = read_spec(source)
     try:
         device = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # this process was started without the CPU backend
+    except RuntimeError:  # this process has no CPU backend
         device = jax.local_devices()[0]
     shardings = jax.tree.map(lambda _: SingleDeviceSharding(device), abstract(spec)[0])
     params = load_params(source, spec, shardings, stacked=False, progress=progress)
@@ -139,7 +137,7 @@ def convert(source: str | Path, target: str | Path, progress: bool = True) -> Pa
 
 
 def _model_name(directory: Path) -> str:
-    """The directory's name, or the hub id whose snapshot it is."""
+    """The directory's name, or the hub id of a snapshot."""
     directory = directory.resolve()
     if directory.parent.name == "snapshots" and directory.parent.parent.name.startswith("models--"):
         return directory.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -147,7 +145,7 @@ def _model_name(directory: Path) -> str:
 
 
 class _Tensor(NamedTuple):
-    """One tensor of an open file, not read yet."""
+    """One tensor of an open file, before it is read."""
 
     name: str
     slot: Slot
@@ -174,7 +172,7 @@ def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool)
 
 
 def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
-    """Opens every weight file and checks all headers against `spec`, in the order of the files."""
+    """Opens every weight file and checks all headers against `spec`."""
     slots = tensor_slots(spec)
     found: dict[str, _Tensor] = {}
     for file in _weight_files(directory):
@@ -186,7 +184,7 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
             raise DataLoss(f"{file}: damaged ({e})") from e
         for name in handle.offset_keys():
             if name in found:
-                raise InvalidArgument(f"{file}: tensor {name!r} is in {found[name].file} too")
+                raise InvalidArgument(f"{file}: tensor {name!r} is also in {found[name].file}")
             if not _ignored(name, spec):
                 found[name] = _checked(name, slots, file, handle)
     missing = [name for name in slots if name not in found]
@@ -208,14 +206,14 @@ def _weight_files(directory: Path) -> list[str]:
     pickles = sorted(p.name for p in directory.iterdir() if p.suffix in (".bin", ".pt", ".pth"))
     if pickles:
         raise InvalidArgument(
-            f"model directory {directory.name!r} has {pickles[0]} and no {SINGLE}: pickled weights are never opened; "
+            f"model directory {directory.name!r} has {pickles[0]} and no {SINGLE}: pickled weights are not opened; "
             "save the model again with transformers' save_pretrained"
         )
     raise NotFound(f"model directory {directory.name!r} has neither {SINGLE} nor {INDEX}")
 
 
 def _ignored(name: str, spec: ModelSpec) -> bool:
-    """Constants that old checkpoints store, and a tied head stored once more."""
+    """Whether a tensor is a constant of old checkpoints, or a second copy of a tied head."""
     return _ROTARY.fullmatch(name) is not None or (spec.tied and name == "lm_head.weight")
 
 
@@ -226,7 +224,7 @@ def _checked(name: str, slots: Mapping[str, Slot], file: str, handle: Any) -> _T
         raise InvalidArgument(f"{file}: tensor {name!r} {shape} is not part of this model")
     expected = list(slots[name].shape)
     if shape != expected:
-        raise InvalidArgument(f"{file}: tensor {name!r}: shape {shape}, {CONFIG} promises {expected}")
+        raise InvalidArgument(f"{file}: tensor {name!r}: shape {shape}: must be {expected} by {CONFIG}")
     if dtype not in _BYTES:
         raise InvalidArgument(f"{file}: tensor {name!r} is {dtype}: must be one of {', '.join(_BYTES)}")
     return _Tensor(name, slots[name], math.prod(shape) * _BYTES[dtype], file, handle)

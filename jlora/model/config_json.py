@@ -1,7 +1,7 @@
-"""`config.json` and `generation_config.json` of a Hugging Face Llama as a `ModelSpec`. No jax.
+"""Reads `config.json` and `generation_config.json` of a Hugging Face Llama into a `ModelSpec`. No jax.
 
-Both styles are read: transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
-(`rope_parameters`, `dtype`). What jlora does not serve is refused by name.
+Reads the styles of transformers 4 (`rope_theta`, `rope_scaling`, `torch_dtype`) and 5
+(`rope_parameters`, `dtype`). A setting that jlora does not support is an error that names it.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
-# model_type -> the architecture whose tensors we read.
+# model_type -> architecture.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
-# float16 is served as bfloat16: the same size, and no overflow in the activations.
+# float16 is served as bfloat16, which has the same size and does not overflow in the activations.
 DTYPES = {"float32": "float32", "bfloat16": "bfloat16", "float16": "bfloat16"}
 
-# Keys that change the computation, and the values under which they do not.
+# Keys that may change the computation -> values that do not.
 _FIXED: Mapping[str, tuple[Any, ...]] = {
     "attention_bias": (None, False),
     "mlp_bias": (None, False),
@@ -43,8 +43,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """A JSON object; errors name the file without its directory.
 
     Raises:
-        NotFound: there is no such file.
-        DataLoss: it does not hold a JSON object.
+        NotFound: the file cannot be read.
+        DataLoss: it does not contain a JSON object.
     """
     try:
         tree = json.loads(file.read_bytes())
@@ -60,7 +60,7 @@ def read_json(file: Path) -> dict[str, Any]:
 def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_len: int = 0) -> ModelSpec:
     """The spec of the model in `directory`; see `checkpoint.read_spec`."""
     config = _Fields(read_json(directory / CONFIG), CONFIG)
-    _refuse_what_we_do_not_serve(config)
+    _refuse_unsupported(config)
     heads, width = config.positive("num_attention_heads"), config.positive("hidden_size")
     longest = config.positive("max_position_embeddings")
     if max_model_len > longest:
@@ -86,7 +86,7 @@ def spec_from_json(directory: Path, name: str, dtype: str = "auto", max_model_le
 
 
 class _Fields:
-    """The keys of one JSON object, read one by one with errors that name file, key and value."""
+    """The keys of one JSON object, with errors that name file, key and value."""
 
     def __init__(self, tree: Mapping[str, Any], where: str):
         self.tree = tree
@@ -97,7 +97,7 @@ class _Fields:
         return InvalidArgument(f"{self.where}: {key} = {text if len(text) <= 80 else text[:77] + '...'}: {limit}")
 
     def get(self, key: str, default: Any = None) -> Any:
-        """The value; null counts as absent, and no default means required."""
+        """The value. null counts as absent. Without a default the key is required."""
         value = self.tree.get(key)
         if value is None and default is None:
             raise self.bad(key, None, "is missing")
@@ -130,21 +130,21 @@ class _Fields:
         return None if ids is None else tuple(ids)
 
 
-def _refuse_what_we_do_not_serve(config: _Fields) -> None:
+def _refuse_unsupported(config: _Fields) -> None:
     kind = config.get("model_type")
     if not isinstance(kind, str) or kind not in ARCHITECTURES:
-        raise config.bad("model_type", kind, f"not served; must be one of {', '.join(ARCHITECTURES)}")
+        raise config.bad("model_type", kind, f"not supported; must be one of {', '.join(ARCHITECTURES)}")
     architectures = config.get("architectures", [ARCHITECTURES[kind]])
     if architectures != [ARCHITECTURES[kind]]:
-        raise config.bad("architectures", architectures, f'not served; must be ["{ARCHITECTURES[kind]}"]')
+        raise config.bad("architectures", architectures, f'not supported; must be ["{ARCHITECTURES[kind]}"]')
     for key, allowed in _FIXED.items():
         value = config.tree.get(key)
         if not any(value is a or (not isinstance(value, bool) and value == a) for a in allowed):
-            raise config.bad(key, value, f"not served; must be {' or '.join(json.dumps(a) for a in allowed)}")
+            raise config.bad(key, value, f"not supported; must be {' or '.join(json.dumps(a) for a in allowed)}")
 
 
 def _kv_heads(config: _Fields, heads: int) -> int:
-    # Llama's default is as many as query heads; Mistral's is not, so there it must be said.
+    # Llama's default is the number of query heads. Mistral's differs, so Mistral must state it.
     default = heads if config.tree["model_type"] == "llama" else None
     kv_heads = config.positive("num_key_value_heads", default)
     if heads % kv_heads:
@@ -165,7 +165,7 @@ def _rope(config: _Fields) -> _Fields:
     """The rotary settings: `rope_parameters` (transformers 5), else `rope_scaling` (4), else empty."""
     new, old = config.tree.get("rope_parameters"), config.tree.get("rope_scaling")
     if new and old and new != old:
-        raise config.bad("rope_scaling", old, "contradicts rope_parameters; keep one of them")
+        raise config.bad("rope_scaling", old, "differs from rope_parameters; keep one of them")
     key = "rope_parameters" if new else "rope_scaling"
     settings = new or old or {}
     if not isinstance(settings, dict):
@@ -184,11 +184,11 @@ def _rope_scaling(config: _Fields) -> RopeScaling | None:
     key = "rope_type" if "rope_type" in rope.tree else "type"
     kind = rope.tree.get(key, "default")
     if rope.tree.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise rope.bad("partial_rotary_factor", rope.tree["partial_rotary_factor"], "not served; must be 1")
+        raise rope.bad("partial_rotary_factor", rope.tree["partial_rotary_factor"], "not supported; must be 1")
     if kind == "default":
         return None
     if kind not in ("linear", "llama3"):
-        raise rope.bad(key, kind, "not served; must be default, linear or llama3")
+        raise rope.bad(key, kind, "not supported; must be default, linear or llama3")
     factor = rope.real("factor", above=0.0)
     if kind == "linear":
         return RopeScaling("linear", factor)
@@ -199,7 +199,7 @@ def _rope_scaling(config: _Fields) -> RopeScaling | None:
 
 
 def _dtype(config: _Fields, wanted: str) -> str:
-    """`wanted`, or for "auto" the checkpoint's own; a config that names none means float32."""
+    """`wanted`, or for "auto" the checkpoint's own, float32 if it names none."""
     if wanted != "auto":
         if wanted not in ("float32", "bfloat16"):
             raise InvalidArgument(f"model.dtype = {wanted!r}: must be auto, float32 or bfloat16")
@@ -207,25 +207,25 @@ def _dtype(config: _Fields, wanted: str) -> str:
     key = "dtype" if config.tree.get("dtype") is not None else "torch_dtype"
     stored = config.get(key, "float32")
     if not isinstance(stored, str) or stored not in DTYPES:
-        raise config.bad(key, stored, f"not served; must be one of {', '.join(DTYPES)}, or set model.dtype")
+        raise config.bad(key, stored, f"not supported; must be one of {', '.join(DTYPES)}, or set model.dtype")
     if DTYPES[stored] != stored:
-        logger.info("%s: %s = %s: served as %s", config.where, key, stored, DTYPES[stored])
+        logger.info("%s: %s = %s is served as %s", config.where, key, stored, DTYPES[stored])
     return DTYPES[stored]
 
 
 def _check_window(config: _Fields, spec: ModelSpec) -> None:
-    """A sliding window changes answers only beyond its length."""
+    """Refuses a sliding window shorter than the context; a longer one changes nothing."""
     window = config.tree.get("sliding_window")
     if window is not None and config.positive("sliding_window") < spec.max_len:
         raise config.bad(
             "sliding_window",
             window,
-            f"not served below the context of {spec.max_len}; set model.max_model_len = {window}",
+            f"not supported below the context of {spec.max_len}; set model.max_model_len = {window}",
         )
 
 
 def _with_end_tokens(spec: ModelSpec, config: _Fields, directory: Path) -> ModelSpec:
-    """End and begin tokens: generation_config.json first, then config.json."""
+    """Adds the end and begin tokens of generation_config.json, else of config.json."""
     file = directory / GENERATION
     generation = _Fields(read_json(file) if file.exists() else {}, GENERATION)
 

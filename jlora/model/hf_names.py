@@ -1,6 +1,6 @@
 """Hugging Face's names for a Llama's modules and tensors, and where each tensor goes in ours.
 
-Checkpoints, adapter files and error messages speak these names. A Linear's weight is
+Checkpoints, adapter files and error messages use these names. A Linear's weight is
 [output, input] there and [input, output] here.
 """
 
@@ -31,7 +31,7 @@ class Slot(NamedTuple):
     Attributes:
         layer: None for a weight outside the layers.
         leaf: key in that layer, or in the pytree itself.
-        shape: as in the checkpoint; `transposed` says that ours is its transpose.
+        shape: in the checkpoint; `transposed`: ours is its transpose.
     """
 
     layer: int | None
@@ -56,7 +56,7 @@ def tensor_slots(spec: ModelSpec) -> dict[str, Slot]:
 
 
 def projections(spec: ModelSpec) -> dict[str, tuple[int, str]]:
-    """Full module name of every matrix an adapter may change -> (layer, projection)."""
+    """Full module name of every matrix that an adapter may change -> (layer, projection)."""
     return {
         f"model.layers.{layer}.{module}": (layer, name)
         for layer in range(spec.layers)
@@ -65,7 +65,7 @@ def projections(spec: ModelSpec) -> dict[str, tuple[int, str]]:
 
 
 def other_modules(spec: ModelSpec) -> list[str]:
-    """Full names of all other modules of `LlamaForCausalLM`, as `named_modules` lists them."""
+    """Full names of the other modules of `LlamaForCausalLM` that `named_modules` lists."""
     inside = ("", ".self_attn", ".mlp", ".mlp.act_fn", *(f".{norm}" for norm in NORMS.values()))
     layers = [f"model.layers.{layer}{part}" for layer in range(spec.layers) for part in inside]
     return ["model", "model.embed_tokens", "model.layers", *layers, "model.norm", "model.rotary_emb", "lm_head"]

@@ -1,10 +1,10 @@
-"""The Llama, declared once.
+"""The Llama: weights and the forward pass.
 
-`Llama` (Flax NNX) states every weight: shape, initial value, logical axes. Everything else
-is derived from it: abstract shapes for loading, the sharding table, and the plain pytree that
-serving runs on. `forward` is the only forward pass in the repository. It is told from outside
-how tokens attend (`attend`) and how adapters join a projection (`adapt`), so that serving on
-the paged pool, training the demo model and the tests' dense reference share every line of it.
+`Llama` (Flax NNX) declares every weight: shape, initial value, logical axes. The shapes for loading,
+the sharding table and the pytree for serving derive from it. `forward` is the only forward pass in
+the repository. Its caller passes how tokens attend (`attend`) and how adapters add to a projection
+(`adapt`), so serving on the paged pool, training of the demo model and the tests' dense reference
+share it.
 
 Letters: T tokens, D width, N query heads, K KV heads, H head width, F MLP width, V vocabulary.
 """
@@ -26,7 +26,7 @@ from jlora.model.spec import ModelSpec
 Params = Any  # plain pytree: {"embed", "layers": [...] or stacked {...}, "norm", "head"?}
 
 # Logical axis of a weight's dimension -> mesh axis that splits it (None: replicated).
-# "split" marks a model-width dimension that tensor parallelism cuts (embedding, head).
+# "split" is a model-width dimension that tensor parallelism splits (embedding, head).
 MESH_AXES = {"vocab": None, "width": None, "split": "tp", "heads": "tp", "mlp": "tp"}
 
 
@@ -44,7 +44,7 @@ class Layer(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """All weights of a Llama; `__call__` is the dense forward of one batch of sequences."""
+    """All weights of a Llama; `__call__` is the dense forward pass of one batch of sequences."""
 
     def __init__(self, spec: ModelSpec, rngs: nnx.Rngs):
         make = _Init(spec, rngs)
@@ -74,7 +74,7 @@ class _Init(NamedTuple):
 
 
 def plain(state: Any) -> Params:
-    """An NNX state as the plain pytree that `forward` takes, layers as a list."""
+    """An NNX state as the pytree that `forward` takes, layers as a list."""
     tree = nnx.to_pure_dict(state)
     tree["layers"] = [tree["layers"][i] for i in range(len(tree["layers"]))]
     return tree
@@ -94,7 +94,7 @@ def stack_layers(params: Params) -> Params:
 
 
 class Shard(NamedTuple):
-    """This program's place on the tensor-parallel axis; axis None is a single device."""
+    """This program's shard on the tensor-parallel axis; axis None is a single device."""
 
     axis: str | None = None
     size: int = 1
@@ -114,18 +114,18 @@ class Shard(NamedTuple):
         return lax.dynamic_slice_in_dim(x, lax.axis_index(self.axis) * part, part, x.ndim - 1)
 
     def replace(self, x: jax.Array, part: jax.Array) -> jax.Array:
-        """x with `part` as this shard's part of the last dimension."""
+        """x with this shard's part of the last dimension replaced by `part`."""
         if self.size == 1:
             return part
         at = (0,) * (x.ndim - 1) + (lax.axis_index(self.axis) * part.shape[-1],)
         return lax.dynamic_update_slice(x, part, at)
 
 
-# layer: an int where layers are unrolled, a traced scalar where they are scanned.
+# layer: an int if layers are unrolled, a traced scalar if they are scanned.
 # attend(carry, layer, q [T,N,H], k [T,K,H], v [T,K,H]) -> (carry, out [T,N,H])
 Attend = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
-# adapt(carry, layer, x [T,in], products) -> the same with the adapters added
-# products: the base's x W [T,out] by projection; given to be added to, so that no adapter costs nothing
+# adapt(carry, layer, x [T,in], products) -> products with the adapters added
+# products: the base's x W [T,out] by projection
 Adapt = Callable[[Any, Any, jax.Array, Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
@@ -135,7 +135,7 @@ def no_adapters(carry: Any, layer: Any, x: jax.Array, products: Mapping[str, jax
 
 
 class Joints(NamedTuple):
-    """What a forward is given from outside: attention, adapters, its shard."""
+    """What the caller of a forward pass provides."""
 
     attend: Attend
     adapt: Adapt = no_adapters
@@ -159,17 +159,17 @@ def forward(
 
 
 def embed(params: Params, tokens: jax.Array, shard: Shard = Shard()) -> jax.Array:
-    """[T] token ids -> [T, D]: what the first layer reads."""
+    """[T] token ids -> [T, D], the first layer's input."""
     return shard.gather(params["embed"][tokens])
 
 
 class Run(NamedTuple):
-    """Some consecutive layers: all of them in `forward`, a group of them in a streamed step.
+    """Consecutive layers: all of them in `forward`, a group of them in a streamed step.
 
     Attributes:
-        layers: the run's layers as a list, or every layer of the model as one stacked tree.
+        layers: the run's layers as a list, or all layers of the model as one stacked tree.
         first: index of the run's first layer; may be traced.
-        count: how many layers it has.
+        count: number of layers.
     """
 
     layers: Any
@@ -180,7 +180,7 @@ class Run(NamedTuple):
 def over_layers(
     spec: ModelSpec, run: Run, positions: jax.Array, state: tuple[Any, jax.Array], joints: Joints
 ) -> tuple[Any, jax.Array]:
-    """Takes (carry, x [T, D]) through a run of layers: a list is unrolled, a stacked tree scanned."""
+    """Takes (carry, x [T, D]) through a run of layers. Unrolls a list; scans a stacked tree."""
     rotate = rope(spec, positions)
 
     def layer(state: tuple[Any, jax.Array], w: Mapping[str, jax.Array], index: jax.Array | int):
@@ -190,7 +190,7 @@ def over_layers(
 
     if isinstance(run.layers, list):
         for offset, w in enumerate(run.layers):
-            # Orders each layer's pool reads before the next layer's write: no pool copies.
+            # Orders a layer's pool reads before the next layer's write; otherwise XLA copies the pool.
             state = lax.optimization_barrier(layer(state, w, run.first + offset))
         return state
 
@@ -223,7 +223,7 @@ def _mlp(spec, w, index, carry, x, joints):
 
 
 def _row_parallel(weight, index, carry, x, joints, name):
-    """x is split over shards: the base product is a partial sum, the adapters add to one slice of it."""
+    """Product of an x that is split over shards: a partial sum. The adapters add to this shard's slice of it."""
     y = x @ weight
     part = joints.adapt(carry, index, x, {name: joints.shard.slice(y)})[name]
     return joints.shard.psum(joints.shard.replace(y, part))
@@ -237,7 +237,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
 
 
 def rope(spec: ModelSpec, positions: jax.Array) -> Callable[[jax.Array], jax.Array]:
-    """Rotary embedding at `positions` [T], halves rotated as Hugging Face checkpoints expect."""
+    """Rotary embedding at `positions` [T]; rotates halves, as Hugging Face checkpoints expect."""
     angles = positions.astype(jnp.float32)[:, None] * jnp.asarray(inverse_frequencies(spec))
     cos, sin = jnp.cos(angles)[:, None, :], jnp.sin(angles)[:, None, :]
 
@@ -257,7 +257,7 @@ def inverse_frequencies(spec: ModelSpec) -> np.ndarray:
         return inverse.astype(np.float32)
     if scaling.kind == "linear":
         return (inverse / scaling.factor).astype(np.float32)
-    # llama3: long wavelengths are slowed by `factor`, short ones kept, a ramp in between.
+    # llama3: divides the frequencies of long wavelengths by `factor`, keeps short ones, with a ramp in between.
     turns = scaling.original_max_len * inverse / (2 * np.pi)
     ramp = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     ramp = np.clip(ramp, 0.0, 1.0)
@@ -276,7 +276,7 @@ def dense_attend(rows: int) -> Attend:
 
 
 def dense_logits(spec: ModelSpec, params: Params, tokens: jax.Array, adapt: Adapt = no_adapters) -> jax.Array:
-    """[S, C] token ids -> [S, C, V] float32 logits: training and the tests' reference."""
+    """[S, C] token ids -> [S, C, V] float32 logits, for training and as the tests' reference."""
     rows, length = tokens.shape
     positions = jnp.tile(jnp.arange(length, dtype=jnp.int32), rows)
     joints = Joints(dense_attend(rows), adapt)

@@ -1,6 +1,6 @@
 """Converted models: an Orbax checkpoint of the parameter pytree beside a small `jlora_model.json`.
 
-jlora_model.json      {"format": 1, "spec": {...}}: written last, so its presence means complete
+jlora_model.json      {"format": 1, "spec": {...}}; written last, so its presence means complete
 params/               Orbax StandardCheckpointer, layers as a list
 tokenizer.json ...    copied from the source
 """
@@ -27,7 +27,7 @@ META = "jlora_model.json"
 PARAMS = "params"
 FORMAT = 1
 
-# Everything that a tokenizer and its chat template may be read from.
+# Files of a tokenizer and its chat template.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -45,7 +45,7 @@ def is_converted(directory: Path) -> bool:
 
 
 def check_target(target: Path) -> None:
-    """Raises AlreadyExists if there is something at `target` that `save` would write into."""
+    """Raises AlreadyExists unless `target` is absent or an empty directory."""
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise AlreadyExists(f"target {target.name!r}: exists and is not an empty directory")
 
@@ -53,7 +53,7 @@ def check_target(target: Path) -> None:
 def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
     """Writes the converted directory; the tokenizer files come from `source`."""
     target.mkdir(parents=True, exist_ok=True)
-    # Weights hardly compress; decompressing them would double the time to load.
+    # Weights hardly compress, and decompressing them doubles the time to load.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
         checkpointer.save(target.absolute() / PARAMS, params)
     for name in TOKENIZER_FILES:
@@ -64,7 +64,7 @@ def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
 
 
 def read_spec(directory: Path, dtype: str, max_model_len: int) -> ModelSpec:
-    """The spec as converted, with another dtype or a shorter context if asked.
+    """The converted spec, with `dtype` and `max_model_len` applied.
 
     Raises:
         DataLoss: the file is damaged or of another format.
@@ -81,10 +81,10 @@ def read_spec(directory: Path, dtype: str, max_model_len: int) -> ModelSpec:
 
 
 def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:
-    """Restores every weight straight to its devices, then hands them to `into` one by one.
+    """Restores every weight to its devices, then adds them to `into` one by one.
 
     Raises:
-        DataLoss: the checkpoint is damaged, or does not fit `spec`.
+        DataLoss: the checkpoint is damaged or does not fit `spec`.
     """
     shapes = abstract(spec)[0]
     wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, spec.dtype, sharding=s), shapes, shardings)
@@ -93,7 +93,7 @@ def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params)
             params = checkpointer.restore(directory.absolute() / PARAMS, wanted)
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise DataLoss(f"converted model {directory.name!r}: {PARAMS} is damaged ({type(e).__name__})") from e
-    # One kind of matrix after the other, dropped here as it goes: a stack never doubles more than its own kind.
+    # One kind of matrix after the other, so that stacking holds only one kind twice.
     for slot in sorted(tensor_slots(spec).values(), key=lambda slot: slot.leaf):
         home = params if slot.layer is None else params["layers"][slot.layer]
         into.adopt(slot, home.pop(slot.leaf))
@@ -101,7 +101,7 @@ def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params)
 
 def _spec_from(meta: dict[str, Any]) -> ModelSpec:
     if meta.get("format") != FORMAT:
-        raise DataLoss(f"{META}: format = {meta.get('format')!r}: this jlora reads {FORMAT}; convert the model again")
+        raise DataLoss(f"{META}: format = {meta.get('format')!r}: must be {FORMAT}; convert the model again")
     try:
         fields = dict(meta["spec"])
         scaling = fields.pop("rope_scaling")

@@ -1,12 +1,12 @@
-"""Puts weights into the parameter pytree on their devices, one at a time.
+"""Places weights in the parameter pytree on their devices, one at a time.
 
     into = Stacked(spec, shardings)
     into.put(name, slot, array)        # for every tensor, in any order
     into.check_finite()
     params = into.params
 
-Casting, transposing, placing and the search for NaN are one compiled pass per tensor. At most
-two tensors are in flight, so a fast disk cannot fill the host.
+One compiled pass per tensor casts, transposes, places and checks for NaN. At most two tensors are in
+flight, so a fast disk cannot fill the host.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jlora.model.spec import ModelSpec
 
 
 class Listed:
-    """Each weight is its own array; `params["layers"]` is a list.
+    """Each weight is an array of its own; `params["layers"]` is a list.
 
     Args:
         shardings: a Sharding per weight, layers as a list.
@@ -41,22 +41,22 @@ class Listed:
         self._last: jax.Array | None = None
 
     def put(self, name: str, slot: Slot, tensor: np.ndarray | jax.Array) -> None:
-        """Places one tensor, in the layout that `slot` describes, on its devices."""
+        """Places one tensor of the checkpoint."""
         if self._last is not None:
             jax.block_until_ready(self._last)
         where = self._sharding(slot)
         self._last = self._finite[name] = self._place(slot, where, jax.device_put(tensor, _as_stored(where, slot)))
 
     def adopt(self, slot: Slot, weight: jax.Array) -> None:
-        """Takes a weight that is already on its devices, in our dtype and layout."""
+        """Adds a weight that is already on its devices in the model's dtype and layout."""
         home = self.params if slot.layer is None else self.params["layers"][slot.layer]
         home[slot.leaf] = weight
 
     def check_finite(self) -> None:
-        """Waits for every tensor; raises DataLoss naming the first that holds NaN or infinity."""
+        """Waits for every tensor. Raises DataLoss with the name of the first that contains NaN or infinity."""
         bad = [name for name, finite in jax.device_get(self._finite).items() if not finite]
         if bad:
-            raise DataLoss(f"tensor {bad[0]!r} holds NaN or infinity in {self._spec.dtype}")
+            raise DataLoss(f"tensor {bad[0]!r} contains NaN or infinity in {self._spec.dtype}")
 
     def _place(self, slot: Slot, where: Sharding, stored: jax.Array) -> jax.Array:
         home = self.params if slot.layer is None else self.params["layers"][slot.layer]
@@ -93,12 +93,12 @@ class Stacked(Listed):
 
 
 def _move(stored: jax.Array, dtype: Any, transposed: bool) -> tuple[jax.Array, jax.Array]:
-    """The weight in our dtype and layout, and whether all of it is finite."""
+    """The weight in the model's dtype and layout, and whether it is finite."""
     x = stored.astype(dtype)
     return (x.T if transposed else x), jnp.isfinite(x).all()
 
 
-# Cached, so that a second load in this process (a test, a notebook) compiles nothing.
+# Cached, so that a second load in this process (in a notebook, for example) compiles nothing.
 @functools.lru_cache(maxsize=64)
 def _mover(where: Sharding, dtype: str, transposed: bool) -> Callable[..., tuple[jax.Array, jax.Array]]:
     return jax.jit(lambda stored: _move(stored, dtype, transposed), out_shardings=(where, None))
@@ -116,12 +116,12 @@ def _filler(where: Sharding, transposed: bool) -> Callable[..., tuple[jax.Array,
 
 
 def _stacked(layer: Sharding) -> Sharding:
-    """A layer's sharding with an unsplit [L] axis in front."""
+    """A layer's sharding with an additional first axis [L], not split."""
     return NamedSharding(layer.mesh, PartitionSpec(None, *layer.spec)) if isinstance(layer, NamedSharding) else layer
 
 
 def _as_stored(ours: Sharding, slot: Slot) -> Sharding:
-    """The sharding of the checkpoint's layout that makes the transpose local to each device."""
+    """The sharding of the checkpoint's layout under which the transpose needs no communication."""
     if not slot.transposed or not isinstance(ours, NamedSharding):
         return ours
     return NamedSharding(ours.mesh, PartitionSpec(*reversed((*ours.spec, None, None)[:2])))

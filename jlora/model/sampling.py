@@ -1,11 +1,11 @@
-"""Choosing the next tokens, on the device.
+"""Samples the next tokens on the device.
 
-One program per number of rows serves every mix of requests: each costly part (penalties,
-truncation, log-probabilities) sits behind a `lax.cond` on what the batch needs, so a greedy
-batch pays for an argmax only and nothing recompiles when a request turns an option on.
+One program per number of rows serves every mix of requests. Each costly part (penalties, truncation,
+log-probabilities) is a branch of `lax.cond`, so a greedy batch computes an argmax only, and no option
+of a request recompiles.
 
-The random number of a token is `fold_in(fold_in(seed, completion), position)`: the same request
-draws the same tokens whatever else is in the batch, after a preemption, on any replica.
+A token's random key is `fold_in(fold_in(seed, completion), position)`. So a request draws the same
+tokens whatever else is in the batch, after a preemption, and on any replica.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-TOP = 20  # most likely tokens reported at most
-IN_PROMPT = 1 << 30  # bit of `SlotState.seen` that marks a prompt token
+TOP = 20  # most likely tokens that a report holds
+IN_PROMPT = 1 << 30  # bit of `SlotState.seen` for a prompt token
 
 
 class SlotState(NamedTuple):
-    """What the device remembers of each running sequence, by its slot.
+    """State of each running sequence on the device, by slot.
 
     Attributes:
-        last: [slots] int32, the token sampled last: the next step's input before the host reads it.
-        seen: [slots, V] int32, how often a token was sampled, plus IN_PROMPT if the prompt has it.
-        bias: [slots, V] float32, logit_bias. Both tables hold only what `reset_slot` put there.
+        last: [slots] int32, the token sampled last, which is the next step's input.
+        seen: [slots, V] int32, how often each token was sampled, plus IN_PROMPT if the prompt has it.
+        bias: [slots, V] float32, logit_bias. `reset_slot` initialises `seen` and `bias`.
     """
 
     last: jax.Array
@@ -39,15 +39,15 @@ Array = Any
 
 
 class SampleBatch(NamedTuple):
-    """Per row [S] of a launch; rows that only pad have slot = number of slots (dropped).
+    """Per row [S] of a launch. Padding rows have slot = number of slots, which is dropped.
 
     Attributes:
         slot: int32 slot.
-        seed: [S, 2] uint32 key data; completion, position: int32, folded into it.
+        seed: [S, 2] uint32 key data; completion, position: int32, folded into the key.
         temperature, top_p, min_p, repetition, presence, frequency: float32; top_k: int32, 0 = all.
-        tables: bool, this row reads its `seen` and `bias` tables.
-        banned: [S, M] int32 tokens that may not come now (min_tokens); V pads.
-        logprobs: scalar bool, some row reports log-probabilities.
+        tables: bool, whether the row uses its `seen` and `bias` tables.
+        banned: [S, M] int32, tokens not allowed now (min_tokens), padded with V.
+        logprobs: scalar bool, whether a row reports log-probabilities.
     """
 
     slot: Array
@@ -69,7 +69,7 @@ class SampleBatch(NamedTuple):
 class Sampled(NamedTuple):
     """Tokens [S] with their log-probabilities under the model's own distribution.
 
-    `logprob` [S], `top_ids` and `top_logprobs` [S, TOP] are zeros unless the batch asked.
+    `logprob` [S], `top_ids` and `top_logprobs` [S, TOP] are zeros unless `SampleBatch.logprobs`.
     """
 
     token: jax.Array
@@ -88,7 +88,7 @@ def empty_slots(slots: int, vocab: int) -> SlotState:
 def reset_slot(
     state: SlotState, slot: jax.Array, prompt: jax.Array, output: jax.Array, bias: tuple[jax.Array, jax.Array]
 ) -> SlotState:
-    """Fills one slot's tables for a sequence that starts (or starts again after preemption).
+    """Fills one slot's tables for a sequence that starts, or restarts after preemption.
 
     Args:
         prompt, output: token ids, padded with V (dropped).
@@ -101,8 +101,8 @@ def reset_slot(
 
 
 def sample(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[SlotState, Sampled]:
-    """[S, V] float32 logits -> the next token of every row, remembered in its slot."""
-    # One branch for all that greedy rows do without: a branch that hands logits on would copy them.
+    """[S, V] float32 logits -> the next token of every row, stored in its slot."""
+    # One branch for everything that greedy rows do not need: a branch that returns logits copies them.
     busy = batch.tables | (batch.temperature > 0) | jnp.any(batch.banned < logits.shape[1], axis=1)
     token = lax.cond(jnp.any(busy), lambda: _choose(logits, state, batch), lambda: _argmax(logits))
     row = jnp.where(batch.tables, batch.slot, state.seen.shape[0])
@@ -177,7 +177,7 @@ def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:
 
 
 def _truncate(logits: jax.Array, batch: SampleBatch) -> jax.Array:
-    """Masks what top-k, top-p (Holtzman et al. 2020) or min-p cuts; the best token always stays."""
+    """Masks the tokens that top-k, top-p (Holtzman et al. 2020) or min-p cut, never the best one."""
     ordered = jnp.sort(logits, axis=-1, descending=True)
     vocab = logits.shape[1]
     k = jnp.where(batch.top_k > 0, jnp.minimum(batch.top_k, vocab), vocab)

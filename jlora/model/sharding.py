@@ -1,4 +1,4 @@
-"""Mesh and shardings: one axis, `tp`, always present, so one code path serves any number of devices."""
+"""Mesh and shardings. The axis `tp` is always present, so one code path serves any number of devices."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def make_mesh(tp: int) -> Mesh:
     """The first `tp` local devices.
 
     Raises:
-        ConfigError: fewer devices are visible.
+        ConfigError: this process sees fewer devices.
     """
     devices = jax.devices()
     if tp > len(devices):
@@ -28,7 +28,7 @@ def make_mesh(tp: int) -> Mesh:
 
 
 def param_specs(spec: ModelSpec) -> Params:
-    """Weight pytree of PartitionSpec, from the logical axes of the model's definition."""
+    """A PartitionSpec per weight, from the logical axes of the model's definition."""
     _, axes = abstract(spec)
     return jax.tree.map(
         lambda names: PartitionSpec(*(MESH_AXES[n] for n in names)), axes, is_leaf=lambda x: isinstance(x, tuple)
@@ -36,16 +36,16 @@ def param_specs(spec: ModelSpec) -> Params:
 
 
 def stacked_specs(specs: Params) -> Params:
-    """The same with layers as one stacked tree [L, ...]."""
+    """The same for layers as one stacked tree [L, ...]."""
     layer = jax.tree.map(lambda s: PartitionSpec(None, *s), specs["layers"][0])
     return {**specs, "layers": layer}
 
 
 def shardings(spec: ModelSpec, mesh: Mesh) -> Params:
-    """Weight pytree of NamedSharding, layers as a list."""
+    """A NamedSharding per weight, layers as a list."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(spec))
 
 
 def shard_of(mesh: Mesh) -> Shard:
-    """How a program inside `shard_map` over `mesh` sees its place."""
+    """The `Shard` of a program inside `shard_map` over `mesh`."""
     return Shard("tp", mesh.shape["tp"])

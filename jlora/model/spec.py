@@ -1,8 +1,7 @@
-"""The numbers of a Llama: what `config.json` says, checked, without jax.
+"""The shapes and constants of a Llama. No jax.
 
-`ModelSpec.from_config` reads both styles of transformers' `config.json` and refuses by name
-what jlora does not serve. `projection_shapes` is the one table of the seven matrices that
-adapters may change.
+`model.config_json` reads them from a checkpoint. `projection_shapes` is the table of the seven
+matrices that adapters may change.
 """
 
 from __future__ import annotations
@@ -12,13 +11,13 @@ from dataclasses import dataclass
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
-# Projections whose input is sharded under tensor parallelism (their output is reduced).
+# Projections whose input is sharded under tensor parallelism, and whose output is summed.
 ROW_PARALLEL = ("o", "down")
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """`linear`: positions divided by factor. `llama3`: the wavelength rule of Llama 3.1."""
+    """`linear` divides positions by `factor`; `llama3` is the wavelength rule of Llama 3.1."""
 
     kind: str
     factor: float
@@ -29,13 +28,13 @@ class RopeScaling:
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """Shapes and constants of one base model; letters as in the shape alphabet.
+    """Shapes and constants of one base model.
 
     Attributes:
         vocab, width, mlp, layers, heads, kv_heads, head_dim: V, D, F, L, N, K, H.
         max_len: longest context in tokens.
-        eos_ids: tokens that end an answer; bos_id: None if the model has none.
-        dtype: "float32" or "bfloat16", the dtype of weights, pool and activations.
+        eos_ids: tokens that end an answer; bos_id: the first token, None if the model has none.
+        dtype: "float32" or "bfloat16", of weights, pool and activations.
     """
 
     vocab: int

@@ -1,13 +1,13 @@
-"""The jitted programs of one step: a forward over the pool, then sampling.
+"""The jitted programs of one step: a forward pass over the pool, then sampling.
 
-They are two programs, not one, so that compiled shapes add up instead of multiplying: the
-forward is shaped by (sequences, chunk), sampling by the number of rows alone. Contexts, pages
-and adapters have dynamic trip counts inside and are no shape at all.
+They are two programs, so that compiled shapes add up instead of multiplying: (sequences, chunk)
+shape the forward pass, and the number of rows shapes sampling. Contexts, pages and adapters are
+dynamic trip counts, not shapes.
 
-A launch whose adapter or prefix is still arriving is run in groups of layers instead (`embed`,
-`layers` once per group, `finish`): the first group starts when its part has arrived.
+A launch whose adapter or prefix is still arriving runs in groups of layers (`embed`, `layers` once
+per group, `finish`). A group starts when its part has arrived.
 
-Every program takes the pool or the slot state donated and gives it back updated in place.
+Every program updates the donated pool or slot state in place and returns it.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ class Batch(NamedTuple):
         tokens: [S, C] token ids.
         source: [S] slot whose last sampled token is the input, -1 to use `tokens` (C = 1 only).
         starts, lengths: [S] position of the first token; context length after this chunk.
-        write_rows, write_slots: [T] block id (outside the pool: padding) and slot for the new KV.
+        write_rows, write_slots: [T] block id and slot for the new KV; a block id outside the pool is padding.
         table: [S, W] block ids of each sequence's context.
-        adapters: [T] adapter index of each token in this launch, -1 for the base and before an activated
-            LoRA's invocation.
-        blocks, owners: [M] active adapter blocks and the index they belong to, one projection
-            after the other; projection i's are entries offsets[i] .. offsets[i + 1] - 1. M = 0: a
-            program that knows no adapters, for launches without any.
+        adapters: [T] adapter index of each token, -1 for the base and before an activated LoRA's invocation.
+        blocks, owners: [M] active adapter blocks and the adapter index of each, ordered by projection.
+            Projection i has the entries offsets[i] .. offsets[i + 1] - 1. M = 0 selects a program
+            without a LoRA op.
         offsets: [8].
-        last: [R] index into T of the rows to sample from.
+        last: [R] indices into T of the rows to sample from.
     """
 
     tokens: Array
@@ -80,18 +79,18 @@ class Programs(NamedTuple):
 
 
 def layer_groups(layers: int) -> int:
-    """In how many equal groups of layers a streamed launch runs: the most up to 4."""
+    """Number of equal groups of layers in a streamed launch: the largest divisor of `layers` up to 4."""
     return max(groups for groups in range(1, 5) if layers % groups == 0)
 
 
 def group_layers(params: Params, group: int, size: int) -> Any:
-    """What `Programs.layers` takes as a group's weights: its part of a list, or the whole stacked tree."""
+    """A group's weights for `Programs.layers`: its part of a list, or the whole stacked tree."""
     layers = params["layers"]
     return layers[group * size : (group + 1) * size] if isinstance(layers, list) else layers
 
 
 def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA) -> Programs:
-    """Programs for one model, pool and mesh, made of `ops` (see `jlora.pallas.dispatch`).
+    """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`).
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(params, rows [S, D], state, sample_batch) -> state, Sampled
@@ -112,7 +111,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
 
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Callable:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
-        # Stated, so that an output has the very sharding of the input it replaces: one cache entry.
+        # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
         shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), outputs, is_leaf=_is_spec)
         return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
 
@@ -132,7 +131,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
 
 
 class _Place(NamedTuple):
-    """What every forward is made of: the pool's layout, its shard, the ops."""
+    """What every forward pass needs."""
 
     layout: PoolLayout
     shard: Shard
@@ -164,7 +163,7 @@ def _finish(spec: ModelSpec, norm: jax.Array, x: jax.Array, b: Batch):
 
 
 def _tokens(last: jax.Array, b: Batch) -> jax.Array:
-    """[T] input ids; a decoding row's last token may still be on the device only."""
+    """[T] input ids. A decoding row's last token may be on the device only."""
     tokens = b.tokens
     if tokens.shape[1] == 1:
         tokens = jnp.where(b.source[:, None] >= 0, last[jnp.maximum(b.source, 0)][:, None], tokens)
@@ -176,18 +175,19 @@ def _positions(b: Batch) -> jax.Array:
 
 
 def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
-    """How a launch's layers reach the pool: pages for attention, active blocks for the adapters."""
+    """Attention over the launch's pages, and adapters from its active blocks."""
     layout, shard, ops = place
     rows, chunk = b.tokens.shape
     inside = (b.write_rows >= 0) & (b.write_rows < layout.blocks)
-    outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct: indices stay unique
+    outside = pool_rows + jnp.arange(rows * chunk, dtype=jnp.int32)  # distinct, because write_kv needs unique rows
     pages = Pages(b.table, b.lengths, b.starts)
 
     def attend(pool, layer, q, k, v):
         first = layer * layout.blocks
-        pool, q, k, v = jax.lax.optimization_barrier((pool, q, k, v))  # the adapters' reads come before
+        # These barriers order the pool's reads and writes; otherwise XLA copies the pool.
+        pool, q, k, v = jax.lax.optimization_barrier((pool, q, k, v))  # the adapters' reads come first
         pool = ops.write_kv(pool, jnp.where(inside, b.write_rows + first, outside), b.write_slots, k, v)
-        pool, q = jax.lax.optimization_barrier((pool, q))  # reads come after this write
+        pool, q = jax.lax.optimization_barrier((pool, q))  # attention reads after this write
         out = ops.attention(q.reshape(rows, chunk, *q.shape[1:]), pool, first, pages)
         return pool, out.reshape(rows * chunk, *q.shape[1:])
 

@@ -175,7 +175,7 @@ def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path)
     ):
         refused(make("extra", lambda t, e=extra: t.update({e: zeros})), InvalidArgument, extra)
     twice = key(0, "q").replace(".weight", ".default.weight")
-    refused(make("twice", lambda t: t.update({twice: zeros})), InvalidArgument, twice, "same half")
+    refused(make("twice", lambda t: t.update({twice: zeros})), InvalidArgument, twice, "same matrix")
     for shape in ((5, 32), (4, 33), (4,), (32, 4), (0, 32), (4, 32, 1)):
         wrong = np.zeros(shape, np.float32)
         refused(
@@ -283,7 +283,7 @@ def test_a_pickle_is_refused_and_never_opened(tmp_path: Path, name: str, beside:
     if beside and not name.startswith("adapter_model"):
         assert read(path).rank == 4  # a trainer's own state, not the adapter's weights
     else:
-        refused(path, InvalidArgument, name, "never opened")
+        refused(path, InvalidArgument, name, "not opened")
     assert not mark.exists()
 
 

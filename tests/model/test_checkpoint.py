@@ -240,7 +240,7 @@ def test_pickled_weights_are_refused_and_absent_ones_not_found(model: Path):
     (model / WEIGHTS).unlink()
     refused(model, NotFound, "'tiny'", WEIGHTS)
     (model / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
-    refused(model, InvalidArgument, "pytorch_model.bin", "never opened")
+    refused(model, InvalidArgument, "pytorch_model.bin", "not opened")
 
 
 # --- converted --------------------------------------------------------------------------------
@@ -346,7 +346,7 @@ def test_a_hub_that_does_not_answer_is_one_clear_line(monkeypatch: pytest.Monkey
     with pytest.raises(NotFound) as caught:
         resolve("org/absent")
     assert str(caught.value) == (
-        "model.path = 'org/absent': is not a directory, and the hub does not give it: Cannot reach the hub"
+        "model.path = 'org/absent': is not a directory, and the hub download failed: Cannot reach the hub"
     )
 
 
