@@ -125,6 +125,28 @@ def test_generate_complains_in_one_line(served: Served, capsys: pytest.CaptureFi
     assert code == 1 and f"no server answers at {nobody}" in err and "jlora serve" in err
 
 
+def test_a_prompt_may_be_several_words_among_the_flags(served: Served, capsys: pytest.CaptureFixture[str]):
+    flags = ["--server", served.address, "--max-tokens", "6", "--temperature", "0"]
+    expected = served.generate(request("the cat the cat", 6, ignore_eos=None)).outputs[0].text
+    assert run(["generate", "the", "cat", *flags, "the", "cat"], capsys) == (0, expected + "\n", "")
+
+
+def test_tenants_do_not_share_cached_tokens(served: Served, capsys: pytest.CaptureFixture[str]):
+    prompt = " ".join(map(str, range(50, 90)))
+    flags = ["generate", "--ids", "--server", served.address, "--max-tokens", "1", "--timing", prompt]
+    cached = [run([*flags, "--tenant", tenant], capsys)[2] for tenant in ("a", "b", "a")]
+    assert ["(0 cached)" in said for said in cached] == [True, True, False]
+
+
+@pytest.mark.parametrize(
+    "argv", [["generate", "--model", "a", "--model=b", "x"], ["serve", "--tp", "1", "--tensor-parallel-size", "2"]]
+)
+def test_a_flag_given_twice_is_refused(argv: list[str], capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as e:
+        cli.main(argv)
+    assert e.value.code == 2 and "is given twice" in capsys.readouterr().err
+
+
 # -- chat ---------------------------------------------------------------------------------------
 
 

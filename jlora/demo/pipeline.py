@@ -1,12 +1,11 @@
 """The demo's pipeline: a chat with the base, and a check that reads along.
 
-The check is an activated LoRA: all before its invocation is the base's KV, which the chat has left
-in the cache, so its verdict costs the few tokens after that. The same weights as a plain LoRA have
-KV of their own, and must compute all that was said since they were asked last. Both are asked after
-each part, over the same running server.
+The check is an activated LoRA. It reuses the base's KV of everything before its invocation, so a
+verdict costs only the few tokens after it. The same weights as a plain LoRA have their own KV and
+must compute every token since their last verdict. Both judge each part of the chat, on one server.
 
-A verdict is asked for by a message of the role `invoke` without a word: the model's chat template
-writes it as the check's invocation.
+An empty message of the role `invoke` asks for a verdict: the model's chat template writes it as the
+check's invocation.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ CHAT = (
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What a check said of the conversation so far; `want` is the right answer, `promised` whether it is held to it."""
+    """A check's verdict on the conversation so far; it must equal `want` if it is `promised`."""
 
     model: str
     text: str
@@ -55,7 +54,7 @@ def message(role: str, content: str) -> Any:
 
 
 def invocation_messages(texts: Sequence[str], answers: Sequence[str]) -> list[Any]:
-    """A conversation of the base's, and the message that asks a check for its verdict."""
+    """A conversation with the base, and the message that asks a check for its verdict."""
     pairs = zip(texts, answers, strict=True)
     talk = [m for text, answer in pairs for m in (message("user", text), message("assistant", answer))]
     return [*talk, message("invoke", "")]
@@ -72,10 +71,10 @@ def as_plain_lora(target: Path) -> Path:
 
 
 async def converse(inference: Any) -> list[Verdict]:
-    """Chats with the base and asks for a verdict after each part; the plain LoRA is asked beside the last.
+    """Chats with the base, and asks the check and the plain LoRA for a verdict after each part.
 
     Args:
-        inference: a stub; its server has both `CHECK` and `PLAIN`.
+        inference: a stub of a server that has both `CHECK` and `PLAIN`.
     """
     texts: list[str] = []
     answers: list[str] = []
@@ -92,7 +91,7 @@ async def converse(inference: Any) -> list[Verdict]:
 
 
 def lines(verdicts: Sequence[Verdict]) -> list[str]:
-    """The verdicts as text, and what sharing the base's KV was worth."""
+    """The verdicts as text, and the time that sharing the base's KV saved."""
     told = [
         f"  {v.model:<13} {v.text[:24]:<24} ttft {v.ttft * 1e3:6.1f} ms  "
         f"{v.cached_tokens:>4} of {v.prompt_tokens:>4} prompt tokens known"
@@ -102,8 +101,8 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
     shared, alone = verdicts[-2:]
     return [
         *told,
-        f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA, which shows "
-        "time only: these weights were trained to read the base's KV, so its verdicts are not to be trusted",
+        f"  first token {alone.ttft / max(shared.ttft, 1e-9):.1f} times as soon as with the plain LoRA. The plain LoRA "
+        "only shows its time: these weights are trained to read the base's KV, so its verdicts may be wrong.",
     ]
 
 

@@ -2,12 +2,11 @@
 
     python -m jlora.demo ["your own text"]
 
-It starts `python -m jlora.serve` as a process of its own, streams one request to the base and to
-each adapter in the same moment, draws the answers side by side, loads one more adapter into the
-running server, asks again, lets an activated adapter read along in a chat with the base, shows what
-the cache holds, and stops the server with SIGTERM. The exit code is 0 if the server worked and
-every answer is what the task's Python function says (answers to your own text are shown and
-marked, but not judged).
+It starts `python -m jlora.serve` as its own process and streams one request to the base and to each
+adapter at once. It loads one more adapter into the running server and asks again. An activated
+adapter then reads along in a chat with the base. At the end it shows the cache and stops the server
+with SIGTERM. The exit code is 0 if every answer equals the result of the task's Python function;
+answers to your own text are marked, but do not change the exit code.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import re
-import shutil
 import signal
 import sys
 import tempfile
@@ -24,9 +22,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 import grpc
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 from jlora.demo import assets, pipeline
 from jlora.demo.tasks import TASKS, Transform, echo
@@ -42,7 +43,7 @@ SETTINGS = ("engine.max_seqs=16", "engine.max_step_tokens=256", "engine.layers=s
 
 
 class DemoFailed(Exception):
-    """The server did not do what the demo asked of it; the message says what."""
+    """The server failed; the message says how."""
 
 
 @dataclass(slots=True)
@@ -62,38 +63,6 @@ class Answer:
         return self.finish == "stop" and self.text == self.want
 
 
-class Board:
-    """Draws answers side by side: redrawn in place on a terminal, once at the end elsewhere."""
-
-    def __init__(self, answers: Sequence[Answer], out: TextIO):
-        self.answers, self.out, self.live = answers, out, out.isatty()
-        self.drawn = 0.0
-
-    def open(self) -> None:
-        if self.live:
-            self._write("\n" * len(self.answers))
-            self.draw(force=True)
-
-    def draw(self, force: bool = False) -> None:
-        """Redraws at most 30 times a second."""
-        now = time.monotonic()
-        if self.live and (force or now - self.drawn > 1 / 30):
-            self.drawn = now
-            width = shutil.get_terminal_size().columns
-            lines = (f"\x1b[2K{line(answer)[: width - 1]}\n" for answer in self.answers)
-            self._write(f"\x1b[{len(self.answers)}A" + "".join(lines))
-
-    def close(self) -> None:
-        if self.live:
-            self.draw(force=True)
-        else:
-            self._write("".join(f"{line(answer)}\n" for answer in self.answers))
-
-    def _write(self, text: str) -> None:
-        self.out.write(text)
-        self.out.flush()
-
-
 def line(answer: Answer) -> str:
     """One answer as a line of the board."""
     head = f"  {answer.model or 'base':<9} {answer.text:<44}"
@@ -104,11 +73,11 @@ def line(answer: Answer) -> str:
 
 
 def transform_of(model: str) -> Transform:
-    """What the base ("") or an adapter should do to a text."""
+    """The text function that the base ("") or an adapter has learned."""
     return TASKS[model].transform if model else echo
 
 
-async def ask(stub: Any, answer: Answer, text: str, board: Board) -> None:
+async def ask(stub: Any, answer: Answer, text: str) -> None:
     """Streams one greedy chat answer into `answer`."""
     request = jlora_pb2.GenerateRequest(
         model=answer.model,
@@ -123,18 +92,23 @@ async def ask(stub: Any, answer: Answer, text: str, board: Board) -> None:
         if message.HasField("timing"):
             answer.ttft, answer.tpot = message.timing.ttft_s, message.timing.tpot_s
             answer.cached = message.usage.cached_tokens
-        board.draw()
 
 
 async def ask_all(channel: grpc.aio.Channel, models: Sequence[str], text: str) -> list[Answer]:
-    """Sends `text` to all `models` in the same moment and draws the answers as they come."""
+    """Sends `text` to all `models` at once and draws the answers as they arrive."""
     stub = jlora_pb2_grpc.InferenceStub(channel)
     answers = [Answer(model, transform_of(model)(text)) for model in models]
-    board = Board(answers, sys.stdout)
-    board.open()
-    await asyncio.gather(*(ask(stub, answer, text, board) for answer in answers))
-    board.close()
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    with Live(console=console, get_renderable=lambda: board(answers), refresh_per_second=30):
+        await asyncio.gather(*(ask(stub, answer, text) for answer in answers))
+    if not console.is_terminal:
+        say("")  # rich leaves the last line open there
     return answers
+
+
+def board(answers: Sequence[Answer]) -> Text:
+    """The answers side by side, a line each; lines longer than the screen are cut."""
+    return Text("\n".join(map(line, answers)), no_wrap=True)
 
 
 async def load_late(channel: grpc.aio.Channel) -> None:
@@ -150,7 +124,7 @@ async def load_late(channel: grpc.aio.Channel) -> None:
 
 
 async def read_along(channel: grpc.aio.Channel) -> list[pipeline.Verdict]:
-    """A chat with the base, and what an activated adapter and the same weights as a plain LoRA say of it."""
+    """Chats with the base; an activated adapter, and its weights as a plain LoRA, judge the chat."""
     adapters, inference = jlora_pb2_grpc.AdaptersStub(channel), jlora_pb2_grpc.InferenceStub(channel)
     with tempfile.TemporaryDirectory() as folder:
         for name, path in (
@@ -165,7 +139,7 @@ async def read_along(channel: grpc.aio.Channel) -> list[pipeline.Verdict]:
 
 
 async def show_cache(channel: grpc.aio.Channel) -> None:
-    """Prints the pool's blocks by class, and what was found in it."""
+    """Prints the pool's blocks by class, and its hit counters."""
     state = await jlora_pb2_grpc.ControlStub(channel).GetCacheState(jlora_pb2.GetCacheStateRequest(), timeout=ANSWER_S)
     tier = state.hbm
     say(f"\nThe pool, {tier.total} blocks that adapters and KV share:")
@@ -179,7 +153,7 @@ async def show_cache(channel: grpc.aio.Channel) -> None:
 
 
 async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Verdict]]:
-    """The whole conversation with a running server; returns every answer and verdict."""
+    """Runs every part of the demo against a running server; returns every answer and verdict."""
     early = ["", *(name for name in TASKS if name != LATE)]
     async with grpc.aio.insecure_channel(address) as channel:
         say(f"\nOne text, {len(early)} requests at once: {text!r}\n")
@@ -194,10 +168,10 @@ async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Ver
 
 @asynccontextmanager
 async def server(names: Sequence[str]) -> AsyncIterator[str]:
-    """Yields the address of a server process on the embedded model with these adapters; stops it by SIGTERM.
+    """Runs a server of the embedded model and these adapters; yields its address and stops it by SIGTERM.
 
     Raises:
-        DemoFailed: it did not get ready, stopped by itself, or did not stop as it should.
+        DemoFailed: the server did not become ready, or did not stop cleanly.
     """
     adapters = [f"--adapter={name}={assets.adapter_path(name)}" for name in names]
     command = [sys.executable, "-m", "jlora.serve", "--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
@@ -234,7 +208,7 @@ async def _ready(process: asyncio.subprocess.Process) -> str:
 
 
 def say(text: str) -> None:
-    """Prints at once, in order with the server's own output."""
+    """Prints at once, so that lines keep their order with the server's output."""
     print(text, flush=True)
 
 

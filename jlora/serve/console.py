@@ -1,4 +1,4 @@
-"""`jlora generate` and `jlora chat`: plain gRPC clients of any running jlora server."""
+"""`jlora generate` and `jlora chat`: gRPC clients of a running jlora server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ MAX_MESSAGE_BYTES = 64 << 20
 def generate(argv: Sequence[str]) -> int:
     """Streams one answer to stdout; returns the exit code."""
     parser = Parser("jlora generate", "Sends one prompt to a running server and streams the answer.")
-    parser.add_argument(
-        "text", nargs="?", default="-", help="the prompt; '-' or none reads stdin, without the last line's end"
-    )
+    parser.add_argument("words", nargs="*", metavar="TEXT", help="the prompt; '-' or none reads stdin")
     parser.add_argument("--ids", action="store_true", help="the prompt is token ids, and token ids are printed")
     parser.add_argument("--n", type=int, metavar="N", help="completions to draw (default 1)")
     parser.add_argument("--timing", action="store_true", help="print token counts and seconds to stderr")
     _add_common(parser)
     args = parser.parse(argv)
-    text = sys.stdin.read().removesuffix("\n") if args.text == "-" else args.text  # `echo` ends its line
+    text = " ".join(args.words or "-")
+    if text == "-":
+        text = sys.stdin.read().removesuffix("\n")  # `echo` ends its line
     request = _request(args)
     if args.ids:
         try:
@@ -50,7 +50,7 @@ def generate(argv: Sequence[str]) -> int:
 
 def chat(argv: Sequence[str]) -> int:
     """An interactive conversation; returns the exit code."""
-    parser = Parser("jlora chat", f"Talks to a running server; it remembers the conversation.\n\n{HELP}")
+    parser = Parser("jlora chat", f"A conversation with a running server.\n\n{HELP}")
     parser.add_argument("--system", metavar="TEXT", default="", help="a system message to begin with")
     _add_common(parser)
     args = parser.parse(argv)
@@ -75,7 +75,7 @@ HELP = """  /model         list the base model and its adapters
 
 @dataclass
 class Conversation:
-    """The state of `jlora chat`: which model answers, and what was said."""
+    """The state of `jlora chat`: the model and the conversation so far."""
 
     channel: grpc.Channel
     args: argparse.Namespace
@@ -93,7 +93,7 @@ class Conversation:
         return [info.model, *(a.name for a in listed.adapters)]
 
     def turn(self, source: TextIO, out: TextIO) -> bool:
-        """Reads one line and acts on it; False when the user leaves."""
+        """Reads one line and acts on it. False: the user leaves."""
         line = _read_line(source, out)
         if line is None or line in ("/quit", "/exit"):
             return False
@@ -124,7 +124,7 @@ class Conversation:
             print(f"no model {name!r}; there is {', '.join(near)}", file=out)
 
     def _answer(self, line: str, out: TextIO) -> None:
-        """Streams the answer; a refused or interrupted turn leaves the history as it was."""
+        """Streams the answer. A refused or interrupted turn does not enter the history."""
         asked = [*self.history, pb.ChatMessage(role="user", content=line)]
         request = _request(self.args, self.model)
         request.chat.messages.extend(asked)
@@ -148,6 +148,7 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--server", default="127.0.0.1:50051", metavar="HOST:PORT", help="where it listens (default %(default)s)")
     add("--model", default="", metavar="NAME", help="base or adapter name, or base:adapter (default: the base)")
+    add("--tenant", default="", metavar="NAME", help="share cached KV only with requests of this tenant")
     add("--max-tokens", type=int, metavar="N", help="tokens of output at most (default: up to the context)")
     add("--temperature", type=float, metavar="X", help="0 is greedy (default 1)")
     add("--top-k", type=int, metavar="K", help="keep the k most likely tokens (default: all)")
@@ -158,21 +159,22 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _request(args: argparse.Namespace, model: str | None = None) -> pb.GenerateRequest:
-    """The request without its prompt; flags that were not given stay unset."""
+    """The request without its prompt. Flags that are not given stay unset."""
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p", "seed", "n")}
     stopping = {"max_tokens": args.max_tokens, "stop": args.stop}
     try:
         return pb.GenerateRequest(
             model=args.model if model is None else model,
+            tenant=args.tenant,
             sampling=pb.Sampling(**{k: v for k, v in sampling.items() if v is not None}),
             stopping=pb.Stopping(**{k: v for k, v in stopping.items() if v is not None}),
         )
-    except ValueError as e:  # beyond 32 bits: protobuf refuses before the server can
+    except ValueError as e:  # protobuf refuses numbers beyond 32 bits
         raise InvalidArgument(f"a number is out of range: {e}") from e
 
 
 def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: TextIO) -> str:
-    """Prints the answer as it comes and returns it; several completions are printed one by one at the end."""
+    """Prints the answer as it arrives and returns it; several completions are printed in turn at the end."""
     ids, many = getattr(args, "ids", False), (getattr(args, "n", None) or 1) > 1
     parts: dict[int, list[str]] = {}
     last = pb.GenerateResponse()
@@ -197,7 +199,7 @@ def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: Te
 
 
 def _read_line(source: TextIO, out: TextIO) -> str | None:
-    """One line without its end, None at the end of input; with editing and history on a terminal."""
+    """One line without its end; None at the end of input. A terminal has editing and history."""
     try:
         if source is sys.stdin and source.isatty():
             return input("> ").strip()
@@ -209,12 +211,12 @@ def _read_line(source: TextIO, out: TextIO) -> str | None:
 
 
 def connect(server: str) -> grpc.Channel:
-    """A channel to HOST:PORT."""
+    """A channel to `server`, HOST:PORT."""
     return grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
 
 
 def complain(command: str, server: str, error: grpc.RpcError) -> int:
-    """One line on stderr; exit code 1."""
+    """Prints one line on stderr; returns exit code 1."""
     code, details = error.code(), error.details()
     if code == grpc.StatusCode.UNAVAILABLE and "connect" in (details or "").lower():
         text = f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"

@@ -1,7 +1,7 @@
-"""The flags of `jlora serve`, each one a name for a configuration key.
+"""The flags of `jlora serve`. Each flag is a name for a configuration key.
 
-`parse(argv)` gives the `Config`: the file of `--config`, over it `--set`, over that the flags.
-Nothing here imports jax, so that a wrong flag is told at once.
+`parse(argv)` returns the `Config`: flags override `--set`, which overrides the file of `--config`.
+This module never imports jax, so that an error in the command line takes no time.
 """
 
 from __future__ import annotations
@@ -18,8 +18,23 @@ from jlora.config import Config
 from jlora.errors import ConfigError, JloraError
 
 
+class _Once(argparse.Action):
+    """Stores a value. A second one is an error: it would silently replace the first."""
+
+    given = False
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, flag: Any = None
+    ) -> None:
+        """argparse calls this for each occurrence; positional arguments have no `flag`."""
+        if flag and self.given:
+            parser.error(f"{flag}: is given twice")
+        self.given = True
+        setattr(args, self.dest, values)
+
+
 class Parser(argparse.ArgumentParser):
-    """argparse with our manners: no abbreviations, one line per error, the nearest valid flag named."""
+    """argparse without abbreviations and repeated flags; an error is one line and names the nearest valid flag."""
 
     def __init__(self, prog: str, description: str):
         super().__init__(
@@ -28,10 +43,12 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        self.register("action", None, _Once)
+        self.register("action", "store", _Once)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_args`, but an unknown flag's message names the nearest valid one."""
-        args, rest = self.parse_known_args(argv)
+        """Like `parse_intermixed_args`, but an unknown flag's message names the nearest valid one."""
+        args, rest = self.parse_known_intermixed_args(argv)
         if rest:
             flag = next((r.partition("=")[0] for r in rest if r.startswith("-")), None)
             if flag is None:
@@ -47,7 +64,7 @@ class Parser(argparse.ArgumentParser):
 
 @dataclass(frozen=True, slots=True)
 class Flag:
-    """A flag that sets one configuration key; further names are those known from the field."""
+    """A flag that sets one configuration key. Later names are those of other servers."""
 
     key: str
     names: tuple[str, ...]
@@ -61,7 +78,7 @@ FLAGS = (
     Flag("model.dtype", ("--dtype",), "TYPE", "auto (the checkpoint's own), float32 or bfloat16 (default auto)"),
     Flag("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
     Flag("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
-    Flag("model.seed", ("--seed",), "N", "seed of requests that bring none (default 0)"),
+    Flag("model.seed", ("--seed",), "N", "seed of requests without one (default 0)"),
     Flag("adapters.dir", ("--adapter-dir",), "DIR", "load every subdirectory with an adapter_config.json"),
     Flag("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
     Flag("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
@@ -71,7 +88,7 @@ FLAGS = (
 DESCRIPTION = """Serves one Llama with many LoRA adapters over gRPC.
 
 Prints `jlora ready grpc=HOST:PORT model=... adapters=N blocks=N` when it is ready. SIGTERM or
-Ctrl-C lets running requests end (serve.drain_s seconds at most, default 30); a second one exits at once."""
+Ctrl-C lets running requests end within serve.drain_s seconds (default 30); a second one exits at once."""
 
 
 def parser(prog: str = "jlora serve") -> Parser:
@@ -89,7 +106,7 @@ def parser(prog: str = "jlora serve") -> Parser:
         metavar="NAME=PATH",
         help="PEFT directories to load at start; may be repeated [adapters.paths]",
     )
-    made.add_argument("--config", metavar="FILE.toml", help="configuration file; flags and --set win over it")
+    made.add_argument("--config", metavar="FILE.toml", help="configuration file; flags and --set override it")
     made.add_argument(
         "--set",
         dest="set",
@@ -103,9 +120,9 @@ def parser(prog: str = "jlora serve") -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Config:
-    """The configuration that the command line asks for; exits with code 2 and one line if it is wrong.
+    """The configuration of a command line. An error exits with code 2 and one line on stderr.
 
-    `adapters.paths` holds every adapter to load, those of `adapters.dir` too.
+    `adapters.paths` holds every adapter to load, including those of `adapters.dir`.
     """
     made = parser(prog)
     args = vars(made.parse(sys.argv[1:] if argv is None else argv))
@@ -113,7 +130,7 @@ def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Confi
         config = configuration.load(args["config"], _overrides(args))
         if not config.model.path:
             raise ConfigError("model.path is not set: give --model DIR_OR_ID")
-        if config.model.name:  # else it is the directory's, which is not known yet
+        if config.model.name:  # otherwise it is the directory's, unknown so far
             check_base_name(config.model.name)
         paths = at_start(config.adapters.paths, config.adapters.dir)
         return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
@@ -123,17 +140,13 @@ def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Confi
 
 def _overrides(args: dict[str, Any]) -> dict[str, str]:
     """`section.key` -> value; flags win over --set."""
-    overrides = dict(_pair(text, "--set", "section.key=value") for text in args["set"])
-    for text in args["adapter"]:
-        name, path = _pair(text, "--adapter", "NAME=PATH")
-        if f"adapters.paths.{name}" in overrides:
-            raise ConfigError(f"--adapter {name}: is given twice")
-        overrides[f"adapters.paths.{name}"] = path
+    overrides: dict[str, str] = {}
+    for flag, form, prefix in (("--set", "section.key=value", ""), ("--adapter", "NAME=PATH", "adapters.paths.")):
+        for text in args[flag[2:]]:
+            name, equals, value = text.partition("=")
+            if not (name and equals and (value or not prefix)):
+                raise ConfigError(f"{flag} {text}: must be {form}")
+            if prefix + name in overrides:
+                raise ConfigError(f"{flag} {name}: is given twice")
+            overrides[prefix + name] = value
     return overrides | {flag.key: args[flag.key] for flag in FLAGS if args[flag.key] is not None}
-
-
-def _pair(text: str, flag: str, form: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals or not name or (flag == "--adapter" and not value):
-        raise ConfigError(f"{flag} {text}: must be {form}")
-    return name, value

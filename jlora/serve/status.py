@@ -1,8 +1,8 @@
 """Errors as gRPC status codes, in one place: servicers just raise.
 
-`StatusInterceptor` wraps every method of `jlora.v1`. A `JloraError` becomes its code with its
-message. Anything else is our own bug: the client gets INTERNAL and an opaque id, the log gets the
-same id with the trace. A request that is not valid protobuf is the client's mistake, too.
+`StatusInterceptor` wraps every method of `jlora.v1`. A `JloraError` becomes its code and its
+message. Any other error is our bug: the client gets INTERNAL and an opaque id, and the log gets the
+same id with the trace. A request that is not valid protobuf is the client's error.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
+from urllib.parse import quote
 
 import grpc
 from google.protobuf.message import DecodeError
@@ -22,9 +23,10 @@ log = logging.getLogger(__name__)
 
 PACKAGE = "/jlora.v1."
 
-# A message is one header, of which peers take 8 KiB, percent-encoded: a character may become 12 bytes.
-# The field stands at a message's front, the limit at its end.
-MESSAGE_HEAD, MESSAGE_TAIL = 400, 200
+# gRPC sends a message as one percent-encoded header, and peers take 8 KiB of headers.
+MESSAGE_BYTES = 6000
+# A message that does not fit keeps both ends, where the field and the limit are. A character takes at most 12 bytes.
+MESSAGE_END = MESSAGE_BYTES // 24
 
 
 class DeadlineExceeded(errors.JloraError):
@@ -45,34 +47,35 @@ CODES: Mapping[type[Exception], grpc.StatusCode] = {
 
 
 def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
-    """The code and message for a client; an unexpected error is logged here under its id."""
+    """The code and message for a client. An unexpected error is logged with an id, which the message has too."""
     for cls in type(error).__mro__:
         if cls in CODES:
             return CODES[cls], shortened(str(error))
     opaque = uuid.uuid4().hex[:12]
     log.error("internal error %s in %s", opaque, method, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"internal error {opaque}: the server's log says more under this id"
+    return grpc.StatusCode.INTERNAL, f"internal error {opaque}: the server's log has the details under this id"
 
 
 def shortened(message: str) -> str:
-    """The message as a header can carry it: what a client sent, or a file holds, may be of any length.
+    """The message, or both ends of one that is too long for a header: clients and files send values of any length.
 
-    File names that are not UTF-8 have characters here that no encoding takes; they show as escapes.
+    Characters of file names that are not UTF-8 become escapes.
     """
-    if len(message) > MESSAGE_HEAD + MESSAGE_TAIL:
-        message = f"{message[: MESSAGE_HEAD - 1]}…{message[-MESSAGE_TAIL:]}"
-    return message.encode("utf-8", "backslashreplace").decode()
+    message = message.encode("utf-8", "backslashreplace").decode()
+    if len(message) <= MESSAGE_BYTES and len(quote(message, safe=" ")) <= MESSAGE_BYTES:
+        return message
+    return f"{message[: MESSAGE_END - 1]}…{message[-MESSAGE_END:]}"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler of `jlora.v1` so that what it raises becomes a status."""
+    """Wraps each handler of `jlora.v1`, so that an exception becomes a status."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The same handler, wrapped; those of other packages (health, reflection) as they are."""
+        """The handler, wrapped; handlers of other packages (health, reflection) stay as they are."""
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(PACKAGE):
@@ -85,11 +88,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Malformed:
-    """Stands for a request that could not be read."""
+    """Takes the place of a request that cannot be parsed."""
 
 
 def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """gRPC would answer INTERNAL if parsing raised; the handler answers better."""
+    """A parser that never raises: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
 
     def read(data: bytes) -> Any:
         try:
@@ -110,7 +113,7 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
         try:
             _check(request)
             return await inner(request, context)
-        except Exception as e:  # a cancelled call raises CancelledError, which is no Exception
+        except Exception as e:  # a cancelled call raises CancelledError, which is not an Exception
             await context.abort(*status_of(e, method))
 
     return call

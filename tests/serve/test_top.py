@@ -1,4 +1,4 @@
-"""`jlora top` against a real server: what it shows, how it leaves, and what it says when nobody answers."""
+"""`jlora top` against a real server: its picture, how it leaves, and its message when no server answers."""
 
 from __future__ import annotations
 
@@ -14,22 +14,29 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from jlora import cli
-from jlora.serve import top
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.recent import MOST, WINDOW_S, Recent
-from jlora.serve.top import Reading, bar, render
+from jlora.serve.top import Reading, bar, picture
 from tests.serve._server import Served, request, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
-WIDE = (160, 50)
+OTHER_SCREEN, MAIN_SCREEN = "\x1b[?1049h", "\x1b[?1049l"
 
 
 def reading(at: float = 0.0, adapters: tuple[pb.AdapterInfo, ...] = (), **cache: int) -> Reading:
     tier = pb.TierState(total=100, free=40, adapters=20, history_kv=30, running_kv=10)
     info = pb.ServerInfo(version="1", model="base", platform="cpu", tp=1, dtype="float32", uptime_s=100.0)
     return Reading(info, pb.CacheState(policy="jlora", hbm=tier, host=tier, **cache), adapters, at)
+
+
+def render(now: Reading, before: Reading | None, columns: int = 160, rows: int = 50) -> list[str]:
+    console = Console(width=columns, highlight=False, color_system=None)
+    with console.capture() as drawn:
+        console.print(picture(now, before, rows))
+    return [text.rstrip() for text in drawn.get().splitlines()]
 
 
 def line(lines: list[str], start: str) -> str:
@@ -48,8 +55,9 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
     lines = capsys.readouterr().out.splitlines()
     state = served.control.GetCacheState(pb.GetCacheStateRequest())
     assert "policy jlora" in lines[0] and served.service.model_name in lines[0]
-    assert f"{state.hbm.total} blocks" in line(lines, "HBM") and f"{state.hbm.adapters} adapters" in line(lines, "HBM")
-    assert f"{state.host.total} blocks" in line(lines, "host")
+    for name, tier in (("HBM", state.hbm), ("host", state.host)):
+        counts = [tier.total, tier.adapters, tier.running_kv, tier.history_kv, tier.free]
+        assert line(lines, name).split()[2:] == [str(count) for count in counts]
     assert "in the last minute" in line(lines, "TTFT") and "ms" in line(lines, "TTFT")
     assert "invalid KV 0" in line(lines, "evictions")
     assert line(lines, "3 adapters")
@@ -93,12 +101,12 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
             command, stdin=side, stdout=side, stderr=side, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
         seen = read_until(main, lambda text: text.count("policy jlora") >= 3)
-        assert top.ENTER in seen
+        assert OTHER_SCREEN in seen
         if leave == "q":
             os.write(main, b"xq")
         else:
             process.send_signal(signal.SIGINT)
-        rest = read_until(main, lambda text: top.LEAVE in text)
+        rest = read_until(main, lambda text: MAIN_SCREEN in text)
         assert process.wait(20) == 0 and "Traceback" not in rest
         assert termios.tcgetattr(side) == before
     finally:
@@ -138,28 +146,32 @@ def test_an_interval_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixtur
 def test_rates_are_differences_of_two_readings():
     before = reading(at=10.0, bytes_swapped_in=1_000_000, bytes_swapped_out=0)
     now = reading(at=12.0, bytes_swapped_in=5_000_000, bytes_swapped_out=3_000, in_flight=7)
-    swapped = line(render(now, before, WIDE), "swapped")
+    swapped = line(render(now, before), "swapped")
     assert "in 2 MB/s" in swapped and "out 1.5 kB/s" in swapped and "in flight 7 blocks" in swapped
-    assert "in 50 kB/s  out 30 B/s (mean since start)" in line(render(now, None, WIDE), "swapped")
+    assert "in 50 kB/s  out 30 B/s (mean since start)" in line(render(now, None), "swapped")
 
 
 def test_a_server_that_started_again_has_no_negative_rates():
     before, now = reading(at=1.0, bytes_swapped_in=900), reading(at=2.0, bytes_swapped_in=100)
-    assert "in 1 B/s" in line(render(now, before, WIDE), "swapped")
+    assert "in 1 B/s" in line(render(now, before), "swapped")
 
 
 def test_hit_rates_tell_device_from_host():
     now = reading(adapter_hits=3, adapter_lookups=4, kv_hit_tokens=70, kv_host_hit_tokens=20, kv_lookup_tokens=100)
     expected = "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
-    assert line(render(now, None, WIDE), "hits") == expected
+    assert line(render(now, None), "hits") == expected
     now.cache.kv_base_hit_tokens = 40
-    assert line(render(now, None, WIDE), "hits") == f"{expected}, base's 40.0 %"
+    assert line(render(now, None), "hits") == f"{expected}, base's 40.0 %"
 
 
-def test_bars_are_as_wide_as_asked_and_show_what_is_there_at_all():
-    assert bar([("#", 20), ("=", 10), ("-", 30), (".", 40)], 10) == "##=---...."
-    for counts in ((1, 0, 0, 100_000), (1, 1, 1, 1), (7, 11, 13, 0), (0, 0, 0, 0), (3, 5, 1000, 1)):
-        made = bar(list(zip("#=-.", counts, strict=True)), 20)
+def test_bars_are_as_wide_as_asked_and_show_every_class_with_a_block():
+    def drawn(*counts: int, width: int = 20) -> str:
+        adapters, running, history, free = counts
+        return bar(pb.TierState(adapters=adapters, running_kv=running, history_kv=history, free=free), width).plain
+
+    assert drawn(20, 10, 30, 40, width=10) == "##=---...."
+    for counts in ((1, 0, 0, 100_000), (1, 1, 1, 1), (7, 11, 13, 0), (3, 5, 1000, 1)):
+        made = drawn(*counts)
         assert len(made) == 20
         assert all((char in made) == bool(count) for char, count in zip("#=-.", counts, strict=True))
 
@@ -167,10 +179,10 @@ def test_bars_are_as_wide_as_asked_and_show_what_is_there_at_all():
 def test_the_picture_fits_the_screen_and_says_what_it_left_out():
     adapters = tuple(pb.AdapterInfo(name=f"a{i:03}", tier="HOST", last_used_s=-1) for i in range(300))
     adapters += (pb.AdapterInfo(name="hot", tier="HBM", last_used_s=2.0, waiting=5, pinned=True),)
-    lines = render(reading(adapters=adapters), None, (80, 24))
+    lines = render(reading(adapters=adapters), None, 80, 24)
     assert len(lines) <= 24 and all(len(text) <= 80 for text in lines)
     assert "301 adapters: 1 HBM, 0 LOADING, 300 HOST" in lines
-    table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST") + 2 :]
+    table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST") + 3 :]
     assert table[0].split()[:3] == ["hot", "HBM", "pin"]
     assert table[-1] == f"and {301 - (len(table) - 1)} more"
 
