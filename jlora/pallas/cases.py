@@ -1,8 +1,8 @@
-"""Named shape cases of the ops: one list for tests, compile tests, benchmarks and tuning.
+"""Named shapes of the ops, shared by tests, compile tests, benchmarks and tuning.
 
-A case says who is in a launch, never how an implementation cuts it. `inputs` of a case makes real
-arrays for small ones, `shapes` abstract values for those that are only compiled. Under tensor
-parallelism a case has one shard's view: heads, widths and pool are the shard's own.
+A case describes a launch, not how an implementation tiles it. `*_inputs` makes arrays for a case,
+`*_shapes` makes abstract values for cases that are only compiled. Under tensor parallelism a case
+has the view of one shard.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Pages
 
-LAYERS = 2  # of a case's pool; the op runs on the second, so that a forgotten layer offset shows
+LAYERS = 2  # of a case's pool; the op runs on the second, so that a missing layer offset shows
 
 LLAMA3_8B = ModelSpec(128256, 4096, 14336, 32, 32, 8, 128, 8192, 5e5, dtype="bfloat16", name="llama3-8b")
 LLAMA2_7B = ModelSpec(32000, 4096, 11008, 32, 32, 32, 128, 4096, dtype="bfloat16", name="llama2-7b")
-TINY = ModelSpec(96, 512, 768, LAYERS, 4, 2, 128, 256, name="tiny128")  # a lane is 128 wide on TPU
+TINY = ModelSpec(96, 512, 768, LAYERS, 4, 2, 128, 256, name="tiny128")  # TPU kernels need heads of 128
 TINY64 = ModelSpec(96, 256, 384, LAYERS, 8, 2, 64, 256, name="tiny64")
 MODELS = {spec.name: spec for spec in (LLAMA3_8B, LLAMA2_7B, TINY, TINY64)}
 
@@ -34,9 +34,9 @@ class AttentionCase:
 
     Attributes:
         rows: (context length with this launch's tokens, tokens in this launch) of each row.
-        chunk: C; at least the most tokens of a row.
-        continued: rows that go on with the sequence of the row before them.
-        padding: rows of length 0 behind them.
+        chunk: C, at least the tokens of the longest row.
+        continued: rows that continue the sequence of the row before.
+        padding: additional rows of length 0.
     """
 
     name: str
@@ -50,7 +50,7 @@ class AttentionCase:
 
     @property
     def layout(self) -> PoolLayout:
-        """A pool that holds every context on pages of its own."""
+        """A pool with separate pages for every sequence."""
         pages = sum(-(-n // self.block_tokens) for i, (n, _) in enumerate(self.rows) if i + 1 not in self.continued)
         return replace(PoolLayout.of(self.spec, pages + 3, self.block_tokens, self.tp), layers=LAYERS)
 
@@ -66,9 +66,9 @@ class LoraCase:
 
     Attributes:
         group: projections that share an input.
-        ranks: of each adapter in the batch, a number for all projections or one for each of the group.
+        ranks: of each adapter, one number for all projections or one per projection of the group.
         tokens: runs of (adapter index or -1, tokens), in launch order.
-        fit: rearranges units as a platform's kernels read them (`gpu_layout.fit_units`).
+        fit: adapts the unit layout to a platform's kernels (`gpu_layout.fit_units`).
     """
 
     name: str
@@ -86,14 +86,14 @@ class LoraCase:
         return sum(n for _, n in self.tokens)
 
     def blocks(self, name: str) -> list[int]:
-        """How many blocks each adapter has for a projection."""
+        """Blocks of each adapter for a projection."""
         at, unit = self.group.index(name), self.layout.units[name]
         ranks = [r if isinstance(r, int) else r[at] for r in self.ranks]
         return [-(-r // unit.per_block) for r in ranks]
 
     @property
     def layout(self) -> PoolLayout:
-        """A pool with a few blocks more than the adapters need."""
+        """A pool with 3 blocks more than the adapters need."""
         one = self.fit(PoolLayout.of(self.spec, 1, self.block_tokens, self.tp))
         ranks = [[r] * len(self.group) if isinstance(r, int) else r for r in self.ranks]
         units = [one.units[name] for name in self.group]
@@ -107,7 +107,7 @@ class LoraCase:
 
 
 def attention_pages(case: AttentionCase, seed: int = 0) -> Pages:
-    """Where the case's rows lie: numpy, blocks in random order."""
+    """Pages of the case's rows, as numpy, with blocks in random order."""
     rows = len(case.rows) + case.padding
     free = iter(np.random.default_rng(seed).permutation(np.arange(1, case.layout.blocks)).tolist())
     table = np.zeros((rows, case.width), np.int32)
@@ -125,7 +125,7 @@ def attention_pages(case: AttentionCase, seed: int = 0) -> Pages:
 
 
 def attention_inputs(case: AttentionCase, seed: int = 0, junk: float = np.nan) -> tuple[Any, ...]:
-    """q, pool, first_row, pages for `Attention`; `junk` fills what no valid token may read."""
+    """q, pool, first_row, pages for `Attention`; `junk` fills memory that no valid token may read."""
     rng = np.random.default_rng(seed)
     layout, pages = case.layout, attention_pages(case, seed)
     pool = np.full(_pool_shape(layout), junk, np.float32)
@@ -149,13 +149,13 @@ def attention_shapes(case: AttentionCase) -> tuple[Any, ...]:
 
 
 def attention_valid(case: AttentionCase) -> np.ndarray:
-    """[S, C] which of the results mean something."""
+    """[S, C] which results are of real tokens."""
     counts = np.array([c for _, c in case.rows] + [0] * case.padding)
     return np.arange(case.chunk) < counts[:, None]
 
 
 def lora_lists(case: LoraCase, seed: int = 0) -> tuple[list[ActiveBlocks], np.ndarray]:
-    """Each projection's active blocks, and the adapter of each token: numpy, blocks in random order."""
+    """Active blocks of each projection and adapter of each token, as numpy, with blocks in random order."""
     free = iter(np.random.default_rng(seed).permutation(np.arange(1, case.layout.blocks)).tolist())
     blocks, owners, ends = [], [], [0]
     for name in case.group:
@@ -163,7 +163,7 @@ def lora_lists(case: LoraCase, seed: int = 0) -> tuple[list[ActiveBlocks], np.nd
             blocks += [next(free) for _ in range(count)]
             owners += [owner] * count
         ends.append(len(blocks))
-    # As a launch has them: more room than entries.
+    # As in a launch, the lists have more room than entries.
     entries, owned = (np.array([*x, 0, 0], np.int32) for x in (blocks, owners))
     active = [ActiveBlocks(entries, owned, np.int32(a), np.int32(b)) for a, b in zip(ends, ends[1:], strict=False)]
     adapters = np.repeat([a for a, _ in case.tokens], [n for _, n in case.tokens]).astype(np.int32)
@@ -203,7 +203,7 @@ def lora_shapes(case: LoraCase, entries: int = 4096) -> tuple[Any, ...]:
 
 
 def fill_block(row: np.ndarray, layout: PoolLayout, name: str, rank: int, rng: np.random.Generator) -> None:
-    """Writes one block's units [per_block, slots * 2K * H]: at most `rank` of them, the rest zero."""
+    """Fills one block with at most `rank` random units; the rest is zero."""
     unit, size = layout.units[name], row.shape[1] * row.shape[2]
     cells = np.zeros((unit.per_block, unit.slots * size), np.float32)
     used = min(rank, unit.per_block)
@@ -215,7 +215,7 @@ def fill_block(row: np.ndarray, layout: PoolLayout, name: str, rank: int, rng: n
 
 
 def _pool_shape(layout: PoolLayout) -> tuple[int, int, int, int]:
-    """Of one shard's pool with the case's few layers."""
+    """Shape of one shard's pool."""
     return (layout.layers * layout.blocks, layout.block_tokens, 2 * layout.kv_heads // layout.tp, layout.head_dim)
 
 
@@ -224,7 +224,7 @@ def _abstract(shape: Sequence[int], layout: PoolLayout) -> jax.ShapeDtypeStruct:
 
 
 def _rows(prompt: int, prefix: int, chunk: int) -> tuple[tuple[int, int], ...]:
-    """A prompt's rows of `chunk` tokens behind a cached prefix."""
+    """The rows of `chunk` tokens of a prompt behind a cached prefix."""
     return tuple((prefix + min(at + chunk, prompt), min(chunk, prompt - at)) for at in range(0, prompt, chunk))
 
 
@@ -287,7 +287,7 @@ def _both_dtypes(spec: ModelSpec) -> list[ModelSpec]:
     return [spec, replace(spec, dtype="bfloat16")]
 
 
-# Small: run on a CPU in an interpreter. Large: compiled ahead of time, timed on an accelerator.
+# Small cases run in an interpreter on a CPU. Large cases are compiled ahead of time and timed on an accelerator.
 SMALL_ATTENTION = [c for s in _both_dtypes(TINY) for c in _small_attention(s, 16)] + [
     c for s in (replace(TINY, dtype="bfloat16"), replace(TINY64, dtype="bfloat16")) for c in _small_attention(s, 32)
 ]

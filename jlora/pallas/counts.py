@@ -1,12 +1,11 @@
-"""Bytes and operations of the ops, counted from the shape alone: the roofline that kernels are held to.
+"""The roofline of the ops: bytes and operations of a shape.
 
     attention(case), lora(case)  ->  Count
     Count.floor(chip)            ->  seconds that no implementation can beat
 
-What is counted is what the equation needs: every page of a context once, however many heads and
-rows read it; every active block's real units once; operands in and results out; two operations
-per multiplied pair that is not masked. What an implementation moves beyond it is its own affair,
-and `jlora.pallas.gpu_counts` says so for the NVIDIA kernels. Plain arithmetic on `cases` records.
+Counts what the equation needs: every page of a context once, however many heads and rows read it;
+every active block's real units once; operands and results; two operations per product that is not
+masked.
 
 Source: the roofline model, Williams, Waterman and Patterson 2009.
 """
@@ -18,20 +17,20 @@ from typing import TYPE_CHECKING
 
 from jlora.layout import BYTES
 
-if TYPE_CHECKING:  # the cases make arrays too; counting needs their numbers only
+if TYPE_CHECKING:  # `cases` imports jax, and counting does not need it
     from jlora.pallas.cases import AttentionCase, LoraCase
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """What one device can do at best: bytes per second of its memory, bfloat16 operations per second."""
+    """Peak rates of one device: memory bytes and bfloat16 operations per second."""
 
     name: str
     bytes_per_s: float
     flops_per_s: float
 
 
-# The makers' figures, dense. A device report puts its own measured rates in their place.
+# The makers' figures for dense products. A device report uses measured rates instead.
 CHIPS = {
     chip.name: chip
     for chip in (
@@ -47,7 +46,7 @@ CHIPS = {
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """Bytes between memory and the cores, and operations of the matrix units."""
+    """Bytes from and to memory, and operations of the matrix units."""
 
     bytes: int
     flops: int
@@ -56,16 +55,16 @@ class Count:
         return Count(self.bytes + other.bytes, self.flops + other.flops)
 
     def floor(self, chip: Chip) -> float:
-        """Seconds at least: memory and cores work at the same time, the slower one decides."""
+        """Least seconds: memory and cores work in parallel, so the slower one decides."""
         return max(self.bytes / chip.bytes_per_s, self.flops / chip.flops_per_s)
 
     def bound(self, chip: Chip) -> str:
-        """Which of the two decides: "memory" or "compute"."""
+        """What limits the op: "memory" or "compute"."""
         return "memory" if self.bytes / chip.bytes_per_s >= self.flops / chip.flops_per_s else "compute"
 
 
 def seen(length: int, tokens: int) -> int:
-    """(token, key) pairs of a row's `tokens` last tokens under the causal mask."""
+    """(token, key) pairs of a row's last `tokens` tokens under the causal mask."""
     first = length - tokens
     return tokens * first + tokens * (tokens + 1) // 2
 
@@ -74,7 +73,7 @@ def attention(case: AttentionCase) -> Count:
     """One layer's attention on one shard."""
     spec, size = case.spec, BYTES[case.spec.dtype]
     heads, slot = spec.heads // case.tp, 2 * spec.kv_heads // case.tp * spec.head_dim
-    # Rows that go on with a sequence read the pages of the rows before them again: counted once.
+    # Rows that continue a sequence read the same pages as the rows before them: count them once.
     contexts = [n for i, (n, _) in enumerate(case.rows) if i + 1 not in case.continued]
     tokens = sum(count for _, count in case.rows)
     moved = size * (sum(contexts) * slot + 2 * tokens * heads * spec.head_dim)
@@ -83,7 +82,7 @@ def attention(case: AttentionCase) -> Count:
 
 
 def lora(case: LoraCase) -> Count:
-    """The adapters of one group of projections on one shard, added to their base products."""
+    """The adapters of one group of projections on one shard, with the addition to the base products."""
     layout, size = case.layout, BYTES[case.spec.dtype]
     count = Count(0, 0)
     used = sum(n for who, n in case.tokens if who >= 0)

@@ -1,16 +1,16 @@
-"""Which implementation of each op runs: decided once, at start, from platform, shapes and configuration.
+"""Chooses the implementation of each op, once at start.
 
     chosen = choose(Site(...), config.engine.kernels)
-    chosen.ops                     a value, passed down to the step
-    chosen.choices                 op, implementation, reason: logged, and shown in reports
+    chosen.ops                     passed to the step
+    chosen.choices                 op, implementation and reason, for the log and reports
 
-`auto` takes the kernels of the platform where they serve this model, and XLA (the reference)
-elsewhere, with the reason recorded; on NVIDIA it stays with XLA until the kernels have been timed
-against it on a device. `pallas` insists: an op that the kernels cannot serve is an error, with one
-exception: on NVIDIA a group of projections whose units they cannot read is left to XLA, as the
-reason says, unless no group is left. `xla` takes the reference everywhere. Nothing is probed while
-tokens are made: all shapes that a launch can have are checked here, their tiles looked up, so that
-a step cannot fail later.
+- `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise. On
+  NVIDIA it takes XLA until the kernels have been timed against it.
+- `pallas` takes the kernels, or raises with the reason. On NVIDIA, XLA still serves a group of
+  projections whose units the kernels cannot read, unless that is every group.
+- `xla` takes the reference.
+
+`choose` checks every shape that a launch can have, so that no step fails later.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SCALAR_SHARE = 0.5  # of a chip's scalar memory for one kernel's tables
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Where the ops will run, and on what.
+    """Platform and shapes for which to choose the ops.
 
     Attributes:
         platform: jax's name of the backend: cpu, tpu, gpu.
@@ -45,7 +45,7 @@ class Site:
         shapes: (rows, tokens per row) of every launch.
         width: W, pages of the longest context.
         rank: the largest rank of an adapter.
-        gpu: what a GPU says of itself.
+        gpu: capability and CUDA version of a GPU.
     """
 
     platform: str
@@ -78,10 +78,10 @@ class Chosen:
         return "; ".join(f"{c.op}: {c.implementation} ({c.reason})" for c in self.choices)
 
 
-# What a platform offers for one op: a way to make it (None: the reference as it is), and why.
-Offer = tuple[str, Callable[[], object] | None, str]  # implementation, maker, reason
+# A platform's implementation of one op: name, maker (None: the reference), reason.
+Offer = tuple[str, Callable[[], object] | None, str]
 
-UNTIMED = "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas takes them"
+UNTIMED = "the Mosaic GPU kernels have not been timed against XLA; engine.kernels = pallas selects them"
 IN_PLACE = "XLA updates the donated pool in place and moves the same bytes"
 
 
@@ -89,7 +89,7 @@ def choose(site: Site, kernels: str = "auto") -> Chosen:
     """Chooses every op's implementation and logs it.
 
     Raises:
-        ConfigError: `kernels` is pallas and the platform's kernels do not serve an op of this site.
+        ConfigError: `kernels` is pallas and the platform's kernels cannot serve an op.
     """
     offers: dict[str, Offer] = {} if kernels == "xla" else _offers(site, kernels)
     ops, choices = XLA, []
@@ -122,7 +122,7 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
 
 
 def _gpu(site: Site) -> dict[str, Offer]:
-    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`; a group that they cannot read stays with XLA."""
+    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`. XLA serves the groups that they cannot read."""
     from jlora.pallas import gpu_layout, gpu_ops, gpu_tiles
 
     layout = site.layout
@@ -149,7 +149,7 @@ def _tpu(site: Site) -> dict[str, Offer]:
     if chip is None:
         reason = f"jlora/pallas/tiles.json does not know the chip {site.kind!r}"
         return {op: ("xla", None, reason) for op in ("attention", "lora")}
-    # Imported where it is used: a server on another platform does not load the TPU compiler's front.
+    # Imported here, so that other platforms do not load the TPU compiler's front end.
     from jlora.pallas.tpu_attention import TpuAttention
     from jlora.pallas.tpu_lora import TpuLora
 
@@ -164,14 +164,14 @@ def _tpu(site: Site) -> dict[str, Offer]:
 
 
 def _attention_gap(site: Site, chip: Chip) -> str:
-    """Why jax's ragged paged attention cannot serve this site; empty where it can."""
+    """Why jax's ragged paged attention cannot serve this site; empty if it can."""
     from jlora.pallas import tpu_attention
 
     layout = site.layout
     gap = _pool_gap(layout)
     tables = max(tpu_attention.smem_bytes(rows, chunk, site.width) for rows, chunk in site.shapes)
     if gap or tables > SCALAR_SHARE * chip.smem_bytes:
-        return gap or f"page tables of {tables // 1024} KiB pass the scalar memory; lower model.max_model_len"
+        return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; lower model.max_model_len"
     for rows, chunk in site.shapes:
         heads, kv_heads = site.heads // layout.tp, layout.kv_heads // layout.tp
         sizes = (rows * chunk, chunk, heads, kv_heads, layout.head_dim, layout.block_tokens, BYTES[layout.dtype])
@@ -182,13 +182,13 @@ def _attention_gap(site: Site, chip: Chip) -> str:
 
 
 def _lora_gap(site: Site, chip: Chip) -> str:
-    """Why our LoRA kernel cannot serve this site; empty where it can."""
+    """Why our LoRA kernel cannot serve this site; empty if it can."""
     layout, size = site.layout, BYTES[site.layout.dtype]
     if gap := _pool_gap(layout):
         return gap
     lists = 8 * layout.blocks
     if lists > SCALAR_SHARE * chip.smem_bytes:
-        return f"lists of {layout.blocks} blocks pass the scalar memory; lower cache.hbm_blocks"
+        return f"lists of {layout.blocks} blocks exceed the scalar memory; lower cache.hbm_blocks"
     slot = 2 * layout.kv_heads // layout.tp * layout.head_dim * size
     for tokens in {rows * chunk for rows, chunk in site.shapes}:
         for group in GROUPS:
@@ -201,7 +201,7 @@ def _lora_gap(site: Site, chip: Chip) -> str:
 
 
 def _pool_gap(layout: PoolLayout) -> str:
-    """Why slots of the pool are no whole tiles of the vector memory; empty where they are."""
+    """Why slots of the pool are not whole tiles of the vector memory; empty if they are."""
     if layout.head_dim != 128:
         return f"head_dim = {layout.head_dim}: the TPU kernels need 128, a row of the vector memory"
     rows = 2 * layout.kv_heads // layout.tp // (4 // BYTES[layout.dtype])

@@ -1,13 +1,13 @@
-"""What to look at when the NVIDIA kernels meet a GPU: the first-run checklist, as a list that a script runs.
+"""The checklist for the first run of the NVIDIA kernels on a GPU.
 
     for check in checks(LARGE):  print(check.name, check.run())
 
-The kernels were written without a GPU: their arithmetic comes from the interpreter, their registers
-and instructions from the compiler. What neither shows is on this list: numerics of the tensor cores
-and of the approximate exponential, races among the warps of one group (a result that changes from
-run to run), deadlocks (run the list under a watchdog), what a bulk copy does at the end of an array,
-and whether the pool stays where it is. Errors are against the reference in float32, absolute for
-attention, relative to the largest value for LoRA; the bounds are what bfloat16 rounding explains.
+The kernels were written without a GPU: the interpreter shows their arithmetic, the compiler their
+registers and instructions. This list checks the rest: numerics of the tensor cores and of the
+approximate exponential, races among the warps of a group (results that change from run to run),
+deadlocks (run the list under a watchdog), bulk copies at the end of an array, and whether the pool
+stays in place. Errors are against the float32 reference, absolute for attention and relative to the
+largest value for LoRA. The bounds are those of bfloat16 rounding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ATTENTION_BOUND, LORA_BOUND = 0.02, 0.03
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Whether a check passed (None: it could not be made), and the number it saw."""
+    """Whether a check passed (None: it could not run), and the number it found."""
 
     passed: bool | None
     seen: str
@@ -69,17 +69,17 @@ def room_of(case: LoraCase) -> Room:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How large the checks are.
+    """Sizes of the checks.
 
     Attributes:
         specs: models, bfloat16.
-        block_tokens: pages.
-        lengths: contexts of decode, beside those around the borders of pages and tiles.
+        block_tokens: page sizes.
+        lengths: contexts of decode, in addition to those around the borders of pages and tiles.
         prompts: lengths of prompts, in rows of 32 tokens.
         repeats: runs whose results must be equal bit for bit.
-        steps: over which the pool must stay where it is.
-        decode: tiles to try, among them one that cuts contexts and one that does not.
-        prefill: tiles to try.
+        steps: steps over which the pool must stay in place.
+        decode: tile sizes to try; one cuts contexts, and one does not.
+        prefill: tile sizes to try.
     """
 
     specs: tuple[ModelSpec, ...]
@@ -103,7 +103,7 @@ LARGE = Sizes(
     decode=(DecodeTiles(), DecodeTiles(blocks=1), DecodeTiles(stages=3)),
     prefill=(PrefillTiles(), PrefillTiles(registers=True), PrefillTiles(stages=2)),
 )
-# For an interpreter: every check in seconds.
+# For an interpreter: each check takes seconds.
 SMALL = Sizes(
     specs=(replace(TINY, width=256, mlp=256, heads=2, kv_heads=1, dtype="bfloat16"),),
     block_tokens=(32,),
@@ -117,7 +117,7 @@ SMALL = Sizes(
 
 
 def checks(sizes: Sizes) -> list[Check]:
-    """The list, in the order in which a failure says the most."""
+    """The checks, most basic first."""
     found = [check for spec in sizes.specs for tokens in sizes.block_tokens for check in _of_pool(sizes, spec, tokens)]
     spec, tokens, tiles = sizes.specs[0], sizes.block_tokens[0], GpuTiles(sizes.decode[0])
     longest = AttentionCase("longest", spec, tokens, ((spec.max_len, 1), (5, 1)))
@@ -172,7 +172,7 @@ def _compared(case: AttentionCase, tiles: GpuTiles) -> Finding:
 
 def _repeated(case: AttentionCase, tiles: GpuTiles, repeats: int) -> Finding:
     args, run = attention_inputs(case), jax.jit(attention_op(tiles))
-    # Compared and counted on the device: results of a thousand runs would take long over the link.
+    # Compared on the device, because copying the results of a thousand runs takes long.
     differs = jax.jit(lambda a, b: jnp.any(_bits(a) != _bits(b)).astype(jnp.int32))
     first, unlike = run(*args), jnp.int32(0)
     for _ in range(repeats - 1):
@@ -185,7 +185,7 @@ def _bits(x: jax.Array) -> jax.Array:
 
 
 def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
-    """Few and many adapters, decode and prompts, blocks that are full and blocks that end in zeros."""
+    """Few and many adapters, decode and prompts, full blocks and blocks that end in zeros."""
 
     def case(name: str, group: tuple[str, ...], ranks: tuple[Any, ...], tokens: Sequence[tuple[int, int]]) -> LoraCase:
         return LoraCase(name, spec, block_tokens, group, ranks, tuple(tokens), fit=fit_units)
@@ -234,7 +234,7 @@ def _no_adapter(spec: ModelSpec, block_tokens: int) -> Finding:
 
 
 def _in_place(spec: ModelSpec, block_tokens: int, tiles: GpuTiles, steps: int) -> Finding:
-    """New keys and attention over them, some times over a donated pool."""
+    """Writes new keys and attends over them, several times over a donated pool."""
     rows = 2
     case = AttentionCase("in place", spec, block_tokens, ((block_tokens + 1, 1),) * rows)
     q, pool, first, pages = attention_inputs(case, junk=0.0)

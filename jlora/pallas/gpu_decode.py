@@ -1,25 +1,23 @@
-"""Decode attention for NVIDIA Hopper: one token per row, pages read where they lie.
+"""Decode attention for NVIDIA Hopper: one token per row, pages read in place.
 
-One token gives each KV head only G query rows, while tensor cores work on 64. So the product is
-turned round: tokens of the context are its 64 rows, the G heads (padded to 8) its columns,
+One token gives each KV head only G query rows, while tensor cores multiply 64 rows. So the products
+are transposed: tokens of the context are the 64 rows, and the G heads, padded to 8, the columns.
 
     Sᵀ = K Qᵀ        Oᵀ = Vᵀ Pᵀ
 
-and nothing is padded but 8 columns. A block of 128 threads takes one KV head of one span of a
-context. It keeps a few tiles of 64 tokens under way, two bulk copies per page; the next tile is
-asked for as soon as a slot is free, and three such blocks fit an SM, so the copies of one hide the
-arithmetic of another: decode runs at the speed of memory, and this kernel only has to stay out of
-its way.
+A block of 128 threads takes one KV head of one span of a context. It keeps a few tiles of 64 tokens
+in flight, two bulk copies per page, and starts the next tile as soon as a slot is free. Three such
+blocks fit an SM, so the copies of one hide the arithmetic of another.
 
-Long contexts are cut into spans (`gpu_plan.splits`), each a softmax of its own with the logarithm
-of its weight; XLA puts them together (`gpu_plan.merged`).
+Long contexts are cut into spans (`gpu_plan.splits`). Each is a softmax of its own with the logarithm
+of its weight, and XLA merges them (`gpu_plan.merged`).
 
-    sums     m, total: running maximum and sum (Milakov and Gimelshein 2018); everything in powers of two
-    scratch  a tile of probabilities goes through shared memory, because the second product reads
-             it turned; the barriers of the column maximum order it against the next tile's
+    sums     m, total: running maximum and sum (Milakov and Gimelshein 2018), in powers of two
+    scratch  a tile of probabilities goes through shared memory, because the second product reads it
+             transposed; the barriers of the column maximum order it against the next tile's
 
-The tail of a context's last page may hold anything, NaN too: keys are masked after the product,
-values are zeroed in shared memory before theirs.
+The tail of a context's last page may contain anything, also NaN: keys are masked after the product,
+and values are zeroed in shared memory before it.
 """
 
 from __future__ import annotations
@@ -43,22 +41,22 @@ TILE = 64  # tokens of context per product: the 64 rows of a warpgroup
 
 @dataclass(frozen=True, slots=True)
 class DecodeTiles:
-    """What may be tuned.
+    """Tunable sizes.
 
     Attributes:
-        stages: tiles under way per block; 2 leave room for three blocks on an SM.
-        blocks: thread blocks wanted at once: 132 SMs, three each.
+        stages: tiles in flight per block; with 2, three blocks fit an SM.
+        blocks: thread blocks to run at once: 132 SMs, three each.
     """
 
     stages: int = 2
     blocks: int = 396
 
     def spare(self, kv_heads: int) -> int:
-        """Items beyond one per row, so that few rows fill the GPU."""
+        """Items in addition to one per row, so that few rows fill the GPU."""
         return max(1, -(-self.blocks // kv_heads))
 
     def most(self, rows: int, kv_heads: int) -> int:
-        """Items of one row at most: four times its fair share, so that a long one among short ones is cut."""
+        """Most items of one row: four times its fair share, so that a long context among short ones is cut."""
         return min(64, self.spare(kv_heads) + 1, max(4, -(-4 * self.blocks // (kv_heads * rows))))
 
 
@@ -82,7 +80,7 @@ class _Shape:
     block_tokens: int
     table: int  # entries of a page list
     stages: int
-    scale: float  # of logits, to powers of two
+    scale: float  # of logits, for powers of two
 
     def scratch(self) -> _Scratch:
         copies = TILE // self.block_tokens
@@ -177,7 +175,7 @@ def _decode(c: _Shape, q_g, pool_g, table_g, work_g, first_g, out_g, weight_g, s
 
 
 def _tile(c: _Shape, s: _Scratch, bring, span, i, carry):
-    """One tile of 64 tokens: acc [H, G], m [G], and total [64, G], a sum for each of the tile's places."""
+    """One tile of 64 tokens: acc [H, G], m [G], and total [64, G], a sum per place in the tile."""
     acc, m, total = carry
     first, count, length = span
     slot = lax.rem(i, jnp.int32(c.stages))

@@ -1,20 +1,19 @@
-"""The segmented LoRA product for NVIDIA Hopper: adapters' blocks read where they lie.
+"""The segmented LoRA product for NVIDIA Hopper, with adapters' blocks read in place.
 
-    shrink   x Aᵀ       for every (token tile, unit tile) pair, split over the input width
-    combine  h          the splits' sum, 0 where the token is not the unit's owner's
-    expand   y += h B   in place on the base product, a tile of tokens by 128 outputs per block
+    shrink   x Aᵀ       for every pair of a token tile and a unit tile, split over the input width
+    combine  h          the sum of the splits, 0 where the token's adapter does not own the unit
+    expand   y += h B   in place on the base product, a token tile by 128 outputs per block
 
-A block's rank units are rows of C chunks of 128 (or 64) numbers, A then B (`jlora.layout`), so the
-pool is also `[rows, units, C, 128]`, and chunk c of all units of a block is one bulk copy: the copy
-that brings a page of keys. 64 units of one projection make a product; `gpu_plan.unit_pairs` lists
-which tiles of units meet which tiles of tokens, and nothing else is read: bytes and time follow
-the adapters in the batch, and each block is read once per tile of 64 tokens. A projection
-without adapters is not touched at all: `expand` writes only where there is something to add.
+A block's rank units are rows of C chunks of 128 (or 64) numbers, A then B (`jlora.layout`). So the
+pool is also `[rows, units, C, 128]`, and one bulk copy reads chunk c of all units of a block. A
+product takes 64 units of one projection. `gpu_plan.unit_pairs` lists the pairs, and only these are
+read: each block once per tile of 64 tokens. `expand` writes only where it adds something, so a
+projection without adapters stays untouched.
 
-`shrink` and `combine` are as many blocks as fill the GPU, each taking pairs in turn: the lists have
-room for the largest launch, and a block for each of its pairs would cost time to start and leave.
-Projections of one input (q, k, v; gate, up) share the three launches. No atomics: splits are added
-in one order, so results do not depend on the run. Under tensor parallelism the one psum is on h.
+`shrink` and `combine` are as many thread blocks as fill the GPU, and each takes pairs in turn: the
+lists have room for the largest launch, and a block per pair would cost time to start. Projections
+that share an input share the three launches. There are no atomics: splits are added in a fixed
+order, so results do not depend on the run. Under tensor parallelism the one psum is on h.
 
 Source: Punica (Chen et al. 2023, section 4) for shrink and expand; S-LoRA (Sheng et al. 2023,
 section 5) for reading adapters from one paged pool.
@@ -43,13 +42,13 @@ from jlora.pallas.ops import Adapted, Psum
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """What may be tuned.
+    """Tunable sizes.
 
     Attributes:
-        stages: tiles under way per block of `shrink`, `combine` and `expand`; these leave room for
-            two blocks on an SM.
-        chunks: input chunks that one block of `shrink` adds up, for one tile of tokens and for
-            more: few fill the GPU when pairs are few, many leave fewer splits.
+        stages: tiles in flight per block of `shrink`, `combine` and `expand`; with these, two
+            blocks fit an SM.
+        chunks: input chunks per block of `shrink`, with one token tile and with more. Fewer chunks
+            fill the GPU when there are few pairs; more leave fewer splits.
         blocks: thread blocks of `shrink` and of `combine`: 132 SMs, two each.
     """
 
@@ -60,7 +59,7 @@ class LoraTiles:
 
 @dataclass(frozen=True, slots=True)
 class _Fixed:
-    """What a compiled form of `lora` is for."""
+    """Static arguments of a compiled `lora`."""
 
     units: tuple[UnitLayout, ...]
     psum: Psum
@@ -70,11 +69,11 @@ class _Fixed:
 
 @dataclass(frozen=True, slots=True)
 class _Shape:
-    """Of one launch; the projections agree on all of it but their output widths."""
+    """Sizes of one launch; its projections differ only in `outputs`."""
 
     tokens: int  # of a tile
     units: int  # of a block
-    rows: int  # of a tile that a block takes: its units, or 8
+    rows: int  # of a unit tile that a block occupies: its units, at least 8
     width: int  # of a chunk
     inputs: int  # chunks of A
     b_start: int  # the chunk at which B starts
@@ -84,12 +83,12 @@ class _Shape:
 
     @property
     def copies(self) -> int:
-        """Blocks of a tile of units."""
+        """Blocks per unit tile."""
         return UNITS // self.rows
 
     @property
     def splits(self) -> int:
-        """Parts that the input width is cut into."""
+        """Parts of the input width."""
         return -(-self.inputs // self.split)
 
 
@@ -128,11 +127,11 @@ def lora(
     room: Room,
     tiles: LoraTiles = LoraTiles(),
 ) -> list[jax.Array]:
-    """`ops.Lora` in bfloat16; `gpu_layout.lora_refusal` says for which units.
+    """`ops.Lora` in bfloat16, for units that `gpu_layout.lora_refusal` accepts.
 
     Args:
-        room: no launch has more; blocks beyond it would be left out, so the engine's limits on
-            sequences and ranks have to be those that `room` was made of.
+        room: limits of every launch. Blocks beyond them would be ignored, so it must be made of the
+            engine's limits on sequences and ranks.
     """
     fixed = _Fixed(tuple(p.unit for p in projections), psum, room, tiles)
     bases, active = [p.base for p in projections], [p.active for p in projections]
@@ -167,15 +166,15 @@ def _add(x, pool, first_row, bases, active, adapters, fixed: _Fixed) -> list[jax
 
 
 def _units(c: _Shape, cells_g, row: jax.Array, chunk: jax.Array):
-    """One chunk of a block's units, and zeros up to 8 rows: what a copy takes past the end of an array."""
+    """One chunk of a block's units, with zeros up to 8 rows, which a copy reads past the end of an array."""
     if c.units == c.rows:
         return cells_g.at[row, :, chunk]
-    start = pl.multiple_of(row * 0, 8)  # not a constant: those are checked against the array's end
+    start = pl.multiple_of(row * 0, 8)  # not a constant, because constants are checked against the array's end
     return cells_g.at[row, pl.ds(start, c.rows), chunk]
 
 
 def _in_turn(count: jax.Array, work: Callable[[jax.Array], None]) -> None:
-    """Does items 0 .. count - 1, dealt out among all blocks of the launch."""
+    """Does items 0 .. count - 1, distributed over all blocks of the launch."""
     me, all_blocks = lax.axis_index("block"), lax.axis_size("block")
 
     def turn(i, _):
@@ -185,7 +184,7 @@ def _in_turn(count: jax.Array, work: Callable[[jax.Array], None]) -> None:
 
 
 def _shrink(shape: _Shape, x, cells, first, pairs: Pairs) -> jax.Array:
-    """Split sums of x Aᵀ: [splits, N, tokens, 64] float32; what no pair stands for is not written."""
+    """Split sums of x Aᵀ: [splits, N, tokens, 64] float32. Only valid pairs are written."""
     stages, most = shape.tiles.stages[0], pairs.work.shape[0]
     scratch = _Shrink(
         x=gpu.tiled(stages, gpu.ROWS, shape.width),
@@ -210,7 +209,7 @@ def _shrink(shape: _Shape, x, cells, first, pairs: Pairs) -> jax.Array:
 
 
 def _shrink_item(c: _Shape, source, h_g, s: _Shrink, item: jax.Array) -> None:
-    """One span of the input width for one pair; neighbours read one after another in memory."""
+    """One span of the input width for one pair; neighbouring items read neighbouring memory."""
     x_g, cells_g, blocks_g, work_g, first_g = source
     stages = c.tiles.stages[0]
     pair, split = lax.div(item, jnp.int32(c.splits)), lax.rem(item, jnp.int32(c.splits))
@@ -244,7 +243,7 @@ def _shrink_item(c: _Shape, source, h_g, s: _Shrink, item: jax.Array) -> None:
 
 
 def _combine(shape: _Shape, parts, pairs: Pairs, adapters) -> jax.Array:
-    """h [N, tokens, 64] bfloat16: the splits' sum where the token's adapter owns the unit, else 0."""
+    """h [N, tokens, 64] bfloat16: the sum of the splits where the token's adapter owns the unit, else 0."""
     stages, most = shape.tiles.stages[1], pairs.work.shape[0]
     scratch = _Combine(
         part=gpu.tiled(stages, gpu.ROWS, UNITS, dtype=jnp.float32),

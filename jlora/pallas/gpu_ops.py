@@ -1,10 +1,7 @@
-"""The NVIDIA kernels as `jlora.pallas.ops` has them: what dispatch puts into an `Ops`.
+"""The NVIDIA kernels as `Attention` and `Lora` of `jlora.pallas.ops`.
 
-    attention    decode and prompt launches, each with its kernel
-    lora_op      the adapters, with room for what an engine's limits allow
-
-A group of projections whose units the kernels cannot read (`gpu_layout.lora_refusal`) goes to the
-plain op instead, decided while tracing; dispatch logs which and why, at start.
+A group of projections whose units the kernels cannot read (`gpu_layout.lora_refusal`) uses the
+reference. This is decided while tracing; dispatch logs the reason at start.
 """
 
 from __future__ import annotations
@@ -27,10 +24,10 @@ from jlora.pallas.ops import Adapted, Attention, Lora, Pages, Psum
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What an engine's launches never exceed.
+    """Limits of an engine's launches.
 
     Attributes:
-        sequences: rows of a decode launch, its padding included; distinct adapters of any launch.
+        sequences: rows of a decode launch, with padding; also the distinct adapters of a launch.
         rank: the largest rank of an adapter.
         row: tokens per row of a prompt launch.
     """
@@ -40,20 +37,20 @@ class Limits:
     row: int
 
     def room(self, tokens: int) -> Room:
-        """Room for a launch of `tokens` tokens: one with more than a decode launch is made of whole rows."""
+        """Room for a launch of `tokens` tokens. One larger than a decode launch consists of whole rows."""
         run = 1 if tokens <= self.sequences else self.row
         return Room(min(self.sequences, -(-tokens // run)), self.rank, run)
 
 
 def runtime_refusal() -> str | None:
-    """Why this version of jax cannot run the kernels; None: it can."""
+    """Why this version of jax cannot run the kernels; None if it can."""
     if hasattr(plgpu, "InterpretGPUParams"):
         return None
     return f"jax {jax.__version__}: the NVIDIA kernels need 0.11 or newer (Python 3.12 or newer)"
 
 
 def attention_op(tiles: GpuTiles = DEFAULT) -> Attention:
-    """`ops.Attention` for pools that `gpu_layout.attention_refusal` does not refuse."""
+    """`ops.Attention` for pools that `gpu_layout.attention_refusal` accepts."""
 
     def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
         if q.shape[1] == 1:
@@ -64,7 +61,7 @@ def attention_op(tiles: GpuTiles = DEFAULT) -> Attention:
 
 
 def lora_op(layout: PoolLayout, limits: Limits, plain: Lora, tiles: GpuTiles = DEFAULT) -> Lora:
-    """`ops.Lora` for a layout from `gpu_layout.fit_units`; `plain` serves the groups that it refuses."""
+    """`ops.Lora` for a layout from `gpu_layout.fit_units`; `plain` serves the groups that the kernels cannot."""
 
     def joined(
         x: jax.Array,

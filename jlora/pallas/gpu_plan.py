@@ -1,16 +1,14 @@
-"""Who does what: the work lists that the Mosaic GPU kernels follow, made on the device.
+"""Work lists of the Mosaic GPU kernels, computed on the device in plain jnp.
 
-A grid is a compiled shape, contexts and adapters are not. So each kernel's grid has room for the
-worst launch, and a list says what each of its blocks does; those past the end of the list leave
-at once. The lists follow from a launch's metadata alone, not from the layer: each is a jitted
-function, so that a step of many layers traces it once, and XLA computes equal ones once.
+A grid is a compiled shape, and contexts and adapters are not. So a kernel's grid has room for the
+worst launch, and a list assigns work to its blocks. Blocks past the end of the list return at once.
+The lists depend on a launch's metadata, not on the layer. Each is a jitted function, so that a step
+of many layers traces it once and XLA computes it once.
 
-    splits        decode: contexts cut into about equal spans, so that few long ones fill the GPU too
-    merged        their partial results put together (Dao et al. 2023, Flash-Decoding)
-    prompt_tiles  prompts: 128 (token, head) rows of one sequence at a time
-    unit_pairs    adapters: which 64 rank units meet which tokens
-
-Everything is plain jnp and runs anywhere.
+    splits        decode: contexts cut into about equal spans, so that few long ones fill the GPU
+    merged        merges the spans' results (Dao et al. 2023, Flash-Decoding)
+    prompt_tiles  prompts: tiles of 128 (token, head) rows of one sequence
+    unit_pairs    adapters: pairs of a tile of 64 rank units and a token tile that use each other
 """
 
 from __future__ import annotations
@@ -35,8 +33,8 @@ class Splits(NamedTuple):
     """Decode's work list.
 
     Attributes:
-        work: [I, 4] row, first tile of its context, end tile, context length; first = end: nothing to do.
-        begin, count: [S] a row's items are begin .. begin + count - 1.
+        work: [I, 4] row, first tile of its context, end tile, context length. No work if first = end.
+        begin, count: [S] a row has the items begin .. begin + count - 1.
     """
 
     work: jax.Array
@@ -48,8 +46,8 @@ class Splits(NamedTuple):
 def splits(lengths: jax.Array, tile: int, spare: int, most: int) -> Splits:
     """Cuts contexts of `lengths` [S] tokens, in tiles of `tile` tokens, into at most S + `spare` items.
 
-    Items have equally many tiles but for the last of each row: as few as the list has room for,
-    and as many as keep a row to `most` items.
+    All items have the same number of tiles, except the last of a row: the smallest number for which
+    the list has room and a row has at most `most` items.
     """
     need = -(-lengths // tile)
     size = jnp.maximum(jnp.maximum(-(-jnp.sum(need) // spare), -(-jnp.max(need) // most)), 1)
@@ -65,11 +63,11 @@ def splits(lengths: jax.Array, tile: int, spare: int, most: int) -> Splits:
 
 
 def merged(out: jax.Array, weight: jax.Array, parts: Splits, most: int) -> jax.Array:
-    """Puts rows together from their items, in the order of the context.
+    """Merges the items of each row, in the order of the context.
 
     Args:
-        out: [I, K, G, H] an item's softmax, normalised over its own tokens.
-        weight: [I, K, G] log2 of its sum of powers of two.
+        out: [I, K, G, H] softmax of each item, normalised over its own tokens.
+        weight: [I, K, G] log2 of each item's sum of powers of two.
     Returns:
         [S, K, G, H] float32; zeros for rows without items.
     """
@@ -87,8 +85,8 @@ def merged(out: jax.Array, weight: jax.Array, parts: Splits, most: int) -> jax.A
 class Pieces:
     """How (token, head) rows of a prompt fill a tile.
 
-    A piece is one launch row's C tokens for one query head. With few heads per KV head a tile
-    holds several launch rows of a sequence, with many a launch row takes several tiles.
+    A piece is one launch row's C tokens for one query head. With few heads per KV head, a tile
+    holds several launch rows of a sequence; with many, a launch row takes several tiles.
 
     Attributes:
         chunk, group: C, a divisor of 64, and G.
@@ -115,10 +113,10 @@ class Pieces:
 
 @partial(jax.jit, static_argnames=("pieces", "tile"))
 def prompt_tiles(pages: Pages, pieces: Pieces, tile: int) -> jax.Array:
-    """[S * parts, 8] int32: first row, rows (0: nothing to do), first head, position, KV tiles, context length, 0, 0.
+    """[S * parts, 8] int32: first row, rows (0: no work), first head, position, KV tiles, context length, 0, 0.
 
-    Rows of one tile are consecutive, full but for the last, and have one page list: their keys
-    are brought once for all of them.
+    Rows of one tile are consecutive and full, except the last. They have one page list, so a tile
+    fetches their keys once.
     """
     chunk, count = pieces.chunk, pages.lengths.shape[0]
     row = jnp.arange(count, dtype=jnp.int32)
@@ -142,12 +140,12 @@ def prompt_tiles(pages: Pages, pieces: Pieces, tile: int) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """How large a launch's adapters can be: what its lists must have room for.
+    """Limits of a launch's adapters, which size its lists.
 
     Attributes:
         adapters: distinct adapters of one launch.
         rank: the largest rank of an adapter.
-        run: consecutive tokens that surely share an adapter (1 in decode, C in prompts).
+        run: consecutive tokens that always share an adapter (1 in decode, C in prompts).
     """
 
     adapters: int
@@ -156,13 +154,13 @@ class Room:
 
 
 class Pairs(NamedTuple):
-    """The LoRA kernels' work list: tiles of 64 rank units, and the tiles of tokens that use them.
+    """The LoRA kernels' work list: pairs of a token tile and a tile of 64 rank units.
 
     Attributes:
-        blocks: [tiles * blocks per tile] of every projection's unit tiles, one after the other.
-        owners: [tiles * 64] of their rows: units, and zeros where a block has fewer than 8.
-        work: [N, 2] token tile, first entry of `blocks`; of which the first starts[-1] are real.
-        starts: [projections * token tiles + 1] where the pairs of (projection, token tile) begin.
+        blocks: [tiles * blocks per tile] of the unit tiles, ordered by projection.
+        owners: [tiles * 64] owner of each row of a unit tile. A block of fewer than 8 units has rows of zeros.
+        work: [N, 2] token tile, first entry of `blocks`. The first starts[-1] items are valid.
+        starts: [projections * token tiles + 1] first pair of each (projection, token tile).
     """
 
     blocks: jax.Array
@@ -172,18 +170,18 @@ class Pairs(NamedTuple):
 
 
 def token_tile(tokens: int) -> int:
-    """Tokens of one tile: the largest multiple of 8 up to 64 that divides `tokens`, a multiple of 8."""
+    """Tokens of a tile: the largest multiple of 8 up to 64 that divides `tokens`, itself a multiple of 8."""
     return max(size for size in range(8, UNITS + 1, 8) if tokens % size == 0)
 
 
 def unit_tiles(room: Room, per_block: int, entries: int) -> int:
-    """Unit tiles that hold any launch's blocks of a projection; `entries` is M."""
+    """Most unit tiles of a projection in any launch; `entries` is M."""
     blocks = min(entries, room.adapters * -(-room.rank // per_block))
     return -(-blocks // (UNITS // tile_rows(per_block)))
 
 
 def pair_count(room: Room, per_block: int, entries: int, tokens: int) -> int:
-    """Pairs of a projection that any launch of `tokens` tokens can have."""
+    """Most pairs of a projection in any launch of `tokens` tokens."""
     tile = token_tile(tokens)
     of_tile = min(room.adapters, -(-tile // room.run) + (0 if tile % room.run == 0 else 1))
     wide = UNITS // tile_rows(per_block)
@@ -198,7 +196,7 @@ def unit_pairs(active: Sequence[ActiveBlocks], adapters: jax.Array, per_block: i
     Args:
         active: the adapter blocks of each projection, all from the same lists.
         adapters: [T] with T a multiple of 8.
-        per_block: units of a block, a divisor of 64; fewer than 8 have rows of zeros behind them.
+        per_block: units per block, a divisor of 64.
     """
     wide, entries = UNITS // tile_rows(per_block), active[0].blocks.shape[0]
     entry = jnp.arange(unit_tiles(room, per_block, entries) * wide, dtype=jnp.int32)

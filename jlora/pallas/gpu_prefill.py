@@ -1,18 +1,18 @@
-"""Prompt and mixed attention for NVIDIA Hopper: several tokens per row, pages read where they lie.
+"""Prompt and mixed attention for NVIDIA Hopper: several tokens per row, pages read in place.
 
-A tile is 128 (token, query head) rows of one KV head and one sequence (`gpu_plan.prompt_tiles`):
-with G = 4 and rows of 32 tokens a launch row, with G = 1 four of them. A block of 384 threads has
-three warpgroups: two compute, 64 rows each, one only brings pages, through a ring of stages that
-the two give back tile by tile. The arithmetic is FlashAttention's (Dao 2023): logits, an online
-softmax in powers of two, values, all in registers but for the probabilities.
+A tile is 128 (token, query head) rows of one KV head and one sequence (`gpu_plan.prompt_tiles`): one
+launch row of 32 tokens with G = 4, four of them with G = 1. A block of 384 threads has three
+warpgroups. Two compute 64 rows each. One copies pages through a ring of stages, which the two
+release tile by tile. The arithmetic is FlashAttention's (Dao 2023), with an online softmax in powers
+of two, in registers except for the probabilities.
 
-Query rows of a tile come straight from q [S, C, N, H] and results go straight back, a piece of C
-tokens of one head per bulk copy, so nothing is rearranged in memory. The keys come in three runs:
-tiles that every row sees whole, tiles on the diagonal, and the last, whose tail may hold anything:
-its values go through the warpgroup's own query tile, which is free by then, with the tail zeroed.
+A bulk copy reads a piece of C tokens of one head from q [S, C, N, H], and another writes its result,
+so nothing is rearranged in memory. The keys come in three loops: tiles that every row sees whole,
+tiles on the diagonal, and the last tile, whose tail may contain anything. Its values go through the
+warpgroup's own query tile, which is free by then, with the tail zeroed.
 
-Rows of one token among prompts (a mixed launch) are tiles like the others, mostly empty: right,
-but a launch of their own (`gpu_decode`) serves many of them better.
+Rows of one token in a mixed launch are tiles that are mostly empty. This is correct, but a launch of
+their own (`gpu_decode`) is faster if there are many.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ from jlora.pallas import gpu_plan
 from jlora.pallas.gpu_plan import Pieces
 from jlora.pallas.ops import Pages
 
-TILE = 64  # tokens of context per product; also the rows of a query tile, which takes the last values
-COMPUTE = 2  # warpgroups that compute; one more brings pages
-CHUNK = 32  # longest piece: longer rows are cut
+TILE = 64  # tokens of context per product; also the rows of a query tile, which holds the last values
+COMPUTE = 2  # warpgroups that compute; one more copies pages
+CHUNK = 32  # tokens of the longest piece; longer rows are cut
 
 
 @dataclass(frozen=True, slots=True)
 class PrefillTiles:
-    """What may be tuned.
+    """Tunable sizes.
 
     Attributes:
-        stages: tiles of keys and values under way per block.
-        registers: probabilities stay in registers on their way to the second product. Faster if
-            anything; the interpreter cannot run it, so shared memory is the default.
+        stages: tiles of keys and values in flight per block.
+        registers: keep probabilities in registers for the second product. The interpreter cannot
+            run this, so shared memory is the default.
     """
 
     stages: int = 3
@@ -73,7 +73,7 @@ class _Shape:
     table: int  # entries of a page list
     stages: int
     registers: bool
-    scale: float  # of logits, to powers of two
+    scale: float  # of logits, for powers of two
 
     @property
     def mine(self) -> int:
@@ -123,7 +123,7 @@ def chunk_attention(
 
 
 def _cut(q: jax.Array, pages: Pages, piece: int) -> tuple[jax.Array, Pages]:
-    """Rows of `piece` tokens out of longer ones; rows without tokens have length 0."""
+    """Cuts rows into rows of `piece` tokens; rows without tokens have length 0."""
     rows, chunk, heads, width = q.shape
     parts = chunk // piece
     if parts == 1:
@@ -162,7 +162,7 @@ def _attend(q, pool, first_row, pages: Pages, tiles: PrefillTiles) -> jax.Array:
 
 
 def _prefill(c: _Shape, q_g, pool_g, table_g, work_g, first_g, out_g, s: _Scratch) -> None:
-    """One KV head of one tile; the last tiles, which see the most, are dealt out first."""
+    """One KV head of one tile. The last tiles, which have the most keys, start first."""
     head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
     at = work_g.shape[0] - 1 - lax.axis_index("tile")
     tile = _Tile(*(work_g[at, i] for i in range(6)))
@@ -185,7 +185,7 @@ def _prefill(c: _Shape, q_g, pool_g, table_g, work_g, first_g, out_g, s: _Scratc
 
 
 def _piece(c: _Shape, tile: _Tile, index: jax.Array):
-    """Launch row, query head of the KV head, and whether the tile has it, of a piece."""
+    """Launch row and query head of a piece, and whether the tile has it."""
     group = jnp.int32(c.pieces.group)
     turn = lax.div(index, group) if c.pieces.parts == 1 else jnp.int32(0)
     inner = tile.head + index - turn * group
@@ -194,7 +194,7 @@ def _piece(c: _Shape, tile: _Tile, index: jax.Array):
 
 
 def _compute(c: _Shape, s: _Scratch, tile: _Tile, ends) -> None:
-    """A warpgroup's 64 rows: its queries in, all tiles of keys, its results out."""
+    """A warpgroup's 64 rows: reads queries, goes through all tiles of keys, writes results."""
     q_g, out_g = ends
     head, mine = lax.axis_index("head"), lax.axis_index("warpgroup")
     chunk, group = c.pieces.chunk, c.pieces.group
@@ -259,7 +259,7 @@ def _keys(c: _Shape, s: _Scratch, tile: _Tile, i, carry, *, masked: bool, last: 
 
 
 def _seen(c: _Shape, tile: _Tile, mine: jax.Array, begin: jax.Array) -> jax.Array:
-    """[64, TILE] whether a row attends to a token: not after its own, and inside the context."""
+    """[64, TILE] whether a row attends to a token: at or before its own, and inside the context."""
     shape = (gpu.ROWS, TILE)
     at = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=gpu.MATRIX)
     key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=gpu.MATRIX) + begin
@@ -270,7 +270,7 @@ def _seen(c: _Shape, tile: _Tile, mine: jax.Array, begin: jax.Array) -> jax.Arra
 
 
 def _bring_pages(c: _Shape, s: _Scratch, source, count: jax.Array) -> None:
-    """The memory warpgroup: copies keys and values as slots become free."""
+    """The copying warpgroup: copies keys and values as slots become free."""
     pool_g, layer, head = source
     copies = TILE // c.block_tokens
 

@@ -1,9 +1,9 @@
-"""Block sizes of the NVIDIA kernels: what was measured on a chip for a model's shape, else the defaults.
+"""Block sizes of the NVIDIA kernels, by chip and shape.
 
     tiles_of("NVIDIA H200", layout, heads)
 
-`tiles.json` holds under `gpu` what `jlora bench tune` measured, by chip (`device_kind`) and shape;
-what it does not name is the default of the tiles' own class. Nothing has been measured yet.
+`tiles.json` holds under `gpu` the sizes that `jlora bench tune` measured, by chip (`device_kind`) and
+shape. The classes' defaults apply otherwise. Nothing has been measured yet.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jlora.pallas.gpu_prefill import PrefillTiles
 
 @dataclass(frozen=True, slots=True)
 class GpuTiles:
-    """What may be tuned, of every kernel."""
+    """Block sizes of every kernel."""
 
     decode: DecodeTiles = DecodeTiles()
     prefill: PrefillTiles = PrefillTiles()
@@ -29,7 +29,7 @@ class GpuTiles:
 
     @classmethod
     def of(cls, entry: Mapping[str, Mapping[str, Any]]) -> GpuTiles:
-        """From an entry of the table: kernel -> what differs from its defaults."""
+        """From an entry of the table: kernel -> sizes that differ from the defaults."""
         kinds = {"decode": DecodeTiles, "prefill": PrefillTiles, "lora": LoraTiles}
         made = {
             name: kinds[name](**{key: tuple(v) if isinstance(v, list) else v for key, v in sizes.items()})
@@ -42,7 +42,7 @@ DEFAULT = GpuTiles()
 
 
 def key_of(layout: PoolLayout, heads: int) -> str:
-    """A shape's name in the table; `heads` over all shards, as the layout's are."""
+    """A shape's name in the table; `heads` is over all shards."""
     tp = layout.tp
     return f"{heads // tp}/{layout.kv_heads // tp}x{layout.head_dim} B={layout.block_tokens}"
 

@@ -1,15 +1,15 @@
-"""Runs TPU kernels on a CPU: every Pallas call made inside is interpreted, jax's attention kernel too.
+"""Runs TPU kernels on a CPU: interprets every Pallas call made inside, also jax's attention kernel.
 
-jax's kernels have no argument for it, and jax's `ragged_paged_attention` does three things that not
-every interpreter of jax 0.10 to 0.12 can do. They are said here in other words, on the same values, while
-a kernel is interpreted; its copies, semaphores, prefetches, loops and arithmetic stay its own:
+jax's `ragged_paged_attention` has no argument for it, and does three things that not every
+interpreter of jax 0.10 to 0.12 supports. This module replaces them by equivalents. Copies,
+semaphores, prefetches, loops and arithmetic of the kernel stay unchanged.
 
-- it views the pages that it has fetched as rows of 32-bit words: here they are read whole where it loads
-  some, and the view is one of values (the interpreter with TPU semantics knows no reshaped reference);
-- it stores under a mask: here what is there is read, and stored again where the mask is off (the plain
-  interpreter takes no masked store at a fixed row);
-- it hands the sequence and the buffer that are next from one grid step to the next in a prefetched scalar:
-  here in scratch memory that starts as that scalar (the plain interpreter gives each step the first value).
+- The kernel views fetched pages as rows of 32-bit words. Here it reads them whole, and the view is
+  one of values: the interpreter with TPU semantics has no reshaped references.
+- The kernel stores under a mask. Here it reads the old value and stores a merged one: the plain
+  interpreter has no masked store at a fixed row.
+- The kernel passes the next sequence and buffer between grid steps in a prefetched scalar. Here it
+  uses scratch memory: the plain interpreter gives each step the scalar's first value.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel as att
 
 @contextmanager
 def interpreted(mode: Any = True) -> Iterator[None]:
-    """Kernels traced inside run in an interpreter. For tests and miniatures, on one thread.
+    """Runs the kernels that are traced inside in an interpreter. Not thread-safe.
 
     Args:
-        mode: True for the plain interpreter, `pltpu.InterpretParams` for the one with TPU semantics;
-            a call that names one itself keeps it.
+        mode: True for the plain interpreter, `pltpu.InterpretParams` for the one with TPU semantics.
+            A call with an `interpret` argument of its own keeps it.
     """
     call, wait = pl.pallas_call, attention.MultiPageAsyncCopyDescriptor.wait
 
@@ -50,7 +50,7 @@ def interpreted(mode: Any = True) -> Iterator[None]:
         mock.patch.object(pltpu, "store", _store),
     )
     jitted: Any = attention.ragged_paged_attention
-    jitted.clear_cache()  # what was traced in another mode must not be found again
+    jitted.clear_cache()  # it may hold programs that were traced in another mode
     with ExitStack() as stack:
         stack.callback(jitted.clear_cache)
         for patch in patches:
@@ -58,11 +58,11 @@ def interpreted(mode: Any = True) -> Iterator[None]:
         yield
 
 
-HANDED = 3  # of the attention kernel's scalars: the next sequence and buffer
+HANDED = 3  # place of the next sequence and buffer among the attention kernel's scalars
 
 
 def _handing_over(kernel: Any, options: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """The attention kernel with what it hands over in scratch memory, and its options with that memory."""
+    """The attention kernel with the scalar of `HANDED` in scratch memory, and its options with that memory."""
     spec = copy.copy(options["grid_spec"])
     spec.scratch_shapes = (*spec.scratch_shapes, pltpu.SMEM((2,), jnp.int32))
 
@@ -85,7 +85,7 @@ def _same(values: jax.Array) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """A reference seen in another form: as much of a reference's face as the attention kernel looks at."""
+    """A view of a reference, with the part of its interface that the attention kernel uses."""
 
     ref: Any
     view: Callable[[jax.Array], jax.Array] = _same
@@ -98,7 +98,7 @@ class _Rows:
         return _Rows(self.ref, lambda values: self.view(values).reshape(shape))
 
     def bitcast(self, dtype: Any) -> _Rows:
-        """Neighbouring rows [n * r, c] packed into words [n, c], the first in the lowest bits, as in a sublane."""
+        """Packs neighbouring rows [n * r, c] into words [n, c], the first in the lowest bits, as in a sublane."""
         packed = jnp.dtype(dtype).itemsize // self.dtype.itemsize
 
         def words(values: jax.Array) -> jax.Array:

@@ -1,9 +1,9 @@
-"""The ops of a step on one page: what each computes, its shapes, what it may rely on, what it refuses.
+"""The ops of a step: equations, shapes, guarantees and errors.
 
-Every op reads or writes the one pool `[L * P, B, 2K, H]` of `jlora.layout`, of which a step owns
-the only live reference. `jlora.pallas.reference` is the plain-jnp form of each: the specification,
-the CPU path and the oracle of the kernels. `jlora.pallas.dispatch` chooses, once at start, an
-implementation of each for a platform, and puts them into an `Ops`; nothing else asks where it runs.
+Every op reads or writes the pool `[L * P, B, 2K, H]` of `jlora.layout`. A step owns the only live
+reference to it. `jlora.pallas.reference` has each op in plain jnp: the specification, the CPU path
+and the kernels' test oracle. `jlora.pallas.dispatch` chooses an implementation of each op at start
+and puts it into an `Ops`. No other code depends on the platform.
 
     op            equation                                                  bytes it moves
     attention     o = softmax(q Kᵀ / sqrt(H)) V, causal                     every page of the contexts, once
@@ -13,27 +13,26 @@ implementation of each for a platform, and puts them into an `Ops`; nothing else
     write_layers  the same for some layers                                  the blocks, once
     read_blocks   data[b, l] = pool[b + l P]                                the blocks, once
 
-Letters: S rows (a decoding sequence, or a piece of a prompt), C tokens per row, T = S * C,
+Letters: S rows (a decoding sequence, or a part of a prompt), C tokens per row, T = S * C,
 N query heads, K KV heads, G = N / K, H head width, B tokens per block, P pool blocks, L layers,
-W most pages of a sequence, M active blocks at most, a and b the shard's input and output width of
-a projection. Activations have the pool's dtype (float32 or bfloat16), indices are int32, and
-sums are taken in float32. Under tensor parallelism the ops run inside `shard_map`: N, K, a, b are
-the shard's own.
+W most pages of a sequence, M room for active blocks, a and b the shard's input and output width of
+a projection. Activations have the pool's dtype (float32 or bfloat16), indices are int32, and sums
+are float32. Under tensor parallelism the ops run inside `shard_map`, and N, K, a, b are the shard's.
 
-What a caller guarantees, and a kernel may use:
+A caller guarantees:
 
-- rows with tokens come first; padding rows have length 0, their adapter is -1, what comes out for
-  them is finite and means nothing;
-- rows of one sequence follow each other: the next starts where the one before ends, with the same
-  table; only a sequence's last row may be filled in part, and what comes out for the rest of it is
-  finite and means nothing;
-- table entries past the length, and all blocks that no entry names, may hold anything, NaN too;
-  block 0 is zero;
-- a projection's owners ascend, and its active blocks are distinct; unused units of a block are zero.
+- Rows with tokens come first. Padding rows have length 0 and adapter -1. Their results are finite
+  and have no meaning.
+- Rows of one sequence follow each other with the same table, and each starts where the one before
+  ends. Only the last row of a sequence may be partly filled. The results of its unused part are
+  finite and have no meaning.
+- Table entries past the length, and blocks that no entry names, may contain anything, also NaN.
+  Block 0 is zero.
+- A projection's owners ascend and its active blocks are distinct. Unused units of a block are zero.
 
-What an op refuses, it refuses while a program is traced, and never in a step: `dispatch` asks the
-same questions of every shape at start. Values are not looked at. The plain forms refuse nothing; on
-NVIDIA, projections whose units the kernel cannot read go to the plain form.
+An op raises only while a program is traced, never in a step, and never because of values.
+`dispatch` checks every shape at start. The reference raises nothing. On NVIDIA, projections whose
+units the kernel cannot read use the reference.
 
 Source: paged attention, Kwon et al. 2023, section 4; the segmented LoRA product, Chen et al. 2023
 (Punica), section 4; adapters and KV in one pool, Sheng et al. 2023 (S-LoRA), section 5.
@@ -49,21 +48,21 @@ import jax
 
 from jlora.layout import UnitLayout
 
-# A field of a launch's lists: jax.Array in a program; numpy or abstract where cases and compilers ask.
+# A field of a launch's lists: jax.Array in a program, numpy or abstract values elsewhere.
 Array = Any
 
 # Projections that share an input: one launch of `Lora` each.
 GROUPS = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
 
-# Adds a partial product of all shards; None on a single device.
+# Sums a partial product over all shards; None on a single device.
 Psum = Callable[[jax.Array], jax.Array] | None
 
 
 class Pages(NamedTuple):
-    """Where the KV of S rows lies.
+    """Where the KV of S rows is.
 
     Attributes:
-        table: [S, W] block ids; entries past a row's length are never read as valid.
+        table: [S, W] block ids; entries past a row's length are ignored.
         lengths: [S] tokens of context including this launch's; 0 for a padding row.
         starts: [S] position of the row's first token.
     """
@@ -78,7 +77,7 @@ class ActiveBlocks(NamedTuple):
 
     Attributes:
         blocks: [M] block ids.
-        owners: [M] the adapter index each belongs to.
+        owners: [M] the adapter index of each block.
         start, stop: scalar int32.
     """
 
@@ -89,12 +88,12 @@ class ActiveBlocks(NamedTuple):
 
 
 class Adapted(NamedTuple):
-    """A projection on its way to its adapters.
+    """A projection to which adapters are added.
 
     Attributes:
         base: [T, b] this shard's slice of the base product.
-        active: the projection's adapter blocks; every projection of a call has the same lists.
-        unit: how its rank units lie in a block.
+        active: the projection's adapter blocks; all projections of a call share the lists.
+        unit: the layout of its rank units.
     """
 
     base: Array
@@ -134,10 +133,10 @@ class Lora(Protocol):
 
         Args:
             adapters: [T] adapter index of each token, -1 for none.
-            psum: adds the partial x·Aᵀ of all shards, of all projections at once.
+            psum: sums the partial x·Aᵀ of all projections over the shards.
         Returns:
-            Per projection [T, b] in its base's dtype; bit for bit the base where a token has no
-            adapter. Without active blocks nothing is read and nothing is computed.
+            Per projection [T, b] in its base's dtype. A token without an adapter keeps its base
+            bit for bit. Without active blocks the op reads and computes nothing.
         Raises:
             ConfigError: on TPU, not even the smallest tiles of this launch fit the chip's vector memory.
         """
@@ -145,7 +144,7 @@ class Lora(Protocol):
 
 
 class WriteKV(Protocol):
-    """New keys and values into their slots of one layer."""
+    """Writes new keys and values into their slots of one layer."""
 
     def __call__(self, pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Writes k, v [T, K, H] at pool[rows[t], slots[t]], in place when the pool is donated.
@@ -157,7 +156,7 @@ class WriteKV(Protocol):
 
 
 class WriteBlocks(Protocol):
-    """Whole blocks into the pool: a copy from the host arriving."""
+    """Writes whole blocks into the pool, when a copy from the host arrives."""
 
     def __call__(self, pool: jax.Array, ids: jax.Array, data: jax.Array) -> jax.Array:
         """Writes data [n, L, B, 2K, H] into blocks `ids` [n]; ids outside the pool are dropped."""
@@ -165,7 +164,7 @@ class WriteBlocks(Protocol):
 
 
 class WriteLayers(Protocol):
-    """Some layers of blocks into the pool: a streamed copy arriving group by group."""
+    """Writes some layers of blocks into the pool, when a group of a streamed copy arrives."""
 
     def __call__(self, pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Array, layers: int) -> jax.Array:
         """Writes data [n, l, B, 2K, H] into layers first .. first + l - 1 of blocks `ids` [n]."""
@@ -173,7 +172,7 @@ class WriteLayers(Protocol):
 
 
 class ReadBlocks(Protocol):
-    """Whole blocks out of the pool: a copy to the host."""
+    """Reads whole blocks from the pool, for a copy to the host."""
 
     def __call__(self, pool: jax.Array, ids: jax.Array, layers: int) -> jax.Array:
         """Copies of blocks `ids` [n] over all layers: [n, L, B, 2K, H]."""
@@ -182,7 +181,7 @@ class ReadBlocks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Ops:
-    """An implementation of every op: a value chosen once and passed down (see `dispatch.choose`)."""
+    """An implementation of every op, chosen once (see `dispatch.choose`)."""
 
     attention: Attention
     lora: Lora

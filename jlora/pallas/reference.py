@@ -1,16 +1,8 @@
-"""The ops of a step (`jlora.pallas.ops`) in plain jnp: the specification, the CPU path, the kernels' oracle.
+"""The ops of a step in plain jnp: the specification, the CPU path and the kernels' test oracle.
 
-    attention   out = softmax(q Kᵀ / sqrt(H)) V over a sequence's pages, causal inside the chunk
-    lora        y += Σ over active blocks of mask(owner = adapter of token) · (x Aᵀ) B
-    write_kv    the new tokens' keys and values into their slots
-    write_blocks, read_blocks   whole blocks over all layers, for swapping; write_layers: some layers
-
-All read and write the one pool `[L * P, B, 2K, H]` of `jlora.layout`. Loops have dynamic trip
-counts: work and bytes follow the real contexts and the adapters in the batch, so neither needs
-a compiled shape of its own, and a batch without adapters costs nothing.
-
-Letters: S sequences, C tokens of each in this launch, T = S * C, N query heads, K KV heads,
-H head width, B tokens per block, P pool blocks, G = N / K.
+`jlora.pallas.ops` has the equations, shapes and letters. Loops have dynamic trip counts, so the work
+follows the real contexts and the adapters in the batch. Neither needs a compiled shape, and a batch
+without adapters costs nothing.
 """
 
 from __future__ import annotations
@@ -28,30 +20,24 @@ from jlora.layout import UnitLayout
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
-SPAN = 64  # tokens of context per item of decode: long enough for efficient products, short enough to waste little
-CHUNK_SPAN = 128  # the same of prefill, whose products are larger
-NEG = -1e30  # finite, so that a fully masked tile gives zeros and never NaN
+SPAN = 64  # tokens of context per item of decode: efficient products, little waste
+CHUNK_SPAN = 128  # the same for prefill, whose products are larger
+NEG = -1e30  # finite, so that a fully masked tile gives zeros and not NaN
 
 
 def write_kv(pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Writes k, v [T, K, H] into pool[rows[t], slots[t]]; rows outside the pool are dropped."""
+    """See `ops.WriteKV`."""
     kv = jnp.stack([k, v], axis=2).reshape(k.shape[0], -1, k.shape[-1])
     return pool.at[rows, slots].set(kv, mode="drop", unique_indices=True)
 
 
 def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
-    """Paged causal attention of one layer.
+    """See `ops.Attention`. Returns zeros for padding rows.
 
-    Args:
-        q: [S, C, N, H], rotated, unscaled.
-        first_row: the layer's first pool row (l * P).
-    Returns:
-        [S, C, N, H] in q's dtype; zeros for padding rows.
-
-    One online softmax over a work list of (row, span of pages): the spans of all rows are laid end
-    to end and cut into equal tiles, so long contexts cost their own pages and short ones pad by
-    less than a span (measured 3x faster at 128 decoding rows than every row in step). A span is
-    normalised by its own maximum, then merged into its row.
+    One online softmax over a work list of (row, span of pages). The spans of all rows follow each
+    other and are cut into equal tiles, so a row costs its own pages, rounded up to a span: 3x faster
+    at 128 decoding rows than padding every row to the longest. A span is normalised by its own
+    maximum, then merged into its row.
     """
     rows, chunk, heads, width = q.shape
     tokens, kv_heads = pool.shape[1], pool.shape[2] // 2
@@ -77,8 +63,8 @@ def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: 
         held = valid[:, None] & (at < pages.lengths[owner][:, None])
         seen = held[:, None] & (at[:, None] <= last[owner][..., None])
         s = jnp.where(seen[:, None], s, NEG)
-        v = jnp.where(held[:, None, :, None], v, 0)  # a reused block may hold anything: 0 · NaN is NaN
-        own = s.max(-1)  # NEG where the span lies behind the token: then its share is 0
+        v = jnp.where(held[:, None, :, None], v, 0)  # a reused block may hold NaN, and 0 · NaN is NaN
+        own = s.max(-1)  # NEG if the span is after the token: then its share is 0
         p = jnp.exp(s - own[..., None])
         out = jnp.einsum("wkqb,wkbh->wkqh", p.astype(v.dtype), v).astype(jnp.float32)
         target = jnp.where(valid, owner, rows)
@@ -101,10 +87,10 @@ def _tiling(rows: int, chunk: int, tokens: int) -> tuple[int, int]:
 
 
 def _read_pages(pool: jax.Array, ids: jax.Array) -> jax.Array:
-    """Pool rows `ids` [n, j], each row's j pages end to end: [n, j * B, 2K, H].
+    """Pool rows `ids` [n, j], each row's j pages in sequence: [n, j * B, 2K, H].
 
-    One plain copy of whole pages, kept apart from what follows: fused with the split into keys
-    and values XLA copies number by number (measured 1.5x slower on CPU).
+    The barrier keeps this a copy of whole pages. Fused with the split into keys and values, XLA
+    copies number by number, which is 1.5x slower on CPU.
     """
     kv = lax.optimization_barrier(pool.reshape(pool.shape[0], -1)[ids.reshape(-1)])
     return kv.reshape(ids.shape[0], -1, *pool.shape[2:])
@@ -129,16 +115,11 @@ def lora(
     psum: Psum = None,
     token_tile: int | None = None,
 ) -> list[jax.Array]:
-    """Adds the adapters to projections that share an input (q, k, v; gate, up), for T tokens.
+    """See `ops.Lora`. Calls `psum` once per tile of units for all projections.
 
     Args:
-        x: [T, a] this shard's slice of the input.
-        adapters: [T] adapter index of each token, -1 for none.
-        psum: adds the partial x·Aᵀ of all shards; called once per tile for all projections.
-        token_tile: tokens of one product where not all T have one of its adapters: tiles without any cost
-            nothing. None: all T at once, for a device where a turn of a loop costs more than a product.
-    Returns:
-        Per projection [T, b]: its base product with the deltas added, the very same where there are none.
+        token_tile: tokens per product; a tile without one of the adapters is skipped. None takes all
+            T at once, for a device on which a turn of a loop costs more than a product.
     """
     tiles = [max(1, TILE_UNITS // p.unit.per_block) for p in projections]
     size = _tile_size(x.shape[0], token_tile)
@@ -152,7 +133,7 @@ def lora(
         if size == x.shape[0]:
             return whole(outs)
         met = _met(adapters.reshape(-1, size), [owner for _, _, owner in parts])
-        order = jnp.argsort(~met)  # met tiles first
+        order = jnp.argsort(~met)  # tiles to compute first
 
         def turn(k, outs):
             here = functools.partial(lax.dynamic_slice_in_dim, start_index=order[k] * size, slice_size=size)
@@ -166,12 +147,12 @@ def lora(
     return lax.fori_loop(0, functools.reduce(jnp.maximum, trips), body, [p.base for p in projections])
 
 
-# A tile of a projection's blocks: A [n, a], B [n, b], and each unit's owner [n].
+# A tile of a projection's blocks: A [n, a], B [n, b], and the owner of each unit [n].
 _Part = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _deltas(x: jax.Array, parts: Sequence[_Part], adapters: jax.Array, psum: Psum) -> list[jax.Array]:
-    """What one tile of every projection adds to the tokens x [t, a]."""
+    """What one tile of each projection adds to the tokens x [t, a]."""
     h = jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1)
     h = h if psum is None else psum(h)
     ends = np.cumsum([a.shape[0] for a, _, _ in parts])[:-1]
@@ -185,14 +166,14 @@ def _tile_size(tokens: int, most: int | None) -> int:
 
 
 def _met(adapters: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:
-    """Whether a tile of tokens has one whose adapter can be among `owners`, for adapters [tiles, size]: [tiles]."""
+    """[tiles] whether a token of the tile, adapters [tiles, size], may have one of `owners`."""
     low = functools.reduce(jnp.minimum, [jnp.where(o < 0, np.iinfo(np.int32).max, o).min() for o in owners])
     high = functools.reduce(jnp.maximum, [o.max() for o in owners])
     return ((adapters >= low) & (adapters <= high)).any(1)
 
 
 def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i) -> _Part:
-    """The i-th tile of a projection's blocks: A [n, a], B [n, b] and each unit's owner [n]."""
+    """The i-th tile of a projection's blocks."""
     entry = active.start + i * tile + jnp.arange(tile, dtype=jnp.int32)
     at = jnp.minimum(entry, active.blocks.shape[0] - 1)
     owner = jnp.where(entry < active.stop, active.owners[at], -2)  # -2 is no token's adapter
@@ -204,27 +185,27 @@ def _tile(pool, first_row, active: ActiveBlocks, unit: UnitLayout, tile: int, i)
 
 
 def block_rows(ids: jax.Array, layers: int, blocks: int) -> jax.Array:
-    """[n] block ids -> [n * L] pool rows, block-major; ids outside [0, P) stay outside the pool."""
+    """[n] block ids -> [n * L] pool rows, block-major. Ids outside [0, P) give rows outside the pool."""
     rows = ids[:, None] + jnp.arange(layers, dtype=jnp.int32) * blocks
     inside = (ids >= 0) & (ids < blocks)
     return jnp.where(inside[:, None], rows, layers * blocks).reshape(-1)
 
 
 def write_blocks(pool: jax.Array, ids: jax.Array, data: jax.Array) -> jax.Array:
-    """Writes data [n, L, B, 2K, H] into blocks `ids` [n]; ids outside the pool are dropped."""
+    """See `ops.WriteBlocks`."""
     n, layers = data.shape[:2]
     rows = block_rows(ids, layers, pool.shape[0] // layers)
     return pool.at[rows].set(data.reshape(n * layers, *data.shape[2:]), mode="drop")
 
 
 def read_blocks(pool: jax.Array, ids: jax.Array, layers: int) -> jax.Array:
-    """Copies of blocks `ids` [n], over all layers: [n, L, B, 2K, H]."""
+    """See `ops.ReadBlocks`."""
     rows = block_rows(ids, layers, pool.shape[0] // layers)
     return pool[rows].reshape(ids.shape[0], layers, *pool.shape[1:])
 
 
 def write_layers(pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Array, layers: int) -> jax.Array:
-    """Writes data [n, l, B, 2K, H] into l layers of blocks `ids` [n], from layer `first` on."""
+    """See `ops.WriteLayers`."""
     n, count = data.shape[:2]
     blocks = pool.shape[0] // layers
     rows = ids[:, None] + (first + jnp.arange(count, dtype=jnp.int32)) * blocks
@@ -233,7 +214,7 @@ def write_layers(pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Ar
     return pool.at[rows].set(data.reshape(n * count, *data.shape[2:]), mode="drop")
 
 
-# Measured: 64 makes a decode of 128 rows 1.4 times slower, 128 costs it nothing.
+# 64 tokens make a decode of 128 rows 1.4 times slower; 128 tokens do not.
 CPU_TOKENS = 128
 
 XLA = Ops(attention, lora, write_kv, write_blocks, write_layers, read_blocks)

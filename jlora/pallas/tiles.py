@@ -1,11 +1,11 @@
-"""Block sizes of the TPU kernels: a small table per chip and shape, kept as data in `tiles.json`.
+"""Block sizes of the TPU kernels, by chip and shape, from `tiles.json`.
 
     chip = chip_of("TPU v5 lite")
     chip.lora(shape), chip.attention(shape)
 
-`tiles.json` has the chips (how much fast memory), a default for each op, and what
-`jlora bench tune` measured, by chip and shape. What is looked up is then made to fit: when its
-windows and buffers pass the chip's vector memory, tiles are halved until they do.
+`tiles.json` holds the chips' fast memories, a default for each op, and the sizes that
+`jlora bench tune` measured by chip and shape. A lookup halves the sizes until the kernel's windows
+and buffers fit the chip's vector memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from typing import Any
 from jlora.errors import ConfigError
 
 LANES, SUBLANES = 128, 16
-BUDGET = 0.75  # of the vector memory for windows and buffers; the compiler needs the rest
-SMALLEST = 16  # tokens and units of a tile
+BUDGET = 0.75  # share of the vector memory for windows and buffers; the compiler needs the rest
+SMALLEST = 16  # fewest tokens and units of a tile
 
 
 @dataclass(frozen=True, slots=True)
 class LoraTiles:
-    """Most tokens of a tile and of one product, rank units of a tile, memory limit."""
+    """Most tokens of a tile (`tokens`) and of one product (`rows`), rank units of a tile, memory limit."""
 
     tokens: int
     rows: int
@@ -45,12 +45,12 @@ class AttentionTiles:
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """What a launch of the LoRA kernel looks like.
+    """Shape of a launch of the LoRA kernel.
 
     Attributes:
         tokens: T.
-        a: input width; outputs: each projection's output width; slots: each one's slots per unit.
-        per_block: each one's units per block.
+        a: input width; outputs: output width of each projection.
+        slots, per_block: slots per unit and units per block, of each projection.
         slot_bytes, itemsize: of the pool.
     """
 
@@ -64,7 +64,7 @@ class LoraShape:
 
     @property
     def key(self) -> str:
-        """The shape's name in the table; launches of nearly as many tokens share one."""
+        """The shape's name in the table, with T rounded up to a power of two."""
         outputs = "+".join(map(str, self.outputs))
         return f"lora {self.a}>{outputs} slot={self.slot_bytes} T<={_power(self.tokens)}"
 
@@ -85,7 +85,7 @@ class LoraShape:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """What a launch of attention looks like; heads are the shard's own."""
+    """Shape of a launch of attention; heads are the shard's."""
 
     tokens: int
     chunk: int
@@ -107,13 +107,13 @@ class AttentionShape:
         kv = 2 * tiles.kv_tokens * 2 * self.kv_heads * self.head_dim * self.itemsize
         queries = _up(min(tiles.queries, self.tokens), 8) * self.heads
         state = queries * 4 * (2 * LANES + self.head_dim)
-        scores = 3 * queries // self.kv_heads * tiles.kv_tokens * 4  # of one head at a time
+        scores = 3 * queries // self.kv_heads * tiles.kv_tokens * 4  # one head at a time
         return kv + state + scores + 4 * queries * self.head_dim * self.itemsize
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One kind of accelerator: its fast memories in bytes, and its block sizes."""
+    """One kind of accelerator: fast memories in bytes, and block sizes."""
 
     name: str
     vmem_bytes: int
@@ -125,7 +125,7 @@ class Chip:
         """Tiles for a launch.
 
         Raises:
-            ConfigError: not even the smallest tiles fit the chip's vector memory.
+            ConfigError: the smallest tiles do not fit the chip's vector memory.
         """
         tiles = LoraTiles(**self._entry("lora", shape.key), vmem_bytes=self._limit)
         while shape.vmem(tiles) > BUDGET * self.vmem_bytes:
@@ -140,7 +140,7 @@ class Chip:
         return tiles
 
     def attention(self, shape: AttentionShape) -> AttentionTiles:
-        """Tiles for a launch; raises ConfigError as `lora` does."""
+        """Tiles for a launch. Raises ConfigError like `lora`."""
         form = "decode" if shape.chunk == 1 else "prefill"
         tiles = AttentionTiles(**self._entry(form, shape.key), vmem_bytes=self._limit)
         while shape.vmem(tiles) > BUDGET * self.vmem_bytes:
@@ -167,7 +167,7 @@ class Chip:
 
 
 def chip_of(kind: str) -> Chip | None:
-    """The chip with this `device_kind`; None for one that the table does not know."""
+    """The chip with this `device_kind`, None if the table does not have it."""
     table = load()
     for name, chip in table["chips"].items():
         if kind == name or kind in chip["also"]:
@@ -178,7 +178,7 @@ def chip_of(kind: str) -> Chip | None:
 
 @functools.lru_cache(maxsize=1)
 def load() -> Mapping[str, Any]:
-    """`tiles.json` as it is."""
+    """The content of `tiles.json`."""
     return json.loads((files("jlora.pallas") / "tiles.json").read_text())
 
 

@@ -1,13 +1,13 @@
-"""Attention on TPU: the ragged paged attention kernel that comes with jax, over the unified pool.
+"""Attention on TPU: jax's ragged paged attention kernel over the pool.
 
 `jax.experimental.pallas.ops.tpu.ragged_paged_attention` reads pages `[pages, B, 2K, H]`, keys even
-and values odd: the pool as it is. It touches only pages that its table names, so adapters in the
-same array are invisible to it. It takes ragged sequences; here rows become sequences:
+and values odd, which is the pool's layout. It reads only pages of its table, so it ignores adapters
+in the same array. It takes ragged sequences, and rows become sequences as follows:
 
-- decode: a row is a sequence of one query;
-- prompts: rows that continue each other are one sequence, so that a query tile may span them. What
-  padding is left behind a prompt's last row becomes a short sequence of its own on the zero block:
-  real queries never meet keys that nobody wrote.
+- Decode: a row is a sequence of one query.
+- Prompts: rows that continue each other are one sequence, so that a query tile may span them. The
+  padding behind a prompt's last row becomes a short sequence on the zero block, so that real queries
+  never meet keys that nobody wrote.
 
 Source: Kwon et al. 2023 (paged attention); the kernel's own documentation in jax.
 """
@@ -26,13 +26,13 @@ from jlora.pallas.tiles import AttentionShape, Chip
 
 
 class Sequences(NamedTuple):
-    """Ragged sequences in the kernel's terms.
+    """Ragged sequences as the kernel takes them.
 
     Attributes:
-        kv_lens: [Z] context of each, at least 1.
+        kv_lens: [Z] context lengths, at least 1.
         table: [Z, W] block ids.
-        cu_q_lens: [Z + 1] where each one's queries start among the T tokens.
-        count: [1] how many of the Z there are, at least 1.
+        cu_q_lens: [Z + 1] first query of each sequence among the T tokens.
+        count: [1] number of sequences, at least 1.
     """
 
     kv_lens: jax.Array
@@ -48,7 +48,7 @@ class TpuAttention:
     chip: Chip
 
     def __call__(self, q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: Pages) -> jax.Array:
-        """See `ops.Attention`; raises ConfigError where not even the smallest tiles fit the chip."""
+        """See `ops.Attention`."""
         rows, chunk, heads, width = q.shape
         block, kv_heads = pool.shape[1], pool.shape[2] // 2
         shape = AttentionShape(rows * chunk, chunk, heads, kv_heads, width, block, q.dtype.itemsize)
@@ -66,13 +66,13 @@ class TpuAttention:
             num_queries_per_block=min(tiles.queries, rows * chunk),
             vmem_limit_bytes=tiles.vmem_bytes,
         )
-        # Nothing is written for queries that no sequence has: what lies there may be NaN.
+        # The kernel does not write queries that no sequence has: memory there may hold NaN.
         valid = (pages.lengths > 0)[:, None, None, None]
         return jnp.where(valid, out.reshape(q.shape), jnp.zeros_like(q))
 
 
 def sequences(pages: Pages, chunk: int) -> Sequences:
-    """Rows as sequences (see the top); Z = S for decode and 2S for prompts."""
+    """Rows as sequences (see the module); Z = S for decode and 2S for prompts."""
     lengths = pages.lengths
     if chunk == 1:
         count = jnp.maximum((lengths > 0).sum(dtype=jnp.int32), 1)
@@ -84,7 +84,7 @@ def sequences(pages: Pages, chunk: int) -> Sequences:
     same = (pages.table == pages.table[before]).all(1) & (pages.starts == lengths[before])
     continues = (row > 0) & (filled > 0) & (filled[before] == chunk) & same
     last = (filled > 0) & ~jnp.append(continues[1:], False)
-    # A last row is a sequence's end, and with padding behind it also the end of a short one.
+    # A last row ends a sequence, and with padding behind it also a short one.
     made = last * (1 + (filled < chunk)).astype(jnp.int32)
     ends = jnp.cumsum(made, dtype=jnp.int32)
     item = jnp.arange(2 * lengths.shape[0], dtype=jnp.int32)
@@ -98,6 +98,6 @@ def sequences(pages: Pages, chunk: int) -> Sequences:
 
 
 def smem_bytes(rows: int, chunk: int, width: int) -> int:
-    """Scalar memory that a launch's tables need: they are padded to 128 columns."""
+    """Bytes of scalar memory for a launch's tables, which are padded to 128 columns."""
     made = rows if chunk == 1 else 2 * rows
     return 4 * made * (-(-width // 128) * 128 + 3)

@@ -1,12 +1,12 @@
-"""How tiles of adapter blocks come from the pool into a TPU's vector memory, and how they are read there.
+"""Copies tiles of adapter blocks from the pool into a TPU's vector memory, and reads them there.
 
-    Tile      which slots of each rank unit a kernel fetches, and how they lie side by side
-    Products  which rows of a token tile are multiplied in one go
-    Feed      starts the copies of a tile, waits for them, names each unit's owner, gives rows of all
-              units, and says which products meet them
+    Tile      the slots of each rank unit that a kernel fetches, and their layout
+    Products  the rows of a token tile that one product takes
+    Feed      starts and awaits a tile's copies; gives rows of all units, their owners, and the
+              products that use them
 
-A unit is rows of 128 numbers. bfloat16 rows lie in pairs in a 32-bit sublane, so everything here
-counts 32-bit rows: one of them is 128 numbers in float32 and 256 in bfloat16.
+A unit is rows of 128 numbers. A 32-bit sublane holds a pair of bfloat16 rows, so everything here
+counts 32-bit rows: 128 numbers in float32, 256 in bfloat16.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from jax.experimental.pallas import tpu as pltpu
 from jlora.layout import UnitLayout
 
 LANES, SUBLANES = 128, 8
-NOBODY = -2  # no token's adapter; -1 is the base
+NOBODY = -2  # owner of an unused unit; -1 is the base
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """How a tile of one projection's units lies in fast memory: `slots` of each unit, from `first` on.
+    """Layout of a tile of one projection's units in vector memory: `slots` of each unit, from `first` on.
 
     Attributes:
         slot_rows: rows of 128 numbers in a slot (2K).
         blocks: pool blocks of a full tile.
-        units: units that the arithmetic sees; those behind the last fetched one are masked.
+        units: units in the arithmetic; those behind the last fetched one are masked.
         packing: rows in one 32-bit sublane.
     """
 
@@ -48,35 +48,35 @@ class Tile:
 
     @classmethod
     def of(cls, unit: UnitLayout, pool: Any, units: int, first: int, slots: int) -> Tile:
-        """A tile of about `units` units: as many whole blocks as fit, at least one."""
+        """A tile of about `units` units, in whole blocks, at least one."""
         blocks = max(1, units // unit.per_block)
         room = cdiv(max(units, unit.per_block), 8) * 8
         return cls(unit, pool.shape[2], first, slots, blocks, room, 4 // pool.dtype.itemsize)
 
     @property
     def step(self) -> int:
-        """Numbers of a unit that one load brings."""
+        """Numbers of a unit per load."""
         return LANES * self.packing
 
     @property
     def stride(self) -> int:
-        """32-bit rows from a unit to the next."""
+        """32-bit rows from one unit to the next."""
         return self.slots * self.slot_rows // self.packing
 
     def buffer(self, copies: int, dtype: Any) -> Any:
-        """Scratch memory for some tiles, and room behind them for the last aligned window of rows."""
+        """Scratch memory for `copies` tiles, with room for the last aligned window of rows."""
         room = cdiv(2 * SUBLANES * self.packing, self.slot_rows)
         return pltpu.VMEM((copies, self.units * self.slots + room, self.slot_rows, LANES), dtype)
 
 
 class Lists(NamedTuple):
-    """A launch's entries in scalar memory.
+    """A launch's lists in scalar memory.
 
     Attributes:
-        spans: [token tiles * P * 2] each token tile's entries start .. stop - 1 of each projection.
+        spans: [token tiles * P * 2] entries start .. stop - 1 of each token tile and projection.
         met: [products * P * 2] the same for the rows of each product.
         blocks, owners: [M].
-        place: [2] the layer's first pool row; the turn (of the two-kernel form).
+        place: [2] the layer's first pool row; the turn (two-kernel form only).
     """
 
     spans: Any
@@ -87,7 +87,7 @@ class Lists(NamedTuple):
 
 
 class Products(NamedTuple):
-    """How a token tile is cut: tokens per product, the first one's place in `Lists.met`, and from it to the next."""
+    """The products of a token tile: tokens per product, place of the first in `Lists.met`, and stride."""
 
     rows: int
     first: Any
@@ -96,12 +96,12 @@ class Products(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Feed:
-    """Brings one projection's tiles from the pool, into its buffers in turn.
+    """Copies one projection's tiles from the pool into its buffers in turn.
 
     Attributes:
-        start, stop: this token tile's entries in the lists; cut: how its tokens are cut.
-        pool: the whole pool, in slow memory; arrived: a semaphore for each buffer.
-        views: the buffers can be seen in another shape, which the TPU-semantics interpreter cannot do.
+        start, stop: this token tile's entries in the lists; cut: its products.
+        pool: the whole pool, in HBM; arrived: a semaphore per buffer.
+        views: buffers can be reshaped, which the interpreter with TPU semantics cannot do.
     """
 
     tile: Tile
@@ -116,11 +116,11 @@ class Feed:
 
     @property
     def turns(self) -> Any:
-        """Tiles of blocks to go through."""
+        """Number of tiles of blocks."""
         return lax.div(self.stop - self.start + (self.tile.blocks - 1), jnp.int32(self.tile.blocks))
 
     def count(self, turn: Any) -> Any:
-        """Blocks of a tile: `tile.blocks`, fewer in the last, none behind it."""
+        """Blocks of a tile: `tile.blocks`, fewer in the last tile, 0 behind it."""
         return jnp.clip(self.stop - self.start - turn * self.tile.blocks, 0, self.tile.blocks)
 
     def fetch(self, turn: Any) -> None:
@@ -128,11 +128,11 @@ class Feed:
         self._each(turn, lambda copy: copy.start())
 
     def wait(self, turn: Any) -> None:
-        """Until they have come."""
+        """Waits for these copies."""
         self._each(turn, lambda copy: copy.wait())
 
     def products(self, turn: Any, tokens: int, product: Callable[[Any], None]) -> None:
-        """Calls `product` with every run of rows, of a token tile's `tokens`, that has one of a tile's adapters."""
+        """Calls `product` with every run of rows of the token tile that has one of the tile's adapters."""
         first = self.start + turn * self.tile.blocks
         stop = first + self.count(turn)
         whole = tokens == self.cut.rows
@@ -150,7 +150,7 @@ class Feed:
     def rows(self, turn: Any, window: Any, at: int) -> jax.Array:
         """32-bit row `window` + `at` of every unit of a tile: [units, 128].
 
-        `window` may be traced and is a multiple of 8: the compiler wants to know where tiles begin.
+        `window` may be traced and is a multiple of 8, because the compiler must know where tiles begin.
         """
         tile, count = self.tile, self.buffers.shape[1] * self.tile.slot_rows // self.tile.packing
         size = (tile.units - 1) * tile.stride + 2 * SUBLANES
@@ -178,7 +178,7 @@ class Feed:
     def _each(self, turn: Any, act: Callable[[Any], None]) -> None:
         unit, slots = self.tile.unit, self.tile.slots
         buffer, arrived = self.buffers.at[self._buffer(turn)], self.arrived.at[self._buffer(turn)]
-        # Whole units of a block lie end to end: one copy. A part of each: a copy per unit.
+        # Whole units of a block are contiguous: one copy. Parts of units: a copy per unit.
         pieces, size = (1, unit.per_block * slots) if slots == unit.slots else (unit.per_block, slots)
 
         def block(e: Any, _: None) -> None:
@@ -200,7 +200,7 @@ def _words(buffer: jax.Array, tile: Tile) -> jax.Array:
 
 
 def numbers(words: jax.Array, valid: jax.Array | None = None) -> jax.Array:
-    """32-bit rows as numbers [units, step]; zero where not valid."""
+    """32-bit rows as numbers [units, step]; zeros if not valid."""
     if valid is not None:
         words = jnp.where(valid, words, jnp.zeros_like(words))
     if words.dtype == jnp.float32:

@@ -1,31 +1,33 @@
-"""LoRA on TPU (Mosaic): adapters are read where they lie, in the pool.
+"""LoRA on TPU (Mosaic), with adapters read in place in the pool.
 
-A grid step owns a tile of tokens and walks the active blocks of its tokens' adapters, a tile of
-rank units at a time. The block ids and owners are in scalar memory before the kernel starts, so a
-tile's blocks are fetched by plain copies, one per block, while the tile before it is computed, for
-those runs of `LoraTiles.rows` tokens that have one of its adapters:
+A grid step owns a tile of tokens and goes through the active blocks of its tokens' adapters, a tile
+of rank units at a time. The block ids and owners are in scalar memory before the kernel starts. So
+it fetches a tile's blocks by plain copies, one per block, while it computes the tile before. It
+computes only those runs of `LoraTiles.rows` tokens that have one of the tile's adapters:
 
-    h = x Aᵀ            [rows, units]     the matrix unit, over 128-wide pieces of x
+    h = x Aᵀ            [rows, units]     matrix unit, over 128-wide pieces of x
     h = 0 where a unit's owner is not the token's adapter
     y = y + h B         [rows, b]         added in place to the base product
 
-A unit is rows of 128 numbers in its slots: A's pieces, then B's. Piece c of every unit is one
-strided load. bfloat16 rows lie in pairs in a 32-bit sublane, so two pieces come at once and are
-told apart by their bits.
+A unit is rows of 128 numbers in its slots: pieces of A, then of B. Piece c of every unit is one
+strided load. A 32-bit sublane holds a pair of bfloat16 rows, so one load brings two pieces.
 
-Work and bytes follow the active blocks: the number of turns is read from the list, several
-adapters share a tile whatever their ranks, a token tile visits only blocks whose owners can be
-among its tokens, a run of tokens without any of a tile's adapters (the base, or what lies before
-an activated LoRA's invocation) is not multiplied, and a launch without active blocks does not run
-at all. With at most `LoraTiles.tokens` tokens every block is read exactly once; a longer prompt
-reads its own adapters' blocks once per token tile.
+Work follows the active blocks:
 
-On several devices x Aᵀ has to be added up over the shards between the two products. There the
-kernel comes in two halves with the sum between them; the first fetches only the slots with A, the
-second those with B. A turn takes a tile of every projection, and costs one small all-reduce.
+- The lists give the number of turns. Adapters of different ranks share a tile.
+- A token tile visits only blocks whose owners can be among its tokens.
+- A run of tokens without any of a tile's adapters is not multiplied.
+- A launch without active blocks does not run.
 
-Source of the computation: Punica (Chen et al. 2023, section 4) and S-LoRA (Sheng et al. 2023,
-section 5); here with one pool, no gathered copies, and no padding to the largest rank.
+With at most `LoraTiles.tokens` tokens every block is read once. A longer prompt reads its own
+adapters' blocks once per token tile.
+
+On several devices x Aᵀ is summed over the shards between the two products. There the kernel has two
+halves with the sum between them. The first fetches only the slots with A, the second those with B. A
+turn takes a tile of every projection and costs one small all-reduce.
+
+Source: Punica (Chen et al. 2023, section 4) and S-LoRA (Sheng et al. 2023, section 5); here with one
+pool, without gathered copies and without padding to the largest rank.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from jlora.pallas.tpu_feed import LANES, NOBODY, SUBLANES, Feed, Lists, Products
 
 
 def _shrink(feed: Feed, turn: Any, x: Any, rows: Any) -> jax.Array:
-    """x Aᵀ for some rows and a tile: [rows, units] float32; units that were not fetched give anything."""
+    """x Aᵀ for some rows and a tile: [rows, units] float32. Units that were not fetched have any value."""
     step = feed.tile.step
 
     def piece(h: jax.Array, words: jax.Array, at: Any, size: int) -> jax.Array:
@@ -62,7 +64,7 @@ def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any, rows: Any) -> None:
     tile = feed.tile
     first = (tile.unit.b_start - tile.first * tile.slot_rows * LANES) // tile.step  # B's row in the fetched part
     fetched = feed.count(turn) * tile.unit.per_block
-    # Fast memory that nothing was copied to may hold NaN, and 0 · NaN is NaN.
+    # Vector memory without a copy may hold NaN, and 0 · NaN is NaN.
     valid = lax.broadcasted_iota(jnp.int32, (tile.units, LANES), 0) < fetched
     h = h.astype(out.dtype)
 
@@ -75,10 +77,10 @@ def _expand(feed: Feed, turn: Any, h: jax.Array, out: Any, rows: Any) -> None:
 
 
 def _pieces(feed: Feed, turn: Any, part: tuple[int, int, int], piece: Callable[..., Any], carry: Any) -> Any:
-    """Goes through `part` (first 32-bit row in the unit, numbers, numbers per row) of a tile's units.
+    """Folds `piece` over `part` (first 32-bit row in the unit, numbers, numbers per row) of a tile's units.
 
-    Eight rows at a time in a loop, so that the compiled kernel stays small; the rest is written
-    out. `piece(carry, words [units, 128], first number, how many)` gives the next carry.
+    A loop takes eight rows at a time, so that the compiled kernel stays small; the rest is unrolled.
+    `piece(carry, words [units, 128], first number, count)` gives the next carry.
     """
     first, numbers, step = part
     near, over = divmod(first, SUBLANES)
@@ -111,7 +113,7 @@ def _fused(plan: Plan, *refs: Any) -> None:
     """Both products of every projection, for one tile of tokens."""
     lists, (adapters, x, pool), bases, outs, buffers, (arrived,) = plan.split(refs, plan.count, plan.count, plan.count)
     feeds = plan.feeds(lists, pool, buffers, arrived)
-    for feed in feeds:  # every projection's first tile is on its way before anything is computed
+    for feed in feeds:  # start the first tile of every projection before computing anything
         feed.fetch(jnp.int32(0))
     for feed, base, out in zip(feeds, bases, outs, strict=True):
         out[...] = base[...]
@@ -143,7 +145,7 @@ def _first_half(plan: Plan, *refs: Any) -> None:
         held = feed.owners(turn) != NOBODY
 
         def product(rows: Any, feed: Feed = feed, out: Any = out, held: Any = held) -> None:
-            # Masked, so that what the shards add up is finite whatever the memory held.
+            # Masked, so that the sum over shards is finite whatever the memory held.
             out[rows, :] = jnp.where(held, _shrink(feed, turn, x, rows), 0.0)
 
         feed.products(turn, plan.tokens, product)
@@ -170,7 +172,7 @@ def _second_half(plan: Plan, *refs: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One kernel of a launch: its tiles, and how its references are ordered.
+    """One kernel of a launch: its tiles, and the order of its references.
 
     Attributes:
         tokens, rows: of a grid step, and of one product.
@@ -189,7 +191,7 @@ class Plan:
         return len(self.tiles)
 
     def split(self, refs: Sequence[Any], *sizes: int) -> tuple[Any, ...]:
-        """Lists, the three inputs, then groups of `sizes`, then the rest."""
+        """Splits references into lists, the three inputs, groups of `sizes`, and the rest."""
         lists = len(Lists._fields)
         at = lists + 3
         parts: list[Any] = [Lists(*refs[:lists]), refs[lists:at]]
@@ -199,7 +201,7 @@ class Plan:
         return (*parts, refs[at:])
 
     def feeds(self, lists: Lists, pool: Any, buffers: Sequence[Any], arrived: Any) -> list[Feed]:
-        """Every projection's."""
+        """The feed of every projection."""
         step = pl.program_id(0)
         views = isinstance(self.interpret, bool)
 
@@ -212,7 +214,7 @@ class Plan:
         return [feed(i, tile, buffer) for i, (tile, buffer) in enumerate(zip(self.tiles, buffers, strict=True))]
 
     def call(self, kernel: Any, lists: Lists, inputs: Sequence[jax.Array], bases: Any, outs: Any) -> list[jax.Array]:
-        """Launches `kernel` over the token tiles; `bases` become the outputs in place where given."""
+        """Launches `kernel` over the token tiles; `bases` become the outputs in place."""
 
         def rows(width: int) -> pl.BlockSpec:
             return pl.BlockSpec((self.tokens, width), lambda i, *_: (i, 0))
@@ -260,7 +262,7 @@ class TpuLora:
         adapters: jax.Array,
         psum: Psum = None,
     ) -> list[jax.Array]:
-        """See `ops.Lora`; raises ConfigError where not even the smallest tiles fit the chip."""
+        """See `ops.Lora`."""
         launch = Launch.of(self, x, pool, projections, adapters)
         first = jnp.asarray(first_row, jnp.int32)
         bases = [p.base for p in projections]
@@ -277,7 +279,7 @@ class TpuLora:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """What the kernels of a launch share."""
+    """Values that the kernels of a launch share."""
 
     projections: tuple[Adapted, ...]
     adapters: jax.Array
@@ -293,13 +295,13 @@ class Launch:
     def of(
         cls, op: TpuLora, x: jax.Array, pool: jax.Array, projections: Sequence[Adapted], adapters: jax.Array
     ) -> Launch:
-        """Looks up the tiles, and the entries of each token tile and of each product's rows."""
+        """Looks up the tile sizes, and finds the entries of each token tile and product."""
         size = pool.dtype.itemsize
         units = [p.unit for p in projections]
         outputs, slots, per_block = (tuple(getattr(u, name) for u in units) for name in ("b", "slots", "per_block"))
         shape = LoraShape(x.shape[0], x.shape[1], outputs, slots, per_block, pool.shape[2] * pool.shape[3] * size, size)
         tiles = op.chip.lora(shape)
-        even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # tiles of one size, not a full one and a rest
+        even = cdiv(x.shape[0], cdiv(x.shape[0], tiles.tokens))  # equal tiles, instead of full ones and a rest
         align = tiles.rows if even > tiles.rows else SMALLEST
         tokens = x.shape[0] if x.shape[0] <= tiles.tokens else min(tiles.tokens, cdiv(even, align) * align)
         rows = product_rows(tokens, tiles.rows)
@@ -315,7 +317,7 @@ class Launch:
         return Plan(made, self.tokens, self.rows, self.tiles, buffers, self.interpret)
 
     def lists(self, first: jax.Array, turn: jax.Array | int) -> Lists:
-        """What goes to scalar memory; `first` is the layer's first pool row."""
+        """The lists for scalar memory; `first` is the layer's first pool row."""
         active = self.projections[0].active
         place = jnp.stack([first, jnp.asarray(turn, jnp.int32)])
         return Lists(self.spans.reshape(-1), self.met.reshape(-1), active.blocks, active.owners, place)
@@ -326,7 +328,7 @@ class Launch:
 
 
 def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psum: Any) -> list[jax.Array]:
-    """The two-kernel form: a sum over the shards between the products, once per turn."""
+    """The two-kernel form, with a sum over the shards between the products, once per turn."""
     size = pool.shape[2] * pool.shape[3]
     units = [p.unit for p in launch.projections]
     a_part = launch.plan([(0, cdiv(u.a, size)) for u in units], 1)
@@ -344,7 +346,7 @@ def _summed(launch: Launch, first: jax.Array, x: jax.Array, pool: jax.Array, psu
 
 
 def product_rows(tokens: int, most: int) -> int:
-    """Rows of one product: a tile's tokens in equal parts of up to `most`, all of them where none is near it."""
+    """Rows of one product: a tile's tokens in equal parts of `most` / 2 to `most`, or all of them."""
     parts = (n for n in range(most, most // 2 - 1, -1) if tokens % n == 0 and n % SMALLEST == 0)
     return tokens if tokens <= most else next(parts, tokens)
 
@@ -354,8 +356,8 @@ def entry_spans(
 ) -> jax.Array:
     """[token tiles, P, 2]: the entries whose owners can be among a token tile's adapters.
 
-    A launch holds its sequences one after the other and owners ascend, so a tile's adapters are
-    few and their entries lie together.
+    Sequences of a launch follow each other and owners ascend, so a tile's adapters are few and
+    their entries are contiguous.
     """
     ends = jnp.stack([jnp.stack([p.active.start, p.active.stop]) for p in projections])
     tiles = cdiv(padded_to or adapters.shape[0], tokens)
@@ -368,12 +370,12 @@ def entry_spans(
     entry = jnp.arange(owners.shape[0], dtype=jnp.int32)
 
     def below(limit: jax.Array) -> jax.Array:
-        """[tiles, P] how many of a projection's owners are smaller than `limit` [tiles]."""
+        """[tiles, P] number of a projection's owners smaller than `limit` [tiles]."""
         small = owners < limit[:, None, None]
         inside = (entry >= ends[:, :1]) & (entry < ends[:, 1:])
         return (small & inside).sum(-1, dtype=jnp.int32)
 
     start = ends[:, 0] + below(first)
     stop = ends[:, 0] + below(last + 1)
-    # A tile of the base alone: first and last are -1, nothing is below 0.
+    # For a tile of the base alone, first and last are -1, and no owner is below 0.
     return jnp.stack([start, stop], axis=-1)

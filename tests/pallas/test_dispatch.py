@@ -121,7 +121,7 @@ def test_xla_is_taken_where_it_is_asked_for():
     [
         (site("tpu", "TPU v5 lite", replace(cases.TINY64, dtype="bfloat16")), "head_dim = 64"),
         (site("tpu", "TPU7x"), "does not know the chip 'TPU7x'"),
-        (site("tpu", "TPU v5 lite", blocks=10**6), "pass the scalar memory"),
+        (site("tpu", "TPU v5 lite", blocks=10**6), "exceed the scalar memory"),
         (site("rocm", "MI300"), "no kernels for rocm"),
         (site("cpu", "cpu"), "on a CPU"),
     ],
