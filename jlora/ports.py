@@ -6,6 +6,7 @@ passes its own: a virtual clock, a disk that fails, threads that run in a chosen
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
@@ -54,6 +55,22 @@ class Threads(Protocol):
         ...
 
 
+class Garbage(Protocol):
+    """When Python collects garbage. The engine's thread calls every method."""
+
+    def begin(self) -> None:
+        """Everything is loaded."""
+        ...
+
+    def after_step(self) -> None:
+        """The engine is between two steps."""
+        ...
+
+    def idle(self) -> None:
+        """The engine has nothing to do."""
+        ...
+
+
 class DiskFiles:
     """The machine's own files."""
 
@@ -85,6 +102,54 @@ class OsThreads:
         return ThreadPoolExecutor(size, thread_name_prefix=name)
 
 
+class PythonGarbage:
+    """Leaves garbage to Python: right for a notebook, whose process is its user's."""
+
+    def begin(self) -> None:
+        """Does nothing."""
+
+    def after_step(self) -> None:
+        """Does nothing."""
+
+    def idle(self) -> None:
+        """Does nothing."""
+
+
+class ServerGarbage:
+    """Keeps full collections off the steps: a big dependency tree makes one last a large part of a second.
+
+    The loaded program is frozen. Python collects young objects as always, and old ones only when the
+    engine is idle, at most every `IDLE_S`, or after `BUSY_S` without such a pause.
+    """
+
+    IDLE_S, BUSY_S = 10.0, 900.0
+    NEVER = 1_000_000  # young collections before Python would start a full one by itself
+
+    def __init__(self, clock: Clock = time.monotonic):
+        self._clock = clock
+        self._collected = clock()
+
+    def begin(self) -> None:
+        """Freezes what is there."""
+        gc.collect()
+        gc.freeze()
+        young, middle, _ = gc.get_threshold()
+        gc.set_threshold(young, middle, self.NEVER)
+
+    def after_step(self) -> None:
+        """Collects if the engine has not been idle for `BUSY_S`."""
+        self._collect_after(self.BUSY_S)
+
+    def idle(self) -> None:
+        """Collects if the last time was `IDLE_S` ago."""
+        self._collect_after(self.IDLE_S)
+
+    def _collect_after(self, seconds: float) -> None:
+        if self._clock() - self._collected >= seconds:
+            gc.collect()
+            self._collected = self._clock()
+
+
 @dataclass(frozen=True, slots=True)
 class System:
     """The machine as one record. `random` draws the seeds of requests that name none."""
@@ -93,3 +158,4 @@ class System:
     files: Files = field(default_factory=DiskFiles)
     threads: Threads = field(default_factory=OsThreads)
     random: random.Random = field(default_factory=random.Random)
+    garbage: Garbage = field(default_factory=PythonGarbage)

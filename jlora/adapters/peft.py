@@ -29,6 +29,7 @@ from jlora.adapters.adapter import Adapter
 from jlora.errors import DataLoss, InvalidArgument, NotFound
 from jlora.model.hf_names import MODULES
 from jlora.model.spec import ModelSpec
+from jlora.ports import DiskFiles, Files
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +53,9 @@ class _Pair(NamedTuple):
     b: str | None = None
 
 
-def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Collection[str] = ()) -> Adapter:
+def read_peft(
+    path: str | Path, spec: ModelSpec, max_rank: int, base_names: Collection[str] = (), files: Files | None = None
+) -> Adapter:
     """Reads and checks the adapter in directory `path` for the base model `spec`.
 
     Args:
@@ -64,9 +67,9 @@ def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Coll
         DataLoss: a file is damaged, or a weight is not finite.
     """
     label = os.path.basename(os.path.abspath(path))
-    directory = Path(path)
-    _refuse_pickles(directory, label)
-    config_bytes = _read(directory / CONFIG, label, _CONFIG_LIMIT)
+    directory, files = str(path), files or DiskFiles()
+    _refuse_pickles(files, directory, label)
+    config_bytes = _read(files, directory, f"{label}/{CONFIG}", _CONFIG_LIMIT)
     config = peft_config.parse(config_bytes, spec, f"{label}/{CONFIG}")
     modules = peft_config.target_modules(config, spec, f"{label}/{CONFIG}")
     for module in modules:
@@ -75,7 +78,7 @@ def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Coll
                 f"{label}/{CONFIG}: r = {config.rank(module)} for {module}: "
                 f"must be at most {max_rank} (adapters.max_rank)"
             )
-    data = _read(directory / WEIGHTS, label, _expected_bytes(config, modules, spec) + _SLACK)
+    data = _read(files, directory, f"{label}/{WEIGHTS}", _expected_bytes(config, modules, spec) + _SLACK)
     tensors = _tensors(data, f"{label}/{WEIGHTS}")
     weights = _weights(tensors, config, modules, spec, f"{label}/{WEIGHTS}")
     _warn_of_another_base(config.base, base_names, label)
@@ -92,10 +95,10 @@ def read_peft(path: str | Path, spec: ModelSpec, max_rank: int, base_names: Coll
     )
 
 
-def _refuse_pickles(directory: Path, label: str) -> None:
+def _refuse_pickles(files: Files, directory: str, label: str) -> None:
     """Refuses pickled weights, which could run code, even beside a safetensors file."""
     try:
-        names = sorted(os.listdir(directory))
+        names = files.names(directory)
     except (OSError, ValueError) as e:  # ValueError: a NUL in the path
         raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
     pickles = [n for n in names if n.endswith(PICKLES) and (n.startswith("adapter_model") or WEIGHTS not in names)]
@@ -106,18 +109,19 @@ def _refuse_pickles(directory: Path, label: str) -> None:
         )
 
 
-def _read(file: Path, label: str, limit: int) -> bytes:
-    """Reads a regular file of at most `limit` bytes."""
+def _read(files: Files, directory: str, where: str, limit: int) -> bytes:
+    """Reads a regular file of the directory, of at most `limit` bytes."""
+    label, name = os.path.split(where)
+    path = os.path.join(directory, name)
     try:
-        if not file.is_file():
-            raise NotFound(f"adapter directory {label!r}: {file.name} is missing")
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            if size > limit:
-                raise InvalidArgument(f"{label}/{file.name}: {size} bytes: must be at most {limit} for this adapter")
-            return stream.read(size)
+        size = files.size(path)
+        if size is None:
+            raise NotFound(f"adapter directory {label!r}: {name} is missing")
+        if size > limit:
+            raise InvalidArgument(f"{where}: {size} bytes: must be at most {limit} for this adapter")
+        return files.read(path, size)
     except OSError as e:
-        raise NotFound(f"{label}/{file.name}: {e.strerror}") from e
+        raise NotFound(f"{where}: {e.strerror}") from e
 
 
 def _expected_bytes(config: peft_config.LoraConfig, modules: Mapping[str, tuple[int, str]], spec: ModelSpec) -> int:

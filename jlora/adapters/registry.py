@@ -124,6 +124,17 @@ class AdapterRegistry:
             raise NotFound(f"adapter {name!r} is not loaded{hint}")
         return record
 
+    def invocation(self, name: str) -> tuple[int, ...]:
+        """The invocation tokens of an activated LoRA; () for another adapter or an unknown name. Any thread may ask."""
+        record = self._by_name.get(name)
+        return () if record is None else record.alora_invocation_tokens
+
+    def touch(self, uid: int, now: float) -> None:
+        """Notes the last use of a version; the base has none."""
+        record = self._by_uid.get(uid)
+        if record is not None:
+            record.last_used = now
+
     def resolve(
         self, name: str, prompt: Sequence[int], known: Invocation | None = None
     ) -> tuple[Record | None, int | None]:

@@ -12,7 +12,6 @@ reads it may be dispatched before the last group has arrived (`place`).
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
@@ -21,6 +20,7 @@ import numpy as np
 
 from jlora.cache.pool import DevicePool, HostPool, Staged
 from jlora.cache.transfer import Copy
+from jlora.ports import System
 
 
 @dataclass(slots=True)
@@ -35,10 +35,13 @@ class Swapper:
     """Copies between the tiers.
 
     Args:
+        system: gives the clock and the lanes' threads.
         gbps: slows each direction down to so many gigabytes per second; 0 leaves the link as it is.
     """
 
-    def __init__(self, pool: DevicePool, host: HostPool, gbps: float = 0.0):
+    def __init__(self, pool: DevicePool, host: HostPool, gbps: float = 0.0, system: System | None = None):
+        system = system or System()
+        self._clock = system.clock
         self._pool = pool
         self._host = host
         self._arrived = threading.Condition()
@@ -47,12 +50,12 @@ class Swapper:
         self._error: BaseException | None = None
         self._block_s = pool.layout.block_bytes / (gbps * 1e9) if gbps else 0.0
         self._lanes = {
-            "in": _Lane("in", self._carry_in, self._finish),
-            "out": _Lane("out", self._carry_out, self._finish),
+            "in": _Lane("in", self._carry_in, self._finish, system),
+            "out": _Lane("out", self._carry_out, self._finish, system),
         }
 
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
-        """Writes an adapter's master copy into the host tier."""
+        """Writes an adapter's master copy into blocks of the host tier that no copy reads yet. Any thread may call."""
         self._host.write(blocks, data)
 
     def start(self, copies: Iterable[Copy]) -> None:
@@ -83,16 +86,19 @@ class Swapper:
                 self._place_groups(job, len(job.staged))
         return [job.copy for job in done]
 
-    def place(self, copy: Copy, group: int) -> None:
-        """Enqueues what has come of a streamed copy up to this group of layers; waits until it has come."""
+    def place(self, copy: Copy, group: int) -> float:
+        """Enqueues what has come of a streamed copy up to this group of layers; the seconds that it waited for that."""
         job = self._streams.get(copy)
         if job is None:  # it has landed as a whole
-            return
+            return 0.0
+        began = self._clock()
         with self._arrived:
             self._arrived.wait_for(lambda: len(job.staged) > group or self._error is not None)
             if self._error is not None:
                 raise self._error
+        waited = self._clock() - began
         self._place_groups(job, group + 1)
+        return waited
 
     def _place_groups(self, job: _Job, count: int) -> None:
         for group in range(job.placed, count):
@@ -149,15 +155,16 @@ class _Lane:
         name: str,
         carry: Callable[[_Job], None],
         finish: Callable[[_Job | None, BaseException | None], None],
+        system: System,
     ):
+        self._clock = system.clock
         self._carry = carry
         self._finish = finish
         self._began = 0.0
         self._jobs: list[_Job] = []
         self._changed = threading.Condition()
         self._closed = False
-        self._thread = threading.Thread(target=self._run, name=f"jlora-copies-{name}", daemon=True)
-        self._thread.start()
+        self._thread = system.threads.start(f"jlora-copies-{name}", self._run)
 
     def put(self, job: _Job) -> None:
         with self._changed:
@@ -173,9 +180,9 @@ class _Lane:
     def _run(self) -> None:
         try:
             while (job := self._next()) is not None:
-                job.copy.started = self._began = time.monotonic()
+                job.copy.started = self._began = self._clock()
                 self._carry(job)
-                job.copy.seconds = time.monotonic() - self._began
+                job.copy.seconds = self._clock() - self._began
                 self._finish(job, None)
         except Exception as error:  # handed to the engine's thread, which ends with it
             self._finish(None, error)
@@ -191,5 +198,5 @@ class _Lane:
     def slow_down(self, seconds: float) -> None:
         """Sleeps until the copy has lasted as long as on the link that is emulated."""
         with self._changed:
-            while not self._closed and (left := self._began + seconds - time.monotonic()) > 0:
+            while not self._closed and (left := self._began + seconds - self._clock()) > 0:
                 self._changed.wait(left)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import jax
 import numpy as np
@@ -13,29 +12,40 @@ import numpy as np
 from jlora.cache.pool import DevicePool
 from jlora.cache.transfer import Copy
 from jlora.engine.batch import BatchBuilder, Launch, uses_tables
-from jlora.engine.plan import Drawn, Sequence, StepPlan
+from jlora.engine.compiles import COMPILES
+from jlora.engine.plan import Drawn, StepPlan
+from jlora.engine.plan import Sequence as Running
+from jlora.engine.ports import Swapper
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.step import Programs, group_layers
+from jlora.ports import Clock
 from jlora.types import TokenLogprob
 
 BIASES = 1024  # most logit_bias entries of a request
 
 
-class Arrivals(Protocol):
-    """Where streamed copies come in (`Swapper`)."""
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The base model's parameters on the device. Every swap makes a new version, from 0 on."""
 
-    def place(self, copy: Copy, group: int) -> None:
-        """Enqueues what has come of the copy up to this group of layers; waits until it has."""
-        ...
+    version: int
+    params: Params
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
-    """A dispatched step: when that was, its launches, the device arrays that will hold their results."""
+class Dispatched:
+    """A step on its way: see `jlora.engine.ports.Pending`.
+
+    Attributes:
+        weights: the version that it computes with.
+        launches: its launches. sampled, scores: the device arrays that will hold their results.
+    """
 
     plan: StepPlan
     dispatched: float
+    stalled_s: float
+    weights: int
     launches: list[Launch]
     sampled: list[Sampled | None]
     scores: list[tuple[jax.Array, jax.Array, jax.Array] | None]
@@ -57,51 +67,93 @@ class Pending:
 class Runner:
     """The device side of an engine: weights, pool, slot state and the jitted programs."""
 
-    def __init__(self, params: Params, programs: Programs, pool: DevicePool, state: SlotState, builder: BatchBuilder):
-        self._params = params
+    def __init__(
+        self,
+        params: Params,
+        programs: Programs,
+        pool: DevicePool,
+        state: SlotState,
+        builder: BatchBuilder,
+        clock: Clock = time.monotonic,
+    ):
+        self._weights = Weights(0, params)
         self._programs = programs
         self._pool = pool
         self._state = state
         self._builder = builder
+        self._clock = clock
         self._vocab = state.seen.shape[1]
-        self._warmed = 0
+        self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
+        self._compiled = 0
+        self.compiling = False
 
-    def build(self, plan: StepPlan) -> list[Launch]:
-        """A step's launches: reads the sequences as they are now."""
+    @property
+    def weights(self) -> Weights:
+        """The parameters that the next step computes with."""
+        return self._weights
+
+    def swap_weights(self, params: Params) -> Weights:
+        """Replaces the parameters from the next step on, without a recompile. Call it between two steps.
+
+        Steps on their way finish with the version that they were dispatched with. KV in the pool stays
+        as the versions before computed it: the caller flushes what must not outlive them.
+
+        Raises:
+            ValueError: an array differs from the present one in place, shape, dtype or sharding.
+        """
+        if _shapes(params) != _shapes(self._weights.params):
+            raise ValueError("params: every array must have the place, shape, dtype and sharding of the present one")
+        self._weights = Weights(self._weights.version + 1, params)
+        return self._weights
+
+    def run(self, plan: StepPlan, swapper: Swapper) -> Dispatched:
+        """Dispatches a step. See `jlora.engine.ports.Runner`."""
         for work in plan.work:
             if not work.sequence.set_up:
                 self._set_up(work.sequence)
-        return self._builder.launches(plan.decode, plan.prefill)
-
-    def run(self, plan: StepPlan, launches: list[Launch], arrivals: Arrivals) -> Pending:
-        """Dispatches a step; returns at once, or when the last of `plan.streams` has come."""
+        launches = self._builder.launches(plan.decode, plan.prefill)
+        arrivals = _Arrivals(swapper)
         results = []
         for launch in launches:
             streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
-            results.append(self._dispatch(launch, streams, arrivals))
-        return Pending(plan, time.monotonic(), launches, [s for s, _ in results], [s for _, s in results])
+            results.append(self._watched(launch, streams, arrivals))
+        sampled, scores = [s for s, _ in results], [s for _, s in results]
+        return Dispatched(plan, self._clock(), arrivals.waited_s, self._weights.version, launches, sampled, scores)
+
+    def _watched(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
+        """Dispatches a launch; says so while it compiles, and counts what it compiles."""
+        kind = _programs_of(launch, bool(streams))
+        before = COMPILES.count
+        self.compiling = kind not in self._met
+        try:
+            return self._dispatch(launch, streams, arrivals)
+        finally:
+            self.compiling = False
+            self._met.add(kind)
+            self._compiled += COMPILES.count - before
 
     def warm_up(self) -> Iterator[str]:
         """Compiles and calls every program; yields a name after each. Touches no live block."""
         buckets = self._builder.buckets
         for rows, chunk in buckets.shapes:
             blank = self._builder.blank(rows, chunk)
-            self._dispatch(blank)
+            self._watched(blank, (), _Arrivals(None))
             if chunk > 1 and self._pool.groups > 1:
-                self._streamed(blank, (), None)
+                self._streamed(blank, (), _Arrivals(None))
+                self._met.add(_programs_of(blank, streamed=True))
             yield f"{rows}x{chunk}"
         for rows in buckets.bare:
-            self._dispatch(self._builder.blank(rows, 1, bare=True))
+            self._watched(self._builder.blank(rows, 1, bare=True), (), _Arrivals(None))
             yield f"{rows}x1 without adapters"
         self._reset(0, (), (), {})
         self._pool.warm_up()
         jax.block_until_ready(self._pool.array)
-        self._warmed = self._compiled()
+        self._compiled = 0
         yield "copies"
 
     def close(self) -> None:
         """Frees the device: weights, pool and slot state."""
-        for leaf in jax.tree.leaves((self._params, self._pool.array, self._state)):
+        for leaf in jax.tree.leaves((self._weights.params, self._pool.array, self._state)):
             leaf.delete()
 
     @property
@@ -112,39 +164,35 @@ class Runner:
     @property
     def compiles_after_warmup(self) -> int:
         """Programs compiled since warm-up: 0, or a shape was missed."""
-        return self._compiled() - self._warmed
+        return self._compiled
 
-    def _compiled(self) -> int:
-        return sum(f._cache_size() for f in self._programs)  # pyright: ignore[reportFunctionMemberAccess]
-
-    def _dispatch(self, launch: Launch, streams: Iterable[Copy] = (), arrivals: Arrivals | None = None):
+    def _dispatch(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
         sampled = scores = None
         if streams:
             rows, hidden = self._streamed(launch, streams, arrivals)
         else:
             pool, last = self._pool.array, self._state.last
-            self._pool.array, rows, hidden = self._programs.forward(self._params, pool, last, launch.batch)
+            self._pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
         if launch.sampling is not None:
-            self._state, sampled = self._programs.sample(self._params, rows, self._state, launch.sampling)
+            self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
-            scores = self._programs.score(self._params, hidden, launch.score_targets)
+            scores = self._programs.score(self._weights.params, hidden, launch.score_targets)
         return sampled, scores
 
-    def _streamed(self, launch: Launch, streams: Iterable[Copy], arrivals: Arrivals | None):
+    def _streamed(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
         """A forward in groups of layers, each behind the arrival of what it reads."""
         programs, size = self._programs, self._pool.group_layers
         batch = jax.device_put(launch.batch)  # once for all groups
-        x = programs.embed(self._params["embed"], self._state.last, batch)
+        x = programs.embed(self._weights.params["embed"], self._state.last, batch)
         for group in range(self._pool.groups):
             for copy in streams:
-                assert arrivals is not None
                 arrivals.place(copy, group)
-            weights = group_layers(self._params, group, size)
+            weights = group_layers(self._weights.params, group, size)
             first = np.int32(group * size)
             self._pool.array, x = programs.layers(weights, self._pool.array, x, first, batch)
-        return programs.finish(self._params["norm"], x, batch)
+        return programs.finish(self._weights.params["norm"], x, batch)
 
-    def _set_up(self, sequence: Sequence) -> None:
+    def _set_up(self, sequence: Running) -> None:
         self._builder.slots.set(sequence)
         if uses_tables(sequence):
             prompt, output = sequence.request.prompt, sequence.tokens[sequence.prompt_len :]
@@ -157,6 +205,29 @@ class Runner:
         values = _padded(list(bias.values()), BIASES, 0, np.float32)
         prompt, output = (_padded(t, length, self._vocab, np.int32) for t in (prompt, output))
         self._state = self._programs.reset_slot(self._state, np.int32(slot), prompt, output, (ids, values))
+
+
+class _Arrivals:
+    """Where a step's streamed copies come in, and how long the host waited for them."""
+
+    def __init__(self, swapper: Swapper | None):
+        self._swapper = swapper
+        self.waited_s = 0.0
+
+    def place(self, copy: Copy, group: int) -> None:
+        assert self._swapper is not None, "a warm-up streams nothing"
+        self.waited_s += self._swapper.place(copy, group)
+
+
+def _programs_of(launch: Launch, streamed: bool) -> tuple:
+    """What tells apart launches that run other programs."""
+    bare = not len(launch.batch.blocks)
+    return launch.batch.tokens.shape, bare, streamed, launch.sampling is None, launch.score_targets is None
+
+
+def _shapes(params: Params) -> list:
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return [(path, leaf.shape, leaf.dtype, leaf.sharding) for path, leaf in leaves]
 
 
 def _padded(values, size: int, pad: int, dtype) -> np.ndarray:

@@ -41,7 +41,7 @@ class Scheduler:
         manager: CacheManager,
         config: EngineConfig,
         eos_ids: Collection[int],
-        seed: int = 0,
+        seeds: random.Random | None = None,
     ):
         self.manager = manager
         self.config = config
@@ -54,7 +54,7 @@ class Scheduler:
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
         self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
-        self._random = random.Random(seed)
+        self._seeds = seeds or random.Random(0)  # of requests that name none
         self._planned: float | None = None  # when the last step was, if it had work
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
 
@@ -64,6 +64,11 @@ class Scheduler:
     def waiting(self) -> int:
         """Sequences in the queue."""
         return len(self._queue)
+
+    @property
+    def active(self) -> int:
+        """Sequences that run."""
+        return len(self.running)
 
     @property
     def live(self) -> int:
@@ -80,7 +85,7 @@ class Scheduler:
         Raises:
             AlreadyExists: a live request has this id.
             QueueFull: the queue has no room now.
-            ResourceExhausted: the queue or the pool can never hold it.
+            ResourceExhausted: the queue can never hold it. Whether the pool can is for the caller to check.
         """
         sampling = request.sampling
         if request.id in self._requests:
@@ -90,13 +95,7 @@ class Scheduler:
             raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue = {limit}")
         if self.waiting + sampling.n > limit:
             raise QueueFull(f"queue is full: {self.waiting} waiting, limit {limit}")
-        length = len(request.prompt) + (sampling.max_tokens or 1)
-        if length > self.manager.capacity(adapter):
-            raise ResourceExhausted(
-                f"prompt + max_tokens = {length} tokens (and the adapter's {adapter.size} blocks) can never fit "
-                f"the pool of {self.manager.total} blocks; raise cache.hbm_blocks"
-            )
-        seed = sampling.seed if sampling.seed is not None else self._random.getrandbits(63)
+        seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         leader: Sequence | None = None
         for index in range(sampling.n):
             sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)

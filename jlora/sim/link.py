@@ -20,6 +20,7 @@ from dataclasses import dataclass
 
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER
+from jlora.sim.clock import VirtualClock
 
 LATENCY_S = 20e-6  # launch of a transfer
 
@@ -52,11 +53,10 @@ class Link:
     """Both lanes.
 
     Args:
-        clock: seconds now, above 0; it only grows.
         drained: when the device will have done all that has been dispatched.
     """
 
-    def __init__(self, spec: LinkSpec, clock: Callable[[], float], drained: Callable[[], float]):
+    def __init__(self, spec: LinkSpec, clock: VirtualClock, drained: Callable[[], float]):
         self.spec = spec
         self._clock = clock
         self._drained = drained
@@ -65,7 +65,7 @@ class Link:
 
     def start(self, copies: Iterable[Copy]) -> None:
         """Queues copies now."""
-        now = self._clock()
+        now = self._clock.now
         for copy in copies:
             lane = self._lanes[copy.direction]
             self._done += lane.advance(now)
@@ -73,7 +73,7 @@ class Link:
 
     def landed(self) -> list[Copy]:
         """The copies that have become complete since the last call."""
-        now = self._clock()
+        now = self._clock.now
         for lane in self._lanes.values():
             self._done += lane.advance(now)
         done, self._done = self._done, []
@@ -82,6 +82,23 @@ class Link:
     def next_landing(self) -> float:
         """When the next copy will be complete; infinity if none is under way."""
         return min(lane.ends for lane in self._lanes.values())
+
+    def place(self, copy: Copy, group: int) -> float:
+        """Moves the clock to the arrival of this group of layers; the seconds that took."""
+        began = self._clock.now
+        self._clock.advance(self.arrival(copy, group))
+        return self._clock.now - began
+
+    def wait(self, seconds: float) -> None:
+        """Moves the clock to the next landing, by `seconds` at most and not past its horizon."""
+        clock = self._clock
+        clock.advance(min(clock.horizon, clock.now + seconds, self.next_landing()))
+
+    def fill(self, blocks: tuple[int, ...], data: object) -> None:
+        """A modelled host tier holds no data."""
+
+    def close(self) -> None:
+        """Nothing to end."""
 
     def arrival(self, copy: Copy, group: int) -> float:
         """When this group of layers of a streamed copy that has been taken up is on the device."""

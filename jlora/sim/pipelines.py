@@ -23,8 +23,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jlora.cache.tree import KV
-from jlora.sim.replica import Replica, answer
-from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
+from jlora.sim.device import answer
+from jlora.sim.replica import Replica, request_for
+from jlora.types import SamplingParams, Timing, TokenEvent, Usage
 
 Asked = tuple[int | None, ...]  # of one stage: adapters by index, None the base
 REQUESTS = 12  # bits of a request's number within its pipeline
@@ -143,7 +144,7 @@ class Pipelines:
                 prompt = (*said, *answer(-(seed << REQUESTS), 0, shape.invocation))
                 activation, tokens = len(said) if shape.activated else None, shape.check_tokens
             sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True, seed=seed)
-            self._replica.submit(Request(name, prompt, sampling), adapter, now, activation)
+            self._replica.submit(request_for(name, prompt, adapter, activation, sampling=sampling), now)
 
     def _receive(self, events: Sequence[TokenEvent]) -> None:
         for event in events:

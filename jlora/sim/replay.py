@@ -15,8 +15,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jlora.errors import ResourceExhausted
+from jlora.sim.clock import START_S
+from jlora.sim.device import answer
 from jlora.sim.observe import Observer
-from jlora.sim.replica import START_S, Replica, answer
+from jlora.sim.replica import Replica, request_for
 from jlora.sim.script import Script
 from jlora.sim.trace import Trace, Turn
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
@@ -53,7 +55,6 @@ class Replay:
     def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), grace: float = GRACE):
         self.asks: list[Ask] = []
         self._replica = replica
-        self._adapters = trace.adapters
         self._observers = observers
         self._start = start_of(trace)
         last = max((turn.at for turn in trace.turns), default=0.0)
@@ -118,11 +119,10 @@ class Replay:
         prompt = self._script.prompt(turn)
         ask = Ask(turn, due)
         sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True, seed=seed_of(turn))
-        name = None if turn.adapter is None else self._adapters[turn.adapter]
-        request = Request(f"{turn.session}.{turn.turn}", prompt, sampling, name, tenant=turn.tenant)
+        request = _request(turn, prompt, len(prompt), sampling)
         self.asks.append(ask)
         try:
-            self._replica.submit(request, turn.adapter, self._start + due, turn.activation(len(prompt)))
+            self._replica.submit(request, self._start + due)
         except ResourceExhausted:
             ask.refused = True
             self._answered(turn, (), due)
@@ -171,9 +171,15 @@ class Hinted(Replay):
             turn = heapq.heappop(self._hints)[2]
             coming = self._script.prompt(turn)
             known = coming[: len(coming) - len(turn.adds)]
-            self._replica.hint(known, turn.adapter, turn.tenant, turn.activation(len(coming)))
+            self._replica.hint(_request(turn, known, len(coming), SamplingParams()))
         due = super()._send_due()
         return min(due, self._hints[0][0]) if self._hints else due
+
+
+def _request(turn: Turn, prompt: tuple[int, ...], whole: int, sampling: SamplingParams) -> Request:
+    """A turn as a request; `whole`: tokens of its whole prompt, of which a hint knows only a part."""
+    name = f"{turn.session}.{turn.turn}"
+    return request_for(name, prompt, turn.adapter, turn.activation(whole), sampling=sampling, tenant=turn.tenant)
 
 
 def start_of(trace: Trace) -> float:

@@ -22,11 +22,12 @@ from jlora.config import CacheConfig, EngineConfig
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
+from jlora.sim.device import answer
 from jlora.sim.hardware import GROUPS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S, LinkSpec
 from jlora.sim.observe import Observer, Series
 from jlora.sim.replay import Hinted, Replay, seed_of, start_of
-from jlora.sim.replica import Replica, ReplicaSpec, answer
+from jlora.sim.replica import Replica, ReplicaSpec
 from jlora.sim.script import Script
 from jlora.sim.trace import Facts, Trace, facts
 
@@ -110,12 +111,13 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     series = _series(work.trace)
     replay = _replay(scenario, replica, work.trace, (series, *observers))
     replay.history()
-    before, counts = inspect.state(replica.manager, block_bytes), replace(replica.counts)
+    before, counts = inspect.state(replica.manager, block_bytes), replace(replica.device.counts)
+    generated = replica.engine.stats().generated_tokens
     carried = {lane: replica.link.busy_s(lane) for lane in ("in", "out")}
     preempted = replica.scheduler.preemptions
     replay.run()
     inspect.check_integrity(replica.manager)
-    after, told, end = inspect.state(replica.manager, block_bytes), replica.counts, replay.now
+    after, told, end = inspect.state(replica.manager, block_bytes), replica.device.counts, replay.now
     asks = replay.counted
     steps = told.steps - counts.steps
     result = {
@@ -127,7 +129,7 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
         "device": {
             "seconds": end,
             "steps": steps,
-            "tokens": told.tokens - counts.tokens,
+            "tokens": replica.engine.stats().generated_tokens - generated,
             "prompt_tokens": told.prompt_tokens - counts.prompt_tokens,
             "batch": (told.batch - counts.batch) / max(steps, 1),
             "busy": (told.busy_s - counts.busy_s) / end,

@@ -1,0 +1,213 @@
+"""Adapters in and out of an engine, in three parts, so that no step waits for an adapter's bytes.
+
+reserve    the engine's thread    checks the name and takes blocks of the host tier
+fill       any thread             copies the packed data into them
+publish    the engine's thread    the name now means this version
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from jlora.adapters.registry import Record
+from jlora.engine.ports import Parts
+from jlora.errors import NotFound, ResourceExhausted
+from jlora.types import AdapterInfo
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class NewAdapter:
+    """An adapter that has been read, checked and packed.
+
+    Attributes:
+        projections: for each of its blocks, the projection whose units it holds.
+        data: [n, L, B, 2K, H], what `Swapper.fill` takes.
+        bytes: of `data`.
+        read_s: seconds to read and pack it.
+    """
+
+    name: str
+    digest: str
+    ranks: Mapping[str, int]
+    target_modules: tuple[str, ...]
+    alora_invocation_tokens: tuple[int, ...]
+    projections: tuple[str, ...]
+    data: Any
+    bytes: int
+    read_s: float
+
+
+class Adapters:
+    """The adapters of one engine. All methods but `fill` belong to the engine's thread."""
+
+    def __init__(self, parts: Parts):
+        self._scheduler = parts.scheduler
+        self._manager = parts.scheduler.manager
+        self._registry = parts.registry
+        self._swapper = parts.swapper
+        self._clock = parts.clock
+
+    # -- in ---------------------------------------------------------------------------------
+
+    def add(self, new: NewAdapter, pinned: bool = False, replace: bool = False) -> AdapterInfo:
+        """Makes an adapter servable in one go. Raises what `reserve` and `publish` raise."""
+        blocks = self.reserve(new, replace)
+        self.fill(blocks, new)
+        return self.publish(new, blocks, pinned, replace)
+
+    def reserve(self, new: NewAdapter, replace: bool = False) -> tuple[int, ...]:
+        """Host blocks for the adapter's master copy; `publish` or `cancel` ends the reservation.
+
+        Raises:
+            AlreadyExists: the name is taken and `replace` is False.
+            ResourceExhausted: it can never fit the pool, or the host tier is full.
+        """
+        if not replace:
+            self._registry.check_free(new.name)
+        size, most = len(new.projections), self._manager.adapter_limit
+        if size > most:
+            raise ResourceExhausted(
+                f"adapter {new.name!r} needs {size} blocks, and at most {most} of the pool's {self._manager.total} "
+                f"can hold an adapter; raise cache.hbm_blocks{self._manager.share_hint}"
+            )
+        blocks = self._manager.reserve(size)
+        if blocks is None:
+            raise ResourceExhausted(
+                f"adapter {new.name!r} needs {size} blocks of the host tier, which has no room beside its adapters "
+                f"and the KV in use ({self._manager.host_use}); unload one, try again, or raise cache.host_blocks"
+            )
+        return blocks
+
+    def fill(self, blocks: tuple[int, ...], new: NewAdapter) -> None:
+        """Copies the adapter's data into its reserved blocks. Any thread may call it."""
+        self._swapper.fill(blocks, new.data)
+
+    def cancel(self, blocks: tuple[int, ...]) -> None:
+        """Gives a reservation back."""
+        self._manager.cancel(blocks)
+
+    def publish(
+        self, new: NewAdapter, blocks: tuple[int, ...], pinned: bool = False, replace: bool = False
+    ) -> AdapterInfo:
+        """Puts a filled adapter into service; with `replace` it takes over the name.
+
+        Raises:
+            AlreadyExists: the name was taken meanwhile and `replace` is False.
+            ResourceExhausted: pinning it finds no room now. Nothing has changed, and the blocks are given back.
+        """
+        if not replace:
+            try:
+                self._registry.check_free(new.name)
+            except Exception:
+                self.cancel(blocks)
+                raise
+        node = self._manager.add_adapter(self._registry.new_uid(), blocks)
+        record = Record(
+            name=new.name,
+            digest=new.digest,
+            ranks=new.ranks,
+            target_modules=new.target_modules,
+            alora_invocation_tokens=new.alora_invocation_tokens,
+            projections=new.projections,
+            bytes=new.bytes,
+            node=node,
+            load_cost_s=new.read_s,
+        )
+        old = self._registry.remove(new.name) if self.has(new.name) else None
+        self._registry.add(record)
+        self._take_over(record, old, pinned)
+        self._registry.purge(self._manager.adapters)
+        log.info("adapter %s loaded: uid=%d blocks=%d", new.name, node.uid, node.size)
+        return record.info(self._clock())
+
+    def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
+        """Brings a new version in and ends the old one; restores the old one if there is no room."""
+        was_pinned = old is not None and old.node.pinned
+        if old is not None:  # its blocks may make room for the new version
+            self._manager.pin(old.node, False)
+        try:
+            if pinned:
+                self._pin(record, True)
+            else:
+                self._manager.bring_in(record.node)
+        except ResourceExhausted:
+            self._registry.remove(record.name)
+            self._manager.kill(record.node)
+            if old is not None:
+                self._registry.add(old)
+                self._manager.pin(old.node, was_pinned)
+            raise
+        if old is not None:
+            self._manager.kill(old.node)
+
+    # -- out --------------------------------------------------------------------------------
+
+    def remove(self, name: str) -> list[int]:
+        """Takes an adapter out of service; its blocks are free when its last request has ended.
+
+        Returns:
+            uids of the versions of that name that still live, those that it replaced too (see `are_gone`).
+
+        Raises:
+            NotFound: no such adapter.
+        """
+        record = self._registry.remove(name)
+        uids = self._registry.versions(name)
+        log.info("adapter %s unloads%s: uid=%d", name, ", although it is pinned" * record.node.pinned, record.node.uid)
+        self._manager.kill(record.node)
+        return uids
+
+    def are_gone(self, uids: Sequence[int]) -> bool:
+        """Whether all blocks and KV of these versions are free, in both tiers."""
+        self._registry.purge(self._manager.adapters)
+        return not any(uid in self._manager.adapters for uid in uids)
+
+    # -- in service ---------------------------------------------------------------------------
+
+    def check_free(self, name: str) -> None:
+        """Raises AlreadyExists if the name is taken."""
+        self._registry.check_free(name)
+
+    def has(self, name: str) -> bool:
+        """Whether an adapter of that name is in service."""
+        try:
+            self._registry.get(name)
+        except NotFound:
+            return False
+        return True
+
+    def get(self, name: str) -> AdapterInfo:
+        """Raises NotFound."""
+        return self._registry.get(name).info(self._clock())
+
+    def all(self) -> list[AdapterInfo]:
+        """In order of name."""
+        now = self._clock()
+        return [record.info(now) for record in self._registry.all()]
+
+    def invocation(self, name: str) -> tuple[int, ...]:
+        """An activated LoRA's invocation tokens; () for another adapter or an unknown name. Any thread may ask."""
+        return self._registry.invocation(name)
+
+    def pin(self, name: str, pinned: bool) -> AdapterInfo:
+        """Pins an adapter and brings it in, or unpins it. Raises NotFound, ResourceExhausted."""
+        record = self._registry.get(name)
+        self._pin(record, pinned)
+        return record.info(self._clock())
+
+    def hasten(self, name: str) -> None:
+        """Lets the adapter's copy, if one is under way, overtake prefetches. Raises NotFound."""
+        self._manager.hasten(self._registry.get(name).node)
+
+    def _pin(self, record: Record, pinned: bool) -> None:
+        fits = not pinned or self._scheduler.can_pin(record.node)
+        if not (fits and self._manager.pin(record.node, pinned)):
+            raise ResourceExhausted(
+                f"adapter {record.name!r} needs {record.node.size} blocks to be pinned, which the pool cannot spare "
+                "now; try again later, or raise cache.hbm_blocks"
+            )

@@ -1,0 +1,366 @@
+"""The replica in this process: an engine on a thread of its own. See `jlora.replica.Replica`.
+
+Commands reach the engine through a queue and run between two steps, so the engine has no lock.
+Files are read, checked, packed and copied on other threads; only the short ends of a load run
+between steps.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+from typing import Any, TypeVar
+
+from jlora.adapters.invocation import last_occurrence
+from jlora.config import Config
+from jlora.engine.build import Built, build, read_adapter
+from jlora.engine.engine import Engine
+from jlora.errors import AlreadyExists, Unavailable
+from jlora.ports import System
+from jlora.replica import ReplicaInfo, ReplicaState, Sink
+from jlora.types import AdapterInfo, Invocation, PrefetchResult, Request, TokenEvent
+
+log = logging.getLogger(__name__)
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+IDLE_S = 0.1  # pause between two rounds of an idle engine
+LOADERS = 4  # adapters read and packed at once
+COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
+
+
+class LocalReplica:
+    """One engine, ready to serve; see `start`."""
+
+    def __init__(self, built: Built, system: System):
+        self.info: ReplicaInfo = built.info
+        self._built = built
+        self._engine: Engine = built.engine
+        self._system = system
+        self._commands: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
+        self._waits: list[_Wait] = []
+        self._sinks: dict[str, tuple[Sink, set[int]]] = {}  # by request: sink, completions still open
+        self._work = threading.Event()
+        self._beat = system.clock()
+        self._draining = False
+        self._stopping = False
+        self._failed = False
+        self._ended = False  # the thread takes no more commands
+        self._closed = threading.Lock()
+        self._loaders = system.threads.pool("jlora-load", LOADERS)
+        system.garbage.begin()
+        self._thread = system.threads.start("jlora-engine", self._loop)
+
+    @classmethod
+    def start(cls, config: Config, progress: bool = True, system: System | None = None) -> LocalReplica:
+        """Loads the model and its adapters, and starts the engine. Raises JloraError with one clear line."""
+        system = system or System()
+        return cls(build(config, progress, system), system)
+
+    # -- requests ---------------------------------------------------------------------------
+
+    def check(self, request: Request) -> Future[None]:
+        """See `Replica.check`."""
+        request = self._searched(request)
+        return self._call(lambda: self._engine.check(request))
+
+    def submit(self, request: Request, sink: Sink) -> Future[int]:
+        """See `Replica.submit`."""
+        arrived = self._system.clock()
+        request = self._searched(request)
+
+        def admit() -> int:
+            if self._draining:
+                raise Unavailable("the server is draining and takes no new requests")
+            if request.id in self._sinks:  # ended, but its last event is not out yet
+                raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
+            handle = self._engine.submit(request, arrived)
+            self._sinks[request.id] = (sink, set(range(request.sampling.n)))
+            return handle
+
+        return self._call(admit)
+
+    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
+        """See `Replica.abort`."""
+        return self._call(lambda: self._engine.abort(request_id, handle))
+
+    def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
+        """See `Replica.stop`."""
+        return self._call(lambda: self._engine.stop(request_id, index, outputs, handle))
+
+    def prefetch(self, request: Request) -> Future[PrefetchResult]:
+        """See `Replica.prefetch`."""
+        request = self._searched(request)
+        return self._call(lambda: self._engine.prefetch(request))
+
+    # -- adapters ---------------------------------------------------------------------------
+
+    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
+        """See `Replica.load_adapter`. Fails with what `read_adapter`, `Adapters.reserve` and `publish` raise."""
+        return _chained(self._loaders.submit(self._load, name, path, pinned, replace), lambda _: self._settled(name))
+
+    def _load(self, name: str, path: str, pinned: bool, replace: bool) -> None:
+        """Runs on a loader's thread; waits for the engine's thread, never the other way round."""
+        adapters = self._engine.adapters
+        if not replace:
+            self._call(lambda: adapters.check_free(name)).result()  # fail before the files are read
+        new = read_adapter(name, path, self._built.reader)
+        blocks = self._call(lambda: adapters.reserve(new, replace)).result()
+        try:
+            adapters.fill(blocks, new)
+        except BaseException:
+            self._call(lambda: adapters.cancel(blocks))
+            raise
+        self._call(lambda: adapters.publish(new, blocks, pinned, replace)).result()
+
+    def unload_adapter(self, name: str) -> Future[AdapterInfo]:
+        """See `Replica.unload_adapter`."""
+        adapters = self._engine.adapters
+
+        def gone(found: tuple[AdapterInfo, list[int]]) -> Future[AdapterInfo]:
+            info, uids = found
+            return self._when(lambda: info if adapters.are_gone(uids) else None)
+
+        return _chained(self._call(lambda: (adapters.get(name), adapters.remove(name))), gone)
+
+    def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        """See `Replica.pin_adapter`."""
+        return _chained(self._call(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name))
+
+    def adapters(self) -> Future[list[AdapterInfo]]:
+        """See `Replica.adapters`."""
+        return self._call(self._engine.adapters.all)
+
+    def adapter(self, name: str) -> Future[AdapterInfo]:
+        """See `Replica.adapter`."""
+        return self._call(lambda: self._engine.adapters.get(name))
+
+    def _settled(self, name: str) -> Future[AdapterInfo]:
+        """The adapter when its copy to the device, if one is under way, has landed."""
+        adapters = self._engine.adapters
+
+        def look() -> AdapterInfo | None:
+            info = adapters.get(name)
+            if info.tier == "LOADING":
+                adapters.hasten(name)  # or a steady demand would hold its copy back
+                return None
+            return info
+
+        return self._when(look)
+
+    # -- the cache, counters, life ------------------------------------------------------------
+
+    def state(self) -> Future[ReplicaState]:
+        """See `Replica.state`."""
+        return self._call(lambda: ReplicaState(self._engine.cache_state(), self._engine.stats()))
+
+    def flush_cache(self) -> Future[int]:
+        """See `Replica.flush_cache`."""
+        return self._call(self._engine.flush_cache)
+
+    def check_integrity(self) -> Future[None]:
+        """Fails with AssertionError if the pool or the tree is inconsistent."""
+        return self._call(self._engine.check_integrity)
+
+    def heartbeat_age(self) -> float:
+        """See `Replica.heartbeat_age`. A step that compiles is alive for `COMPILE_S`."""
+        age = self._system.clock() - self._beat
+        return 0.0 if self._engine.compiling and age < COMPILE_S and not self._failed else age
+
+    def drain(self, timeout_s: float | None = None) -> Future[bool]:
+        """See `Replica.drain`."""
+        self._draining = True
+        end = None if timeout_s is None else self._system.clock() + timeout_s
+
+        def look() -> bool | None:
+            if not self._engine.busy:
+                return True
+            return False if end is not None and self._system.clock() >= end else None
+
+        return self._when(look)
+
+    def close(self) -> None:
+        """See `Replica.close`."""
+        self._draining = self._stopping = True
+        self._work.set()
+        self._thread.join()
+        if self._closed.acquire(blocking=False):  # once, whoever comes first
+            self._loaders.shutdown(wait=False, cancel_futures=True)
+            self._engine.close()
+
+    # -- the thread ---------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        try:
+            while not self._stopping:
+                self._beat = self._system.clock()
+                self._obey()
+                if self._engine.busy:
+                    self._send(self._engine.step())
+                    self._system.garbage.after_step()
+                    continue
+                self._system.garbage.idle()
+                self._engine.tend()
+                self._answer_waits()
+                if self._engine.copying:
+                    self._engine.rest()
+                elif self._work.wait(IDLE_S):
+                    self._work.clear()
+        except Exception:
+            log.exception("the engine failed; every live request is aborted")
+            self._failed = True
+        self._end()
+
+    def _obey(self) -> None:
+        """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
+        while not self._commands.empty():
+            command, future = self._commands.get()
+            _settle(future, command)
+        self._answer_waits()
+
+    def _answer_waits(self) -> None:
+        self._waits = [wait for wait in self._waits if not wait.answered()]
+
+    def _end(self) -> None:
+        """Fails whatever waits for an engine that is gone."""
+        self._ended = self._stopping = True
+        self._refuse_commands()
+        for wait in self._waits:
+            wait.future.set_exception(self._refusal())
+        sinks, self._sinks = self._sinks, {}
+        for request_id, (sink, open_) in sinks.items():
+            _deliver(sink, [TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
+
+    def _send(self, events: Iterable[TokenEvent]) -> None:
+        by_request: dict[str, list[TokenEvent]] = {}
+        for event in events:
+            by_request.setdefault(event.request_id, []).append(event)
+        for request_id, batch in by_request.items():
+            sink, open_ = self._sinks[request_id]
+            open_.difference_update(e.index for e in batch if e.finish_reason is not None)
+            if not open_:
+                del self._sinks[request_id]
+            if not _deliver(sink, batch):
+                self._engine.abort(request_id)
+
+    def _searched(self, request: Request) -> Request:
+        """The request with its activation, found on the caller's thread: a long prompt takes milliseconds."""
+        tokens = self._engine.adapters.invocation(request.adapter) if request.adapter else ()
+        if not tokens:
+            return request
+        return replaced(request, invocation=Invocation(tokens, last_occurrence(request.prompt, tokens)))
+
+    # -- commands -----------------------------------------------------------------------------
+
+    def _call(self, command: Callable[[], T]) -> Future[T]:
+        """Runs `command` on the engine's thread, between two steps."""
+        future: Future[T] = Future()
+        self._commands.put((command, future))
+        self._work.set()
+        if self._ended:  # the thread may have missed this one
+            self._refuse_commands()
+        return future
+
+    def _when(self, look: Callable[[], T | None]) -> Future[T]:
+        """Answers with the first value of `look` that is not None; it runs on the engine's thread."""
+        future = _running()
+
+        def begin() -> Future[T]:
+            self._waits.append(_Wait(look, future))
+            return future
+
+        return _chained(self._call(begin), lambda waiting: waiting)
+
+    def _refuse_commands(self) -> None:
+        while True:
+            try:
+                _, future = self._commands.get_nowait()
+            except queue.Empty:
+                return
+            if future.set_running_or_notify_cancel():
+                future.set_exception(self._refusal())
+
+    def _refusal(self) -> Unavailable:
+        why = "the engine has failed; see the server's log" if self._failed else "the server has stopped"
+        return Unavailable(why)
+
+
+@dataclass(slots=True)
+class _Wait:
+    """A future that a look on the engine's thread answers once it finds something."""
+
+    look: Callable[[], object | None]
+    future: Future
+
+    def answered(self) -> bool:
+        try:
+            found = self.look()
+        except Exception as e:
+            self.future.set_exception(e)
+            return True
+        if found is not None:
+            self.future.set_result(found)
+        return found is not None
+
+
+def _settle(future: Future, command: Callable[[], object]) -> None:
+    """Runs a command into its future, unless its caller has cancelled it."""
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = command()
+    except Exception as e:
+        future.set_exception(e)
+    else:
+        future.set_result(result)
+
+
+def _running() -> Future[Any]:
+    """A future that its caller can no longer cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def _follow(source: Future, target: Future) -> None:
+    """Gives `target` the result of `source` when it is there."""
+
+    def copy(done: Future) -> None:
+        error = done.exception()
+        if error is not None:
+            target.set_exception(error)
+        else:
+            target.set_result(done.result())
+
+    source.add_done_callback(copy)
+
+
+def _chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
+    """The result of `then`, which starts when `first` has its own."""
+    whole = _running()
+
+    def go_on(done: Future[S]) -> None:
+        error = done.exception()
+        if error is not None:
+            whole.set_exception(error)
+        else:
+            _follow(then(done.result()), whole)
+
+    first.add_done_callback(go_on)
+    return whole
+
+
+def _deliver(sink: Sink, events: list[TokenEvent]) -> bool:
+    """Hands events over. A sink that fails loses its own request and no other."""
+    try:
+        sink(events)
+    except Exception:
+        log.exception("the receiver of request %s failed; it is aborted", events[0].request_id)
+        return False
+    return True

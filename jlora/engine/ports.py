@@ -1,0 +1,130 @@
+"""What the engine stands on. The product and the simulator each bring their own parts. No jax.
+
+part        product                         simulator
+clock       time.monotonic                  virtual seconds
+runner      jitted programs on a device     a model of a step's seconds
+swapper     copies over the link            a model of the link
+scheduler   the same object in both, and the cache behind it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache.manager import CacheManager
+from jlora.cache.transfer import Copy
+from jlora.cache.tree import AdapterNode
+from jlora.engine.plan import Drawn, StepPlan
+from jlora.ports import Clock
+from jlora.types import Request, TokenEvent
+
+
+class Scheduler(Protocol):
+    """Decides who runs. See `jlora.engine.scheduler.Scheduler` for the meaning of each method."""
+
+    @property
+    def manager(self) -> CacheManager: ...
+    @property
+    def live(self) -> int: ...
+    @property
+    def waiting(self) -> int: ...
+    @property
+    def active(self) -> int: ...
+    @property
+    def preemptions(self) -> int: ...
+
+    def submit(self, request: Request, adapter: AdapterNode, now: float, activation: int | None) -> int: ...
+    def abort(self, request_id: str, now: float, handle: int | None) -> list[TokenEvent]: ...
+    def stop(self, request_id: str, index: int, outputs: int, now: float, handle: int | None) -> list[TokenEvent]: ...
+    def expire(self, now: float) -> list[TokenEvent]: ...
+    def can_pin(self, adapter: AdapterNode) -> bool: ...
+    def plan(self, now: float) -> StepPlan: ...
+    def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]: ...
+    def tend(self, now: float) -> tuple[Copy, ...]: ...
+
+
+class Pending(Protocol):
+    """A dispatched step."""
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan that it carries out."""
+        ...
+
+    @property
+    def dispatched(self) -> float:
+        """When its dispatch was complete, seconds of the clock."""
+        ...
+
+    @property
+    def stalled_s(self) -> float:
+        """Seconds that its dispatch waited for streamed copies."""
+        ...
+
+    def read(self) -> list[Drawn]:
+        """Waits for the step; its results in the order of `plan.work`."""
+        ...
+
+
+class Swapper(Protocol):
+    """Copies blocks between the tiers, beside the steps."""
+
+    def fill(self, blocks: tuple[int, ...], data: Any) -> None:
+        """Writes an adapter's master copy into blocks of the host tier that nothing reads yet. Any thread may call."""
+        ...
+
+    def start(self, copies: Iterable[Copy]) -> None:
+        """Begins copies."""
+        ...
+
+    def landed(self) -> list[Copy]:
+        """The copies completed since the last call; a step dispatched from now on sees them."""
+        ...
+
+    def place(self, copy: Copy, group: int) -> float:
+        """Makes a streamed copy visible up to this group of layers; the seconds that it waited for the copy."""
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Returns when a copy is complete, or after so many seconds."""
+        ...
+
+    def close(self) -> None:
+        """Ends its threads."""
+        ...
+
+
+class Runner(Protocol):
+    """Runs plans on a device."""
+
+    def run(self, plan: StepPlan, swapper: Swapper) -> Pending:
+        """Dispatches a step and returns at once, or when the last of `plan.streams` has come."""
+        ...
+
+    @property
+    def compiling(self) -> bool:
+        """Whether the dispatch under way has to compile a program first."""
+        ...
+
+    @property
+    def compiles_after_warmup(self) -> int:
+        """Programs compiled since warm-up."""
+        ...
+
+    def close(self) -> None:
+        """Frees the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What an engine is put together from."""
+
+    scheduler: Scheduler
+    registry: AdapterRegistry
+    runner: Runner
+    swapper: Swapper
+    clock: Clock

@@ -1,0 +1,118 @@
+"""How large the two tiers are: as configured, else what the memory and the workload's limits allow."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jlora.config import Config
+from jlora.engine import device
+from jlora.errors import ConfigError
+from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
+from jlora.model.spec import ModelSpec
+
+
+def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayout:
+    """The pool's layout.
+
+    Args:
+        free_bytes: memory of one device before the weights are loaded, or of the host on CPU.
+    Raises:
+        ConfigError: weights and pool do not fit; says how much is needed and what would help.
+    """
+    cache, tp = config.cache, config.model.tp
+    on_cpu = jax.default_backend() == "cpu"
+    block_tokens = cache.block_tokens or smallest_block_tokens(spec, 16 if on_cpu else 32)
+    one = device.fitted(PoolLayout.of(spec, 1, block_tokens, tp), config.engine.kernels)
+    per_block = one.block_bytes // (1 if on_cpu else tp)
+    weights = spec.parameters * BYTES[spec.dtype] // (1 if on_cpu else tp)
+    room = free_bytes - weights
+    if cache.hbm_blocks:
+        blocks = cache.hbm_blocks
+    else:
+        fair = int(room * cache.hbm_fraction) if not on_cpu else room // 4
+        # Enough for every slot's longest context and as much again for adapters and history.
+        useful = 2 * config.engine.max_seqs * one.blocks_for(spec.max_len)
+        blocks = min(fair // per_block, useful)
+    if blocks < 2 or blocks * per_block > room:
+        need = (weights + max(blocks, 2) * per_block) / 2**30
+        raise ConfigError(
+            f"model does not fit: weights {weights / 2**30:.2f} GiB and a pool of {max(blocks, 2)} blocks need "
+            f"{need:.2f} GiB of the {free_bytes / 2**30:.2f} GiB free; "
+            + _remedy(config, spec, room // per_block, on_cpu)
+        )
+    return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
+    """What to change when the model does not fit; `fit`: blocks that the memory beside the weights holds."""
+    fit = fit if on_cpu else int(fit * config.cache.hbm_fraction)  # a step needs memory of its own
+    if fit >= 2 and config.cache.hbm_blocks:
+        return f"lower cache.hbm_blocks to at most {fit}"
+    if fit >= 2:  # too few of them are the cache's share
+        return f"set cache.hbm_blocks, to at most {fit}"
+    smaller = ["choose a smaller model.path"]
+    smaller += ["set model.dtype to bfloat16"] if spec.dtype == "float32" else []
+    smaller += [] if on_cpu else ["raise model.tp"]  # on CPU all devices share one memory
+    return "the weights leave no room for a pool: " + ", or ".join(smaller)
+
+
+def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int:
+    """Blocks of the host tier.
+
+    Args:
+        adapters: blocks of the adapters loaded at start; their master copies live there.
+    Raises:
+        ConfigError: the adapters do not fit, or the tier is larger than the memory.
+    """
+    cache = config.cache
+    room = min(_available(), _cgroup_limit()) // layout.block_bytes
+    asked = int(cache.host_gib * 2**30) // layout.block_bytes
+    if cache.host_gib and not asked:
+        raise ConfigError(
+            f"cache.host_gib = {cache.host_gib}: holds not even one block of {layout.block_bytes} bytes; "
+            "raise it, or set it to 0 for a size that fits the machine"
+        )
+    useful = 2 * adapters + 8 * layout.blocks  # as many adapters again, and a long history
+    blocks = cache.host_blocks or asked or min(room // 4, useful)
+    if blocks > room:
+        raise ConfigError(
+            f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "
+            f"{room * layout.block_bytes / 2**30:.2f} GiB are available; lower cache.host_blocks or cache.host_gib"
+        )
+    if blocks < adapters:
+        raise ConfigError(
+            f"the adapters need {adapters} blocks of host memory ({layout.block_bytes} bytes each), and the host tier "
+            f"has {blocks}; raise cache.host_blocks or cache.host_gib"
+        )
+    return blocks
+
+
+def free_memory(device: Any) -> int:
+    """Bytes that this process may still take: of the accelerator, or of the host on CPU."""
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    return min(_available(), _cgroup_limit())
+
+
+def _available() -> int:
+    """Bytes that the machine can give without swapping (Linux; elsewhere its free pages)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def _cgroup_limit() -> int:
+    """Bytes that a container's limit leaves; 2^63 where there is none."""
+    root = Path("/sys/fs/cgroup")
+    try:
+        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
+    except (OSError, ValueError):  # no cgroup v2 here, or "max"
+        return 2**63

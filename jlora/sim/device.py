@@ -1,0 +1,135 @@
+"""A modelled device: the engine's runner, under a virtual clock. No jax.
+
+    run     a step begins when the device is free, and lasts as long as `StepModel` says
+    read    moves the clock to the end of the step
+
+A token is a hash of its request's seed and its position. It is the same after a preemption, it
+differs between requests, and the session's next prompt repeats it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from jlora.engine.plan import Drawn, StepPlan, Work
+from jlora.engine.ports import Swapper
+from jlora.sim.clock import VirtualClock
+from jlora.sim.hardware import StepLoad, StepModel
+
+NOTHING = Drawn()
+
+
+@dataclass(slots=True)
+class DeviceCounts:
+    """Since the start. `batch`: sum over steps of the sequences in them; `busy_s`: seconds of computing."""
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    batch: int = 0
+    busy_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ModelledStep:
+    """A step on its way: see `jlora.engine.ports.Pending`. `end`: when the device will have done it."""
+
+    plan: StepPlan
+    dispatched: float
+    stalled_s: float
+    end: float
+    clock: VirtualClock
+
+    def read(self) -> list[Drawn]:
+        """Moves the clock to the end of the step; its tokens."""
+        self.clock.advance(self.end)
+        return [_drawn(work) for work in self.plan.work]
+
+
+@dataclass(slots=True)
+class _Load:
+    """Adds up a step's work."""
+
+    context: int = 0
+    pairs: float = 0.0
+    adapter_tokens: int = 0
+    adapters: dict[int, int] = field(default_factory=dict)
+
+    def add(self, work: Work) -> None:
+        sequence, start, count, _ = work
+        self.context += start + count
+        self.pairs += count * (start + (count + 1) / 2)
+        node = sequence.adapter
+        acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
+        if acted_on > 0:
+            self.adapters[node.uid] = node.size
+            self.adapter_tokens += acted_on * node.size
+
+
+class ModelledDevice:
+    """Runs plans for as long as a step model says. See `jlora.engine.ports.Runner`.
+
+    Attributes:
+        free_at: when the device will have done all that was dispatched.
+    """
+
+    compiling = False
+    compiles_after_warmup = 0
+
+    def __init__(self, model: StepModel, groups: int, clock: VirtualClock):
+        self.counts = DeviceCounts()
+        self.free_at = 0.0
+        self._model = model
+        self._groups = groups  # of layers, in which streamed copies come
+        self._clock = clock
+
+    def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
+        """Dispatches a step."""
+        began = self._clock.now
+        load = _Load()
+        for work in plan.decode:
+            load.add(work)
+        for work in plan.prefill:
+            load.add(work)
+        prompt = sum(work.count for work in plan.prefill)
+        blocks = sum(load.adapters.values())
+        step = StepLoad(prompt, len(plan.decode), load.context, load.pairs, blocks, load.adapter_tokens)
+        seconds = self._model.seconds(step)
+        begin = max(began, self.free_at)
+        self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams else begin + seconds
+        counts = self.counts
+        counts.steps += 1
+        counts.prompt_tokens += prompt
+        counts.batch += len(plan.decode) + len(plan.prefill)
+        counts.busy_s += seconds
+        now = self._clock.now
+        return ModelledStep(plan, now, now - began, self.free_at, self._clock)
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+    def _stream(self, plan: StepPlan, swapper: Swapper, begin: float, seconds: float) -> float:
+        """When a step ends whose groups of layers wait for the copies that they read."""
+        end = begin
+        for group in range(self._groups):
+            for copy in plan.streams:
+                swapper.place(copy, group)
+            end = max(end, self._clock.now) + seconds / self._groups
+        return end
+
+
+def token(seed: int, position: int) -> int:
+    """The token that a request of this seed has at this position: a hash, in [0, 2^30)."""
+    mixed = (seed * 0x9E3779B1 + position * 0x85EBCA6B) & 0xFFFFFFFF
+    return ((mixed ^ mixed >> 15) * 0x2C1B3C6D >> 2) & 0x3FFFFFFF
+
+
+def answer(seed: int, prompt: int, count: int) -> Sequence[int]:
+    """The first `count` tokens after a prompt of so many."""
+    return [token(seed, prompt + i) for i in range(count)]
+
+
+def _drawn(work: Work) -> Drawn:
+    if not work.samples:
+        return NOTHING
+    return Drawn(token(work.sequence.seed, work.start + work.count))
