@@ -4,7 +4,8 @@
     request = validate(Request("r1", (1, 2, 3)), limits)
 
 A refusal names the field, the value got and the limit. What comes back is *canonical*: plain
-ints and floats, tuples, `max_tokens` filled in, so that no later room checks or converts again.
+ints and floats, and tuples, so that no later room checks or converts again. An unset `max_tokens`
+stays None: only the engine knows what the pool leaves beside the request's adapter.
 Sampling fields are bounded not only by what is sane but by what float32 arithmetic on the
 device survives: a logit divided by a tiny temperature would be infinite, and then NaN.
 """
@@ -55,7 +56,7 @@ class Limits:
 
 
 def validate(request: Request, limits: Limits) -> Request:
-    """Returns the request in canonical form, `max_tokens` filled in.
+    """Returns the request in canonical form.
 
     Seeds in [-2^63, 2^64) are taken modulo 2^64, so signed and unsigned clients agree. A top_k
     that keeps the whole vocabulary becomes 0, and a temperature below 1e-5 becomes 0 (greedy).
@@ -69,14 +70,14 @@ def validate(request: Request, limits: Limits) -> Request:
         raise _refuse("sampling", request.sampling, "a SamplingParams")
     prompt = _prompt(request.prompt, limits.vocab)
     sampling = _sampling(request.sampling, limits.vocab)
-    max_tokens = _max_tokens(len(prompt), sampling.max_tokens, limits)
-    if sampling.min_tokens > max_tokens:
-        raise _refuse("min_tokens", sampling.min_tokens, f"at most max_tokens, here {max_tokens}")
+    most = _max_tokens(len(prompt), sampling.max_tokens, limits)
+    if sampling.min_tokens > most:
+        raise _refuse("min_tokens", sampling.min_tokens, f"at most max_tokens, here {most}")
     return dataclasses.replace(
         request,
         id=_request_id(request.id),
         prompt=prompt,
-        sampling=dataclasses.replace(sampling, max_tokens=max_tokens),
+        sampling=sampling,
         adapter=None if request.adapter is None else _text("adapter", request.adapter, MAX_ID_CHARS),
         priority=_integer("priority", request.priority, -(2**31), 2**31 - 1),
         bypass_prefix_cache=_boolean("bypass_prefix_cache", request.bypass_prefix_cache),

@@ -19,8 +19,6 @@ import jax
 import numpy as np
 
 from jlora import config as configuration
-from jlora.adapters.adapter import Adapter
-from jlora.adapters.packing import Packed
 from jlora.adapters.registry import AdapterRegistry
 from jlora.bench.device_model import TARGETS, adapter_blocks, weights
 from jlora.bench.replay import Replay
@@ -31,7 +29,9 @@ from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
 from jlora.engine import device
-from jlora.engine.engine import Engine, NewAdapter
+from jlora.engine.engine import Engine, Shape
+from jlora.engine.loading import NewAdapter
+from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout, smallest_block_tokens
 from jlora.model.llama import Params
@@ -79,7 +79,10 @@ class World:
         self._registry = AdapterRegistry()
         try:
             yield (
-                Engine(scheduler, self._registry, self.runner, swapper, self.layout, config.engine.overlap),
+                Engine(
+                    Parts(scheduler, self._registry, self.runner, swapper, time.monotonic),
+                    Shape(self.spec.max_len, self.layout.block_bytes, config.engine.overlap),
+                ),
                 manager,
             )
         finally:
@@ -92,8 +95,7 @@ class World:
         rng = np.random.default_rng(rank)
         row = (0.01 * rng.standard_normal((1, *self.layout.block_shape[1:]))).astype(jax.numpy.dtype(self.spec.dtype))
         data = np.broadcast_to(row, (count, *self.layout.block_shape))
-        adapter = Adapter(digest=name, rank=rank, ranks={}, target_modules=TARGETS, weights={})
-        return NewAdapter(name, adapter, Packed(data, projections), 0.0)
+        return NewAdapter(name, name, {"all": rank}, TARGETS, (), projections, data, data.nbytes, 0.0)
 
     def close(self) -> None:
         """Frees the device."""
@@ -151,9 +153,9 @@ def full_steps(world: World, busy: Busy, say: Callable[[str], None]) -> dict[str
     blocks = world.layout.blocks - 1
     adapters = [world.adapter(str(name), rank) for name, rank in zip(names, busy.ranks, strict=False)]
     # The host tier holds the adapters and no KV: what copies cost is the policies' affair.
-    with world.engine("jlora", blocks, 1 + sum(len(new.packed.projections) for new in adapters)) as (engine, _):
+    with world.engine("jlora", blocks, 1 + sum(len(new.projections) for new in adapters)) as (engine, _):
         for new in adapters:
-            engine.add_adapter(new)
+            engine.adapters.add(new)
         while engine.copying:
             engine.tend()
             engine.rest()
@@ -209,7 +211,7 @@ class Contest:
         self._world, self._speed = world, speed
         self._trace = play(SOURCES["W1"](None), load)
         self._adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(ranks(load))]
-        sizes = [len(new.packed.projections) for new in self._adapters]
+        sizes = [len(new.projections) for new in self._adapters]
         self._working = facts(self._trace, world.layout.block_tokens, sizes).working_set
         largest = world.layout.blocks_for(world.spec.max_len) + max(sizes)
         self._blocks = min(max(int(share * self._working), 2 * largest), world.layout.blocks - 1)
@@ -223,7 +225,7 @@ class Contest:
         """One run: what requests waited, what the cache found, and all compilations since `warm_up` (R10)."""
         with self._world.engine(policy, self._blocks, self._host_blocks) as (engine, manager):
             for new in self._adapters:
-                engine.add_adapter(new)
+                engine.adapters.add(new)
             sample = Replay(engine, manager, self._trace, self._speed).run()
         keys = ("ttft_s", "ttft_p99_s", "tpot_s", "kv_device_hits", "adapter_hits", "tokens_per_s", "unfinished")
         sizes = {"device_blocks": self._blocks, "working_set": self._working}

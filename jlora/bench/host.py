@@ -18,7 +18,7 @@ from jlora.bench import ours, rounds
 from jlora.bench.rounds import Journal, Sample, Side
 from jlora.bench.throughput import Setup
 from jlora.bench.workload import TINY, Plan, Workload, adapter_names, prepare
-from jlora.engine.build import build_engine
+from jlora.engine.build import build
 from jlora.engine.engine import Engine
 from jlora.types import Request, SamplingParams
 
@@ -78,7 +78,7 @@ def _name(load: Load) -> str:
 
 def _build(setup: Setup, workload: Workload, running: int) -> Engine:
     settings = {**setup.settings, "engine.max_seqs": running, "engine.max_queue": 8192}
-    return build_engine(ours.configure(workload, setup.dtype, settings))[0]
+    return build(ours.configure(workload, setup.dtype, settings)).engine
 
 
 def _measure(engine: Engine, setup: Setup, load: Load) -> Sample:

@@ -124,7 +124,7 @@ def side(cell: Cell, activated: bool) -> dict[str, float]:
     return {
         "pipeline_s": statistics.fmean(played.seconds),
         "kv_bytes": played.peak * hardware(cell.model, cell.chips).layout.block_bytes,
-        "prompt_tokens": replica.counts.prompt_tokens,  # computed
+        "prompt_tokens": replica.device.counts.prompt_tokens,  # computed
         "host_hit_tokens": counters.kv_host_hit_tokens,
         "preemptions": replica.scheduler.preemptions,
         **{f"check_{key}": value for key, value in checks.items()},

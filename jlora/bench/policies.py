@@ -44,11 +44,14 @@ from jlora.cache.pool import HostPool
 from jlora.cache.swapper import Swapper
 from jlora.config import POLICIES, Config
 from jlora.engine import build
-from jlora.engine.engine import Engine, NewAdapter
+from jlora.engine.engine import Engine, Shape
+from jlora.engine.loading import NewAdapter
+from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint
 from jlora.model.spec import ModelSpec
+from jlora.ports import System
 from jlora.sim.trace import Facts, Trace, facts
 from jlora.sim.workloads import SOURCES, Load, play, ranks
 from jlora.types import Request, SamplingParams
@@ -181,7 +184,7 @@ class Bench:
         self._spec = checkpoint.read_spec(checkpoint.resolve(self._config.model.path), "float32", 0)
         layout = build.choose_layout(self._config, self._spec, 2**40)
         self._adapters = self._read(layout)
-        sizes = [len(new.packed.projections) for new in self._adapters]
+        sizes = [len(new.projections) for new in self._adapters]
         self.facts: Facts = facts(self.trace, self._block_tokens, sizes)
         # With room for all of it and as much again, so that any cell fits and nothing is missed.
         self._layout = replace(layout, blocks=2 * self.facts.working_set + 1)
@@ -232,7 +235,7 @@ class Bench:
         return {
             "trace": self.trace.name,
             "facts": self.facts.describe(),
-            "adapter_blocks": sorted({len(new.packed.projections) for new in self._adapters}),
+            "adapter_blocks": sorted({len(new.projections) for new in self._adapters}),
             "block_tokens": self._block_tokens,
             "block_bytes": self._layout.block_bytes,
             "token_bytes": token_bytes,
@@ -276,8 +279,10 @@ class Bench:
         )
 
     def _read(self, layout: PoolLayout) -> list[NewAdapter]:
-        paths = self._config.adapters.paths
-        return [build.read_adapter(name, paths[name], self._config, self._spec, layout) for name in self.trace.adapters]
+        paths, system = self._config.adapters.paths, System()
+        most = self._config.adapters.max_rank
+        reader = build.Reader(self._spec, layout, most, (self._spec.name,), system.files, system.clock)
+        return [build.read_adapter(name, paths[name], reader) for name in self.trace.adapters]
 
     def _device_blocks(self, cell: Cell) -> int:
         return int(cell.share * self.facts.working_set)
@@ -300,15 +305,19 @@ class Bench:
         config = configuration.replace(self._config, settings)
         config = configuration.replace(config, {"cache.monitor_s": config.cache.monitor_s / accelerated})
         layout = replace(self._layout, blocks=device_blocks + 1)
-        manager = build.make_manager(config, layout, self._host_blocks, streams=self._pool.groups > 1)
-        manager.cells.clock = lambda: accelerated * time.monotonic()
+
+        def clock() -> float:
+            return accelerated * time.monotonic()
+
+        manager = build.make_manager(config, layout, self._host_blocks, clock, streams=self._pool.groups > 1)
         scheduler = Scheduler(manager, config.engine, self._spec.eos_ids)
         swapper = Swapper(self._pool, self._host, config.cache.link_gbps)
         self._registry = AdapterRegistry()
-        engine = Engine(scheduler, self._registry, self._runner, swapper, self._layout, config.engine.overlap)
+        parts = Parts(scheduler, self._registry, self._runner, swapper, time.monotonic)
+        engine = Engine(parts, Shape(self._spec.max_len, self._layout.block_bytes, config.engine.overlap))
         try:
             for new in self._adapters:
-                engine.add_adapter(new)
+                engine.adapters.add(new)
             yield engine, manager
         finally:
             swapper.close()

@@ -43,7 +43,7 @@ class Swapper:
         system = system or System()
         self._clock = system.clock
         self._pool = pool
-        self._host = host
+        self.host = host
         self._arrived = threading.Condition()
         self._done: list[_Job] = []
         self._streams: dict[Copy, _Job] = {}  # under way, in groups
@@ -56,7 +56,7 @@ class Swapper:
 
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
         """Writes an adapter's master copy into blocks of the host tier that no copy reads yet. Any thread may call."""
-        self._host.write(blocks, data)
+        self.host.write(blocks, data)
 
     def start(self, copies: Iterable[Copy]) -> None:
         """Begins copies; those on their way out see the pool as it is after what was dispatched so far."""
@@ -118,13 +118,13 @@ class Swapper:
     def _carry_in(self, job: _Job) -> None:
         copy, blocks = job.copy, len(job.copy.source)
         if not copy.streams:
-            staged = self._pool.stage(copy.target, self._host.read(copy.source))
+            staged = self._pool.stage(copy.target, self.host.read(copy.source))
             self._lanes["in"].slow_down(blocks * self._block_s)
             job.staged = [staged]
             return
         size, groups = self._pool.group_layers, self._pool.groups
         for group in range(groups):
-            part = self._host.read(copy.source, slice(group * size, (group + 1) * size))
+            part = self.host.read(copy.source, slice(group * size, (group + 1) * size))
             staged = self._pool.stage(copy.target, part)
             self._lanes["in"].slow_down((group + 1) / groups * blocks * self._block_s)
             with self._arrived:
@@ -135,7 +135,7 @@ class Swapper:
         at = 0
         for array in job.snapshot:
             data = np.asarray(array)
-            self._host.write(job.copy.target[at : at + len(data)], data)
+            self.host.write(job.copy.target[at : at + len(data)], data)
             at += len(data)
         self._lanes["out"].slow_down(at * self._block_s)
 

@@ -64,6 +64,7 @@ class Built:
     """An engine that is ready to step, and what its surroundings need to know of it."""
 
     engine: Engine
+    parts: Parts
     info: ReplicaInfo
     reader: Reader
 
@@ -100,7 +101,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         engine.adapters.add(adapter)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
-    return Built(engine, info, reader)
+    return Built(engine, parts, info, reader)
 
 
 def build_device(

@@ -126,8 +126,8 @@ class Engine:
         """Raises what `submit` raises, except for a full queue and an id in use."""
         self._fitted(request, self._origin(request))
 
-    def submit(self, request: Request, arrived: float) -> int:
-        """Queues a validated request that came at `arrived`; its handle.
+    def submit(self, request: Request, arrived: float | None = None) -> int:
+        """Queues a validated request that came at `arrived`, or now; its handle.
 
         An unset `max_tokens` becomes what the context and the pool beside the adapter leave.
 
@@ -138,6 +138,7 @@ class Engine:
         """
         origin = self._origin(request)
         fitted = self._fitted(request, origin)
+        arrived = self._clock() if arrived is None else arrived
         handle = self._scheduler.submit(fitted, origin.adapter, arrived, origin.activation)
         self._registry.touch(origin.adapter.uid, arrived)
         return handle

@@ -68,7 +68,7 @@ class LocalReplica:
     def check(self, request: Request) -> Future[None]:
         """See `Replica.check`."""
         request = self._searched(request)
-        return self._call(lambda: self._engine.check(request))
+        return self.between_steps(lambda: self._engine.check(request))
 
     def submit(self, request: Request, sink: Sink) -> Future[int]:
         """See `Replica.submit`."""
@@ -84,20 +84,20 @@ class LocalReplica:
             self._sinks[request.id] = (sink, set(range(request.sampling.n)))
             return handle
 
-        return self._call(admit)
+        return self.between_steps(admit)
 
     def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
         """See `Replica.abort`."""
-        return self._call(lambda: self._engine.abort(request_id, handle))
+        return self.between_steps(lambda: self._engine.abort(request_id, handle))
 
     def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
         """See `Replica.stop`."""
-        return self._call(lambda: self._engine.stop(request_id, index, outputs, handle))
+        return self.between_steps(lambda: self._engine.stop(request_id, index, outputs, handle))
 
     def prefetch(self, request: Request) -> Future[PrefetchResult]:
         """See `Replica.prefetch`."""
         request = self._searched(request)
-        return self._call(lambda: self._engine.prefetch(request))
+        return self.between_steps(lambda: self._engine.prefetch(request))
 
     # -- adapters ---------------------------------------------------------------------------
 
@@ -109,15 +109,15 @@ class LocalReplica:
         """Runs on a loader's thread; waits for the engine's thread, never the other way round."""
         adapters = self._engine.adapters
         if not replace:
-            self._call(lambda: adapters.check_free(name)).result()  # fail before the files are read
+            self.between_steps(lambda: adapters.check_free(name)).result()  # fail before the files are read
         new = read_adapter(name, path, self._built.reader)
-        blocks = self._call(lambda: adapters.reserve(new, replace)).result()
+        blocks = self.between_steps(lambda: adapters.reserve(new, replace)).result()
         try:
             adapters.fill(blocks, new)
         except BaseException:
-            self._call(lambda: adapters.cancel(blocks))
+            self.between_steps(lambda: adapters.cancel(blocks))
             raise
-        self._call(lambda: adapters.publish(new, blocks, pinned, replace)).result()
+        self.between_steps(lambda: adapters.publish(new, blocks, pinned, replace)).result()
 
     def unload_adapter(self, name: str) -> Future[AdapterInfo]:
         """See `Replica.unload_adapter`."""
@@ -127,19 +127,21 @@ class LocalReplica:
             info, uids = found
             return self._when(lambda: info if adapters.are_gone(uids) else None)
 
-        return _chained(self._call(lambda: (adapters.get(name), adapters.remove(name))), gone)
+        return _chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
         """See `Replica.pin_adapter`."""
-        return _chained(self._call(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name))
+        return _chained(
+            self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name)
+        )
 
     def adapters(self) -> Future[list[AdapterInfo]]:
         """See `Replica.adapters`."""
-        return self._call(self._engine.adapters.all)
+        return self.between_steps(self._engine.adapters.all)
 
     def adapter(self, name: str) -> Future[AdapterInfo]:
         """See `Replica.adapter`."""
-        return self._call(lambda: self._engine.adapters.get(name))
+        return self.between_steps(lambda: self._engine.adapters.get(name))
 
     def _settled(self, name: str) -> Future[AdapterInfo]:
         """The adapter when its copy to the device, if one is under way, has landed."""
@@ -158,15 +160,15 @@ class LocalReplica:
 
     def state(self) -> Future[ReplicaState]:
         """See `Replica.state`."""
-        return self._call(lambda: ReplicaState(self._engine.cache_state(), self._engine.stats()))
+        return self.between_steps(lambda: ReplicaState(self._engine.cache_state(), self._engine.stats()))
 
     def flush_cache(self) -> Future[int]:
         """See `Replica.flush_cache`."""
-        return self._call(self._engine.flush_cache)
+        return self.between_steps(self._engine.flush_cache)
 
     def check_integrity(self) -> Future[None]:
         """Fails with AssertionError if the pool or the tree is inconsistent."""
-        return self._call(self._engine.check_integrity)
+        return self.between_steps(self._engine.check_integrity)
 
     def heartbeat_age(self) -> float:
         """See `Replica.heartbeat_age`. A step that compiles is alive for `COMPILE_S`."""
@@ -258,7 +260,7 @@ class LocalReplica:
 
     # -- commands -----------------------------------------------------------------------------
 
-    def _call(self, command: Callable[[], T]) -> Future[T]:
+    def between_steps(self, command: Callable[[], T]) -> Future[T]:
         """Runs `command` on the engine's thread, between two steps."""
         future: Future[T] = Future()
         self._commands.put((command, future))
@@ -275,7 +277,7 @@ class LocalReplica:
             self._waits.append(_Wait(look, future))
             return future
 
-        return _chained(self._call(begin), lambda waiting: waiting)
+        return _chained(self.between_steps(begin), lambda waiting: waiting)
 
     def _refuse_commands(self) -> None:
         while True:

@@ -78,7 +78,7 @@ class Runner:
     ):
         self._weights = Weights(0, params)
         self._programs = programs
-        self._pool = pool
+        self.pool = pool
         self._state = state
         self._builder = builder
         self._clock = clock
@@ -138,7 +138,7 @@ class Runner:
         for rows, chunk in buckets.shapes:
             blank = self._builder.blank(rows, chunk)
             self._watched(blank, (), _Arrivals(None))
-            if chunk > 1 and self._pool.groups > 1:
+            if chunk > 1 and self.pool.groups > 1:
                 self._streamed(blank, (), _Arrivals(None))
                 self._met.add(_programs_of(blank, streamed=True))
             yield f"{rows}x{chunk}"
@@ -146,14 +146,14 @@ class Runner:
             self._watched(self._builder.blank(rows, 1, bare=True), (), _Arrivals(None))
             yield f"{rows}x1 without adapters"
         self._reset(0, (), (), {})
-        self._pool.warm_up()
-        jax.block_until_ready(self._pool.array)
+        self.pool.warm_up()
+        jax.block_until_ready(self.pool.array)
         self._compiled = 0
         yield "copies"
 
     def close(self) -> None:
         """Frees the device: weights, pool and slot state."""
-        for leaf in jax.tree.leaves((self._weights.params, self._pool.array, self._state)):
+        for leaf in jax.tree.leaves((self._weights.params, self.pool.array, self._state)):
             leaf.delete()
 
     @property
@@ -171,8 +171,8 @@ class Runner:
         if streams:
             rows, hidden = self._streamed(launch, streams, arrivals)
         else:
-            pool, last = self._pool.array, self._state.last
-            self._pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
+            pool, last = self.pool.array, self._state.last
+            self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
         if launch.sampling is not None:
             self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
@@ -181,15 +181,15 @@ class Runner:
 
     def _streamed(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
         """A forward in groups of layers, each behind the arrival of what it reads."""
-        programs, size = self._programs, self._pool.group_layers
+        programs, size = self._programs, self.pool.group_layers
         batch = jax.device_put(launch.batch)  # once for all groups
         x = programs.embed(self._weights.params["embed"], self._state.last, batch)
-        for group in range(self._pool.groups):
+        for group in range(self.pool.groups):
             for copy in streams:
                 arrivals.place(copy, group)
             weights = group_layers(self._weights.params, group, size)
             first = np.int32(group * size)
-            self._pool.array, x = programs.layers(weights, self._pool.array, x, first, batch)
+            self.pool.array, x = programs.layers(weights, self.pool.array, x, first, batch)
         return programs.finish(self._weights.params["norm"], x, batch)
 
     def _set_up(self, sequence: Running) -> None:

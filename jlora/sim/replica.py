@@ -19,7 +19,7 @@ from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
-from jlora.errors import ConfigError, ResourceExhausted
+from jlora.errors import ConfigError
 from jlora.sim.clock import VirtualClock
 from jlora.sim.device import ModelledDevice
 from jlora.sim.hardware import StepModel
@@ -100,15 +100,15 @@ class Replica:
         self._settled = not started and not self.engine.copying
 
     def _add(self, index: int, size: int) -> None:
-        projections = ("q",) * size
-        new = NewAdapter(str(index), "", {}, (), (), projections, data=None, bytes=size, read_s=0.0)
-        try:
-            self.engine.adapters.add(new)
-        except ResourceExhausted as e:
+        """Puts an adapter into service, also one too large for the device: its requests are refused."""
+        blocks = self.manager.reserve(size)
+        if blocks is None:
             raise ConfigError(
                 f"the adapters need {sum(self.spec.adapters)} blocks of host memory, and the host tier has "
                 f"{self.spec.sizes.host}; raise --host-gb"
-            ) from e
+            )
+        new = NewAdapter(str(index), "", {}, (), (), ("q",) * size, data=None, bytes=size, read_s=0.0)
+        self.engine.adapters.publish(new, blocks)
 
 
 class _Registry(AdapterRegistry):

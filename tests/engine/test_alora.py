@@ -7,6 +7,7 @@ that these are PEFT's is shown in `tests/oracle`.
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,10 +18,10 @@ import pytest
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.cache.lease import Lease
-from jlora.engine.service import Service
 from jlora.errors import InvalidArgument
 from jlora.types import Invocation, Request, TokenEvent
 from tests import _make
+from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
 from tests.engine.test_exactness import poisoned
 
@@ -67,11 +68,11 @@ def expected(tiny_model: Path, adapters: dict[str, Path]) -> dict[str, list[int]
         return {r.id: tokens(serve(service, [r])[r.id]) for r in requests()}
 
 
-def answers(service: Service, asked: list[Request]) -> dict[str, list[int]]:
+def answers(service: Running, asked: list[Request]) -> dict[str, list[int]]:
     return {name: tokens(events) for name, events in serve(service, asked).items()}
 
 
-def cached(service: Service, asked: Request) -> int:
+def cached(service: Running, asked: Request) -> int:
     """Serves one request; how many of its tokens were known."""
     usage = serve(service, [asked])[asked.id][-1].usage
     assert usage is not None
@@ -140,27 +141,26 @@ def test_in_a_pipeline_history_is_never_computed_again_and_an_answer_once(tiny_m
 
 
 @pytest.fixture
-def caught(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[Service]:
+def caught(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[Running]:
     """A service with room for everything, whose monitor moves nothing."""
     with running(tiny_model, adapters, cache__hbm_blocks=300, cache__monitor_s=60) as service:
         yield service
 
 
-def poison_suffixes(service: Service) -> int:
+def poison_suffixes(service: Running) -> int:
     """Fills all activated KV, wherever it is, with NaN; how many blocks that were."""
     while service.cache_state().in_flight:  # copies under way would bring the right data back
         pass
-    engine = service._engine
-    with engine.lock:  # the engine rests: nobody else has the pool
-        manager, pool = engine._manager, engine.runner._pool
+    with service.paused():
+        manager, pool = service.manager, service.parts.runner.pool
         found = [n for a in manager.adapters.values() for n in manager.tree.owned(a) if a.suffixes]
         device, host = ([b for n in found for b in getattr(n, tier)] for tier in ("device", "host"))
         pool.place(pool.stage(device, np.full((len(device), *service.layout.block_shape), np.nan, np.float32)))
-        engine._swapper._host.array[host] = np.nan
+        service.parts.swapper.host.array[host] = np.nan
     return len(device)
 
 
-def test_no_suffix_kv_is_used_by_another_adapter_or_the_base(caught: Service, expected: dict[str, list[int]]):
+def test_no_suffix_kv_is_used_by_another_adapter_or_the_base(caught: Running, expected: dict[str, list[int]]):
     """A canary in every activated block: whoever reads one answers with NaN."""
     invoked = [r for r in requests() if r.adapter == "check"]
     others = [r for r in requests() if r.adapter != "check"]
@@ -181,8 +181,8 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
     with poisoned(tiny_model, adapters, **settings, engine__max_step_tokens=32) as service:
         while service.cache_state().in_flight:
             pass
-        manager, ahead = service._engine._manager, []
-        with service._engine.lock:
+        manager, ahead = service.manager, []
+        with service.paused():
             while (node := manager.cells.worst()) is not None:
                 manager.cells.evict(node)
         ready = manager.ready_ahead
@@ -197,23 +197,20 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
         assert any(ahead)
 
 
-def test_a_prompt_is_searched_once_and_while_the_engine_is_free(caught: Service, monkeypatch: pytest.MonkeyPatch):
+def test_a_prompt_is_searched_once_and_not_on_the_engines_thread(caught: Running, monkeypatch: pytest.MonkeyPatch):
     searched = []
 
     def search(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
-        free = caught._engine.lock.acquire(timeout=5)  # not if the searcher holds it
-        if free:
-            caught._engine.lock.release()
-        searched.append(free)
+        searched.append(threading.current_thread())
         return last_occurrence(prompt, invocation)
 
-    for module in ("jlora.engine.service", "jlora.adapters.registry"):
+    for module in ("jlora.engine.local", "jlora.adapters.registry"):
         monkeypatch.setattr(f"{module}.last_occurrence", search)
-    asked = replace(requests()[0], id="r", invocation=Invocation(CHECK, 0))  # what a client claims is not believed
-    checked = caught.check(asked)
-    assert checked.invocation == Invocation(CHECK, len(TALK))
-    serve(caught, [checked])
-    assert searched == [True]
+    claimed = replace(requests()[0], id="r", invocation=Invocation(CHECK, 0))  # what a client claims is not believed
+    want = tokens(serve(caught, [replace(claimed, invocation=None)])["r"])
+    searched.clear()
+    assert tokens(serve(caught, [claimed])["r"]) == want
+    assert searched == [threading.current_thread()]
 
 
 def _is_nan(event: TokenEvent) -> bool:
@@ -221,7 +218,7 @@ def _is_nan(event: TokenEvent) -> bool:
 
 
 def test_a_reloaded_adapter_finds_no_suffix_of_the_version_before(
-    caught: Service, expected: dict[str, list[int]], adapters: dict[str, Path]
+    caught: Running, expected: dict[str, list[int]], adapters: dict[str, Path]
 ):
     invoked = [r for r in requests() if r.adapter == "check"]
     answers(caught, invoked)
@@ -230,7 +227,7 @@ def test_a_reloaded_adapter_finds_no_suffix_of_the_version_before(
     assert answers(caught, invoked) == {r.id: expected[r.id] for r in invoked}
 
 
-def test_unloading_frees_an_adapter_and_its_suffixes_and_keeps_the_bases_kv(caught: Service):
+def test_unloading_frees_an_adapter_and_its_suffixes_and_keeps_the_bases_kv(caught: Running):
     invoked = Request("r", (*TALK, *CHECK, *range(3, 40)), GREEDY, adapter="check")
     assert cached(caught, invoked) == 0
     held = caught.cache_state()
@@ -241,13 +238,13 @@ def test_unloading_frees_an_adapter_and_its_suffixes_and_keeps_the_bases_kv(caug
     assert cached(caught, replace(invoked, adapter=None)) == 40
 
 
-def test_prefetch_brings_an_activated_prompt_back(caught: Service):
+def test_prefetch_brings_an_activated_prompt_back(caught: Running):
     invoked = Request("r", (*TALK, *CHECK, *range(3, 20)), GREEDY, adapter="check")
     cached(caught, invoked)
     while caught.cache_state().in_flight:
         pass
-    with caught._engine.lock:
-        cells = caught._engine._manager.cells
+    with caught.paused():
+        cells = caught.manager.cells
         while (node := cells.worst()) is not None:
             cells.evict(node)
     found = caught.prefetch(invoked)
@@ -260,7 +257,7 @@ def test_prefetch_brings_an_activated_prompt_back(caught: Service):
 
 
 def test_a_prompt_that_does_not_invoke_is_refused_or_answered_by_the_base(
-    caught: Service, tiny_model: Path, adapters: dict[str, Path], expected: dict[str, list[int]]
+    caught: Running, tiny_model: Path, adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     talk = Request("talk", TALK, GREEDY, adapter="check")
     for refused in (caught.check, lambda r: caught.submit(r, lambda events: None), caught.prefetch):

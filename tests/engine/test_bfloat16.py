@@ -16,8 +16,8 @@ import jax
 import numpy as np
 import pytest
 
-from jlora.engine.service import Service
 from jlora.types import Request, TokenEvent, TokenLogprob
+from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, mixed, running, serve
 
 # Log-probabilities here reach -10, where neighbours in bfloat16 are 2^-4 apart, and the loudest adapter
@@ -66,12 +66,12 @@ def apart(got: Sequence[TokenEvent], want: Sequence[TokenEvent]) -> list[float]:
     return found
 
 
-def check_dtypes(service: Service) -> None:
+def check_dtypes(service: Running) -> None:
     """Weights, the pool and the host tier: nothing is held in more than 16 bits."""
-    runner, swapper = service._engine.runner, service._engine._swapper
+    runner, swapper = service.parts.runner, service.parts.swapper
     assert service.layout.dtype == "bfloat16"
-    assert runner._pool.array.dtype == swapper._host.array.dtype == jax.numpy.bfloat16
-    assert {str(weight.dtype) for weight in jax.tree.leaves(runner._params)} == {"bfloat16"}
+    assert runner.pool.array.dtype == swapper.host.array.dtype == jax.numpy.bfloat16
+    assert {str(weight.dtype) for weight in jax.tree.leaves(runner.weights.params)} == {"bfloat16"}
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ import pytest
 
 from jlora import config
 from jlora.engine import device
-from jlora.engine.service import Service
 from jlora.errors import AlreadyExists, ConfigError, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
+from tests.engine._replica import Running
 
 BASE: Mapping[str, Any] = {
     "cache.block_tokens": 8,
@@ -36,10 +36,10 @@ TABLES = SamplingParams(
 
 
 @contextmanager
-def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Iterator[Service]:
+def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Iterator[Running]:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
     paths = {f"adapters.paths.{name}": str(path) for name, path in adapters.items()}
-    service = Service.start(config.load(None, {**BASE, "model.path": str(model), **paths, **keys}), progress=False)
+    service = Running(config.load(None, {**BASE, "model.path": str(model), **paths, **keys}))
     try:
         yield service
         service.check_integrity()
@@ -51,7 +51,7 @@ def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Itera
         service.stop()
 
 
-def serve(service: Service, requests: Sequence[Request]) -> dict[str, list[TokenEvent]]:
+def serve(service: Running, requests: Sequence[Request]) -> dict[str, list[TokenEvent]]:
     """Submits all at once; every request's events, grouped by request, completions in order."""
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     for request in requests:
@@ -144,12 +144,12 @@ def test_four_devices_answer_like_one(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Service]:
+def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
     with running(tiny_model, tiny_adapters) as one:
         yield one
 
 
-def test_n_completions_draw_apart_and_reproducibly(service: Service):
+def test_n_completions_draw_apart_and_reproducibly(service: Running):
     params = SamplingParams(temperature=1.0, seed=4, n=3, max_tokens=8, ignore_eos=True)
     first = serve(service, [Request("a", (3, 4, 5), params)])["a"]
     again = serve(service, [Request("b", (3, 4, 5), params), *mixed()[:4]])["b"]
@@ -158,7 +158,7 @@ def test_n_completions_draw_apart_and_reproducibly(service: Service):
     assert len(set(each)) == 3 and all(len(t) == 8 for t in each)
 
 
-def test_usage_and_timing_tell_what_happened(service: Service):
+def test_usage_and_timing_tell_what_happened(service: Running):
     prompt = tuple(range(20, 45))
     for cached in (0, 24):
         (last,) = [e for e in serve(service, [Request("a", prompt, GREEDY)])["a"] if e.usage]
@@ -167,7 +167,7 @@ def test_usage_and_timing_tell_what_happened(service: Service):
         assert 0 <= last.timing.queue <= last.timing.ttft and last.timing.prefill > 0 and last.timing.tpot > 0
 
 
-def test_an_adapter_reloaded_under_its_name_answers_anew_and_leaves_no_kv(service: Service, tmp_path: Path, tiny_spec):
+def test_an_adapter_reloaded_under_its_name_answers_anew_and_leaves_no_kv(service: Running, tmp_path: Path, tiny_spec):
     prompt = tuple(range(50, 75))
     paths = [_make.make_adapter(tmp_path / str(i), tiny_spec, seed=70 + i, r=4, targets=("q", "v")) for i in (0, 1)]
 
@@ -191,19 +191,19 @@ def test_an_adapter_reloaded_under_its_name_answers_anew_and_leaves_no_kv(servic
         answer("again")
 
 
-def test_near_names_are_named(service: Service):
+def test_near_names_are_named(service: Running):
     with pytest.raises(NotFound, match="did you mean 'middle'"):
         service.submit(Request("x", (3,), GREEDY, adapter="midle"), lambda events: None)
 
 
-def test_pinning_is_kept_under_pressure(service: Service):
+def test_pinning_is_kept_under_pressure(service: Running):
     assert service.pin_adapter("large", True).pinned
     serve(service, [Request(f"p{i}", tuple(range(3 + i, 60 + i)), GREEDY) for i in range(24)])
     assert service.adapter("large").tier == "HBM"
     service.pin_adapter("large", False)
 
 
-def test_prompt_logprobs_cover_the_prompt_and_come_once(service: Service):
+def test_prompt_logprobs_cover_the_prompt_and_come_once(service: Running):
     prompt = tuple(range(3, 90))
     params = SamplingParams(temperature=0, max_tokens=3, prompt_logprobs=2, ignore_eos=True)
     events = serve(service, [Request("a", prompt, params)])["a"]
@@ -213,7 +213,7 @@ def test_prompt_logprobs_cover_the_prompt_and_come_once(service: Service):
     assert all(r and len(r.top) == 2 and r.logprob <= 0 for r in reports[0][1:])
 
 
-def test_an_abort_frees_the_blocks_before_the_next_step(service: Service):
+def test_an_abort_frees_the_blocks_before_the_next_step(service: Running):
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
     service.submit(Request("gone", (3, 4, 5), params), inbox.put)
@@ -225,7 +225,7 @@ def test_an_abort_frees_the_blocks_before_the_next_step(service: Service):
     assert events[-1].finish_reason == "abort" and not service.abort("gone")
 
 
-def test_an_adapter_that_overflows_leaves_nothing_behind_for_others(service: Service, tmp_path: Path, tiny_spec):
+def test_an_adapter_that_overflows_leaves_nothing_behind_for_others(service: Running, tmp_path: Path, tiny_spec):
     """Its KV is NaN; the blocks it gave back are another request's next, only partly rewritten."""
     path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=1, r=2, targets=("v",))
     _make.scale_adapter(path, 1e25)
@@ -246,12 +246,12 @@ def test_unset_max_tokens_is_what_pool_and_adapter_leave(tiny_model: Path, tiny_
         size = service.adapter("large").blocks
         params = SamplingParams(temperature=0, ignore_eos=True)
         request = service.check(Request("x", (3, 4), params, "large"))
-        assert request.sampling.max_tokens == (26 - size) * 8 - 2
-        assert len(tokens(serve(service, [request])["x"])) == request.sampling.max_tokens
-        assert service.check(Request("x", (3, 4), params)).sampling.max_tokens == 126  # the context's end
+        assert len(tokens(serve(service, [request])["x"])) == (26 - size) * 8 - 2
+        base = service.check(Request("x", (3, 4), params))
+        assert len(tokens(serve(service, [base])["x"])) == 126  # the context's end
 
 
-def test_unloading_waits_for_the_versions_it_replaced_too(service: Service, tmp_path: Path, tiny_spec):
+def test_unloading_waits_for_the_versions_it_replaced_too(service: Running, tmp_path: Path, tiny_spec):
     paths = [_make.make_adapter(tmp_path / str(i), tiny_spec, seed=80 + i, r=4, targets=("q", "v")) for i in (0, 1)]
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     service.load_adapter("twice", str(paths[0]))
@@ -262,7 +262,7 @@ def test_unloading_waits_for_the_versions_it_replaced_too(service: Service, tmp_
     assert service.stats().live_requests == 0
 
 
-def test_a_receiver_that_fails_ends_its_own_request_only(service: Service):
+def test_a_receiver_that_fails_ends_its_own_request_only(service: Running):
     def broken(events: list[TokenEvent]) -> None:
         raise RuntimeError("no one is here")
 
@@ -272,11 +272,14 @@ def test_a_receiver_that_fails_ends_its_own_request_only(service: Service):
         time.sleep(0.01)
 
 
-def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Service, tmp_path: Path, tiny_spec):
+def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Running, tmp_path: Path, tiny_spec):
     path = _make.make_adapter(tmp_path / "big", tiny_spec, seed=1, r=200, targets=tuple(_make.MODULES))
     with pytest.raises(ResourceExhausted, match=r"needs \d+ blocks, .* of the pool's 160 .*; raise cache.hbm_blocks"):
         service.load_adapter("big", str(path))
     assert "big" not in [info.name for info in service.adapters()]
+    never = Request("x", (3,) * 30, SamplingParams(max_tokens=2000))  # past the validator
+    with pytest.raises(ResourceExhausted, match=r"2030 tokens .* 160 blocks; raise cache.hbm_blocks"):
+        service.submit(never, lambda events: None)
 
 
 def test_a_stopped_service_says_so(tiny_model: Path):

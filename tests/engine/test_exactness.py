@@ -20,9 +20,9 @@ import pytest
 from jlora.cache.inspect import invalid_kv
 from jlora.cache.transfer import Copy
 from jlora.config import POLICIES
-from jlora.engine.service import Service
 from jlora.types import CacheState, Request
 from tests import _make
+from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, UNBOUND, mixed, running, serve, tokens
 
 # Small enough that the adapters and the prompts of one batch never fit together.
@@ -30,12 +30,12 @@ TIGHT: dict[str, Any] = {"cache__hbm_blocks": 60, "cache__monitor_s": 0.001}
 
 
 @contextmanager
-def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterator[Service]:
+def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterator[Running]:
     """A running service whose freed device blocks hold NaN."""
     with running(model, adapters, **settings) as service:
-        engine = service._engine
-        pool, allocator = engine.runner._pool, engine._manager.cells.device.allocator
-        give, landed = allocator.give, engine._swapper.landed
+        swapper, pool = service.parts.swapper, service.parts.runner.pool
+        allocator = service.manager.cells.device.allocator
+        give, landed = allocator.give, swapper.landed
         freed: list[int] = []
 
         def poison() -> None:
@@ -46,23 +46,23 @@ def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
         def watched_give(blocks: Sequence[int]) -> None:
             give(blocks)
             freed.extend(blocks)
-            if threading.current_thread() is service._thread:  # others may not touch the pool:
+            if threading.current_thread().name == "jlora-engine":  # others may not touch the pool:
                 poison()
 
         def watched_landed() -> list[Copy]:  # what they freed is poisoned when the next step begins
             poison()
             return landed()
 
-        with engine.lock:
+        with service.paused():
             freed.extend(range(1, allocator.total + 1))
-            for adapter in engine._manager.adapters.values():  # those that are there already
+            for adapter in service.manager.adapters.values():  # those that are there already
                 freed = [b for b in freed if b not in adapter.device]
             allocator.give = watched_give  # pyright: ignore[reportAttributeAccessIssue]
-            engine._swapper.landed = watched_landed
+            swapper.landed = watched_landed
         yield service
 
 
-def check(service: Service, rounds: int, expected: dict[str, list[int]]) -> CacheState:
+def check(service: Running, rounds: int, expected: dict[str, list[int]]) -> CacheState:
     for _ in range(rounds):
         got = serve(service, mixed())
         assert {name: tokens(events) for name, events in got.items()} == expected
@@ -88,7 +88,7 @@ def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping
         assert state.bytes_swapped_in > service.layout.block_bytes * state.host.adapters  # each more than once
         assert (state.kv_hit_tokens > 0) == (policy != "slora")
         if policy not in UNBOUND:
-            assert invalid_kv(service._engine._manager) == state.invalid_kv == 0
+            assert invalid_kv(service.manager) == state.invalid_kv == 0
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapter
         serve(service, [first])
         while service.cache_state().in_flight:  # its KV is being written to the host
             pass
-        with service._engine.lock:  # push it out, as others' requests would
-            cells = service._engine._manager.cells
+        with service.paused():  # push it out, as others' requests would
+            cells = service.manager.cells
             while (node := cells.worst()) is not None:
                 cells.evict(node)
         timing = serve(service, [replace(first, id="again")])["again"][-1].timing
@@ -189,12 +189,12 @@ def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same
     with poisoned(
         tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=5e-4
     ) as service:  # 4 ms a block
-        manager = service._engine._manager
+        manager = service.manager
         wanted = tokens(serve(service, [replace(long, bypass_prefix_cache=True)])["long"])
         serve(service, [replace(long, prompt=prompt[:48])])
         while service.cache_state().in_flight:
             pass
-        with service._engine.lock:
+        with service.paused():
             while (node := manager.cells.worst()) is not None:
                 manager.cells.evict(node)
             manager.policy.meter.token_s = 1.0  # as if a step took far longer than the copies

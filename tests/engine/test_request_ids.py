@@ -6,9 +6,9 @@ import threading
 from pathlib import Path
 
 from jlora import config
-from jlora.engine.service import Service
 from jlora.errors import AlreadyExists
 from jlora.types import Request, SamplingParams, TokenEvent
+from tests.engine._replica import Running
 
 
 class Sink:
@@ -31,7 +31,7 @@ def test_an_id_used_again_right_after_its_abort_disturbs_nobody(tiny_model: Path
         "engine.max_step_tokens": 16,
         "engine.warmup": False,
     }
-    service = Service.start(config.load(None, settings), progress=False)
+    service = Running(config.load(None, settings))
     try:
         neighbour = Sink()
         long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

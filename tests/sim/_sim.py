@@ -12,7 +12,7 @@ from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LinkSpec
-from jlora.sim.replica import Replica, ReplicaSpec
+from jlora.sim.replica import Replica, ReplicaSpec, request_for
 from jlora.sim.trace import Trace, Turn
 from jlora.types import Request, SamplingParams
 
@@ -38,9 +38,12 @@ def replica_of(spec: ReplicaSpec = SPEC, policy: str = "jlora") -> Replica:
     return Replica(spec, policy_of(policy, spec))
 
 
-def request(name: str, length: int, output: int, seed: int = 1) -> Request:
+def request(
+    name: str, length: int, output: int, seed: int = 1, adapter: int | None = None, activation: int | None = None
+) -> Request:
     prompt = tuple(range(1000 * seed, 1000 * seed + length))
-    return Request(name, prompt, SamplingParams(max_tokens=output, ignore_eos=True, seed=seed))
+    sampling = SamplingParams(max_tokens=output, ignore_eos=True, seed=seed)
+    return request_for(name, prompt, adapter, activation, sampling=sampling)
 
 
 def chats(sessions: int, turns: int, adapters: int = 3, seed: int = 0, rate: float = 4.0) -> Trace:

@@ -12,9 +12,10 @@ from jlora.cache.transfer import Meter
 from jlora.cache.tree import Origin
 from jlora.config import POLICIES
 from jlora.sim.clairvoyant import Clairvoyant
+from jlora.sim.clock import START_S
 from jlora.sim.observe import Integrity
 from jlora.sim.replay import Ask, Hinted, Replay
-from jlora.sim.replica import START_S, Replica
+from jlora.sim.replica import Replica
 from jlora.sim.scenario import foresee
 from jlora.sim.trace import Trace, Turn, facts, shrunk
 from jlora.sim.workloads import SOURCES, Load, play
@@ -72,7 +73,7 @@ def pipeline() -> Trace:
 def test_only_activated_tokens_cost_adapter_work(activation: int | None, prompt_tokens: int, blocks: int):
     model = replace(MODEL, adapter_token_s=0.001)
     replica = quiet(replica_of(replace(SPEC, model=model)))
-    replica.submit(request("r", 32, 3), 1, replica.clock.now, activation)
+    replica.submit(request("r", 32, 3, adapter=1, activation=activation), replica.clock.now)
     decode = MODEL.fixed_s + 0.001 * blocks
     first = MODEL.fixed_s + 0.032 + 0.001 * blocks * prompt_tokens
     assert run(replica) == pytest.approx([first, first + decode, first + 2 * decode])
@@ -81,7 +82,7 @@ def test_only_activated_tokens_cost_adapter_work(activation: int | None, prompt_
 def test_a_chunk_before_the_invocation_does_not_even_read_the_adapter():
     model = replace(MODEL, adapter_block_s=0.1)
     replica = quiet(replica_of(replace(SPEC, model=model)))
-    replica.submit(request("r", 100, 1), 1, replica.clock.now, 99)  # chunks of 64 and 36 tokens
+    replica.submit(request("r", 100, 1, adapter=1, activation=99), replica.clock.now)  # chunks of 64 and 36 tokens
     assert run(replica) == pytest.approx([2 * MODEL.fixed_s + 0.1 + 4 * 0.1])
 
 
@@ -130,7 +131,7 @@ def test_who_knows_the_future_knows_suffixes_and_whose_kv_comes_before():
     replica = Replica(sized(64), Clairvoyant(Meter(SPEC.link.block_s), foresee(trace, BLOCK)))
     replay = Replay(replica, trace)
     replay._until(1.0)
-    path = replica.manager.tree.match(Origin(replica.adapters[0], "", 21), [*TALK, 90, 91, 92], 24)
+    path = replica.manager.tree.match(Origin(replica.manager.adapters[1], "", 21), [*TALK, 90, 91, 92], 24)
     assert [node.count - START_S for node in path] == pytest.approx([5.0] * 5 + [9.0])
     replay._until(8.0)
     assert [node.count - START_S for node in path] == pytest.approx([9.0] * 6)

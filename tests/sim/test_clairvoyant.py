@@ -9,8 +9,9 @@ import pytest
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode, Origin, Tree
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
+from jlora.sim.clock import START_S
 from jlora.sim.replay import Replay
-from jlora.sim.replica import START_S, Replica
+from jlora.sim.replica import Replica
 from jlora.sim.scenario import foresee
 from jlora.sim.trace import Trace, Turn
 from tests.sim._sim import BLOCK, SPEC, replica_of, sized
@@ -96,6 +97,6 @@ def test_foresight_uses_the_answers_that_the_replica_will_give():
     replica = Replica(sized(64), policy)
     replay = Replay(replica, trace)
     replay._until(5.0)  # between the two
-    below = list(replica.manager.tree.below(replica.adapters[0]))
+    below = list(replica.manager.tree.below(replica.manager.adapters[1]))
     assert len(below) == (6 + 10 - 1) // BLOCK
     assert [node.count for node in below] == pytest.approx([START_S + 9.0] * len(below))

@@ -6,6 +6,7 @@ import pytest
 
 from jlora.cache.transfer import Copy, Direction
 from jlora.cache.tree import AdapterNode, Node
+from jlora.sim.clock import VirtualClock
 from jlora.sim.link import Link, LinkSpec
 
 SPEC = LinkSpec(block_s=1.0, latency_s=0.25, adapter_s=8.0, groups=4)
@@ -15,12 +16,12 @@ class World:
     """A link, its clock, and when the device will be done."""
 
     def __init__(self) -> None:
-        self.now = 1.0
+        self.clock = VirtualClock()
         self.drained = 0.0
-        self.link = Link(SPEC, lambda: self.now, lambda: self.drained)
+        self.link = Link(SPEC, self.clock, lambda: self.drained)
 
     def land(self, at: float) -> list[Copy]:
-        self.now = at
+        self.clock.now = at
         return self.link.landed()
 
 
@@ -43,7 +44,7 @@ def test_demand_overtakes_prefetch_but_interrupts_nothing():
     world = World()
     first, second, wanted = copy(4), copy(1), copy(1, demand=True)
     world.link.start([first, second])
-    world.now = 2.0
+    world.clock.now = 2.0
     world.link.start([wanted])
     assert world.land(100) == [first, wanted, second]
     assert wanted.started == first.started + first.seconds

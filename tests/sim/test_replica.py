@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jlora.errors import ConfigError
-from jlora.sim.replica import IDLE_ROUNDS, Replica, answer, token
+from jlora.sim.device import answer, token
+from jlora.sim.replica import IDLE_ROUNDS, Replica
 from jlora.types import TokenEvent
 from tests.sim._sim import BLOCK, MODEL, SPEC, replica_of, request, sized
 
@@ -35,7 +36,7 @@ def quiet(replica: Replica) -> Replica:
 
 def test_a_request_alone_waits_for_its_prompt_and_then_one_step_per_token():
     replica = quiet(replica_of())
-    replica.submit(request("r", 32, 5), None, replica.clock.now)
+    replica.submit(request("r", 32, 5), replica.clock.now)
     began = replica.clock.now
     events = run(replica)
     times = [at - began for at, _ in events]
@@ -48,7 +49,7 @@ def test_a_request_alone_waits_for_its_prompt_and_then_one_step_per_token():
 def test_a_long_prompt_takes_as_many_steps_as_chunks():
     replica = quiet(replica_of())
     began = replica.clock.now
-    replica.submit(request("r", 2 * CHUNK + 8, 1), None, began)
+    replica.submit(request("r", 2 * CHUNK + 8, 1), began)
     ((at, _),) = run(replica)
     assert at - began == pytest.approx(3 * STEP + 0.001 * (2 * CHUNK + 8))
 
@@ -58,13 +59,13 @@ def test_who_comes_during_a_step_is_planned_at_its_end_and_with_overlap_runs_one
     spec = replace(SPEC, engine=replace(SPEC.engine, overlap=overlap))
     replica = quiet(replica_of(spec))
     began = replica.clock.now
-    replica.submit(request("first", 32, 9), None, began)
+    replica.submit(request("first", 32, 9), began)
     if overlap:
         replica.step(math.inf)  # dispatches, and does not wait
         assert replica.clock.now == began
     replica.step(math.inf)
     assert replica.clock.now == pytest.approx(began + STEP + 0.032)  # the first prompt is done
-    replica.submit(request("second", 32, 1, seed=2), None, began + 0.02)
+    replica.submit(request("second", 32, 1, seed=2), began + 0.02)
     events = run(replica)
     at = next(at for at, event in events if event.request_id == "second")
     waited = STEP if overlap else 0.0  # the first one's next token was planned already
@@ -74,7 +75,7 @@ def test_who_comes_during_a_step_is_planned_at_its_end_and_with_overlap_runs_one
 def test_tokens_are_a_hash_of_request_and_position_also_after_preemption():
     replica = quiet(replica_of(sized(device=24)))
     for seed in range(1, 5):  # four times 8 blocks at the end: they cannot all stay
-        replica.submit(request(f"r{seed}", 8, 24, seed), None, replica.clock.now)
+        replica.submit(request(f"r{seed}", 8, 24, seed), replica.clock.now)
     told: dict[str, list[int]] = {}
     for _, event in run(replica):
         assert event.token_id is not None
@@ -94,10 +95,10 @@ def test_the_meter_learns_what_the_model_and_the_link_are_made_of():
     spec = sized(device=40)  # 3 prompts of 16 blocks do not fit: they come and go
     replica = quiet(replica_of(spec, "lru"))
     for turn in range(30):
-        replica.submit(request(f"r{turn}", CHUNK + 1, 1, seed=turn % 3), turn % 3, replica.clock.now)
+        replica.submit(request(f"r{turn}", CHUNK + 1, 1, seed=turn % 3, adapter=turn % 3), replica.clock.now)
         run(replica)
     for seed in range(10, 50):  # prompts that nobody knows
-        replica.submit(request(f"n{seed}", CHUNK, 1, seed), None, replica.clock.now)
+        replica.submit(request(f"n{seed}", CHUNK, 1, seed), replica.clock.now)
         run(replica)
     meter = replica.manager.policy.meter
     assert replica.manager.counters.blocks_in > 30
@@ -109,9 +110,9 @@ def test_a_request_waits_for_its_adapter_and_its_prefix_and_says_how_long():
     spec = replace(sized(device=40), link=replace(SPEC.link, groups=1))  # nothing is streamed
     replica = quiet(replica_of(spec, "lru"))
     for seed in (1, 2, 3):  # the third one's prompt pushes the first one's out
-        replica.submit(request(f"r{seed}", CHUNK + 1, 1, seed), None, replica.clock.now)
+        replica.submit(request(f"r{seed}", CHUNK + 1, 1, seed), replica.clock.now)
         run(quiet(replica))
-    replica.submit(request("again", CHUNK + 1, 1, 1), None, replica.clock.now)
+    replica.submit(request("again", CHUNK + 1, 1, 1), replica.clock.now)
     ((_, event),) = run(replica)
     assert event.timing is not None and event.usage is not None
     assert event.usage.cached_tokens == CHUNK
@@ -126,12 +127,12 @@ def test_a_streamed_copy_hides_behind_the_step_that_reads_it():
         spec = replace(sized(device=40), link=replace(SPEC.link, groups=groups))
         replica = quiet(replica_of(spec, "lru"))
         for seed in (1, 2, 3):
-            replica.submit(request(f"r{seed}", CHUNK + 48, 1, seed), None, replica.clock.now)
+            replica.submit(request(f"r{seed}", CHUNK + 48, 1, seed), replica.clock.now)
             run(quiet(replica))
         # 4 of 28 blocks are known; the step computes 48 tokens in 58 ms, copying takes less.
         began = replica.clock.now
         known = request("again", CHUNK, 1, 1)
-        replica.submit(replace(known, prompt=known.prompt + tuple(range(48))), None, began)
+        replica.submit(replace(known, prompt=known.prompt + tuple(range(48))), began)
         ((at, _),) = run(replica)
         ends[groups] = at - began
         assert bool(replica.manager.counters.streamed) == (groups > 1)
@@ -146,7 +147,7 @@ def test_an_idle_replica_moves_to_the_next_event_and_no_further():
     assert replica.clock.now == now + 0.03
     replica.idle(math.inf)
     assert replica.clock.now == pytest.approx(now + 0.03 + IDLE_ROUNDS * SPEC.cache.monitor_s)
-    replica.submit(request("r", 32, 1), None, replica.clock.now)
+    replica.submit(request("r", 32, 1), replica.clock.now)
     run(replica)
     now = replica.clock.now
     replica.idle(math.inf)  # its KV is copied out meanwhile
