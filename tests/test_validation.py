@@ -202,12 +202,16 @@ def test_what_the_pool_can_never_hold_is_resource_exhausted_and_names_the_key(pr
 @pytest.mark.parametrize(
     "limits, room", [(Limits(100, 64, 48), 38), (Limits(100, 64, 1000), 54), (Limits(100, 11, 11), 1)]
 )
-def test_unset_max_tokens_is_what_context_and_pool_leave(limits: Limits, room: int):
-    assert validate(Request("r", (1,) * 10), limits).sampling.max_tokens == room
+def test_min_tokens_is_held_against_what_context_and_pool_leave_to_an_unset_max_tokens(limits: Limits, room: int):
+    def least(tokens: int) -> Request:
+        return validate(Request("r", (1,) * 10, SamplingParams(min_tokens=tokens)), limits)
+
+    assert least(room).sampling.max_tokens is None  # for the engine to fill in, beside the adapter
+    with pytest.raises(InvalidArgument, match=f"must be at most max_tokens, here {room}"):
+        least(room + 1)
 
 
-def test_min_tokens_is_held_against_the_filled_in_max_tokens():
-    assert check(min_tokens=45).max_tokens == 45
+def test_min_tokens_is_held_against_max_tokens():
     with pytest.raises(InvalidArgument, match="min_tokens = 5: must be at most max_tokens, here 4"):
         check(min_tokens=5, max_tokens=4)
 
