@@ -1,4 +1,4 @@
-"""`jlora sim`: plays a workload under one or more policies on named hardware, and compares them. No jax.
+"""`jlora sim`: simulates a workload under one or more policies on named hardware, and compares them. No jax.
 
 jlora sim --workload W3 --rate 12 --policy jlora fastlibra lru vllm-fair:0.3 clairvoyant
 jlora sim --workload W3 --hbm-share 0.25 --link-gbps 2 --json out.json
@@ -31,12 +31,12 @@ from jlora.sim.trace import Trace, hastened
 from jlora.sim.workloads import SOURCES, Load, arrivals, closed, flags, mixes, play
 from jlora.sim.workloads import popularity as laws
 
-DESCRIPTION = "Simulates one replica: its own scheduler, cache and policies, on hardware that you name."
+DESCRIPTION = "Simulates one replica with the product's scheduler, cache and policies on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
-# The engine of the paper's size; anything else is for --set to say.
+# An engine of the paper's size; --set changes it.
 ENGINE = {"engine.max_seqs": 128, "engine.max_step_tokens": 1024, "engine.max_queue": 1 << 20}
 
-# The flags that shape a built-in workload, and what they are where nobody gives them.
+# The flags that shape a named workload, and their defaults.
 DRAWN: Mapping[str, Any] = {
     "workload": "W1",
     "data": None,
@@ -51,14 +51,14 @@ DRAWN: Mapping[str, Any] = {
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jlora sim`."""
-    what = parser.add_argument_group("what is asked")
+    what = parser.add_argument_group("workload")
     what.add_argument("--workload", choices=list(SOURCES), help="a named workload (default: W1)")
-    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead, as it is")
+    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead")
     what.add_argument("--data", type=Path, metavar="DIR", help="public files for the workload (default: synthetic)")
     what.add_argument("--rate", type=float, help="requests per second (default: 2)")
     what.add_argument("--seconds", type=float, help="length of the trace (default: 300)")
     what.add_argument("--gap", type=float, metavar="S", help="mean seconds between a session's turns")
-    what.add_argument("--adapters", type=int, help="how many there are (default: 100)")
+    what.add_argument("--adapters", type=int, help="number of adapters (default: 100)")
     what.add_argument("--popularity", metavar="LAW", help="uniform, zipf:0.9, drift:300, ... (default: the workload's)")
     what.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
     what.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K (default: 1)")
@@ -66,36 +66,36 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--users", type=int, default=0, metavar="N", help="closed loop: N users take the sessions in turn"
     )
-    what.add_argument("--ranks", default="32,64", metavar="MIX", help="in equal shares; hot:... the highest on the hot")
+    what.add_argument("--ranks", default="32,64", metavar="MIX", help="equal shares; hot:...: highest on most popular")
     what.add_argument("--seed", type=int, default=0)
-    what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch so long before a turn")
-    where = parser.add_argument_group("on what")
+    what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch this many seconds before a turn")
+    where = parser.add_argument_group("hardware")
     where.add_argument("--chip", default="npu", choices=list(CHIPS), help="npu is the paper's (default)")
     where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
     where.add_argument("--model", default="llama-2-7b", choices=list(MODELS), help="(default: llama-2-7b)")
     where.add_argument("--steps", type=Path, metavar="JSON", help="measured step times instead of the chip's peaks")
-    where.add_argument("--hbm-gb", type=float, default=0.0, help="the pool (default: what the weights leave)")
-    where.add_argument("--hbm-share", type=float, default=0.0, help="the pool as a share of the working set")
-    where.add_argument("--host-gb", type=float, default=240.0, help="the host tier (default: 240)")
+    where.add_argument("--hbm-gb", type=float, default=0.0, help="pool size (default: memory left by the weights)")
+    where.add_argument("--hbm-share", type=float, default=0.0, help="pool size as a share of the working set")
+    where.add_argument("--host-gb", type=float, default=240.0, help="size of the host tier (default: 240)")
     where.add_argument("--link-gbps", type=float, default=0.0, help="each way (default: the chip's)")
     where.add_argument("--latency-us", type=float, default=1e6 * LATENCY_S, help="of every copy (default: 20)")
-    where.add_argument("--adapter-load-ms", type=float, default=0.0, help="more for every load of an adapter")
-    how = parser.add_argument_group("how")
+    where.add_argument("--adapter-load-ms", type=float, default=0.0, help="additional time per adapter load")
+    how = parser.add_argument_group("run")
     how.add_argument(
         "--policy", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"{', '.join(POLICIES)}; vllm-fair:SHARE"
     )
     how.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="cache.* or engine.*")
-    how.add_argument("--json", type=Path, metavar="OUT", help="everything, a row per request")
+    how.add_argument("--json", type=Path, metavar="OUT", help="write all results, with a row per request")
 
 
 def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
-    """Simulates what the flags ask for, and prints it; the exit code.
+    """Runs the simulations and prints the results. Returns the exit code.
 
     Args:
-        commit: tells which checkout this is, for `--json`.
+        commit: gives the commit of the code, for `--json`.
 
     Raises:
-        ConfigError: a flag is wrong, or sizes cannot work.
+        ConfigError: a flag is wrong, or the sizes cannot work.
     """
     args = flags.drawing(args, DRAWN)
     scenario = scenario_of(args)
@@ -123,25 +123,25 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
 
 
 def check(args: argparse.Namespace, scenario: Scenario) -> None:
-    """Tells of wrong flags before a trace is drawn. Raises ConfigError."""
+    """Checks the flags before a trace is drawn. Raises ConfigError."""
     flags.check(args)
     for policy in args.policy:
         cache_of(policy, scenario.cache)
         if args.users and policy == Clairvoyant.name:
             raise ConfigError(
-                f"--policy {policy}: foresees the times of an open loop; with --users {args.users} what is asked when "
-                "depends on the answers, and it bounds nothing"
+                f"--policy {policy}: needs the times of an open loop; with --users {args.users} they depend on the "
+                "answers, so it is no bound"
             )
 
 
 def described(args: argparse.Namespace) -> dict[str, Any]:
-    """All flags but `--json`, as plain values; of files the names alone."""
+    """All flags except `--json`, as plain values; files by name."""
     told = {name: value for name, value in vars(args).items() if name != "json"}
     return {name: value.name if isinstance(value, Path) else value for name, value in told.items()}
 
 
 def scenario_of(args: argparse.Namespace) -> Scenario:
-    """Hardware and settings that the flags name. Raises ConfigError."""
+    """Hardware and settings of the flags. Raises ConfigError."""
     pairs = [item.partition("=") for item in args.set]
     for key, equals, _ in pairs:
         if not equals or key.partition(".")[0] not in ("cache", "engine"):
@@ -167,7 +167,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
 
 
 def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
-    """The trace that the flags name. Raises ConfigError."""
+    """The trace of the flags. Raises ConfigError."""
     spec = hardware.spec
     if args.trace is not None:
         trace = flags.own(args, spec.vocab, spec.max_len, spec.name)
@@ -190,13 +190,13 @@ def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
 
 
 def work_of(args: argparse.Namespace, scenario: Scenario, trace: Trace) -> Work:
-    """The trace as a running replica meets it, and its adapters' sizes. Raises ConfigError."""
+    """The trace after its history has settled, and its adapters' sizes. Raises ConfigError."""
     ranks = mixes.parse(args.ranks).of(trace, args.seed)
     return Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
 
 
 class Progress:
-    """Moves a bar as virtual time goes on."""
+    """A progress bar of virtual time."""
 
     def __init__(self, bar: tqdm, trace: Trace):
         self._bar = bar

@@ -1,21 +1,14 @@
-"""Named accelerators and models, and how long a step takes on them. No jax.
+"""Named accelerators and models, and the time of a step on them. No jax.
 
-A step is three rooflines one after the other, and a part that does not depend on its batch:
+The time of a step is the sum of three rooflines and a fixed part:
 
     seconds = fixed                                                       launch, collectives' latency
             + max(weights / bandwidth, token FLOPs / rate)                the seven projections
             + max(context KV / bandwidth, attention FLOPs / rate)         every sequence reads its context
             + max(adapter blocks / bandwidth, LoRA FLOPs / rate)          every adapter in the batch once
 
-Rates are stated peaks times stated efficiencies (`CHIPS`), until somebody has measured: then
-`StepModel.fitted` reads the eight coefficients from a file. The file is JSON:
-
-    {"format": "jlora-step-model-1", "model": "llama-3-8b", "device": "...", "chips": 1,
-     "coefficients": {"fixed_s": ..., "weights_s": ..., "prompt_token_s": ..., "decode_token_s": ...,
-                      "context_token_s": ..., "pair_s": ..., "adapter_block_s": ..., "adapter_token_s": ...}}
-
-with the meanings of `StepModel`. Model and chips must be those that are simulated; other keys are for
-its readers and are passed over.
+Rates are the peaks times the efficiencies of `CHIPS`. `StepModel.fitted` reads measured coefficients
+from a file instead (its format: docs/simulator.md).
 """
 
 from __future__ import annotations
@@ -33,26 +26,26 @@ from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model.spec import ModelSpec
 
 FORMAT = "jlora-step-model-1"
-BLOCK_TOKENS = 32  # of a block on accelerators, where units of every projection fit
-RESERVE = 0.07  # of the memory: activations, the runtime, fragmentation
+BLOCK_TOKENS = 32  # tokens per block on accelerators
+RESERVE = 0.07  # share of the memory for activations, the runtime and fragmentation
 HOP_S = 10e-6  # latency of one all-reduce between the chips of a host
 GROUPS = 4  # groups of layers of a streamed copy (`jlora.model.step.layer_groups` of all models here)
-ATTENTION = ("q", "k", "v", "o")  # the projections that the paper's adapters change (its section 6.1 follows S-LoRA)
+ATTENTION = ("q", "k", "v", "o")  # projections of the paper's adapters (section 6.1)
 
 
 @dataclass(frozen=True, slots=True)
 class Chip:
-    """One accelerator. Rates per second, of one chip; sizes in bytes.
+    """One accelerator. Rates per second and chip, sizes in bytes.
 
     Attributes:
         flops: peak of dense 16-bit matrix products.
         hbm_bytes, hbm_bps: memory, and its peak bandwidth.
         link_bps: peak to the host, each way.
-        peer_bps: peak to the other chips of its host, one way.
-        compute, memory, link: the shares of these peaks that large matrix products, streaming reads
-            and pinned copies reach.
+        peer_bps: peak to the other chips of the host, one way.
+        compute, memory, link: shares of these peaks that large matrix products, streaming reads and
+            pinned copies reach.
         step_s: fixed seconds of a step.
-        source: where the peaks are stated; what is an assumption.
+        source: source of the peaks, and the assumptions.
     """
 
     name: str
@@ -104,12 +97,12 @@ CHIPS: dict[str, Chip] = {
 
 
 def _llama(name: str, vocab: int, sizes: tuple[int, int, int], heads: tuple[int, int], max_len: int) -> ModelSpec:
-    """sizes: width, MLP width, layers; heads: of queries, of keys and values. Heads are 128 wide."""
+    """A spec from sizes (width, MLP width, layers) and heads (query, KV), which are 128 wide."""
     width, mlp, layers = sizes
     return ModelSpec(vocab, width, mlp, layers, *heads, 128, max_len, dtype="bfloat16", name=name)
 
 
-# Numbers of the published config.json. The paper's "Llama-34B" is taken to be Code Llama's shape.
+# From the published config.json. The paper's "Llama-34B" is assumed to have Code Llama's shape.
 MODELS: dict[str, ModelSpec] = {
     spec.name: spec
     for spec in (
@@ -124,13 +117,13 @@ MODELS: dict[str, ModelSpec] = {
 
 
 class StepLoad(NamedTuple):
-    """What a step has to do.
+    """The work of a step.
 
     Attributes:
-        prompt, decode: tokens computed of prompts, and of sequences that decode.
-        context: tokens whose KV is read, each sequence's own once.
+        prompt, decode: tokens computed of prompts, and of decoding sequences.
+        context: tokens whose KV is read, once per sequence.
         pairs: (token, token of its context) products of attention.
-        adapter_blocks: of the distinct adapters in the batch.
+        adapter_blocks: blocks of the distinct adapters in the batch.
         adapter_tokens: sum over tokens of the blocks of their adapter.
     """
 
@@ -144,16 +137,16 @@ class StepLoad(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepModel:
-    """Coefficients of a step's time (see the module). All in seconds.
+    """Coefficients of a step's time (see the module), all in seconds.
 
     Attributes:
         fixed_s: of every step.
         weights_s: to read the weights once.
-        prompt_token_s, decode_token_s: to compute a token; one that decodes has logits too.
+        prompt_token_s, decode_token_s: to compute a token; for a decoding token with its logits.
         context_token_s: to read one token's KV in all layers.
         pair_s: one query token against one key token, in all layers and heads.
         adapter_block_s: to read one block of an adapter.
-        adapter_token_s: one block of an adapter applied to one token.
+        adapter_token_s: to apply one block of an adapter to one token.
     """
 
     fixed_s: float
@@ -166,7 +159,7 @@ class StepModel:
     adapter_token_s: float
 
     def seconds(self, load: StepLoad) -> float:
-        """How long a step takes."""
+        """Seconds of a step."""
         linear = max(self.weights_s, load.prompt * self.prompt_token_s + load.decode * self.decode_token_s)
         attention = max(load.context * self.context_token_s, load.pairs * self.pair_s)
         adapters = max(load.adapter_blocks * self.adapter_block_s, load.adapter_tokens * self.adapter_token_s)
@@ -174,11 +167,11 @@ class StepModel:
 
     @classmethod
     def fitted(cls, path: Path, model: str, chips: int) -> StepModel:
-        """Coefficients that were measured for a model on so many chips.
+        """Measured coefficients for a model on a number of chips.
 
         Raises:
-            ConfigError: the file cannot be read, is of another format or for something else, or a
-                coefficient is missing, unknown, negative or no number.
+            ConfigError: the file cannot be read, has another format, is for another model or number of
+                chips, or a coefficient is missing, unknown, negative or not a number.
         """
         try:
             record = json.loads(path.read_text())
@@ -188,22 +181,22 @@ class StepModel:
             raise ConfigError(f"step model {path}: format must be {FORMAT!r}")
         for name, wanted in (("model", model), ("chips", chips)):
             if (told := record.get(name)) != wanted:
-                raise ConfigError(f"step model {path}: {name} = {told!r}: must be {wanted!r}, as is simulated")
+                raise ConfigError(f"step model {path}: {name} = {told!r}: must be {wanted!r}, as in the simulation")
         found = record.get("coefficients", {})
         names = [field.name for field in dataclasses.fields(cls)]
         for name in (*names, *found):
             value = found.get(name)
             if name not in names or not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
                 raise ConfigError(
-                    f"step model {path}: coefficients.{name} = {value!r}: must be one of {', '.join(names)}, all of "
-                    "them, each at least 0 seconds"
+                    f"step model {path}: coefficients.{name} = {value!r}: must have exactly {', '.join(names)}, each "
+                    "at least 0 seconds"
                 )
         return cls(**{name: float(found[name]) for name in names})
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """A model on some chips of one kind in one host, tensor parallel."""
+    """A model on chips of one kind in one host, with tensor parallelism."""
 
     chip: Chip
     chips: int
@@ -211,7 +204,7 @@ class Hardware:
 
     @cached_property
     def layout(self) -> PoolLayout:
-        """The unified pool's layout, without blocks. Raises ConfigError if the heads cannot be split."""
+        """The pool's layout, without blocks. Raises ConfigError if the chips do not divide the heads."""
         return PoolLayout.of(self.spec, 0, smallest_block_tokens(self.spec, BLOCK_TOKENS), self.chips)
 
     @property
@@ -225,18 +218,18 @@ class Hardware:
         left = int(self.chips * self.chip.hbm_bytes * (1 - RESERVE)) - self.weight_bytes
         if left < 2 * self.layout.block_bytes:
             raise ConfigError(
-                f"{self.spec.name} has {self.weight_bytes / 1e9:.1f} GB of weights, which leave no room on "
+                f"{self.spec.name}: {self.weight_bytes / 1e9:.1f} GB of weights leave no room for the pool on "
                 f"{self.chips} x {self.chip.name} with {self.chip.hbm_bytes / 1e9:.0f} GB each; use more --chips"
             )
         return left
 
     @property
     def link_bps(self) -> float:
-        """Bytes per second between host and device, each way: every chip copies its shard over its own link."""
+        """Bytes per second between host and device, each way. Every chip copies its shard over its own link."""
         return self.chips * self.chip.link_bps * self.chip.link
 
     def adapter_blocks(self, rank: int, targets: Sequence[str] = ATTENTION) -> int:
-        """Blocks of an adapter of one rank on these projections."""
+        """Blocks of an adapter of rank `rank` on these projections."""
         return sum(-(-rank // self.layout.units[name].per_block) for name in targets)
 
     def step_model(self) -> StepModel:
@@ -246,7 +239,7 @@ class Hardware:
         bps = self.chips * chip.hbm_bps * chip.memory
         layers = spec.layers * sum(i * o for i, o in spec.projection_shapes.values())
         head = spec.vocab * spec.width
-        # Two all-reduces per layer; a ring moves 2 (n - 1) / n of what it reduces over each chip's links.
+        # Two all-reduces per layer; a ring moves 2 (n - 1) / n of the data over each chip's links.
         moved = 2 * spec.layers * spec.width * size * 2 * (self.chips - 1) / self.chips
         between = moved / chip.peer_bps
         block = self.layout.block_bytes

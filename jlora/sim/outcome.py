@@ -1,7 +1,7 @@
-"""What a simulated run was like, as plain values. No jax.
+"""Figures of a simulated run, as plain values. No jax.
 
-Times are seconds and means over the requests of the trace proper; a request that has no first token
-when the run is cut counts in TTFT with the time it had waited.
+Times are seconds, as means over the counted requests. A request without a first token at the end of
+the run counts in TTFT with the time that it has waited.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jlora.types import CacheState, Timing
 
 Column = Callable[[Ask], float | None]
 
-DIGITS = 6  # significant, of every number in a result
+DIGITS = 6  # significant digits of every number in a result
 
 
 def _usage(name: str) -> Column:
@@ -30,11 +30,11 @@ def _timing(name: str) -> Column:
 
 
 def swap_s(timing: Timing) -> float:
-    """Seconds that a request waited for copies: its adapter's and its prefix's overlap."""
+    """Seconds that a request waited for copies. Those of adapter and prefix overlap."""
     return max(timing.adapter_cold_start, timing.kv_cold_start)
 
 
-# A column of the per-request table -> its value of a turn; None where the turn was not answered.
+# Column of the per-request table -> its value for a turn; None if the turn was not answered.
 COLUMNS: Mapping[str, Column] = {
     "session": lambda ask: ask.turn.session,
     "turn": lambda ask: ask.turn.turn,
@@ -86,7 +86,7 @@ def summary(asks: Sequence[Ask], end: float) -> dict[str, float]:
 
 
 def cache(before: CacheState, after: CacheState) -> dict[str, float]:
-    """What the cache did between two looks."""
+    """Activity of the cache between two states."""
     return {
         **hits_and_bytes(before, after),
         "recomputed_tokens": after.recomputed_tokens - before.recomputed_tokens,
@@ -96,7 +96,7 @@ def cache(before: CacheState, after: CacheState) -> dict[str, float]:
 
 
 def hits_and_bytes(before: Any, after: Any) -> dict[str, float]:
-    """The part of it that every look has, whether of a `CacheState` or of its message over gRPC."""
+    """The part of `cache` that both `CacheState` and its gRPC message have."""
 
     def grown(name: str) -> int:
         return getattr(after, name) - getattr(before, name)
@@ -113,7 +113,7 @@ def hits_and_bytes(before: Any, after: Any) -> dict[str, float]:
 
 
 def rounded(value: Any) -> Any:
-    """The same with every float cut to `DIGITS` significant digits."""
+    """`value` with every float rounded to `DIGITS` significant digits."""
     if isinstance(value, float):
         return float(f"{value:.{DIGITS}g}")
     if isinstance(value, Mapping):

@@ -1,18 +1,17 @@
-"""Pipelines of a base and its adapters over one conversation, played to a simulated replica. No jax.
+"""Plays pipelines of a base and its adapters over one conversation to a simulated replica. No jax.
 
-A pipeline is a number of stages. Those who are asked in a stage all read the conversation so far,
-at the same time; the next stage begins when the last of them has answered, and what they have said
-is in the conversation then.
+A pipeline has stages. All requests of a stage read the conversation so far, at the same time. The
+next stage begins when the last of them is answered, and the answers join the conversation.
 
-    x                          so many tokens
+    x                          the context
     base (x)            -> y
-    check 1 (x y)       -> r   it reads along, and invokes itself behind what it reads
+    check 1 (x y)       -> r   a check ends with its invocation
     base (x y r)        -> z
     checks 1..n (x y r z)      all at once
     base (x y r z r1..rn)
 
-A trace (`jlora.sim.trace`) has users who ask one thing at a time; this has a fork and a join, and
-is what activated LoRA was measured with (arXiv 2512.17910).
+In a trace (`jlora.sim.trace`) a user asks one thing at a time; a pipeline forks and joins. Activated
+LoRA was measured with such pipelines (arXiv 2512.17910).
 """
 
 from __future__ import annotations
@@ -27,24 +26,24 @@ from jlora.sim.device import answer
 from jlora.sim.replica import Replica, request_for
 from jlora.types import SamplingParams, Timing, TokenEvent, Usage
 
-Asked = tuple[int | None, ...]  # of one stage: adapters by index, None the base
+Asked = tuple[int | None, ...]  # the requests of a stage: adapters by index, None is the base
 REQUESTS = 12  # bits of a request's number within its pipeline
 
 
 def base_and_checks(adapters: int) -> tuple[Asked, ...]:
-    """The stages above, for so many adapters."""
+    """The stages above, for a number of adapters."""
     return (None,), (0,), (None,), tuple(range(adapters)), (None,)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What every pipeline is like; lengths in tokens.
+    """Shape of every pipeline; lengths in tokens.
 
     Attributes:
-        context: with which it begins.
-        activated: the adapters are activated LoRAs; else the same as plain ones.
+        context: at the start.
+        activated: the adapters are activated LoRAs, else plain ones.
         base_tokens, check_tokens: of an answer of the base, and of an adapter.
-        invocation: what an adapter is asked with, behind the conversation and no part of it.
+        invocation: appended to the conversation for an adapter's request only.
     """
 
     context: int
@@ -57,7 +56,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Answered:
-    """One request as it went. `end_to_end`: seconds from its stage's begin to its last token."""
+    """One answered request. `end_to_end`: seconds from the start of its stage to its last token."""
 
     pipeline: int
     stage: int
@@ -69,7 +68,7 @@ class Answered:
 
 @dataclass(slots=True)
 class _Talk:
-    """A pipeline under way: its conversation, and of its stage when it began and who has not answered."""
+    """A running pipeline: its conversation, and the start and open requests of its stage."""
 
     number: int
     tokens: list[int]
@@ -81,15 +80,15 @@ class _Talk:
 
 
 class Pipelines:
-    """Plays pipelines of one shape to a replica that nothing else uses.
+    """Plays pipelines of one shape to a replica without other requests.
 
     Args:
-        starts: when each begins, in seconds from the beginning, ascending; all 0: one batch.
+        starts: start of each, in seconds, ascending; all 0 for one batch.
 
     Attributes:
-        answers: in the order in which they were complete.
-        peak: the most device blocks that KV held at once, history included.
-        seconds: of each pipeline, from its start to its last answer, in the order of their ends.
+        answers: in order of completion.
+        peak: most device blocks that KV held at once, with history.
+        seconds: of each pipeline, from its start to its last answer, in order of completion.
     """
 
     def __init__(self, replica: Replica, shape: Shape, starts: Sequence[float]):
@@ -98,7 +97,7 @@ class Pipelines:
         self.peak = 0
         self._replica = replica
         self._shape = shape
-        while replica.manager.flying:  # the adapters that it was started with
+        while replica.manager.flying:  # copies of the initial adapters
             replica.idle(math.inf)
         now = replica.clock.now
         self._starts = [now + start for start in starts]
@@ -106,7 +105,7 @@ class Pipelines:
         self._talks: dict[str, _Talk] = {}  # by open request
 
     def play(self) -> None:
-        """Until all is answered. Raises ResourceExhausted if the pool can never hold a request."""
+        """Plays until every request is answered. Raises ResourceExhausted if the pool can never hold one."""
         replica = self._replica
         while self._coming or self._talks:
             wake = self._begin()
@@ -119,7 +118,7 @@ class Pipelines:
     # -- inside -----------------------------------------------------------------------------
 
     def _begin(self) -> float:
-        """Begins the pipelines that are due; when the next one is."""
+        """Starts the pipelines that are due. Returns when the next one is."""
         while self._coming:
             start = self._starts[self._coming[0]]
             if start > self._replica.clock.now:
@@ -159,7 +158,7 @@ class Pipelines:
                 self._go_on(talk)
 
     def _go_on(self, talk: _Talk) -> None:
-        """A stage is answered: what was said, in the order of asking, joins the conversation."""
+        """Adds a stage's answers to the conversation, in order of requests, and starts the next stage."""
         now = self._replica.clock.now
         for name in sorted(talk.said, key=lambda name: int(name.partition(".")[2])):
             talk.tokens.extend(talk.said[name])

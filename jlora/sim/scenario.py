@@ -1,9 +1,9 @@
-"""Puts a simulation together: hardware, workload and policy give one result. No jax.
+"""Runs one simulation of hardware, workload and policy. No jax.
 
     work = Work.of(trace, ranks, hardware)
     result = simulate(Scenario(hardware, link_gbps=2, hbm_share=0.25), work, "jlora")
 
-A policy's name is one of `POLICIES`; `vllm-fair:0.3` gives the adapters' share of the pool.
+A policy's name is one of `POLICIES`. `vllm-fair:0.3` sets the adapters' share of the pool.
 """
 
 from __future__ import annotations
@@ -32,22 +32,22 @@ from jlora.sim.script import Script
 from jlora.sim.trace import Facts, Trace, facts
 
 POLICIES = (*configuration.POLICIES, Clairvoyant.name)
-SHARED = "vllm-fair"  # the policy whose share a name may give
-SETTLE = 1.25  # times its tokens' seconds: what a history takes with steps' fixed parts and attention
-SAMPLES = 200  # of the device over time, in the length of a trace
-OFTEN_S = 0.05  # between samples at the start of a closed loop, whose length nobody knows
+SHARED = "vllm-fair"  # the policy whose name may have a share
+SETTLE = 1.25  # time of a history over the seconds of its tokens, for steps' fixed parts and attention
+SAMPLES = 200  # samples of the device over the length of a trace
+OFTEN_S = 0.05  # seconds between samples at the start of a closed loop, whose length is unknown
 
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One replica's hardware and settings. A 0 leaves a size or a speed to the hardware.
+    """One replica's hardware and settings. A size or speed of 0 is the hardware's.
 
     Attributes:
-        hbm_gb: the pool; hbm_share: the pool as a share of the working set; not both.
-        host_gb: the host tier (the paper's host has 256 GB of memory).
-        link_gbps: each way; adapter_load_s: more for every load of an adapter.
-        hint_s: clients hint so long before a turn is sent (`Prefetch`); 0: they never do.
-        step: measured coefficients in place of the chip's.
+        hbm_gb: size of the pool; hbm_share: the same as a share of the working set; not both.
+        host_gb: size of the host tier (the paper's host has 256 GB of memory).
+        link_gbps: each way; adapter_load_s: additional seconds per adapter load.
+        hint_s: seconds before a turn at which clients send a hint (`Prefetch`); 0: never.
+        step: measured coefficients instead of the chip's.
     """
 
     hardware: Hardware
@@ -64,13 +64,13 @@ class Scenario:
 
     @property
     def step_model(self) -> StepModel:
-        """The measured coefficients, else the chip's."""
+        """The measured coefficients if there are any, else the chip's."""
         return self.step or self.hardware.step_model()
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A trace, the blocks of its adapters by index, and what it is like."""
+    """A trace, the blocks of its adapters by index, and its facts."""
 
     trace: Trace
     sizes: tuple[int, ...]
@@ -78,17 +78,16 @@ class Work:
 
     @classmethod
     def of(cls, trace: Trace, ranks: Sequence[int], hardware: Hardware) -> Work:
-        """A trace on some hardware, which says how large a block and an adapter are."""
+        """A trace on some hardware, which determines the sizes of blocks and adapters."""
         sizes = tuple(hardware.adapter_blocks(rank) for rank in ranks)
         return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
 
 
 def settled(trace: Trace, step: StepModel) -> Trace:
-    """The same with its history so much earlier that all of it has been computed by time 0.
+    """Moves the history so far back that it is computed by time 0.
 
-    A history is one prompt for all that a session has said, and in fast traffic all of them come shortly
-    before time 0. Those who ask first would wait for them, as nobody does in a replica that has been
-    serving all the time.
+    A session's history is one prompt, and in fast traffic all histories come shortly before time 0.
+    The first requests would wait for them, unlike in a replica that has been serving for long.
     """
     past = sum(len(turn.adds) for turn in trace.turns if turn.at < 0)
     pause = SETTLE * past * step.prompt_token_s
@@ -99,9 +98,9 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     """Plays the work once under one policy.
 
     Returns:
-        "setting", "summary" (means and quantiles of what users saw), "cache" (what the cache did),
-        "device" (how busy), "series" (the device over time) and "requests" (a row each). The same
-        scenario, work and policy give the same result, bit for bit.
+        "setting", "summary" (means and quantiles of requests), "cache" (its activity), "device" (its
+        load), "series" (the device over time) and "requests" (a row each). The same scenario, work and
+        policy give the same result, bit for bit.
     Raises:
         ConfigError: an unknown policy, or sizes that cannot work.
     """
@@ -169,7 +168,7 @@ def pool_blocks(scenario: Scenario, work: Work) -> int:
 
 
 def describe(scenario: Scenario, spec: ReplicaSpec) -> dict[str, Any]:
-    """What a result was made with."""
+    """The setting of a result."""
     hardware = scenario.hardware
     return {
         "model": hardware.spec.name,
@@ -207,7 +206,7 @@ def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
     """The cache's configuration for a policy's name.
 
     Raises:
-        ConfigError: an unknown name, or a share that is none.
+        ConfigError: an unknown name, or a wrong share.
     """
     name, _, share = policy.partition(":")
     if name not in POLICIES:
@@ -220,7 +219,7 @@ def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
     except ValueError:
         value = 0.0
     if name != SHARED or not 0 < value < 1:
-        raise ConfigError(f"policy {policy!r}: a share must be in (0, 1), and belongs to {SHARED} only")
+        raise ConfigError(f"policy {policy!r}: a share must be in (0, 1), and only {SHARED} has one")
     return replace(config, policy=name, share=value)
 
 
@@ -232,7 +231,7 @@ def _policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
 
 
 def foresee(trace: Trace, block_tokens: int) -> Oracle:
-    """What the trace uses when, if answers took no time."""
+    """When the trace uses what, if answers take no time."""
     oracle = Oracle(start_of(trace), block_tokens)
     script = Script(trace.turns)
     while (due := script.next_due()) is not None:

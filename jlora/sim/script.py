@@ -1,13 +1,13 @@
-"""The one reading of a trace's times: which turn may be asked when, and with which prompt.
+"""When the turns of a trace are due, and with which prompts.
 
-    take(now)       turns that are due by now, each with its due time; their users are then busy
-    prompt(turn)    everything its session said and heard, then what the turn adds
-    answered(...)   the answer joins the context, and the user's next turn gets its due time
-    next_due()      when something is due next, of what can be known now
+    take(now)       the turns due by now, with their due times; their users are then busy
+    prompt(turn)    the context of the turn's session, then what the turn adds
+    answered(...)   adds the answer to the context; the user's next turn gets its due time
+    next_due()      the next due time that is known now
 
-A real replay calls these with the wall clock, a simulation with a virtual one: both ask the same
-questions in the same order. Turns before time 0 are the history: `take(HISTORY)` gives them until
-there are no more; answer them with a time before 0.
+The load generator calls these with the wall clock, the simulator with a virtual one, so both send the
+same turns in the same order. Turns before time 0 are the history: call `take(HISTORY)` until it
+returns nothing, and answer with a time before 0.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HISTORY = -math.ulp(0.0)  # the last moment before 0
 
 
 class Script:
-    """Plays `turns`, in the order of their trace, `speed` times as fast.
+    """Plays `turns` in the order of their trace, `speed` times as fast.
 
-    Times given and returned are seconds of the replay; 0 is the start of the trace.
+    All times are seconds of the replay; 0 is the start of the trace.
     """
 
     def __init__(self, turns: Iterable[Turn], speed: float = 1.0):
@@ -46,7 +46,7 @@ class Script:
         return self._left
 
     def next_due(self) -> float | None:
-        """When the next turn is due; None if all that is left waits for answers, or nothing is left."""
+        """When the next turn is due; None if every remaining turn waits for an answer, or none remains."""
         return self._due[0][0] if self._due else None
 
     def take(self, now: float) -> list[tuple[float, Turn]]:
@@ -63,14 +63,14 @@ class Script:
         return [*(turn for _, _, turn in self._due), *itertools.chain(*self._coming.values())]
 
     def prompt(self, turn: Turn) -> tuple[int, ...]:
-        """Token ids; of a taken turn, before it is answered."""
+        """Token ids of a turn that was taken and not answered yet."""
         return (*self._contexts.get(turn.session, ()), *turn.adds)
 
     def answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
-        """`tokens` answered a taken turn (none: it failed, and its question stays); its user may go on.
+        """Records the answer to a taken turn; empty if it failed, whose question then stays.
 
         Returns:
-            The user's next turn and its due time; None if that was the last.
+            The user's next turn and its due time; None after the last.
         """
         if not turn.aside:
             self._contexts.setdefault(turn.session, []).extend((*turn.adds, *tokens))
@@ -87,5 +87,5 @@ class Script:
 
 
 def who(turn: Turn) -> int:
-    """The number of a turn's user; a session without one is its own."""
+    """The number of a turn's user, by default the session's."""
     return turn.session if turn.user is None else turn.user

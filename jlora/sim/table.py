@@ -34,7 +34,7 @@ COLUMNS: Mapping[str, tuple[str, str, float, int]] = {
 
 
 def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A row per policy; columns as wide as they need to be."""
+    """A row per policy, in aligned columns."""
     rows = [["policy", *COLUMNS], *([str(result["policy"]), *_row(result)] for result in results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -1,13 +1,12 @@
-"""A workload as a list of turns, and what it is like. Plain Python, no jax.
+"""Traces: a workload as a list of turns, and its facts. No jax.
 
-A *turn* is one request of a session. It says what it adds to the session's context; its prompt is
-everything the session said and heard so far, then that. Answers are whatever the engine that
-replays the trace gives, so a prompt repeats what was really computed, as in a chat.
+A *turn* is one request of a session. It states what it adds to the session's context. Its prompt is
+the context so far, with the answers that the replaying engine really gave, then what it adds.
 
     prompt of turn n = adds 0 + answer 0 + adds 1 + answer 1 + ... + adds n
 
-An *aside* is asked on the context and leaves no mark on it: a check by another adapter. When a turn
-may be sent is read in one place, `jlora.sim.script`, by everything that replays a trace.
+An *aside* reads the context and leaves it unchanged, like a check by another adapter.
+`jlora.sim.script` decides when a turn is due.
 """
 
 from __future__ import annotations
@@ -34,21 +33,19 @@ class Turn:
     """One request.
 
     Attributes:
-        at: seconds from the start of the trace; it is never sent before its session's turn before
-            has been answered.
-            Before 0 it is history: computed before the clock starts, and no part of the figures.
-        session, turn: which session, and the turn's number there (-1: its history).
-        adds: token ids that it adds to its session's context.
-        output: tokens of its answer.
-        adapter: index of its adapter; None is the base model.
+        at: seconds from the start of the trace, at the earliest when the session's turn before is
+            answered. A turn before 0 is history: computed before the clock starts, and not counted.
+        session, turn: session, and the turn's number in it (-1: its history).
+        adds: token ids added to the session's context.
+        output: tokens of the answer.
+        adapter: index of the adapter; None is the base model.
         tenant: salt of the prefix cache.
-        after: closed loop: it is sent so many seconds after its user's turn before was answered
-            (a user's first turn: at `at`), and `at` is when that would be if answers took no time.
-            None, open loop: at `at`, or when the turn before is answered, if that is later.
-        user: number of who asks, one thing at a time, in the order of the trace; None: the session's number.
-        aside: neither what it adds nor its answer stays in the session's context.
-        acts_from: its adapter is an activated LoRA that acts from this token of `adds` on, and what comes
-            before is computed as the base would. None: its adapter acts on every token.
+        after: in a closed loop, seconds after the answer to the user's turn before (a user's first turn
+            is sent at `at`); `at` then assumes that answers take no time. None in an open loop.
+        user: number of the user, who asks one thing at a time; None: the session's number.
+        aside: neither `adds` nor the answer stays in the session's context.
+        acts_from: an activated LoRA acts from this token of `adds` on, and the base computes the tokens
+            before it. None: the adapter acts on every token.
     """
 
     at: float
@@ -61,10 +58,10 @@ class Turn:
     after: float | None = None
     user: int | None = None
     aside: bool = False
-    acts_from: int | None = field(default=None, repr=False)  # apart in a digest: those of older traces stand
+    acts_from: int | None = field(default=None, repr=False)  # `digest` adds it itself, to keep older digests
 
     def activation(self, prompt: int) -> int | None:
-        """Position of the first token that its activated LoRA acts on, in its prompt of so many tokens."""
+        """Position of the first token on which the activated LoRA acts, in a prompt of `prompt` tokens."""
         return None if self.acts_from is None else prompt - len(self.adds) + self.acts_from
 
 
@@ -73,7 +70,7 @@ class Trace:
     """Turns in order of `at`; `adapters` are names by index.
 
     Attributes:
-        users: how many ask in a closed loop, which lasts as long as the answers take; 0: open loop.
+        users: number of users of a closed loop; 0: open loop.
     """
 
     name: str
@@ -83,11 +80,11 @@ class Trace:
 
     @property
     def asked(self) -> Counter[int]:
-        """How many turns of the trace proper ask for each adapter."""
+        """Turns after time 0 of each adapter."""
         return Counter(turn.adapter for turn in self.turns if turn.adapter is not None and turn.at >= 0)
 
     def digest(self) -> str:
-        """A name for exactly these turns: two traces of one digest are the same work."""
+        """A digest of the turns: two traces with one digest are the same work."""
         sha = hashlib.sha256(repr(self.adapters).encode())
         for t in self.turns:
             sha.update(repr(replace(t, adds=())).encode())
@@ -98,18 +95,17 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """What a trace is like. Lengths in tokens, sizes in blocks.
+    """Facts of a trace. Lengths in tokens, sizes in blocks.
 
     Attributes:
         rate: requests per second, 0 if all are due at once.
         burstiness: coefficient of variation of the gaps between requests.
         prompt, added, output: (mean, median, 95th percentile) of tokens.
-        top10: share of the requests that goes to the ten most asked for adapters.
-        recent10: share of the requests with an adapter whose adapter is one of the ten last asked for.
-        bound: share of prompt tokens that a cache of any size would find, in whole blocks.
-        bound_shared: the same if all adapters used one KV.
-        kv_blocks, adapter_blocks: the working set: what was used and will be used again, at the
-            moment when that is most.
+        top10: share of the requests that use the ten most popular adapters.
+        recent10: share of the requests with an adapter that use one of the last ten.
+        bound: share of prompt tokens that an unlimited cache finds, in whole blocks.
+        bound_shared: the same if all adapters share KV.
+        kv_blocks, adapter_blocks: the largest working set: blocks that were used and will be used again.
     """
 
     requests: int
@@ -129,36 +125,36 @@ class Facts:
 
     @property
     def working_set(self) -> int:
-        """Blocks."""
+        """Blocks of the working set."""
         return self.kv_blocks + self.adapter_blocks
 
     def describe(self) -> dict[str, object]:
-        """The same as plain values, for a results file."""
+        """The facts as plain values, for a results file."""
         return {**asdict(self), "working_set": self.working_set}
 
     def text(self, name: str) -> str:
-        """A few lines for a person."""
+        """The facts as a few lines of text."""
         return (
             f"{name}: {self.requests} requests of {self.sessions} sessions, {self.rate:.2f}/s, gaps vary "
             f"{self.burstiness:.2f}\n"
-            f"  {self.adapters} adapters asked for, the top 10 by {self.top10:.0%}; one of the last 10 by "
+            f"  {self.adapters} adapters in use, the top 10 by {self.top10:.0%} of requests; one of the last 10 by "
             f"{self.recent10:.0%}\n"
-            f"  prompts of {_span(self.prompt)} tokens, of them new {_span(self.added)}\n"
+            f"  prompts of {_span(self.prompt)} tokens, of which new {_span(self.added)}\n"
             f"  answers of {_span(self.output)}\n"
-            f"  a cache of any size finds {self.bound:.0%} of the prompts, {self.bound_shared:.0%} if all adapters "
-            f"used one KV\n"
+            f"  an unlimited cache finds {self.bound:.0%} of the prompts, {self.bound_shared:.0%} if all adapters "
+            f"share KV\n"
             f"  working set {self.working_set} blocks: {self.kv_blocks} of KV, {self.adapter_blocks} of adapters"
         )
 
 
 def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
-    """A user's own trace: a CSV with the columns of `COLUMNS`; adapter and session may be empty.
+    """Reads a trace from a CSV with the columns of `COLUMNS`; adapter and session may be empty.
 
-    A prompt longer than its session's context so far continues it; a shorter one starts a context
-    of its own. Token ids are drawn from the seed.
+    A prompt longer than its session's context so far continues it; a shorter one starts a new
+    context. Token ids are drawn from the seed.
 
     Raises:
-        ConfigError: the file is unreadable, or a row has no such column or no such number.
+        ConfigError: the file cannot be read, a column is missing, or a number is wrong.
     """
     rng = np.random.default_rng(seed)
     rows = _rows(path)
@@ -186,7 +182,7 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
         sizes: blocks of each adapter.
 
     Raises:
-        ConfigError: it has no turn.
+        ConfigError: the trace has no turn after time 0.
     """
     turns = [turn for turn in trace.turns if turn.at >= 0]
     if not turns:
@@ -207,7 +203,7 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
         if turn.at >= 0:
             found, found_shared = found + known, found_shared + shared
             prompts.append(len(content))
-        # An answer is known to its own session only: ids that nobody else has.
+        # Only its own session knows an answer: use ids that no other session has.
         answer = -1 - turn.session * (1 << 20) - len(content)
         content.extend(range(answer, answer - turn.output, -1))
         computed = content.chain[: (len(content) - 1) // block_tokens]  # the KV of the last token is not
@@ -251,7 +247,7 @@ def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
 
 
 def hastened(trace: Trace, speed: float) -> Trace:
-    """The same turns so many times as fast, the times to think too: what `Script` makes of it at that speed."""
+    """The same turns `speed` times as fast, with shorter times to think, as `Script` plays them."""
 
     def sooner(turn: Turn) -> Turn:
         return replace(turn, at=turn.at / speed, after=None if turn.after is None else turn.after / speed)
@@ -260,7 +256,7 @@ def hastened(trace: Trace, speed: float) -> Trace:
 
 
 def shrunk(trace: Trace, divisor: int) -> Trace:
-    """The same trace with all lengths divided, at least 1; of what a turn adds, the first part is kept."""
+    """The same trace with all lengths divided, at least 1; keeps the first part of what a turn adds."""
 
     def less(turn: Turn) -> Turn:
         kept = max(1, round(len(turn.adds) / divisor))
@@ -280,13 +276,13 @@ class _Row:
 
 
 class _Spans:
-    """When what was first and last used: the sum of what is between its two at one moment."""
+    """First and last use of each item, for the largest working set."""
 
     def __init__(self) -> None:
         self._spans: dict[object, tuple[float, float, int]] = {}
 
     def use(self, what: object, at: float, size: int) -> bool:
-        """Whether it was used before."""
+        """Records a use. Returns whether the item was used before."""
         first, _, _ = self._spans.get(what, (at, at, size))
         known = what in self._spans
         self._spans[what] = (first, at, size)
@@ -307,7 +303,7 @@ class _Spans:
 
 
 class _Content:
-    """A growing context; `chain` has a hash per full block, each of all tokens up to the block's end."""
+    """A growing context; `chain` has a hash per full block, of all tokens up to the block's end."""
 
     def __init__(self, block_tokens: int, chain: Iterable[int] = (), rest: Iterable[int] = ()):
         self.block_tokens = block_tokens
@@ -318,7 +314,7 @@ class _Content:
         return len(self.chain) * self.block_tokens + len(self._rest)
 
     def fork(self) -> _Content:
-        """A copy to go on from."""
+        """A copy of the context."""
         return _Content(self.block_tokens, self.chain, self._rest)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -331,12 +327,12 @@ class _Content:
 
 
 def _kv(turn: Turn, block: int, adapted: bool) -> object:
-    """What tells one block of KV from all others."""
+    """Key of one block of KV."""
     return "kv", turn.adapter if adapted else None, turn.tenant, block
 
 
 def _prefix(content: _Content, known: Sequence[bool]) -> int:
-    """Tokens of a prompt that were there: whole blocks up to the first unknown one; the last token is computed."""
+    """Tokens of a prompt in the cache: whole blocks up to the first unknown one, without the last token."""
     found = known.index(False) if False in known else len(known)
     return min(found, (len(content) - 1) // content.block_tokens) * content.block_tokens
 

@@ -51,7 +51,7 @@ def test_a_workload_that_is_too_long_says_which_shrink_would_do(name: str):
 def test_a_trace_of_ones_own_is_taken_whole_or_refused(tmp_path: Path):
     path = csv(tmp_path, "0,600,40,de,s", "5,700,60,de,s", "9,20,4,,")
     with pytest.raises(
-        ConfigError, match="a request of 760 tokens passes the server's context of 512: give --shrink 2"
+        ConfigError, match="a request of 760 tokens exceeds the server's context of 512: give --shrink 2"
     ):
         drawn("--trace", path)
     trace = drawn("--trace", path, "--shrink", "2")
@@ -100,7 +100,10 @@ def test_a_closed_loop_and_a_law_can_be_asked_for():
         (["--trace", "no.csv"], "no.csv"),
         (["--speed", "0"], "--speed 0"),
         (["--seconds", "0.001"], "workload W7: no request within 0.001 s at 1/s"),
-        (["--trace", "no.csv", "--workload", "W7"], "--workload W7: shapes a built-in workload; --trace no.csv"),
+        (
+            ["--trace", "no.csv", "--workload", "W7"],
+            "--workload W7: shapes a named workload, and cannot be given with --trace no.csv",
+        ),
         (["--trace", "no.csv", "--rate", "1"], "--rate 1.0: shapes"),
         (["--trace", "no.csv", "--seconds", "60"], "--seconds 60.0: shapes"),
         (["--trace", "no.csv", "--gap", "2"], "--gap 2.0: shapes"),

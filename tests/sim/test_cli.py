@@ -70,9 +70,9 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
         (["--steps", "none.json"], "none.json"),
         (["--users", "-1"], "--users -1: must be at least 1, or 0 for an open loop"),
         (["--shrink", "0"], "--shrink 0: must be at least 1"),
-        (["--speed", "0"], "--speed 0: must be over 0"),
+        (["--speed", "0"], "--speed 0: must be above 0"),
         (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
-        (["--users", "4", "--policy", "clairvoyant"], "--policy clairvoyant: foresees the times of an open loop"),
+        (["--users", "4", "--policy", "clairvoyant"], "--policy clairvoyant: needs the times of an open loop"),
     ],
 )
 def test_what_is_wrong_is_told_in_one_line(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]):
@@ -99,7 +99,10 @@ def test_what_shapes_a_workload_is_refused_beside_a_trace(flags: list[str], caps
     """Also where the value is the default: who gives it expects that it counts."""
     assert main(["sim", "--trace", "mine.csv", *flags]) == 1
     error = capsys.readouterr().err
-    assert error.startswith(f"jlora sim: {' '.join(flags)}") and "shapes a built-in workload; --trace mine.csv" in error
+    assert (
+        error.startswith(f"jlora sim: {' '.join(flags)}")
+        and "shapes a named workload, and cannot be given with --trace mine.csv" in error
+    )
 
 
 def test_a_trace_that_is_missing_or_too_long_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -109,7 +112,7 @@ def test_a_trace_that_is_missing_or_too_long_is_refused(tmp_path: Path, capsys: 
     path.write_text("arrival_s,prompt_tokens,output_tokens,adapter,session\n0,8000,100,sql,s\n")
     assert main(["sim", "--trace", str(path), "--policy", "jlora"]) == 1
     error = capsys.readouterr().err
-    assert "8100 tokens passes llama-2-7b's context of 4096: give --shrink 2" in error
+    assert "8100 tokens exceeds llama-2-7b's context of 4096: give --shrink 2" in error
     assert main(["sim", "--trace", str(path), "--policy", "jlora", "--shrink", "2"]) == 0
     assert "prompts of 4000" in capsys.readouterr().out
 
@@ -118,7 +121,7 @@ def test_a_trace_that_is_missing_or_too_long_is_refused(tmp_path: Path, capsys: 
 def test_long_workloads_run_with_shorter_lengths(name: str, shrink: str, capsys: pytest.CaptureFixture[str]):
     argv = ["sim", "--workload", name, "--rate", "2", "--seconds", "10", "--gap", "1", "--adapters", "8"]
     assert main([*argv, "--policy", "jlora"]) == 1
-    assert "divide them by more (--shrink)" in capsys.readouterr().err
+    assert "raise --shrink" in capsys.readouterr().err
     assert main([*argv, "--policy", "jlora", "--shrink", shrink]) == 0
     assert column(capsys.readouterr().out, "unfinished") == "0"
 

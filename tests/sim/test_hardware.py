@@ -72,7 +72,7 @@ def test_chips_share_the_work_but_not_the_latency():
 
 
 def test_a_model_that_leaves_no_room_is_refused_by_name():
-    with pytest.raises(ConfigError, match="llama-34b has 67.* GB of weights.*1 x npu.*--chips"):
+    with pytest.raises(ConfigError, match="llama-34b: 67.* GB of weights.*1 x npu.*--chips"):
         _ = hardware(model="llama-34b").pool_bytes
 
 

@@ -1,29 +1,29 @@
-"""Workloads as recipes: W1 to W8, from public traces or from their shape alone. No jax.
+"""The workloads W1 to W8, drawn from public traces or from their shape alone. No jax.
 
            stands for                            sessions                    adapter
     W1     chatbot (FASTLIBRA, S-LoRA)           about 10 turns, minutes     per session, Zipf 0.9
     W1b    long chats below one prefix           Mooncake's                  per session, Zipf 0.9
-    W2     translation (FASTLIBRA)               one request                 per language: who asks
+    W2     translation (FASTLIBRA)               one request                 per language, by client
     W3     personal agents (FASTLIBRA)           about 9 turns, seconds      per service, Zipf 0.9
     W4     many tenants (dLoRA)                  one request                 per client
     W4b    the same, a recorded clock            one request                 recorded
-    W5     shifting popularity (LoRAServe)       one request                 Zipf 1.0, dealt anew every 5 min
+    W5     shifting popularity (LoRAServe)       one request                 Zipf 1.0, new ranks every 5 min
     W6     pipelines base, checkers, base        W3's dialogs                three checkers each, and the base
     W6a    the same                              the same                    the checkers are activated LoRAs
     W7     synthetic (S-LoRA, Punica)            one request                 power law
     W8     coding agents                         long, closed loop           per session, another for sub-agents
 
 `play(SOURCES[name](data), load)` draws a trace; `data` is the directory of the public files
-(`files.py`) or None. `closed` turns any trace into a closed loop, `jlora.sim.trace.read_csv` reads a user's own.
+(`files.py`) or None. `closed` turns any trace into a closed loop, and `jlora.sim.trace.read_csv` reads
+a user's own trace.
 
-    scenarios.py     W1 to W8            popularity.py   who asks for which adapter
-    play.py          drawing a trace     arrivals.py     when sessions begin
-    load.py          the records         mixes.py        which adapter has which rank
-    files.py         the public files    flags.py        a command line's
+    scenarios.py     W1 to W8            popularity.py   adapters of sessions
+    play.py          draws a trace       arrivals.py     session starts
+    load.py          records             mixes.py        ranks of adapters
+    files.py         public files        flags.py        shared flags
 
-A small model on a CPU stands for a large one on an accelerator, so everything that is counted in
-tokens is divided by `Load.shrink`: lengths, the tokens of a block, the ranks. Then an adapter, a
-prompt and the pool have the same sizes in blocks as in the paper (block of 32 tokens, ranks 32 and 64).
+`Load.shrink` divides lengths, the tokens of a block and the ranks, so that a small model on a CPU can
+stand for a large one on an accelerator: adapters, prompts and the pool keep their sizes in blocks.
 """
 
 from __future__ import annotations
@@ -68,5 +68,5 @@ SOURCES: Mapping[str, Callable[[Path | None], Source]] = {
 
 
 def ranks(load: Load) -> list[int]:
-    """Ranks 32 and 64, shrunk, half of the adapters each, whatever their popularity (FASTLIBRA 6.1)."""
+    """Ranks 32 and 64, shrunk, for half of the adapters each, independent of popularity (FASTLIBRA 6.1)."""
     return [rank // load.shrink for rank in deal((64, 32), load.adapters, load.seed)]

@@ -1,7 +1,7 @@
-"""When sessions begin: renewal processes, recorded clocks, and many clients with a rhythm of their own.
+"""Session starts: renewal processes, recorded clocks, and clients with rates of their own.
 
-Every process gives the mean rate that it is asked for: it is swept by stretching the clock, which
-keeps the pattern (FASTLIBRA 6.2, S-LoRA Sec. 7).
+Every process has the mean rate that the caller asks for. Other rates stretch the clock, which keeps
+the pattern (FASTLIBRA 6.2, S-LoRA Sec. 7).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ WINDOW_S = 600.0  # ServeGen's windows
 
 @dataclass(frozen=True, eq=False)
 class Begun:
-    """Sessions that began: seconds, ascending, and whose they are (a client's number, 0 the most active)."""
+    """Session starts in seconds, ascending, and each one's client (0 is the most active)."""
 
     times: np.ndarray
     clients: np.ndarray | None = None
@@ -32,14 +32,14 @@ class Begun:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """From when to when, in seconds; 0 is the start of the trace."""
+    """A time span in seconds; 0 is the start of the trace."""
 
     begin: float
     end: float
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """Length of the span."""
         return self.end - self.begin
 
 
@@ -47,39 +47,37 @@ class Arrivals(Protocol):
     """A process of session starts."""
 
     def draw(self, rate: float, span: Span, rng: Random) -> Begun:
-        """Starts in `span`, `rate` per second in the mean."""
+        """Session starts in `span`, `rate` per second on average."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Gamma:
-    """Independent gaps of a Gamma law; `cv` is their coefficient of variation (1: a Poisson process)."""
+    """Independent gaps of a Gamma law with coefficient of variation `cv` (1: a Poisson process)."""
 
     cv: float = 1.0
 
     def draw(self, rate: float, span: Span, rng: Random) -> Begun:
-        """See `Arrivals`."""
         shape = 1 / self.cv**2
         return Begun(span.begin + _renew(lambda n: rng.gamma(shape, 1 / shape, n), rate * span.seconds) / rate)
 
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """A recorded clock: a stretch of it, from a place on that the seed gives, round its end if need be.
+    """A stretch of a recorded clock, from a random place on, cyclic.
 
-    A lower rate keeps so many of its arrivals, chosen at random; only a higher one runs the clock
-    faster. The clock is then adjusted so that the stretch has exactly the rate.
+    A lower rate keeps a random part of the arrivals; a higher rate runs the clock faster. The clock
+    is then adjusted so that the stretch has exactly the rate.
 
     Args:
         times: seconds, ascending, at least two.
-        clients: whose each is.
+        clients: client of each arrival.
     """
 
     times: np.ndarray
     clients: np.ndarray | None = None
 
     def draw(self, rate: float, span: Span, rng: Random) -> Begun:
-        """See `Arrivals`."""
         gaps = np.diff(self.times)
         wanted = max(1, round(rate * span.seconds))
         keep = min(1.0, rate * (self.times[-1] - self.times[0]) / len(gaps))
@@ -93,15 +91,15 @@ class Recorded:
 
 @dataclass(frozen=True, eq=False)
 class Clients:
-    """Clients whose rates change from window to window, each with independent gaps of its own law.
+    """Clients whose rates change from window to window, with independent gaps.
 
-    ServeGen's model: in a window a client is a renewal process; burstiness and drift of the whole
-    come from a few clients (Sec. 4). A stretch of windows is played from one on that the seed gives.
+    ServeGen's model: in a window a client is a renewal process. Burstiness and drift of the whole come
+    from a few clients (Sec. 4). Plays a stretch of windows from a random one on.
 
     Args:
         rates: requests per second, [client, window]; windows last `WINDOW_S`.
-        shapes: of each client's gaps.
-        weibull: whether its gaps are Weibull; else Gamma.
+        shapes: shape parameter of each client's gaps.
+        weibull: whether the client's gaps are Weibull, else Gamma.
     """
 
     rates: np.ndarray
@@ -109,7 +107,6 @@ class Clients:
     weibull: np.ndarray
 
     def draw(self, rate: float, span: Span, rng: Random) -> Begun:
-        """See `Arrivals`."""
         count = math.ceil(span.seconds / WINDOW_S)
         first = int(rng.integers(self.rates.shape[1]))
         rates = self.rates[:, (first + np.arange(count)) % self.rates.shape[1]]
@@ -119,7 +116,7 @@ class Clients:
         active = np.argsort(-expected.sum(axis=1), kind="stable")
         times, clients = [np.empty(0)], [np.empty(0, int)]
         for number, client in enumerate(active):
-            # In a clock that runs with its rate, its gaps have mean 1.
+            # On a clock that runs with the client's rate, its gaps have mean 1.
             passed = np.concatenate([[0.0], np.cumsum(expected[client])])
             ticks = _renew(self._gaps(client, rng), passed[-1])
             times.append(span.begin + np.interp(ticks, passed, edges))
@@ -135,8 +132,8 @@ class Clients:
 
 
 def typical_clients(count: int) -> Clients:
-    """Clients like ServeGen's, without its files: lognormal rates (sigma 2), a window's rate varies by
-    0.75, gaps of Gamma shape 0.7. The same ones every time."""
+    """Clients like ServeGen's without its files: lognormal rates (sigma 2) that vary by 0.75 between
+    windows, gaps of Gamma shape 0.7. The same clients every time."""
     rng = np.random.default_rng(count)
     level = rng.lognormal(0.0, 2.0, (count, 1))
     windows = rng.gamma(1 / 0.75**2, 0.75**2, (count, 144))
@@ -144,7 +141,7 @@ def typical_clients(count: int) -> Clients:
 
 
 def parse(text: str) -> Arrivals:
-    """Arrivals from a command line: `poisson` or `gamma:CV`. Raises ConfigError if it is neither."""
+    """Arrivals from a command line: `poisson` or `gamma:CV`. Raises ConfigError for other texts."""
     name, _, number = text.partition(":")
     if name == "poisson" and not number:
         return Gamma()
@@ -153,12 +150,12 @@ def parse(text: str) -> Arrivals:
     except ValueError:
         cv = 0.0
     if name != "gamma" or not cv > 0:
-        raise ConfigError(f"arrivals {text!r}: must be poisson or gamma:CV with a number over 0")
+        raise ConfigError(f"arrivals {text!r}: must be poisson, or gamma:CV with a number above 0")
     return Gamma(cv)
 
 
 def _renew(gaps: Callable[[int], np.ndarray], length: float) -> np.ndarray:
-    """Points of a renewal process in [0, length); `gaps` draws so many of mean 1."""
+    """Points of a renewal process in [0, length); `gaps(n)` draws n gaps of mean 1."""
     parts: list[np.ndarray] = []
     reached = 0.0
     while reached < length:

@@ -1,8 +1,8 @@
-"""The public traces and corpora that workloads are made from, as lengths and times; texts are not kept.
+"""Reads the public traces and corpora of the workloads, as lengths and times without texts.
 
-Each reader takes the directory that holds the files under the names below; a missing or broken
-file is a `ConfigError` that names it. Lengths are in tokens. Texts are counted, not tokenised:
-4/3 tokens a word in English dialogs, 4 bytes a token where other scripts occur.
+Each reader takes the directory with the files below. A missing or broken file is a `ConfigError` that
+names it. Lengths are in tokens. Texts are counted, not tokenised: 4/3 tokens per word in English
+dialogs, 4 bytes per token with other scripts.
 
     azure_llm_2023_conv.csv                          Azure LLM inference trace 2023, conversation
     mooncake_conversation_0_40min.jsonl.gz           Mooncake (FAST'25), first 40 minutes
@@ -39,7 +39,7 @@ MOONCAKE_TICK_S = 3.0
 
 @dataclass(frozen=True, eq=False)
 class Lengths:
-    """Requests with a clock: seconds, prompt and output tokens."""
+    """Requests: seconds, prompt tokens and output tokens of each."""
 
     times: np.ndarray
     prompts: np.ndarray
@@ -51,9 +51,9 @@ class Step:
     """A request of a recorded session.
 
     Attributes:
-        asked, told: tokens it adds, tokens of its answer.
-        gap_s: seconds from the request before (Mooncake) or from its answer (coding agents).
-        agent: 0, or which sub-agent of the session asks; it has a context of its own.
+        asked, told: tokens of the question and of the answer.
+        gap_s: seconds since the request before (Mooncake) or its answer (coding agents).
+        agent: 0, or the number of a sub-agent, which has a separate context.
     """
 
     asked: float
@@ -66,7 +66,7 @@ def azure(data: Path) -> Lengths:
     """Azure conv 2023: 19,366 requests in 58 minutes."""
     with _rows(data, "azure_llm_2023_conv.csv") as rows:
         listed = list(rows)
-        # The last of the seven digits of a second is beyond what datetime reads.
+        # datetime reads six of the seven digits of a second.
         stamps = [datetime.datetime.fromisoformat(row["TIMESTAMP"][:26]) for row in listed]
         return Lengths(
             np.array([(stamp - stamps[0]).total_seconds() for stamp in stamps]),
@@ -78,9 +78,9 @@ def azure(data: Path) -> Lengths:
 def mooncake(data: Path) -> tuple[np.ndarray, list[list[Step]]]:
     """Session starts in seconds, and the steps of each session.
 
-    The trace has no sessions: a request continues the one with which it shares the longest prefix,
-    if that is more than block 0, which nearly all share, and if it holds all of that prompt. What a
-    request adds is its length less the prompt and the answer before. Ticks of 3 s are spread.
+    The trace has no sessions. A request continues the request with which it shares the longest prefix,
+    if they share more than block 0, which nearly all share, and if it contains that whole prompt. It
+    adds its length without the prompt and the answer before. Times within a tick of 3 s are spread.
     """
     sessions: list[list[Step]] = []
     starts: list[float] = []
@@ -105,7 +105,7 @@ def mooncake(data: Path) -> tuple[np.ndarray, list[list[Step]]]:
 
 
 def _share(blocks: list[int], holder: dict[int, int], number: int) -> tuple[int, int | None]:
-    """Blocks shared with the request that shares most, and which that is; `number` then holds all prefixes."""
+    """(blocks, request) of the longest shared prefix. Then registers all prefixes for `number`."""
     path, depth, parent = 0, 0, None
     for count, block in enumerate(blocks, 1):
         path = hash((path, block))
@@ -116,10 +116,10 @@ def _share(blocks: list[int], holder: dict[int, int], number: int) -> tuple[int,
 
 
 def coding_sessions(data: Path) -> tuple[int, list[list[Step]]]:
-    """Tokens of system prompt and tools (the mean), and the steps of each session, without them.
+    """Mean tokens of system prompt and tools, and the steps of each session without them.
 
-    A prompt much shorter than the context so far is a context made anew (compaction): as the
-    context only grows here, such a session ends there.
+    A prompt much shorter than the context so far is a compacted context. Contexts only grow here, so
+    the session ends there.
     """
     sessions, heads = [], []
     with _lines(data, "agentic_coding_sessions.jsonl.gz") as rows:
@@ -131,7 +131,7 @@ def coding_sessions(data: Path) -> tuple[int, list[list[Step]]]:
 
 
 def _steps(requests: list[dict[str, Any]], head: int, agent: int = 0) -> Iterator[Step]:
-    """What a session asks, sub-agents where they were called; `head` tokens are there already."""
+    """The steps of a session with its sub-agents; the context starts with `head` tokens."""
     context, agents = head, 0
     for request in requests:
         if request["type"] == "subagent":
@@ -147,13 +147,13 @@ def _steps(requests: list[dict[str, Any]], head: int, agent: int = 0) -> Iterato
 
 
 def lora_order(data: Path) -> list[str]:
-    """GenTD26: the adapter of each request that has one (its first), in order."""
+    """GenTD26: the first adapter of each request that has one, in order."""
     with _rows(data, "gentd26_lora_requests_untimed.csv.gz") as rows:
         return [found for row in rows if (found := _adapter(row))]
 
 
 def lora_clock(data: Path) -> Recorded:
-    """GenTD26: when requests with an adapter came in 16 days; an adapter is a client."""
+    """GenTD26: times of the requests with an adapter in 16 days; an adapter is a client."""
     with _rows(data, "gentd26_lora_requests_timed_first60.csv.gz") as rows:
         listed = [(datetime.datetime.fromisoformat(r["gmt_create"]), a) for r in rows if (a := _adapter(r))]
     numbers = {adapter: i for i, adapter in enumerate(dict.fromkeys(adapter for _, adapter in listed))}
@@ -167,7 +167,7 @@ def _adapter(row: dict[str, str]) -> str:
 
 
 def clients(data: Path, model: str) -> Clients:
-    """ServeGen's clients of `model` ("m-small", "m-mid"): rates by window, the median shape of each one's gaps."""
+    """ServeGen's clients of `model` ("m-small", "m-mid"): rates by window, and median shape of each one's gaps."""
     with _rows(data, "servegen_client_rates.csv.gz") as rows:
         listed = [row for row in rows if row["model"] == model]
         windows = np.array([float(row["window_start_s"]) for row in listed]) / WINDOW_S
@@ -184,13 +184,13 @@ def clients(data: Path, model: str) -> Clients:
 
 
 def topical(data: Path) -> list[list[Step]]:
-    """Topical-Chat: what the first speaker asks; the answers' lengths are the second speaker's."""
+    """Topical-Chat: the first speaker asks, the second answers."""
     with _lines(data, "topical_chat_dialogs.jsonl.gz") as rows:
         return [_exchanges([_words(message["message"]) for message in row["content"]]) for row in rows]
 
 
 def sgd(data: Path) -> dict[str, list[list[Step]]]:
-    """Schema-guided dialogs by their first service."""
+    """Schema-guided dialogs (SGD) by first service."""
     services: dict[str, list[list[Step]]] = {}
     with _lines(data, "sgd_dialogs.jsonl.gz") as rows:
         for row in rows:
@@ -200,7 +200,7 @@ def sgd(data: Path) -> dict[str, list[list[Step]]]:
 
 
 def taskmaster(data: Path) -> list[list[Step]]:
-    """Taskmaster-4: user and assistant in turn; tool calls and their results are asked with the user's words."""
+    """Taskmaster-4: user and assistant in turn; questions include tool calls and their results."""
     dialogs = []
     with _lines(data, "taskmaster4_dialogs.jsonl.gz") as rows:
         for row in rows:
@@ -222,7 +222,7 @@ def tatoeba(data: Path) -> dict[str, list[tuple[float, float]]]:
 
 
 def _exchanges(sizes: list[float]) -> list[Step]:
-    """Two speakers in turn; a last question without an answer is dropped."""
+    """Exchanges of two speakers in turn, without a last question that has no answer."""
     return [Step(asked, told) for asked, told in zip(sizes[::2], sizes[1::2], strict=False)]
 
 
@@ -251,7 +251,7 @@ def _lines(data: Path, name: str) -> Iterator[Iterator[dict[str, Any]]]:
 
 @contextmanager
 def _open(data: Path, name: str) -> Iterator[Any]:
-    """A text file, packed or not; whatever goes wrong in reading it is told with its name."""
+    """Opens a text file, also with gzip. Any error in reading it becomes a ConfigError with its name."""
     path = data / name
     try:
         with gzip.open(path, "rt", encoding="utf-8") if name.endswith(".gz") else path.open(encoding="utf-8") as file:

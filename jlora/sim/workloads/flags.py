@@ -1,7 +1,6 @@
-"""What the commands that play a workload make of the flags that they share: `jlora sim`, `jlora bench`.
+"""Flags shared by the commands that play a workload: `jlora sim` and `jlora bench`.
 
-A built-in workload is drawn as its flags say. A CSV is played as it is: what shapes a drawing is
-refused beside it, so that nobody takes a flag for heeded that was not.
+Some flags shape a named workload. A trace from a CSV ignores them, so they are refused beside it.
 """
 
 from __future__ import annotations
@@ -16,44 +15,44 @@ from jlora.sim.trace import Trace, longest, read_csv, shrunk
 
 
 def drawing(args: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """The same flags, with `defaults` for those that shape a drawing and were not given (None).
+    """The flags, with `defaults` for those that shape a named workload and are None.
 
     Raises:
-        ConfigError: one of them stands beside `--trace`.
+        ConfigError: one of them is given with `--trace`.
     """
     given = [name for name in defaults if getattr(args, name) is not None]
     if args.trace is not None and given:
         name = given[0]
         raise ConfigError(
-            f"--{name} {getattr(args, name)}: shapes a built-in workload; --trace {args.trace} is played as it is"
+            f"--{name} {getattr(args, name)}: shapes a named workload, and cannot be given with --trace {args.trace}"
         )
     return argparse.Namespace(**{**vars(args), **{name: defaults[name] for name in defaults if name not in given}})
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuses numbers that say nothing. Raises ConfigError."""
+    """Checks the numbers. Raises ConfigError."""
     if args.users < 0:
         raise ConfigError(f"--users {args.users}: must be at least 1, or 0 for an open loop")
     if args.shrink < 1:
         raise ConfigError(f"--shrink {args.shrink}: must be at least 1")
     if not args.speed > 0:
-        raise ConfigError(f"--speed {args.speed:g}: must be over 0")
+        raise ConfigError(f"--speed {args.speed:g}: must be above 0")
 
 
 def own(args: argparse.Namespace, vocab: int, max_len: int, whose: str) -> Trace:
-    """The CSV of `--trace`, shrunk: all of it or nothing.
+    """The trace of `--trace`, with its lengths divided by `--shrink`.
 
     Args:
-        max_len: the context of `whose`, tokens of prompt and answer together.
+        max_len: the context of `whose`, in tokens of prompt and answer together.
 
     Raises:
-        ConfigError: it cannot be read, or a request does not fit: says which `--shrink` would do.
+        ConfigError: it cannot be read, or a request does not fit; names a sufficient `--shrink`.
     """
     trace = read_csv(args.trace, vocab, args.seed)
     trace = shrunk(trace, args.shrink) if args.shrink > 1 else trace
     if (most := longest(trace)) > max_len:
         raise ConfigError(
-            f"trace {args.trace}: a request of {most} tokens passes {whose}'s context of {max_len}: "
+            f"trace {args.trace}: a request of {most} tokens exceeds {whose}'s context of {max_len}: "
             f"give --shrink {math.ceil(args.shrink * most / max_len)}"
         )
     return trace

@@ -1,4 +1,4 @@
-"""The records of a workload: what a session says, where that comes from, and how much of it is drawn."""
+"""Records of a workload: exchanges of a session, their source, and the load to draw."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from jlora.sim.workloads.popularity import Popularity
 
 
 class DoesNotFit(ConfigError):
-    """Most of a workload's requests do not fit a load."""
+    """Most requests of a workload do not fit the load's context."""
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """One request of a dialog, before it has a time, token ids and an adapter.
+    """One request of a dialog, without time, token ids and adapter.
 
     Attributes:
-        asked, told: tokens that it adds, and of its answer, before shrinking.
-        gap: from the exchange before, in mean gaps of the workload; a dialog's first has 0.
-        role: which adapter of the session's group answers; None is the base model.
-        context: 0, or the number of a context of its own within the dialog (a sub-agent).
-        aside: asked on the context, and not part of it afterwards.
-        activated: the adapter is an activated LoRA, invoked by what is asked: it reads the context as the base does.
+        asked, told: tokens of the question and of the answer, before shrinking.
+        gap: time since the exchange before, in mean gaps of the workload; 0 for a dialog's first.
+        role: adapter of the session's group that answers; None is the base model.
+        context: 0, or the number of a separate context within the dialog (a sub-agent).
+        aside: reads the context and leaves it unchanged.
+        activated: the adapter is an activated LoRA, and the question invokes it.
     """
 
     asked: float
@@ -40,15 +40,15 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A workload: where its sessions come from.
+    """The source of a workload's sessions.
 
     Attributes:
         dialog: draws one session of a group of adapters (a language, a service, a pipeline).
         turns: mean exchanges of a dialog.
         gap_s: mean seconds between two exchanges.
-        prompt: tokens in front of every session, the same for all sessions of a group.
+        prompt: tokens at the start of every session, shared by all sessions of a group.
         roles: adapters of a group.
-        thinks: gaps begin at the answer, and not at the question (closed loop inside a session).
+        thinks: gaps start at the answer instead of the question (closed loop within a session).
     """
 
     name: str
@@ -64,13 +64,13 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """How much of it.
+    """How much of a workload to draw.
 
     Attributes:
         rate: requests per second; seconds: length of the trace.
-        adapters: how many there are.
-        shrink: all lengths are divided by it.
-        max_len: a session ends before its context would exceed it, in (shrunk) tokens.
+        adapters: number of adapters.
+        shrink: divisor of all lengths.
+        max_len: longest context, in tokens after shrinking; a session ends before it.
         gap_s: mean time between two turns of a session; None is the workload's own.
         popularity, arrivals: laws instead of the workload's own.
     """
@@ -90,6 +90,6 @@ class Load:
         for name in ("rate", "seconds", "adapters", "shrink", "max_len", "gap_s"):
             value = getattr(self, name)
             if value is not None and not value > 0:
-                raise ConfigError(f"load {name}: {value}: must be over 0")
+                raise ConfigError(f"load {name}: {value}: must be above 0")
         if self.vocab <= 3:
-            raise ConfigError(f"load vocab: {self.vocab}: must be over 3")
+            raise ConfigError(f"load vocab: {self.vocab}: must be above 3")

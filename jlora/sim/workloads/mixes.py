@@ -1,4 +1,4 @@
-"""Which adapter has which rank: one small object per mix."""
+"""Mixes of ranks: which adapter has which rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from jlora.sim.trace import Trace
 
 
 class RankMix(Protocol):
-    """A way to deal ranks to the adapters of a trace."""
+    """A way to assign ranks to the adapters of a trace."""
 
     def of(self, trace: Trace, seed: int) -> list[int]:
         """The rank of each adapter."""
@@ -21,7 +21,7 @@ class RankMix(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EqualShares:
-    """Each rank to as many adapters, whatever their popularity.
+    """Each rank has the same number of adapters, independent of popularity.
 
     (64, 32) is FASTLIBRA's mix (6.1), (8, 16, 32, 64, 128) LoRAServe's.
     """
@@ -29,18 +29,16 @@ class EqualShares:
     ranks: tuple[int, ...] = (64, 32)
 
     def of(self, trace: Trace, seed: int) -> list[int]:
-        """See `RankMix`."""
         return deal(self.ranks, len(trace.adapters), seed)
 
 
 @dataclass(frozen=True, slots=True)
 class HighOnHot:
-    """Each rank to as many adapters, the highest to the most asked for."""
+    """Each rank has the same number of adapters; the most popular have the highest."""
 
     ranks: tuple[int, ...] = (64, 32)
 
     def of(self, trace: Trace, seed: int) -> list[int]:
-        """See `RankMix`."""
         count, asked = len(trace.adapters), trace.asked
         falling = sorted((self.ranks[i % len(self.ranks)] for i in range(count)), reverse=True)
         hottest = sorted(range(count), key=lambda adapter: -asked[adapter])
@@ -55,10 +53,10 @@ def deal(ranks: tuple[int, ...], adapters: int, seed: int) -> list[int]:
 
 
 def parse(text: str) -> RankMix:
-    """A mix from a command line: `32,64` in equal shares, `hot:8,16,32` the highest on the most asked for.
+    """A mix from a command line: `32,64` for equal shares, `hot:8,16,32` for the highest on the most popular.
 
     Raises:
-        ConfigError: these are no ranks.
+        ConfigError: the text has another form.
     """
     kind, colon, numbers = text.rpartition(":")
     try:

@@ -1,9 +1,8 @@
-"""Draws a trace from a workload and a load; and gives any trace to a fixed number of users.
+"""Draws a trace from a workload and a load, and makes a closed loop of any trace.
 
-Sessions are met in the middle: they began as long ago as a session takes, and what those had said
-by time 0 is one turn before it (the history). Each part draws from random numbers of its own
-(arrivals, popularity, each session), so that two loads that differ in one thing differ in nothing
-else: the same dialogs under another law of popularity, or twice as fast.
+Some sessions are running at time 0. What such a session has said by then is one turn before time 0,
+its history. Arrivals, popularity and each session have their own random numbers, so a change of one
+parameter changes nothing else: the same dialogs under another law of popularity, for example.
 """
 
 from __future__ import annotations
@@ -19,22 +18,22 @@ from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
 from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
 
-# Streams of random numbers; a stream of a session or group ends in its number.
+# Streams of random numbers; that of a session or group also has its number.
 ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
 
 
 def play(source: Source, load: Load) -> Trace:
-    """Draws a trace: sessions of `source`, as many and as fast as `load` says.
+    """Draws a trace with sessions of `source` at the rate of `load`.
 
     With fewer adapters than a group has roles, several roles share one.
 
     Raises:
-        DoesNotFit: less than half of its requests are left: `max_len` is too short for its contexts.
-        ConfigError: the popularity needs clients, and the arrivals know none; or `seconds` is too short for
-            its rate to have a request.
+        DoesNotFit: more than half of the requests exceed `max_len`.
+        ConfigError: the popularity needs clients and the arrivals have none, or no request falls into
+            `seconds`.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
-    past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that began before are over
+    past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that started before have ended
     arrivals, popularity = load.arrivals or source.arrivals, load.popularity or source.popularity
     groups = max(1, load.adapters // source.roles)
     rate = load.rate / source.turns
@@ -50,9 +49,8 @@ def play(source: Source, load: Load) -> Trace:
     kept = sum(turn.at >= 0 for turn in turns)
     if lost > kept:
         raise DoesNotFit(
-            f"workload {source.name}: {kept} of {kept + lost} requests within {load.seconds:g} s at {load.rate:g}/s "
-            f"have a context that fits max_len {load.max_len} when lengths are divided by {load.shrink}; divide them "
-            "by more (--shrink)"
+            f"workload {source.name}: only {kept} of {kept + lost} requests within {load.seconds:g} s at "
+            f"{load.rate:g}/s fit max_len {load.max_len} with --shrink {load.shrink}; raise --shrink"
         )
     if not kept:
         raise ConfigError(f"workload {source.name}: no request within {load.seconds:g} s at {load.rate:g}/s")
@@ -60,9 +58,9 @@ def play(source: Source, load: Load) -> Trace:
 
 
 def closed(trace: Trace, users: int) -> Trace:
-    """The same sessions as a closed loop: so many users, who begin a session when their last has ended.
+    """The same sessions as a closed loop of `users`, each of whom takes one session after the other.
 
-    What was the gap between two turns becomes the time to think between answer and question.
+    The gap between two turns becomes the time to think between answer and question.
     """
     sessions: dict[object, list[Turn]] = {}
     for turn in trace.turns:
@@ -84,7 +82,7 @@ def closed(trace: Trace, users: int) -> Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Place:
-    """Which session it is, of how many, and its group of adapters."""
+    """A session's number, the number of sessions, and the group of adapters."""
 
     number: int
     sessions: int
@@ -93,7 +91,7 @@ class _Place:
 
 @dataclass(slots=True)
 class _Context:
-    """A context of a session while its turns are drawn; `said` is its history, `last` when that was."""
+    """A context of a session while its turns are drawn; `said` is its history, `last` the history's time."""
 
     session: int
     said: list[int] = field(default_factory=list)
@@ -107,7 +105,7 @@ class _Session:
     """One session: its dialog with times, token ids and adapters.
 
     Attributes:
-        lost: requests of the trace proper whose context would pass the limit, when its turns are drawn.
+        lost: requests after time 0 whose context exceeds the limit.
     """
 
     def __init__(self, source: Source, load: Load, gap_s: float, place: _Place):
@@ -117,7 +115,7 @@ class _Session:
         self.lost = 0
 
     def turns(self, start: float) -> list[Turn]:
-        """Its turns, the history first; none if it was over some time ago."""
+        """The session's turns, history first; none if it ended before time 0."""
         at, turns, full = start, [], False
         for index, exchange in enumerate(self._source.dialog(self._rng, self._place.group)):
             at += exchange.gap * self._gap_s
@@ -141,7 +139,7 @@ class _Session:
         return [*self._history(), *turns]
 
     def _context(self, number: int) -> _Context:
-        """The session's first one begins with the group's prompt, a sub-agent's with nothing."""
+        """A context by number. The first starts with the group's prompt, a sub-agent's is empty."""
         if number not in self._contexts:
             context = _Context(self._place.number + number * self._place.sessions)
             if number == 0:
@@ -152,13 +150,13 @@ class _Session:
         return self._contexts[number]
 
     def _remember(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> None:
-        """An exchange before time 0."""
+        """Adds an exchange before time 0 to the history."""
         if not exchange.aside:
             context.said += [*question, *self._ids(exchange.told)]
             context.last, context.adapter = at, self._adapter(exchange.role)
 
     def _turn(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> Turn:
-        """What the context has had so far is the history's, or the first turn's."""
+        """A turn. The first turn of a context without history adds the context's prompt."""
         fresh = not context.turns and context.last == -math.inf
         adds = (*context.said, *question) if fresh else tuple(question)
         number, context.turns = context.turns, context.turns + 1
@@ -167,7 +165,7 @@ class _Session:
         return Turn(at, context.session, number, adds, 1, adapter, user=user, aside=exchange.aside, acts_from=acts_from)
 
     def _history(self) -> list[Turn]:
-        """What each context had said before time 0, as one turn."""
+        """The history of each context, as one turn."""
         return [
             Turn(context.last, context.session, -1, tuple(context.said), 1, context.adapter, user=self._place.number)
             for context in self._contexts.values()
@@ -178,6 +176,6 @@ class _Session:
         return None if role is None else (self._place.group * self._source.roles + role) % self._load.adapters
 
     def _ids(self, tokens: float, rng: np.random.Generator | None = None) -> list[int]:
-        """Random token ids, so many after shrinking (at least one, if any)."""
+        """Random token ids for `tokens` before shrinking; at least one, unless `tokens` is 0."""
         count = max(1, round(tokens / self._load.shrink)) if tokens else 0
         return (rng or self._rng).integers(FIRST_ID, self._load.vocab, count).tolist()

@@ -1,21 +1,21 @@
-"""Who asks for which adapter: one small object per law.
+"""Laws of popularity: which session uses which adapter.
 
     law            adapter of a session                                                source
     Identical      always the same                                                     Punica, Sec. 7
-    Distinct       each in its turn                                                    Punica; FASTLIBRA 6.9
-    Uniform        any, alike                                                          FASTLIBRA 6.9
+    Distinct       round robin                                                         Punica; FASTLIBRA 6.9
+    Uniform        uniform                                                             FASTLIBRA 6.9
     Zipf(s)        the k-th most popular with share ~ 1 / k^s                          real traces: s = 0.8-1
     Geometric(r)   the k-th most popular with share ~ 1 / r^k                          Punica "skewed", r = 1.5
     Power(a)       number floor(N x^(1/a)), x uniform: the top 10 % get 0.1^a          S-LoRA, Sec. 7
-    Skewed(x)      a normal law of deviation x N around the middle one                 FASTLIBRA 6.9 "skewed-x"
-    Drift(T)       Zipf whose ranks are dealt anew every T seconds                     LoRAServe; GenTD26
+    Skewed(x)      normal law of deviation x N around the middle adapter               FASTLIBRA 6.9 "skewed-x"
+    Drift(T)       Zipf with new ranks every T seconds                                 LoRAServe; GenTD26
     Recent         one of the last few again, else Zipf                                shape of the real order
     RealOrder      the ids of a recorded trace, in its order                           GenTD26
-    ByClient       the client who asks, one adapter each                               MAF as dLoRA, FASTLIBRA use it
+    ByClient       one adapter per client                                              MAF in dLoRA, FASTLIBRA
 
-An adapter's number says nothing of its popularity (except for `ByClient`): ranks and sizes can be
-dealt by number. A law draws from its own random numbers, so the same sessions can be replayed
-under another law.
+An adapter's number is independent of its popularity (except for `ByClient`), so ranks and sizes can be
+assigned by number. A law has its own random numbers, so the same sessions can be replayed under
+another law.
 """
 
 from __future__ import annotations
@@ -32,23 +32,35 @@ from jlora.sim.workloads import files
 from jlora.sim.workloads.arrivals import Begun
 
 Random = np.random.Generator
-TOP = 10  # how many adapters are "the popular ones" of a drift
+TOP = 10  # popular adapters of a drift
 
 
 class Popularity(Protocol):
     """A law of popularity."""
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """The adapter, 0 to adapters - 1, of each of the sessions that began."""
+        """The adapter, 0 to adapters - 1, of each session."""
         ...
+
+
+class _Shares:
+    """Independent draws from fixed shares, which are assigned to adapters at random."""
+
+    __slots__ = ()
+
+    def shares(self, adapters: int) -> np.ndarray:
+        """Shares by rank; they sum to 1."""
+        raise NotImplementedError
+
+    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
+        return rng.permutation(adapters)[rng.choice(adapters, len(begun), p=self.shares(adapters))]
 
 
 @dataclass(frozen=True, slots=True)
 class Identical:
-    """One adapter for all."""
+    """One adapter for all sessions."""
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
         return np.full(len(begun), rng.integers(adapters))
 
 
@@ -57,38 +69,31 @@ class Distinct:
     """Round robin."""
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
         return rng.permutation(adapters)[np.arange(len(begun)) % adapters]
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
-    """All alike."""
+    """All adapters alike."""
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
         return rng.integers(adapters, size=len(begun))
 
 
 @dataclass(frozen=True, slots=True)
-class Zipf:
+class Zipf(_Shares):
     """Shares ~ 1 / rank^exponent."""
 
     exponent: float = 0.9
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
-        return _independent(self.shares(adapters), begun, rng)
-
     def shares(self, adapters: int) -> np.ndarray:
-        """By rank; they sum to 1."""
         weights = np.arange(1, adapters + 1) ** -self.exponent
         return weights / weights.sum()
 
 
 @dataclass(frozen=True, slots=True)
-class Geometric:
-    """Each adapter is asked for `ratio` times as often as the next one."""
+class Geometric(_Shares):
+    """Each adapter has `ratio` times as many sessions as the next one."""
 
     ratio: float = 1.5
 
@@ -96,42 +101,38 @@ class Geometric:
         if self.ratio <= 1:
             raise ConfigError(f"popularity geometric:{self.ratio}: the ratio must be over 1")
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
+    def shares(self, adapters: int) -> np.ndarray:
         weights = self.ratio ** -np.arange(adapters, dtype=float)
-        return _independent(weights / weights.sum(), begun, rng)
+        return weights / weights.sum()
 
 
 @dataclass(frozen=True, slots=True)
-class Power:
-    """The smaller `alpha`, the more skewed; 1 is uniform."""
+class Power(_Shares):
+    """A smaller `alpha` is more skewed; 1 is uniform."""
 
     alpha: float = 0.3
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
-        edges = np.linspace(0, 1, adapters + 1) ** self.alpha
-        return _independent(np.diff(edges), begun, rng)
+    def shares(self, adapters: int) -> np.ndarray:
+        return np.diff(np.linspace(0, 1, adapters + 1) ** self.alpha)
 
 
 @dataclass(frozen=True, slots=True)
-class Skewed:
-    """Normal over the adapters' numbers; `deviation` is in parts of their count."""
+class Skewed(_Shares):
+    """Normal over the adapters' numbers; `deviation` is a share of their count."""
 
     deviation: float = 0.1
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
+    def shares(self, adapters: int) -> np.ndarray:
         places = (np.arange(adapters) + 0.5) / adapters - 0.5
         weights = np.exp(-((places / self.deviation) ** 2) / 2)
-        return _independent(weights / weights.sum(), begun, rng)
+        return weights / weights.sum()
 
 
 @dataclass(frozen=True, slots=True)
 class Drift:
-    """Zipf; every `period_s` the ranks are dealt anew and `keep` of the top 10 stay there.
+    """Zipf with new ranks every `period_s` seconds, of which `keep` of the top 10 stay there.
 
-    GenTD26's successive quarters share 1 to 3 of their ten most popular adapters.
+    Successive quarters of GenTD26 share 1 to 3 of their ten most popular adapters.
     """
 
     period_s: float = 300.0
@@ -139,7 +140,6 @@ class Drift:
     keep: int = 2
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
         chosen = rng.choice(adapters, len(begun), p=Zipf(self.exponent).shares(adapters))
         periods = np.floor_divide(begun.times, self.period_s).astype(int)
         order = rng.permutation(adapters)
@@ -151,7 +151,7 @@ class Drift:
         return drawn
 
     def _deal(self, order: np.ndarray, rng: Random) -> np.ndarray:
-        """New ranks: of the old top only `keep` are in the new one, as far as there are others."""
+        """New ranks, with only `keep` of the old top in the new one if there are enough others."""
         top = min(TOP, len(order))
         old, others = rng.permutation(order[:top]), rng.permutation(order[top:])
         fresh = min(top - self.keep, len(others))
@@ -162,10 +162,9 @@ class Drift:
 
 @dataclass(frozen=True, slots=True)
 class Recent:
-    """With probability `again` one of the last `depth` different adapters; else Zipf.
+    """One of the last `depth` different adapters with probability `again`, else Zipf.
 
-    The shape of a real order: in GenTD26 an adapter is among the last ten in 80-85 % of requests,
-    in 14 % of the same requests shuffled.
+    In GenTD26 80-85 % of requests use one of the last ten adapters; after shuffling, 14 % do.
     """
 
     again: float = 0.8
@@ -173,8 +172,7 @@ class Recent:
     exponent: float = 0.9
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
-        fresh = _independent(Zipf(self.exponent).shares(adapters), begun, rng).tolist()
+        fresh = Zipf(self.exponent).draw(adapters, begun, rng).tolist()
         repeats = (rng.random(len(begun)) < self.again).tolist()
         picks = rng.random(len(begun)).tolist()
         recent: list[int] = []
@@ -191,15 +189,14 @@ class Recent:
 
 @dataclass(frozen=True, eq=False)
 class RealOrder:
-    """Recorded adapters in their order, from a place on that the seed gives; then from the start again.
+    """Recorded adapters in their order, from a random place on, cyclic.
 
-    Ids are dealt to adapters as they first appear, so with fewer adapters than ids several share one.
+    Ids are numbered as they first appear. With fewer adapters than ids, several ids share one.
     """
 
     ids: Sequence[str]
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`."""
         start = int(rng.integers(len(self.ids)))
         numbers: dict[str, int] = {}
         stretch = (self.ids[(start + i) % len(self.ids)] for i in range(len(begun)))
@@ -208,13 +205,14 @@ class RealOrder:
 
 @dataclass(frozen=True, slots=True)
 class ByClient:
-    """An adapter per client, dealt in turn when clients are more; when adapters are more, a client
-    has several and asks for any of its own."""
+    """An adapter per client. With more clients, several share one; with more adapters, a client uses any of its own.
+
+    `draw` raises ConfigError if the arrivals have no clients.
+    """
 
     def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        """See `Popularity`. Raises ConfigError: the arrivals know no clients."""
         if begun.clients is None:
-            raise ConfigError("popularity clients: these arrivals know no clients")
+            raise ConfigError("popularity clients: these arrivals have no clients")
         count = max(begun.clients.max(initial=0) + 1, 1)
         if count >= adapters:
             return begun.clients % adapters
@@ -223,7 +221,7 @@ class ByClient:
 
 
 def real_order(data: Path | None) -> Popularity:
-    """GenTD26's order from the directory `data`, or its shape."""
+    """GenTD26's order from the directory `data`; without it, its shape."""
     return Recent() if data is None else RealOrder(files.lora_order(data))
 
 
@@ -245,7 +243,7 @@ def parse(text: str, data: Path | None = None) -> Popularity:
     """A law from a command line: `uniform`, `zipf:0.9`, `drift:300`, `real`, ...
 
     Raises:
-        ConfigError: there is no such law, or it takes no such number.
+        ConfigError: an unknown law, or a wrong number.
     """
     name, _, number = text.partition(":")
     if name == "real":
@@ -255,12 +253,7 @@ def parse(text: str, data: Path | None = None) -> Popularity:
     try:
         law = LAWS[name](float(number)) if number else LAWS[name]()
     except (TypeError, ValueError) as e:
-        raise ConfigError(f"popularity {text!r}: {number!r} is no number that {name} takes") from e
+        raise ConfigError(f"popularity {text!r}: {name} does not take {number!r}") from e
     if number and not float(number) > 0:
-        raise ConfigError(f"popularity {text!r}: the number must be over 0")
+        raise ConfigError(f"popularity {text!r}: the number must be above 0")
     return law
-
-
-def _independent(shares: np.ndarray, begun: Begun, rng: Random) -> np.ndarray:
-    """Independent draws; which adapter has which share is drawn too."""
-    return rng.permutation(len(shares))[rng.choice(len(shares), len(begun), p=shares)]

@@ -1,8 +1,7 @@
 """The workloads W1 to W8, each from public files or from their shape alone.
 
-Without the files the same shapes are drawn: lognormal lengths with the files' own means and
-spreads (the numbers below are means and deviations of natural logarithms, measured once). Only
-lengths and times matter; token ids are random. Nothing here depends on a policy or a device.
+Without the files, lengths are lognormal with the files' means and deviations of natural logarithms,
+measured once. Token ids are random. Nothing here depends on a policy or a device.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ from jlora.sim.workloads.popularity import ByClient, Drift, Power, Recent, Zipf
 
 Random = np.random.Generator
 
-SERVICE_PROMPT = 256  # in front of all dialogs of one service
-INSTRUCTION = 64  # in front of all translations into one language
-MOONCAKE_PROMPT = 512  # the block that nearly all prompts of that trace begin with
-TOOL_TOKENS = (30, 150)  # what a tool answers, asked with the user's words
+SERVICE_PROMPT = 256  # tokens at the start of all dialogs of one service
+INSTRUCTION = 64  # tokens at the start of all translations into one language
+MOONCAKE_PROMPT = 512  # tokens of the block that nearly all prompts of that trace share
+TOOL_TOKENS = (30, 150)  # tokens of a tool's result, part of the question
 LANGUAGES = 36
 CHECKERS = 3  # adapters of a pipeline
-INVOCATION = 4  # tokens that wake a checker
+INVOCATION = 4  # tokens that invoke a checker
 VERDICT = (10, 50)
-PIPELINE_STEPS = 4.0  # the base twice, and two checkers in the mean
+PIPELINE_STEPS = 4.0  # the base twice, and two checkers on average
 SYNTHETIC_RANGE = (8, 512)
 
 
 def chat(data: Path | None = None) -> Source:
     """W1, a chatbot: Topical-Chat's questions, Azure conv's answers and clock. One adapter per session.
 
-    Stands in for LMSYS-33k (FASTLIBRA 6.2). Most people answer soon and some late: gaps lognormal,
-    sigma 1, around Mooncake's median of 123 s.
+    Stands in for LMSYS-33k (FASTLIBRA 6.2). Gaps are lognormal with sigma 1 around Mooncake's median of
+    123 s: most users answer soon, some late.
     """
     if data is None:
 
@@ -79,9 +78,9 @@ def long_chat(data: Path | None = None) -> Source:
 
 
 def translation(data: Path | None = None) -> Source:
-    """W2: two to five Tatoeba sentences below an instruction, one adapter per language; ServeGen's clients ask.
+    """W2: two to five Tatoeba sentences after an instruction, one adapter per language, ServeGen's clients.
 
-    Stands in for OPUS-100 and the Azure Functions trace. More adapters than languages: languages again.
+    Stands in for OPUS-100 and the Azure Functions trace. With more adapters than languages, languages repeat.
     """
     if data is None:
 
@@ -101,10 +100,10 @@ def translation(data: Path | None = None) -> Source:
 
 
 def agents(data: Path | None = None) -> Source:
-    """W3, personal agents: dialogs of SGD (26 services) and Taskmaster-4 below a prompt that a service shares.
+    """W3, personal agents: dialogs of SGD (26 services) and Taskmaster-4 after a prompt per service.
 
-    Stands in for Taskmaster-1 and -2 with the Azure Functions trace. SGD keeps no tool results: 30
-    to 150 tokens are asked with each question. More adapters than services: one per service and tenant.
+    Stands in for Taskmaster-1 and -2 with the Azure Functions trace. SGD has no tool results, so each
+    question has 30 to 150 additional tokens. With more adapters than services, services repeat.
     """
     name = "W3" if data else "W3 synthetic"
     arrivals = files.clients(data, "m-small") if data else typical_clients(34)
@@ -117,35 +116,35 @@ def agents(data: Path | None = None) -> Source:
 
 
 def tenants(data: Path | None = None) -> Source:
-    """W4, many tenants: Azure conv's lengths, an adapter per client of ServeGen m-mid (MAF1-like, as dLoRA)."""
+    """W4, many tenants: Azure conv's lengths, an adapter per client of ServeGen m-mid (like MAF1 in dLoRA)."""
     arrivals = files.clients(data, "m-mid") if data else typical_clients(92)
     return Source("W4" if data else "W4 synthetic", _single(data), arrivals, ByClient())
 
 
 def recorded_tenants(data: Path | None = None) -> Source:
-    """W4b: Azure conv's lengths, adapters and clock of GenTD26, much faster (MAF2-like)."""
+    """W4b: Azure conv's lengths, adapters and clock of GenTD26, much faster (like MAF2)."""
     if data is None:
         return Source("W4b synthetic", _single(None), Gamma(8.0), Recent())
     return Source("W4b", _single(data), files.lora_clock(data), ByClient())
 
 
 def drift(data: Path | None = None) -> Source:
-    """W5: Azure conv; every 5 minutes other adapters are popular (LoRAServe's shifting skew, GenTD26's drift)."""
+    """W5: Azure conv; the popular adapters change every 5 minutes (LoRAServe's shifting skew, GenTD26's drift)."""
     arrivals = Recorded(files.azure(data).times) if data else Gamma(1.09)
     return Source("W5" if data else "W5 synthetic", _single(data), arrivals, Drift(300.0, 1.0, keep=2))
 
 
 def pipelines(data: Path | None = None) -> Source:
-    """W6: after each question the base model answers, one to three checkers look at that, the base concludes.
+    """W6: the base answers each question, one to three checkers read the answer, the base concludes.
 
-    The pipeline of activated LoRA's evaluation, on the dialogs of W3; a checker is an aside of a few
-    tokens and 10 to 50 answered. An adapter group is a pipeline of three checkers.
+    The pipeline of activated LoRA's evaluation, on the dialogs of W3. A checker is an aside that adds a
+    few tokens and answers with 10 to 50. An adapter group is a pipeline of three checkers.
     """
     return _pipelines(data, "W6")
 
 
 def activated_pipelines(data: Path | None = None) -> Source:
-    """W6a: the very same, and the checkers are activated LoRAs, each invoked by the few tokens that it is asked."""
+    """W6a: W6 with checkers that are activated LoRAs, each invoked by its few tokens."""
     return _pipelines(data, "W6a", activated=True)
 
 
@@ -164,9 +163,9 @@ def synthetic(data: Path | None = None) -> Source:
 
 
 def coding(data: Path | None = None) -> Source:
-    """W8, coding agents: long growing contexts, think times between tool calls; the next request follows the answer.
+    """W8, coding agents: long growing contexts, with think times between an answer and the next request.
 
-    An adapter per session and a second one for its sub-agents, which have contexts of their own.
+    An adapter per session and a second one for its sub-agents, which have separate contexts.
     """
     if data is None:
 
@@ -191,7 +190,7 @@ def coding(data: Path | None = None) -> Source:
 
 
 def _pipelines(data: Path | None, name: str, activated: bool = False) -> Source:
-    """Pipelines of checkers that are activated LoRAs, or plain ones."""
+    """Pipelines with checkers that are activated LoRAs or plain ones."""
     dialog, turns = _services(data)
 
     def piped(rng: Random, group: int) -> list[Exchange]:
@@ -213,7 +212,7 @@ def _pipelines(data: Path | None, name: str, activated: bool = False) -> Source:
 
 
 def _services(data: Path | None) -> tuple[Callable[[Random, int], Sequence[Step]], float]:
-    """Dialogs of a service, tool results with the questions, and their mean turns."""
+    """Dialogs of a service, with tool results in the questions, and their mean turns."""
     if data is None:
 
         def drawn(rng: Random, group: int) -> list[Step]:
