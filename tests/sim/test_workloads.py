@@ -183,7 +183,7 @@ def test_a_mix_of_ranks_is_named_on_the_command_line():
 def test_a_load_that_leaves_little_says_why():
     with pytest.raises(ConfigError, match=r"W8 synthetic: only 0 of \d+ requests .* max_len 600 with --shrink 8"):
         play(SOURCES["W8"](None), LOAD)
-    with pytest.raises(ConfigError, match=r"W1 synthetic: [1-9]\d* of \d+ requests .* max_len 90 "):
+    with pytest.raises(ConfigError, match=r"W1 synthetic: only [1-9]\d* of \d+ requests .* max_len 90 "):
         draw("W1", replace(LOAD, max_len=90))
     with pytest.raises(ConfigError, match="W7: no request within 0.001 s"):
         draw("W7", replace(LOAD, seconds=0.001))
