@@ -40,6 +40,7 @@ from jlora.bench import machine, steps
 from jlora.bench.grove import Grove, Shape
 from jlora.bench.rounds import Journal
 from jlora.bench.steps import StepLoad
+from jlora.cache import inspect
 from jlora.cache.tree import KV, Origin
 
 T = TypeVar("T")
@@ -199,7 +200,7 @@ class Times:
 
 def operations(grove: Grove, samples: int) -> Times:
     """Times single operations while requests go on."""
-    manager, cells, times = grove.manager, grove.manager.cells, Times()
+    manager, cells, times = grove.manager, inspect.cells(grove.manager), Times()
     for i in range(samples):
         talk = grove.long[i % len(grove.long)]
         tokens = grove.tokens(talk)
@@ -228,8 +229,8 @@ def _request(grove: Grove, times: Times, fresh: int) -> None:
     known = len(tokens) - grove.shape.block_tokens
     lease = times.of("admit", manager.acquire, Origin(talk.adapter), tokens[:known], reuse=True, headroom=0)
     assert lease is not None
-    manager.grow(lease, len(tokens))
-    manager.publish(lease, tokens, known)
+    manager.leases.grow(lease, len(tokens))
+    manager.leases.publish(lease, tokens, known)
     times.of("insert", manager.publish, lease, tokens, len(tokens))
     times.of("release", manager.release, lease)
     grove.land()
@@ -237,14 +238,14 @@ def _request(grove: Grove, times: Times, fresh: int) -> None:
 
 def _swap_in(grove: Grove, times: Times) -> None:
     """A long prompt that has left the device is asked for again."""
-    manager, talk = grove.manager, grove.long[-1]
+    manager, cells, talk = grove.manager, inspect.cells(grove.manager), grove.long[-1]
     tokens = grove.tokens(talk)
     for node in reversed(manager.tree.match(Origin(talk.adapter), tokens, len(tokens))):
-        if node.host and manager.cells.evictable(node):
-            manager.cells.evict(node)
-    held = manager.cells.device.take(KV, manager.free)  # a full device
+        if node.host and cells.candidates.evictable(node):
+            cells.evict(node)
+    held = cells.device.take(KV, cells.device.free)  # a full device
     lease = times.of("swap in", manager.acquire, Origin(talk.adapter), tokens, reuse=True, headroom=0)
-    manager.cells.device.give(KV, held)
+    cells.device.give(KV, held)
     grove.land()
     if lease is not None:
         grove.end(lease, talk)

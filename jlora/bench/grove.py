@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Lease, Sizes
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import KV, AdapterNode, Origin
+from jlora.cache.tree import AdapterNode, Origin
 from jlora.config import CacheConfig
 
 ADAPTER_BLOCKS = 4
@@ -84,7 +84,7 @@ class Grove:
     @property
     def nodes(self) -> int:
         """KV nodes whose data is on the host: all but what is being computed."""
-        return self.manager.cells.host.used[KV]
+        return self.manager.host.history_kv
 
     def grow(self) -> None:
         """Turns until the tree has the nodes asked for; the long conversations come last."""
@@ -113,7 +113,7 @@ class Grove:
 
     def begin(self, talk: Talk) -> Lease:
         """Admits the conversation as it is; its copies land at once."""
-        lease = self.manager.acquire(Origin(talk.adapter), self.tokens(talk), reuse=True, headroom=0)
+        lease = self.manager.leases.acquire(Origin(talk.adapter), self.tokens(talk), reuse=True, headroom=0)
         assert lease is not None, "one conversation at a time always fits"
         self.land()
         return lease
@@ -121,8 +121,8 @@ class Grove:
     def end(self, lease: Lease, talk: Talk) -> None:
         """Its tokens are computed, published and written through; the lease ends."""
         tokens = self.tokens(talk)
-        self.manager.publish(lease, tokens, len(tokens))
-        self.manager.release(lease)
+        self.manager.leases.publish(lease, tokens, len(tokens))
+        self.manager.leases.release(lease)
         self.land()
 
     def land(self) -> None:

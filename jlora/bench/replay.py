@@ -23,7 +23,6 @@ import numpy as np
 
 from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
-from jlora.cache.tree import KV
 from jlora.engine.engine import Engine
 from jlora.sim import outcome
 from jlora.sim.script import HISTORY, Script
@@ -209,7 +208,7 @@ def requests(asks: Sequence[Ask], seconds: float) -> dict[str, Any]:
 
 def invalid_share(manager: CacheManager) -> float:
     """Share of the device's KV blocks that cannot be used as they are."""
-    held = manager.cells.device.used[KV]
+    held = manager.device.history_kv + manager.device.running_kv
     bound = manager.policy.binds(manager.base)  # then there is none, and nothing to count
     return inspect.invalid_kv(manager) / held if held and not bound else 0.0
 

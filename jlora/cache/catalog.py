@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from jlora.cache.baselines import Slora, Vllm, VllmFair
 from jlora.cache.fastlibra import Fastlibra, Knobs, Wol, Wom, Wos
-from jlora.cache.policies import Jlora, Policy, Slora, Vllm, VllmFair
+from jlora.cache.policies import Jlora, Policy
 from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig
 

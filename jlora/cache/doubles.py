@@ -1,10 +1,10 @@
-"""Which copies on the host to give up first: those of what is on the device anyway. Plain Python, no jax.
+"""Which host copies to give up first: those of KV that is on the device anyway. Plain Python, no jax.
 
-KV in both tiers takes two places, and loses nothing with the one on the host as long as it stays on
-the device; only before it leaves must it be copied out again. So when the host is full, KV that is
-in use goes first: it is needed now, and the link has time until it is idle. Of idle KV goes what
-leaves the device last, if that is later than what is to be saved in its place: else the two would
-take turns.
+KV in both tiers takes two places. It loses nothing with the host copy as long as it stays on the
+device; it has to be copied out again only before it leaves. So when the host is full, KV in use goes
+first: a request needs it now, and the link has time until it is idle. Of idle KV, the node goes that
+leaves the device last, if that is later than the node to be saved in its place: otherwise the two
+would take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jlora.cache.tree import KV, Node
 
 
 class Doubles:
-    """KV in both tiers, in the order in which its copies on the host are given up."""
+    """KV in both tiers, in the order in which its host copies are given up."""
 
     def __init__(self, policy: Policy, clock: Callable[[], float]):
         self._policy = policy
@@ -26,7 +26,7 @@ class Doubles:
         self._idle = (Order(_idle, sign=-1), Order(_idle, sign=-1))
 
     def push(self, node: Node) -> None:
-        """The node has come into use, or out of it, or to be in both tiers; what is in one of them is left out."""
+        """Enters the node by its use now; ignores a node that is not in both tiers."""
         self._in_use.pop(node, None)
         if not _in_both(node):
             return
@@ -37,7 +37,7 @@ class Doubles:
             self._idle[heap].push(node, key)
 
     def first(self, saved: Node | None) -> Node | None:
-        """The first whose copy can go.
+        """The first node whose copy can go.
 
         Args:
             saved: KV that is to be saved in its place; None: something that needs the place whatever goes.

@@ -16,22 +16,31 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from jlora.cache.manager import CacheManager
-from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, SuffixNode
-from jlora.types import CacheState, TierState
+from jlora.cache.residency import Residency
+from jlora.cache.tree import ADAPTER, KV, LEAVING, AdapterNode, Node, SuffixNode, adapter_of
+from jlora.types import CacheState
+
+
+def cells(manager: CacheManager) -> Residency:
+    """The mechanism below a manager, for tests and benchmarks of the cache itself."""
+    return manager._cells
+
+
+def evict_all(manager: CacheManager) -> None:
+    """Evicts every candidate that the queue does not need: for tests."""
+    while (node := manager._cells.worst()) is not None:
+        manager._cells.evict(node)
 
 
 def state(manager: CacheManager, block_bytes: int) -> CacheState:
     """A snapshot: blocks by class and counters. O(1), except under ablations without dependencies."""
-    cells, c = manager.cells, manager.counters
-    device, host = cells.device, cells.host
+    c = manager.counters
     bound = all(manager.policy.binds(node) for node in (manager.base, Node(manager.base, b"")))
     return CacheState(
         policy=manager.policy.name,
-        hbm=TierState(
-            device.total, device.free, device.used[ADAPTER], device.used[KV] - device.running, device.running
-        ),
-        host=TierState(host.total, host.free, host.used[ADAPTER], host.used[KV], 0),
-        in_flight=sum(cells.traffic.backlog.values()),
+        hbm=manager.device,
+        host=manager.host,
+        in_flight=sum(cells(manager).traffic.backlog.values()),
         invalid_kv=0 if bound else invalid_kv(manager),
         adapter_hits=c.adapter_hits,
         adapter_lookups=c.adapter_lookups,
@@ -49,18 +58,18 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
 
 
 def invalid_kv(manager: CacheManager) -> int:
-    """KV blocks on the device that nothing can use as they are: their prefix or their adapter is not there."""
-    departing = manager.cells.departing
+    """KV blocks on the device that are of no use as they are: their prefix or their adapter is not there."""
     adapters = manager.adapters.values()
     if manager.policy.binds(Node(manager.base, b"")):  # prefixes stay: all of it is below adapters that do not
-        return sum(node not in departing for node in _on_device([a for a in adapters if a.size and not a.device]))
+        below = _on_device([a for a in adapters if a.size and not a.device])
+        return sum(node.standing != LEAVING for node in below)
     invalid = 0
     stack: list[tuple[Node, bool]] = [(adapter, bool(adapter.device) or not adapter.size) for adapter in adapters]
     while stack:
         above, rooted = stack.pop()
         for node in above.branches():
             based = rooted and all(needed.device or not needed.size for needed in node.needs)
-            invalid += bool(node.device) and not based and node not in departing
+            invalid += bool(node.device) and not based and node.standing != LEAVING
             stack.append((node, based and bool(node.device)))
     return invalid
 
@@ -78,7 +87,7 @@ def check_integrity(manager: CacheManager) -> None:
     """Raises AssertionError if an invariant is broken. O(nodes + blocks)."""
     users: Counter[Node] = Counter()
     private: list[int] = []
-    for lease in manager.leases.values():
+    for lease in manager.leases.live.values():
         head = [node.device[0] for node in lease.path]
         assert lease.blocks[: len(head)] == head, "a lease's table is not its path's blocks"
         above: Node = manager.tree.top(lease.origin)
@@ -86,8 +95,7 @@ def check_integrity(manager: CacheManager) -> None:
             assert node.parent is above, "a lease skips a part of its prefix"
             above = node
         for owner, part in manager.tree.by_owner(lease.origin, lease.path):
-            found = [manager.cells.adapter_of(node) for node in part[-1:]]
-            assert all(other is owner for other in found), "a lease reads another adapter's KV"
+            assert all(adapter_of(node) is owner for node in part[-1:]), "a lease reads another adapter's KV"
         private += lease.blocks[len(head) :]
         users.update((lease.adapter, *lease.path))
     nodes: list[Node] = []
@@ -111,9 +119,8 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     assert len(node.device) in (0, node.size) and len(node.host) in (0, node.size), "a node is there in part"
     assert not node.coming or (node.device and node.on_host), "a copy comes from nowhere"
     assert not node.saving or (node.host and node.on_device), "a copy is made of nothing"
-    assert node.wanted == manager.cells.queued.count(node), "places in the queue are miscounted"
-    departing = manager.cells.departing
-    staying = sum(bool(child.device) and child not in departing for child in node.dependents())
+    assert list(node.wanted) == sorted(node.wanted), "places in the queue are out of order"
+    staying = sum(bool(child.device) and child.standing != LEAVING for child in node.dependents())
     assert node.resident == staying, "dependents on the device are miscounted"
     if isinstance(node, AdapterNode):
         assert node.host or not node.size, "an adapter lost its master copy"
@@ -124,45 +131,45 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
         known = manager.adapters.get(node.adapter.uid) is node.adapter
         assert known and node in node.adapter.suffixes, "a suffix outlives its adapter version"
     for needed in node.needs:
-        if node.device and node not in departing and policy.binds(needed):
+        if node.device and node.standing != LEAVING and policy.binds(needed):
             assert needed.device or not needed.size, "KV is on the device without what it depends on"
 
 
 def _check_tiers(manager: CacheManager, nodes: list[Node], private: list[int]) -> None:
-    cells = manager.cells
-    device, host = cells.device, cells.host
-    device.allocator.check_integrity([b for node in nodes for b in node.device] + private)
-    host.allocator.check_integrity([b for node in nodes for b in node.host] + [*manager.reserved])
+    device, host = cells(manager).device, cells(manager).host
+    device.check_integrity([b for node in nodes for b in node.device] + private)
+    host.check_integrity([b for node in nodes for b in node.host] + [*manager.reserved])
     for tier, place in ((device, "device"), (host, "host")):
         held = [sum(len(getattr(n, place)) for n in nodes if n.kind == kind) for kind in (ADAPTER, KV)]
         held[KV] += len(private) if tier is device else 0
         held[ADAPTER] += len(manager.reserved) if tier is host else 0
         assert tier.used == held, f"{place} blocks are miscounted: {tier.used}, not {held}"
-        assert all(used <= limit for used, limit in zip(tier.used, tier.limit, strict=True)), "a share is exceeded"
-    idle = [0, 0]
-    for node in nodes:
-        if not (node.users or node.moving or node.pinned):
-            idle[node.kind] += len(node.device)
-    assert device.idle == idle, f"idle blocks are miscounted: {device.idle}, not {idle}"
-    bare = sum(n.kind == KV and bool(n.device) and not (n.host or n.users or n.moving) for n in nodes)
-    assert cells.bare == bare, f"idle KV without a copy is miscounted: {cells.bare}, not {bare}"
+    for kind in (ADAPTER, KV):
+        assert device.used[kind] <= cells(manager).limit(kind), "a share is exceeded"
+        idle = [n for n in nodes if n.kind == kind and not (n.users or n.moving or n.pinned)]
+        blocks, counted = sum(len(n.device) for n in idle), cells(manager).idle(kind)
+        assert counted == blocks, f"idle blocks are miscounted: {counted}, not {blocks}"
+        bare = sum(len(n.device) for n in idle if kind == KV and not n.host)
+        assert kind == ADAPTER or cells(manager).bare == bare, "idle KV without a copy is miscounted"
     running = len(private) + sum(len(n.device) for n in nodes if n.kind == KV and n.users)
-    assert device.running == running, f"running KV is miscounted: {device.running}, not {running}"
+    counted = manager.device.running_kv
+    assert counted == running, f"running KV is miscounted: {counted}, not {running}"
 
 
 def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
-    cells = manager.cells
+    traffic = cells(manager).traffic
     moving = {node for node in nodes if node.moving}
-    assert set(cells.traffic.flying) == moving, "what is in flight and what is marked so differ"
-    assert all(node.saving and not node.users for node in cells.departing), "what is to leave is in use"
-    for node, copy in cells.traffic.flying.items():
-        assert cells.adapter_of(node) is copy.adapter, "a copy goes in another adapter's name"
-    copies = {id(copy): copy for copy in cells.traffic.flying.values()}.values()
+    assert set(traffic.flying) == moving, "what is in flight and what is marked so differ"
+    leaving = [node for node in nodes if node.standing == LEAVING]
+    assert all(node.saving and not node.users for node in leaving), "what is to leave is in use"
+    for node, copy in traffic.flying.items():
+        assert adapter_of(node) is copy.adapter, "a copy goes in another adapter's name"
+    copies = {id(copy): copy for copy in traffic.flying.values()}.values()
     for direction in ("in", "out"):
         blocks = sum(len(copy.source) for copy in copies if copy.direction == direction)
-        assert cells.traffic.backlog[direction] == blocks, "blocks in flight are miscounted"
+        assert traffic.backlog[direction] == blocks, "blocks in flight are miscounted"
     arriving = {id(copy) for copy in copies if copy.direction == "in"}
-    assert {id(copy) for copy in cells.traffic.arriving} == arriving, "copies to the device are miscounted"
+    assert {id(copy) for copy in traffic.arriving} == arriving, "copies to the device are miscounted"
     for adapter in manager.adapters.values():
         assert adapter.flying == sum(copy.adapter is adapter for copy in copies), "copies of an adapter are miscounted"
 
@@ -170,7 +177,6 @@ def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
 def check_idle(manager: CacheManager) -> None:
     """The invariants of a replica at rest: nothing is leased, wanted or in flight (call after the last copy)."""
     check_integrity(manager)
-    assert not manager.leases and not manager.cells.traffic.flying, "something is leased or in flight at rest"
-    assert not len(manager.cells.queued), "a place in the queue outlives its sequence"
+    assert not manager.leases.live and not manager.flying, "something is leased or in flight at rest"
     for adapter in manager.adapters.values():
         assert not adapter.wanted and not any(node.wanted for node in manager.tree.below(adapter)), "wanted at rest"

@@ -1,4 +1,4 @@
-"""What the cache and those who use it hand to each other. Plain Python, no jax."""
+"""The records that the cache and its users hand to each other. Plain Python, no jax."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from jlora.cache.tree import AdapterNode, Node, Origin
 
 @dataclass(slots=True, eq=False)
 class Lease:
-    """What one sequence holds from its admission to its end.
+    """What one sequence holds from its admission to its end. Times are seconds.
 
     Attributes:
-        granted: when; since: from when on it has waited for what is coming.
+        granted: when it was granted.
+        since: from when on it has waited for the copies under way.
         blocks: its block table: the published path's blocks, then its own.
         path: the published nodes it goes through, one per leading block.
         cached: prompt tokens whose KV was known, on the device or on the host.
-        coming: nodes of its own path or its adapter whose copy has not been seen to land.
-        ahead: it computes what its activated LoRA does not act on, while that one's copy is under way.
+        coming: nodes of its path, or its adapter, whose copy has not been seen to land.
+        ahead: its next step may run before the copy of its activated LoRA has landed.
+        streamed: a step of it began before its copies had landed.
+        adapter_s: waited for the adapter, from the grant on or from where nothing else was left to do.
+        kv_s: waited for the prefix, from the grant on.
     """
 
     origin: Origin
@@ -29,13 +33,13 @@ class Lease:
     cached: int = 0
     coming: list[Node] = field(default_factory=list)
     ahead: bool = False
-    streamed: bool = False  # a step of it began before its copies had landed
-    adapter_s: float = 0.0  # waited for the adapter, from the grant on or from where nothing else was left to do
-    kv_s: float = 0.0  # from the grant until the prefix had landed
+    streamed: bool = False
+    adapter_s: float = 0.0
+    kv_s: float = 0.0
 
     @property
     def adapter(self) -> AdapterNode:
-        """Whose blocks it holds beside its KV's."""
+        """The adapter that it holds beside its KV."""
         return self.origin.adapter
 
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 
 from jlora.cache.policies import Pulse
 from jlora.cache.residency import Residency
-from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
+from jlora.cache.tree import KV, AdapterNode, Node, adapter_of
 
 BACKUPS = 16, 512  # blocks per round, at least and at most
 FETCHES = 64  # nodes per round, at most: each is a copy of its own, started while a step waits
@@ -27,14 +27,13 @@ class Monitor:
     """The rounds of one cache.
 
     Args:
-        adapters: the adapters in service, by uid.
         every_s: seconds between two rounds.
         backs_up: whether to copy cold KV to the host.
     """
 
-    def __init__(self, cells: Residency, adapters: Mapping[int, AdapterNode], every_s: float, backs_up: bool):
+    def __init__(self, cells: Residency, every_s: float, backs_up: bool):
         self._cells = cells
-        self._adapters = adapters
+        self._adapters: Mapping[int, AdapterNode] = cells.tree.adapters
         self._every = every_s
         self._backs_up = backs_up
         self._next = 0.0
@@ -55,7 +54,7 @@ class Monitor:
         if policy.tick(pulse, self._cells.clock()):  # the clock of its visits
             self._stale = self._every_node()
         for node in itertools.islice(self._stale, REKEYS):
-            self._cells.offer(node)
+            self._cells.candidates.offer(node)
         self._evict_above(policy.upper)
         self._fetch_below(policy.lower)
         if self._backs_up:
@@ -84,19 +83,11 @@ class Monitor:
         seconds = 0.0
         for _ in range(FETCHES):
             below = cells.device.total - cells.device.free < lower * cells.device.total
-            node = self._dearest() if below and seconds < self._every else None
+            node = cells.best_root() if below and seconds < self._every else None
             if node is None:
                 return
-            cells.bring(cells.adapter_of(node), [node], demand=False)
+            cells.bring(adapter_of(node), [node], demand=False)
             seconds += meter.load_s(node.kind, node.size)
-
-    def _dearest(self) -> Node | None:
-        """The most valuable root that there is room for; under a fixed share each part has its own."""
-        cells = self._cells
-        kinds = (None,) if cells.policy.share is None else (ADAPTER, KV)
-        roots = [root for kind in kinds if (root := cells.best_root(kind)) is not None]
-        fitting = [root for root in roots if len(root.host) <= cells.device.room(root.kind)]
-        return max(fitting, key=cells.value, default=None)
 
     def _back_up(self) -> None:
         """Copies the coldest leaves out while nothing else uses the link."""
@@ -104,8 +95,8 @@ class Monitor:
         if cells.traffic.backlog["out"] or not cells.bare:
             return
         rounds: dict[AdapterNode, list[Node]] = {}
-        for node in cells.coldest(self._batch()):
-            adapter = cells.adapter_of(node)
+        for node in cells.candidates.coldest(self._batch()):
+            adapter = adapter_of(node)
             if adapter.dying or node in rounds.get(adapter, ()):
                 continue
             if not cells.make_host_room(1 + sum(map(len, rounds.values())), node):

@@ -1,29 +1,29 @@
-"""What a cache policy decides, the baselines, and jlora's own. Plain Python, no jax.
+"""What a cache policy decides, and jlora's own. Plain Python, no jax.
 
-A policy ranks; it never moves anything and holds nothing of the tree. The mechanism
+A policy ranks nodes; it never moves anything and holds nothing of the tree. The mechanism
 (`residency`, `monitor`) is the same for all: asynchronous copies, one pool, one tree. What a
-published system does differently is a few answers in its class:
+published system does differently is a few answers in its class (`baselines`, `fastlibra`):
 
-    share         a fixed share of the device for adapters, or one pool for all
-    writes_back   whether an evicted block is written out first, on the request's time
-    history       whether KV of finished requests is kept at all
-    keeps(node)   whether an adapter that nobody uses stays
-    binds(node)   whether a node must stay while something below it is on the device
     key, value    which idle node is worth least
-    ask, meet     what it learns of a request: how long its adapter and its conversation were silent
-
-`fastlibra` and its ablations are in `jlora.cache.fastlibra`.
+    ask, meet     what it learns from a request: how long its adapter and its conversation were silent
+    history       whether KV of finished requests is kept at all
+    keeps(node)   whether an adapter that nothing uses stays
+    binds(node)   whether a node must stay while something below it is on the device
+    residency     another mechanism of eviction (`writeback`)
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from jlora.cache.returns import Returns, Silences
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, KV, Node
+
+if TYPE_CHECKING:
+    from jlora.cache.residency import Residency
 
 
 class Pulse(NamedTuple):
@@ -48,8 +48,9 @@ class Policy:
     """
 
     name = "lru"
-    share: float | None = None  # of the device blocks, for adapters
-    writes_back = False
+    residency: type[Residency] | None = None  # None: one pool, and evictions that never write
+    share: float | None = None  # of the device blocks, for adapters, where `residency` splits it
+    saves_ahead = True  # whether KV is copied to the host while it is idle
     history = True
     upper: float | None = None  # share of the pool in use above which the monitor evicts
     lower = 0.95  # share in use below which the monitor fetches ahead, while the link is idle
@@ -59,7 +60,7 @@ class Policy:
         self.meter = meter
 
     def keeps(self, node: Node) -> bool:
-        """Whether an adapter that nobody uses stays on the device."""
+        """Whether an adapter that nothing uses stays on the device."""
         return True
 
     def binds(self, node: Node) -> bool:
@@ -175,42 +176,3 @@ class Jlora(Policy):
     def _window(self, now: float) -> float:
         """Seconds that counts have been taken over."""
         return self.T * -math.expm1(-max(now - self._began, self.LEAST_S) / self.T)
-
-
-class Vllm(Policy):
-    """vLLM as the FASTLIBRA paper ran it (section 6.1): a static split, LRU in each half.
-
-    Adapters and KV know nothing of each other, so an adapter may leave while its KV stays
-    ("invalid KV"). Loads happen on demand only; evicted KV is written out first.
-    """
-
-    name = "vllm"
-    share = 0.2
-    writes_back = True
-    lower = 0.0
-
-    def binds(self, node: Node) -> bool:
-        return node.kind == KV
-
-
-class VllmFair(Vllm):
-    """The same split with this library's mechanism: clean eviction, fetching ahead, a share of your choice."""
-
-    name = "vllm-fair"
-    writes_back = False
-    lower = 0.95
-
-    def __init__(self, meter: Meter, share: float):
-        super().__init__(meter)
-        self.share = share
-
-
-class Slora(Policy):
-    """S-LoRA: one pool, no KV of finished requests, an adapter leaves with its last request."""
-
-    name = "slora"
-    history = False
-    lower = 0.0
-
-    def keeps(self, node: Node) -> bool:
-        return node.wanted > 0

@@ -4,23 +4,23 @@
           ├─ adapter 1 ────── KV        └─ KV         siblings share what is above them
           └─ adapter 2 ────── KV ── KV
 
-An activated LoRA (aLoRA, arXiv 2504.12397) changes tokens from its invocation on, so what comes
-before is KV of the base, shared by the base and all such adapters. The rest, its *suffix*, hangs
-below that KV and needs its adapter too, which makes the tree a small DAG:
+An activated LoRA (aLoRA, arXiv 2504.12397) changes tokens from its invocation on. What comes before
+is KV of the base, shared by the base and all such adapters. The rest, its *suffix*, hangs below that
+KV and needs its adapter too, so the tree is a small DAG:
 
     base ── KV ── KV ─┬─ KV                           the base goes on
                       ├─ suffix ── KV                 adapter 3; the invocation is in the suffix's first block
                       └─ suffix                       adapter 4, or adapter 3 with another first token
 
-A KV node is one full block of tokens, so a split needs no surgery: it is a second child. A node's
-data may lie on the device, on the host, on both, or be on its way between them:
+A KV node is one full block of tokens, so a split is just a second child. A node's data may lie on
+the device, on the host, on both, or be on its way between them:
 
     computed here ──▶ DEVICE ──save──▶ BOTH ──evict──▶ HOST ──bring──▶ BOTH      (FASTLIBRA, section 4)
                         └────────evict without a host copy────────▶ gone
 
-A node whose data is gone stays while something below it has data: computing the block again
-brings what lies below back into use. This module knows structure only; who moves and why is
-decided in `residency` and `policies`. Plain Python, no jax.
+A node without data stays while something below it has data: computing the block again makes that
+usable again. This module knows structure only; `residency` and `policies` decide what moves.
+Plain Python, no jax.
 """
 
 from __future__ import annotations
@@ -32,8 +32,18 @@ from typing import NamedTuple
 
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
-# A block's tokens as int32 bytes, in a suffix's first block with its adapter's uid and the place of the
-# first activated token behind them as int64; a conversation's first block has (tenant, these).
+# What a node's device blocks are doing (`Node.standing`):
+#   ABSENT   there are none
+#   LEAVING  they are being written out, to be freed then (`writeback` only)
+#   BUSY     nothing uses them, but a copy is under way or the adapter is pinned
+#   IN_USE   a lease goes through the node
+#   IDLE     nothing uses them, and the host has a copy (an adapter's master copy)
+#   BARE     idle KV without a copy on the host
+# From BUSY on, a node keeps what it needs on the device; from IDLE on, it may be evicted.
+ABSENT, LEAVING, BUSY, IN_USE, IDLE, BARE = range(6)
+
+# A block's tokens as int32 bytes. A suffix's first block adds its adapter's uid and the place of the
+# first activated token as int64; a conversation's first block is (tenant, these).
 Key = bytes | tuple[str, bytes]
 
 
@@ -47,16 +57,17 @@ class Node:
         device, host: block ids in each tier, () where it has none; one for KV.
         coming: `device` blocks are taken but the copy into them has not landed.
         saving: `host` blocks are taken but the copy into them has not landed.
+        standing: what its device blocks are doing, as `residency` last counted them.
         users: leases that go through this node.
-        wanted: queued sequences that will need it.
-        resident: of its dependents, those that hold device blocks and are not about to leave.
+        wanted: places in the order of service of the queued sequences that need it, soonest first.
+        resident: how many of its dependents keep it on the device.
         shared: more than one conversation goes through it.
         count: visits, decayed as the policy likes; last_use: the policy's clock, seconds.
         stamp: version of the node's entries in cost orders; older entries are stale.
     """
 
     __slots__ = (
-        "parent", "key", "children", "device", "host", "coming", "saving", "users",
+        "parent", "key", "children", "device", "host", "coming", "saving", "standing", "users",
         "wanted", "resident", "shared", "count", "last_use", "stamp",
     )  # fmt: skip
     kind = KV
@@ -71,8 +82,9 @@ class Node:
         self.host: tuple[int, ...] = ()
         self.coming = False
         self.saving = False
+        self.standing = ABSENT
         self.users = 0
-        self.wanted = 0
+        self.wanted: tuple[int, ...] = ()
         self.resident = 0
         self.shared = False
         self.count = 0.0
@@ -104,18 +116,13 @@ class Node:
 
     @property
     def on_device(self) -> bool:
-        """Its data can be read by a step dispatched now."""
+        """A step dispatched now can read its data."""
         return bool(self.device) and not self.coming
 
     @property
     def on_host(self) -> bool:
         """A complete copy lies in the host tier."""
         return bool(self.host) and not self.saving
-
-    @property
-    def has_data(self) -> bool:
-        """Whether a request may count on it, perhaps after a copy."""
-        return bool(self.device) or self.on_host
 
     @property
     def moving(self) -> bool:
@@ -160,9 +167,9 @@ class AdapterNode(Node):
 
 
 class SuffixNode(Node):
-    """The first block of an activated suffix: it depends on the KV above it and on its adapter.
+    """The first block of an activated suffix: it needs the KV above it and its adapter.
 
-    What lies below it does so through it, and is made of ordinary nodes.
+    The nodes below it are ordinary ones; they need both through it.
 
     Attributes:
         adapter: whose suffix it is.
@@ -185,6 +192,17 @@ class SuffixNode(Node):
         self.adapter.suffixes[self] = None
 
 
+def adapter_of(node: Node) -> AdapterNode:
+    """The adapter whose KV the node is, or which it is itself."""
+    while type(node) is Node:
+        assert node.parent is not None, "a node that is not in the tree"
+        node = node.parent
+    if isinstance(node, SuffixNode):
+        return node.adapter
+    assert isinstance(node, AdapterNode)
+    return node
+
+
 class Origin(NamedTuple):
     """What a sequence's KV depends on, beside its tokens.
 
@@ -205,11 +223,13 @@ class Tree:
 
     Attributes:
         base: the base model's node.
+        adapters: the roots, by uid: the base, and every adapter version until its last user is gone.
     """
 
     def __init__(self, block_tokens: int):
         self.block_tokens = block_tokens
         self.base = AdapterNode(uid=0, size=0)
+        self.adapters: dict[int, AdapterNode] = {0: self.base}
         self._bytes = 4 * block_tokens
 
     def top(self, origin: Origin) -> AdapterNode:
@@ -254,7 +274,7 @@ class Tree:
         if child is not None:
             return child
         if not suffix and not parent.shared and any(type(other) is Node for other in parent.branches()):
-            _share(parent)  # a suffix is the same conversation's
+            _share(parent)  # a suffix belongs to the same conversation
         child = SuffixNode(parent, key, origin.adapter) if suffix else Node(parent, key)
         below = parent.children
         if isinstance(below, dict):
@@ -291,7 +311,7 @@ class Tree:
             yield child
 
     def owned(self, adapter: AdapterNode) -> Iterator[Node]:
-        """All KV nodes that an adapter's version takes with it, parents before children."""
+        """All KV nodes that end with an adapter's version, parents before children."""
         yield from self.below(adapter)
         for suffix in adapter.suffixes:
             yield suffix
@@ -313,19 +333,20 @@ def suffix_key(data: bytes, uid: int, place: int) -> bytes:
     """The key of an activated suffix's first block, below a conversation's first.
 
     Args:
-        data: the block's tokens; place: of the first activated one among them, which does not follow from
-            them: the invocation may be there twice.
+        data: the block's tokens.
+        place: of the first activated token among them. The tokens alone do not tell it: they may hold
+            the invocation twice.
     """
     return data + struct.pack("2q", uid, place)
 
 
 def _packed(tokens: Sequence[int]) -> bytes:
-    """Tokens as int32. `struct` takes half the time that `array` takes for a list, or less."""
+    """Tokens as int32. For a list, `struct` takes at most half the time that `array` takes."""
     return struct.pack(f"{len(tokens)}i", *tokens)
 
 
 def _share(node: Node | None) -> None:
-    """A branch: everything above it serves several conversations. Each node is marked once."""
+    """Marks a branch and everything above it as shared; each node is marked once."""
     while node is not None and not node.shared:
         node.shared = True
         node = node.parent

@@ -44,6 +44,7 @@ class Admission:
     ):
         self.pace = 0.0
         self._manager = manager
+        self._leases = manager.leases
         self._max_seqs = config.max_seqs
         self._running, self._loading = running, loading
         self._queue: list[tuple[int, Sequence]] = []  # by place
@@ -130,10 +131,10 @@ class Admission:
             return others > 0 or not sequence.unadapted
         if not others or self._finds_all(sequence):
             return False
-        return others >= HELD or self._manager.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
+        return others >= HELD or self._leases.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
 
     def _fit(self, *sequences: Sequence) -> bool:
-        return self._manager.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)
+        return self._leases.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)
 
     @property
     def _headroom(self) -> int:
@@ -158,7 +159,7 @@ class Admission:
         few = len(self._running) < max(1, self._max_seqs // FEW)
         spare_s = math.inf if few else self._spare_s()
         again = sequence.admitted > 0
-        lease = manager.acquire(sequence.origin, sequence.tokens, sequence.reuses, self._headroom, again, spare_s)
+        lease = self._leases.acquire(sequence.origin, sequence.tokens, sequence.reuses, self._headroom, again, spare_s)
         if lease is None:
             sequence.refused = manager.epoch
             return False

@@ -21,6 +21,7 @@ from dataclasses import replace
 from operator import attrgetter
 
 from jlora.cache.manager import CacheManager
+from jlora.cache.readiness import Readiness
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
@@ -44,6 +45,7 @@ class Scheduler:
         seeds: random.Random | None = None,
     ):
         self.manager = manager
+        self._leases = manager.leases
         self.config = config
         self.eos_ids = frozenset(eos_ids)
         self.running: list[Sequence] = []  # in order of service
@@ -170,7 +172,7 @@ class Scheduler:
                 budget -= self._add_chunk(prefill, sequence, budget)
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
-        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self.manager.unlanded(leases))
+        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self._leases.streams(leases))
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in what the step brought back, in the order of `plan.work`."""
@@ -189,7 +191,7 @@ class Scheduler:
                 sequence.tokens.append(result.token)
             if sequence.lease is not None:
                 known = min(sequence.computed, len(sequence.tokens))
-                self.manager.publish(sequence.lease, sequence.tokens, known)
+                self._leases.publish(sequence.lease, sequence.tokens, known)
             if result.token is not None:
                 events.append(self._token(sequence, result.token, result.logprob, now))
         return events
@@ -218,7 +220,7 @@ class Scheduler:
         """One more token for a decoding sequence, preempting from the end of the order if needed."""
         while True:
             assert sequence.lease is not None
-            if self.manager.grow(sequence.lease, sequence.computed + 1):
+            if self._leases.grow(sequence.lease, sequence.computed + 1):
                 return True
             if self.manager.leaving:  # room comes when what is being written out has landed
                 return False
@@ -231,7 +233,7 @@ class Scheduler:
         """Plans the next tokens of a sequence; what they take of the budget, in whole rows."""
         assert sequence.lease is not None
         most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
-        reach = sequence.unadapted if sequence.lease.ahead else sequence.remaining
+        reach = sequence.unadapted if sequence in self._ahead else sequence.remaining
         count = min(reach, budget, most)
         samples = count == sequence.remaining
         works.append(Work(sequence, sequence.computed, count, samples))
@@ -246,40 +248,33 @@ class Scheduler:
                 self.loading.remove(sequence)
 
     def _hold(self) -> None:
-        """Sequences that can run ahead of their activated LoRA no further wait for its copy, without a slot."""
+        """Takes the slots of sequences that can run ahead of their activated LoRA no further."""
         for sequence in list(self._ahead):
             assert sequence.lease is not None
-            if not self._ready(sequence):
-                self.manager.hold(sequence.lease)
+            readiness = self._readiness(sequence)
+            if readiness is Readiness.AHEAD:
+                continue
+            del self._ahead[sequence]
+            if readiness is Readiness.WAIT:
+                self._leases.hold(sequence.lease)
                 self._take_slot(sequence)
                 self.loading.append(sequence)
-            if not sequence.lease.ahead:
-                del self._ahead[sequence]
 
-    def _ready(self, sequence: Sequence) -> bool:
-        """Whether its next step can run.
-
-        Ahead of its activated LoRA's copy, if the step ends before that one acts anyway; or if computing
-        up to there takes less time than the copy, so that the step more costs nothing.
-        """
+    def _readiness(self, sequence: Sequence) -> Readiness:
+        """What the sequence's next step may do."""
         assert sequence.lease is not None
-        lease, manager = sequence.lease, self.manager
-        whole, before = min(sequence.remaining, self.config.max_step_tokens), sequence.unadapted
-        if lease.coming and whole <= before:
-            return manager.ready_ahead(lease, whole)
-        if manager.ready(lease, whole):
-            return True
-        return manager.forecast.outlasts(lease, before) and manager.ready_ahead(lease, before)
+        whole = min(sequence.remaining, self.config.max_step_tokens)
+        return self._leases.readiness(sequence.lease, whole, sequence.unadapted)
 
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
-        lease = sequence.lease
-        if not (self._ready(sequence) and self._slots):
+        lease, readiness = sequence.lease, self._readiness(sequence)
+        if readiness is Readiness.WAIT or not self._slots:
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False
-        if lease.ahead:
+        if readiness is Readiness.AHEAD:
             self._ahead[sequence] = None
         if not sequence.boarded:
             sequence.adapter_s, sequence.kv_s, sequence.boarded = lease.adapter_s, lease.kv_s, True
@@ -308,7 +303,7 @@ class Scheduler:
             if not sequence.boarded:  # it has only waited so far
                 sequence.admitted = 0.0
         assert sequence.lease is not None
-        self.manager.release(sequence.lease)
+        self._leases.release(sequence.lease)
         self._ahead.pop(sequence, None)
         sequence.lease, sequence.computed = None, 0
 

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
-from jlora.cache.tree import ADAPTER, KV, Node
+from jlora.cache.tree import Node
 from jlora.sim.replica import Replica
 
 SPARSE = 10  # of so many samples one counts invalid KV where that walks the whole tree
@@ -60,11 +60,11 @@ class Series:
         if at < 0 or (self.at and at < self.at[-1] + self.every_s):
             return
         manager = replica.manager
-        device, total = manager.cells.device, manager.total
+        device, total = manager.device, manager.total
         self.at.append(at)
-        self.adapters.append(device.used[ADAPTER] / total)
-        self.history_kv.append((device.used[KV] - device.running) / total)
-        self.running_kv.append(device.running / total)
+        self.adapters.append(device.adapters / total)
+        self.history_kv.append(device.history_kv / total)
+        self.running_kv.append(device.running_kv / total)
         self.invalid_kv.append(self._invalid(manager))
         self.running.append(len(replica.scheduler.running))
         self.waiting.append(replica.scheduler.waiting)

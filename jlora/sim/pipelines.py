@@ -21,7 +21,6 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from jlora.cache.tree import KV
 from jlora.sim.device import answer
 from jlora.sim.replica import Replica, request_for
 from jlora.types import SamplingParams, Timing, TokenEvent, Usage
@@ -113,7 +112,8 @@ class Pipelines:
                 self._receive(replica.step(wake))
             else:
                 replica.idle(wake)
-            self.peak = max(self.peak, replica.manager.cells.device.used[KV])
+            device = replica.manager.device
+            self.peak = max(self.peak, device.history_kv + device.running_kv)
 
     # -- inside -----------------------------------------------------------------------------
 

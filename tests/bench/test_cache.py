@@ -12,7 +12,7 @@ from jlora.bench.__main__ import main
 from jlora.bench.grove import Grove, Shape
 from jlora.bench.steps import StepLoad
 from jlora.cache import inspect
-from jlora.cache.tree import KV, Origin
+from jlora.cache.tree import Origin
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +95,7 @@ def test_a_grown_tree_is_sound_and_mostly_on_the_host(policy: str):
     grove.grow()
     inspect.check_idle(grove.manager)
     assert 0.9 * 4000 <= grove.nodes <= 1.1 * 4000
-    assert grove.manager.cells.device.used[KV] < grove.nodes / 5
+    assert grove.manager.device.history_kv < grove.nodes / 5
     for talk in grove.long:
         tokens = grove.tokens(talk)
         path = grove.manager.tree.match(Origin(talk.adapter), tokens, len(tokens))

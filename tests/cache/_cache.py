@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from jlora.cache.inspect import check_integrity
+from jlora.cache.inspect import cells, check_integrity
 from jlora.cache.manager import CacheManager, Lease, Sizes
+from jlora.cache.readiness import Readiness
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node, Origin
 from tests.cache._world import POLICIES
@@ -21,7 +22,7 @@ class Cache:
         meter = Meter(BLOCK_S, TOKEN_S)
         made = POLICIES[policy](meter)
         self.manager = CacheManager(Sizes(device, host, BLOCK), made, lambda: self.now, streams=streams)
-        self.cells = self.manager.cells
+        self.cells = cells(self.manager)
         self.flying: list[Copy] = []
 
     def adapter(self, uid: int, size: int) -> AdapterNode:
@@ -34,7 +35,7 @@ class Cache:
 
     def lease(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> Lease | None:
         self.now += 1.0
-        lease = self.manager.acquire(self.origin(adapter), tokens, reuse, headroom=0)
+        lease = self.manager.leases.acquire(self.origin(adapter), tokens, reuse, headroom=0)
         check_integrity(self.manager)
         return lease
 
@@ -55,14 +56,18 @@ class Cache:
         self.manager.landed(done)
         check_integrity(self.manager)
 
+    def ready(self, lease: Lease, tokens: int = 1, unadapted: int = 0) -> bool:
+        """Whether a step of so many tokens could begin."""
+        return self.manager.leases.readiness(lease, tokens, unadapted) is not Readiness.WAIT
+
     def run(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> int:
         """A whole request, all its copies included; how many of its tokens were cached."""
         lease = self.leased(tokens, adapter, reuse)
         self.land()
-        assert self.manager.ready(lease)
-        self.manager.publish(lease, tokens, len(tokens))
+        assert self.ready(lease)
+        self.manager.leases.publish(lease, tokens, len(tokens))
         self.now += 1.0
-        self.manager.release(lease)
+        self.manager.leases.release(lease)
         self.land()
         return lease.cached
 

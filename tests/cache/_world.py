@@ -19,9 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jlora.cache import inspect
+from jlora.cache.baselines import Slora, Vllm, VllmFair
 from jlora.cache.fastlibra import Fastlibra, Knobs, Wol, Wom, Wos
 from jlora.cache.manager import CacheManager, Lease, Sizes, Want
-from jlora.cache.policies import Jlora, Policy, Slora, Vllm, VllmFair
+from jlora.cache.policies import Jlora, Policy
+from jlora.cache.readiness import Readiness
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode
 
@@ -111,7 +113,7 @@ class World:
         job = hopeful[which % len(hopeful)]
         spare = headroom % 3 if self.running else 0
         spare_s = (math.inf, 0.0, 2 * EACH_S)[headroom // 3 % 3] if self.running else math.inf
-        job.lease = self.manager.acquire(job.origin, job.tokens, job.reuse, spare, spare_s=spare_s)
+        job.lease = self.manager.leases.acquire(job.origin, job.tokens, job.reuse, spare, spare_s=spare_s)
         if job.lease is None:
             job.refused = self.manager.epoch
             return
@@ -129,12 +131,13 @@ class World:
         for job in list(self.running):
             assert job.lease is not None
             tokens = min(1 + count % 8, len(job.tokens) - job.computed)
-            before = min(tokens, (job.origin.activation or 0) - job.computed)
-            if self.manager.ready(job.lease, tokens):
-                self._compute(job, tokens, late % 2)
-            elif before > 0 and self.manager.ready_ahead(job.lease, before):
-                self.ahead += not job.adapter.ready
-                self._compute(job, before, late % 2)
+            before = max(0, (job.origin.activation or 0) - job.computed)
+            match self.manager.leases.readiness(job.lease, tokens, before):
+                case Readiness.READY | Readiness.STREAM:
+                    self._compute(job, tokens, late % 2)
+                case Readiness.AHEAD:
+                    self.ahead += not job.adapter.ready
+                    self._compute(job, min(tokens, before), late % 2)
 
     def abort(self, which: int) -> None:
         """The client goes away, in the queue or in flight."""
@@ -244,13 +247,15 @@ class World:
         """Runs everything to its end: nothing waits forever, and at rest nothing is held."""
         draw = random.Random(seed)
         for _ in range(40 * (len(self.queue) + len(self.running) + 10)):
-            if not (self.queue or self.running or self.flights or self.manager.cells.traffic.outbox):
+            if not (self.queue or self.running or self.flights or self._decided):
                 break
             before = self._progress()
             self.start_copies()
             while self.flights:
                 self.land(draw.randrange(99), 0)
-            assert all(self.manager.ready(job.lease) for job in self.running if job.lease), "a landed copy is not seen"
+            leases = [job.lease for job in self.running if job.lease]
+            ready = [self.manager.leases.readiness(lease, 1, 0) is Readiness.READY for lease in leases]
+            assert all(ready), "a landed copy is not seen"
             for _ in range(len(self.queue)):
                 self.admit(0, 0)
             self.step(7, 0)
@@ -266,14 +271,19 @@ class World:
             self.unload(name - 1)
         self.manager.flush()
         self.check()
-        assert self.manager.free == self.device_blocks, "device blocks are left over"
-        assert self.manager.cells.host.free == self.host_blocks, "host blocks are left over"
+        assert self.manager.device.free == self.device_blocks, "device blocks are left over"
+        assert self.manager.host.free == self.host_blocks, "host blocks are left over"
 
     # -- inside ------------------------------------------------------------------------------------
 
     def _progress(self) -> tuple[int, ...]:
         computed = sum(job.computed for job in self.running)
-        return self.manager.epoch, self.finished, computed, len(self.queue), len(self.manager.cells.traffic.outbox)
+        return self.manager.epoch, self.finished, computed, len(self.queue), self._decided
+
+    @property
+    def _decided(self) -> int:
+        """Copies that have not gone out."""
+        return len(inspect.cells(self.manager).traffic.outbox)
 
     def _prompt(self, seed: int, length: int) -> list[int]:
         draw = random.Random(seed % 6)
@@ -287,7 +297,7 @@ class World:
         return None if adapter is None else Origin(adapter, "ab"[seed % 2], activation)
 
     def _through(self, node: Node) -> list[Lease]:
-        return [lease for lease in self.manager.leases.values() if node in lease.path]
+        return [lease for lease in self.manager.leases.live.values() if node in lease.path]
 
     def _load(self, size: int) -> AdapterNode | None:
         self.uid += 1
@@ -304,19 +314,19 @@ class World:
     def _leave(self, job: Job) -> None:
         assert job.lease is not None
         self.running.remove(job)
-        self.manager.release(job.lease)
+        self.manager.leases.release(job.lease)
         job.lease, job.computed, job.refused = None, 0, -1
 
     def _compute(self, job: Job, count: int, late: int) -> None:
         lease, known = job.lease, job.computed
         assert lease is not None
         end = min(known + count, len(job.tokens))
-        if not self.manager.grow(lease, end):
+        if not self.manager.leases.grow(lease, end):
             self._enqueue(job)  # first: its adapter version may live for this request alone
             self._leave(job)
             return
         data = dict(self.flights)
-        for copy in self.manager.unlanded([lease]):  # streamed into the step
+        for copy in self.manager.leases.streams([lease]):  # streamed into the step
             assert copy.streams and copy in data, "a step reads what is not on its way"
             self.device.update(zip(copy.target, data[copy], strict=True))
         self._read(job)
@@ -324,7 +334,7 @@ class World:
             assert index >= len(lease.path), "a step writes into what others read"
             self.device[lease.blocks[index]] = self._kv(job, min(end, (index + 1) * BLOCK))
         job.computed = end
-        self.manager.publish(lease, job.tokens, known if late else end)
+        self.manager.leases.publish(lease, job.tokens, known if late else end)
         self._read(job)
         if end == len(job.tokens):  # it has drawn a token
             if len(job.tokens) == job.goal:

@@ -6,8 +6,9 @@ import tracemalloc
 
 import pytest
 
-from jlora.cache.inspect import invalid_kv, state
-from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode, Tree
+from jlora.cache.inspect import evict_all, invalid_kv, state
+from jlora.cache.readiness import Readiness
+from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode, Tree, adapter_of
 from tests.cache._cache import BLOCK, Cache
 
 TALK = [5] * 13  # three full blocks and a token
@@ -102,9 +103,9 @@ def test_generated_tokens_of_an_activated_lora_are_no_base_kv():
     prompt = [*TALK[:11], 8]  # the invocation is the last token
     answer = [1, 2, 3, 4, 5]
     lease = cache.leased(prompt, activated(one, 11))
-    assert cache.manager.grow(lease, 17)
-    cache.manager.publish(lease, prompt + answer, 17)
-    cache.manager.release(lease)
+    assert cache.manager.leases.grow(lease, 17)
+    cache.manager.leases.publish(lease, prompt + answer, 17)
+    cache.manager.leases.release(lease)
     assert cache.run([*prompt, *answer, 6]) == 8  # what comes before the invocation's block
     assert cache.run([*prompt, *answer, 6]) == 16  # its tokens were prefilled once, as the base's
 
@@ -118,7 +119,7 @@ def test_an_adapter_stays_while_activated_kv_of_it_is_on_the_device():
     prompt = [*TALK, 8, 8, 8]
     cache.run(prompt, activated(one, 12))
     cells, suffix = cache.cells, suffixes(one)[0]
-    assert one.resident == 1 and not cells.evictable(one)
+    assert one.resident == 1 and not cells.candidates.evictable(one)
     order = []
     while (node := cells.worst()) is not None:
         order.append(node)
@@ -142,14 +143,13 @@ def test_a_suffix_on_the_host_follows_its_prefix_and_its_adapter():
     one = cache.adapter(1, 2)
     prompt = [*TALK, 8, 8, 8, 8]
     cache.run(prompt, activated(one, 13))
-    while (node := cache.cells.worst()) is not None:
-        cache.cells.evict(node)
+    evict_all(cache.manager)
     assert cache.tiers(prompt, activated(one, 13)) == "hhhh"
     seen = []
     while (root := cache.cells.best_root()) is not None:  # a root has all that it needs
         assert all(needed.device or not needed.size for needed in root.needs)
         seen.append(root)
-        cache.cells.bring(cache.cells.adapter_of(root), [root], demand=False)
+        cache.cells.bring(adapter_of(root), [root], demand=False)
         cache.land()
     assert {*seen} == {one, *cache.path(prompt, activated(one, 13))}
 
@@ -159,59 +159,59 @@ def test_a_prefix_and_a_suffix_come_back_as_copies_of_their_own():
     one = cache.adapter(1, 2)
     prompt = [*TALK, 8, 8, 8, 8, 8]
     cache.run(prompt, activated(one, 13))
-    while (node := cache.cells.worst()) is not None:
-        cache.cells.evict(node)
+    evict_all(cache.manager)
     lease = cache.leased(prompt, activated(one, 13))
     copies = cache.copies()
     assert [(copy.adapter, len(copy.nodes)) for copy in copies] == [(one, 1), (one, 1), (cache.manager.base, 3)]
-    assert (one.flying, cache.manager.base.flying) == (2, 1) and not cache.manager.ready(lease)
+    assert (one.flying, cache.manager.base.flying) == (2, 1) and not cache.ready(lease)
     cache.land()
-    assert cache.manager.ready(lease) and lease.cached == 16
-    cache.manager.release(lease)
+    assert cache.ready(lease) and lease.cached == 16
+    cache.manager.leases.release(lease)
 
 
 def test_what_comes_before_the_invocation_waits_for_its_own_kv_only():
     cache = Cache()
     one = cache.adapter(1, 2)
     cache.run(TALK)
-    while (node := cache.cells.worst()) is not None:
-        cache.cells.evict(node)
+    evict_all(cache.manager)
     lease = cache.leased([*TALK, 5, 5, 8], activated(one, 15))
     adapter, prefix = cache.copies()
-    assert not cache.manager.ready(lease, 3) and not cache.manager.ready_ahead(lease, 2)
+    step = 3, 2  # tokens, and those of them before the invocation
+    assert cache.manager.leases.readiness(lease, *step) is Readiness.WAIT
     cache.land(prefix)
-    assert cache.manager.ready_ahead(lease, 2) and lease.ahead and not cache.manager.ready(lease, 3)
-    assert lease.ahead and not cache.manager.unlanded([lease])  # such a step reads no adapter
+    assert cache.manager.leases.readiness(lease, 2, 2) is Readiness.AHEAD
+    assert not cache.manager.leases.streams([lease])  # such a step reads no adapter
     cache.now += 5.0
     cache.land(adapter)
-    assert cache.manager.ready(lease, 3) and not lease.ahead
+    assert cache.manager.leases.readiness(lease, *step) is Readiness.READY
     assert lease.adapter_s == 0.0  # it had other things to do
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
 
 
 def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
     cache = Cache()
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))
-    assert cache.manager.ready_ahead(lease, 13)
+    assert cache.manager.leases.readiness(lease, 13, 13) is Readiness.AHEAD
     cache.now += 5.0
-    cache.manager.hold(lease)
+    cache.manager.leases.hold(lease)
     cache.now += 2.0
     cache.land()
-    assert cache.manager.ready(lease, 1) and lease.adapter_s == 2.0
-    cache.manager.release(lease)
+    assert cache.ready(lease, 1) and lease.adapter_s == 2.0
+    cache.manager.leases.release(lease)
 
 
 def test_a_copy_outlasts_computing_as_long_as_it_is_measured_to():
     cache = Cache()
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))  # 2.1 ms to copy, 1 ms a token
-    assert cache.manager.forecast.outlasts(lease, 2) and not cache.manager.forecast.outlasts(lease, 3)
+    assert cache.manager.forecast.outlasts(lease.adapter, 2)
+    assert not cache.manager.forecast.outlasts(lease.adapter, 3)
     assert not cache.manager.forecast.outlasts(lease, 0)
     (copy,) = cache.copies()
     copy.started, cache.now = cache.now, cache.now + 0.0015
     assert not cache.manager.forecast.outlasts(lease, 1)
     cache.land()
     assert not cache.manager.forecast.outlasts(lease, 1)
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
 
 
 # -- the end of a version -------------------------------------------------------------------------
@@ -237,7 +237,7 @@ def test_a_version_in_use_keeps_its_suffixes_until_its_last_lease_and_copy():
     lease = cache.leased(prompt, activated(one, 13))
     cache.manager.kill(one)
     assert suffixes(one)
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     assert not suffixes(one) and one.uid not in cache.manager.adapters
     again = cache.adapter(2, 2)  # the same adapter loaded again finds the base's part only
     assert cache.run(prompt, activated(again, 13)) == 12
@@ -249,8 +249,8 @@ def test_a_copy_of_a_suffix_holds_its_version_and_one_of_its_prefix_does_not():
     prompt = [*TALK, 8, 8, 8, 8, 8]
     lease = cache.leased(prompt, activated(one, 13))
     cache.land()
-    cache.manager.publish(lease, prompt, len(prompt))
-    cache.manager.release(lease)  # written through: the base's part and the suffix apart
+    cache.manager.leases.publish(lease, prompt, len(prompt))
+    cache.manager.leases.release(lease)  # written through: the base's part and the suffix apart
     base, own = cache.copies()
     assert (base.adapter, own.adapter) == (cache.manager.base, one)
     cache.manager.kill(one)
@@ -266,7 +266,7 @@ def test_a_flush_drops_suffixes_too():
     cache.run([*TALK, 8, 8, 8, 8], activated(one, 13))
     cache.manager.flush()
     assert not suffixes(one) and not cache.manager.base.children
-    assert cache.manager.free == 16 - 2
+    assert cache.manager.device.free == 16 - 2
 
 
 # -- size and speed -------------------------------------------------------------------------------

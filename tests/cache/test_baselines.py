@@ -13,9 +13,9 @@ def test_vllm_splits_the_device_and_each_half_evicts_its_own():
     cache = Cache(device=20, policy="vllm")
     first, second = cache.adapter(1, 3), cache.adapter(2, 2)
     cache.run(A, first)
-    assert (cache.cells.device.limit[ADAPTER], cache.cells.device.limit[KV]) == (4, 16)
+    assert (cache.cells.limit(ADAPTER), cache.cells.limit(KV)) == (4, 16)
     cache.run(B, second)  # only one fits the adapters' share, though the other half is empty
-    assert not first.device and second.device and cache.manager.free > 10
+    assert not first.device and second.device and cache.manager.device.free > 10
     assert invalid_kv(cache.manager) == 2 and state(cache.manager, 1).invalid_kv == 2
     assert cache.run(A, first) == 8  # it serves again once its adapter is back
     assert cache.manager.capacity(cache.manager.base) == 16 * BLOCK
@@ -54,7 +54,7 @@ def test_a_request_that_comes_while_its_kv_is_written_out_keeps_it():
     lease = cache.leased([1] * 53)
     assert lease.cached == 52 and not cache.manager.leaving
     cache.land()
-    assert cache.tiers([1] * 52) == "d" * 6 + "b" * 7 and cache.manager.ready(lease)
+    assert cache.tiers([1] * 52) == "d" * 6 + "b" * 7 and cache.ready(lease)
 
 
 def test_vllm_fair_evicts_cleanly_within_its_shares():
@@ -68,7 +68,7 @@ def test_slora_keeps_neither_history_nor_idle_adapters():
     cache = Cache(policy="slora")
     adapter = cache.adapter(1, 3)
     assert [cache.run(A, adapter), cache.run(A, adapter)] == [0, 0]
-    assert not adapter.device and cache.manager.free == 16 and cache.cells.host.used[KV] == 0
+    assert not adapter.device and cache.manager.device.free == 16 and cache.manager.host.history_kv == 0
     want = cache.manager.expect(Origin(adapter), A, True, place=0)
     cache.run(A, adapter)
     assert adapter.device  # the next one waits for it already

@@ -25,7 +25,7 @@ def test_evictions_copies_and_refusals_are_told(lines):
     assert sum(line.startswith("evict kv@") for line in lines()) == 2
     assert cache.lease(B) is None
     assert lines()[-1] == "refuse adapter 0: no room for its 0 blocks and 3 of KV"
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
 
 
 def test_hints_are_told_with_what_they_found(lines):
@@ -42,10 +42,10 @@ def test_what_is_computed_again_and_what_the_host_drops_is_told(lines):
     cache = Cache(device=16, host=2)
     cache.run(A)
     cache.drop_from_device(A)
-    meter = cache.cells.policy.meter
+    meter = cache.manager.policy.meter
     meter.token_s = meter.load_s(KV, 2) / (8 * 3.1)
     lease = cache.leased(A)
     assert "recompute 2 blocks of adapter 0: copying takes longer" in lines()
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     cache.adapter(1, 2)  # takes the place of history on the host
     assert sum(line.startswith("drop from the host kv@") and line.endswith("its only copy") for line in lines()) == 2

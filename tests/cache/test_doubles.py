@@ -94,7 +94,7 @@ def test_the_host_gives_the_place_of_what_is_in_use_to_what_may_leave():
     cache.tend()
     cache.land()
     assert [cache.tiers(x) for x in (A, B, C)] == ["dd", "bb", "bb"]
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     cache.run(B)
     cache.run(C)
     cache.tend()
@@ -107,9 +107,9 @@ def test_kv_that_is_computed_again_may_lose_the_copy_it_had():
     cache = Cache(device=16, host=2)
     cache.run(A)
     cache.drop_from_device(A)
-    cache.cells.policy.meter.token_s = 1e-9  # computing is cheap: the copy is not used
+    cache.manager.policy.meter.token_s = 1e-9  # computing is cheap: the copy is not used
     lease = cache.leased(A)
-    cache.manager.publish(lease, A, 9)
+    cache.manager.leases.publish(lease, A, 9)
     assert cache.tiers(A) == "bb"
     assert cache.cells.make_host_room(2)
     assert cache.tiers(A) == "dd" and cache.manager.counters.blocks_lost == 0
@@ -130,21 +130,21 @@ def test_the_last_to_leave_is_found_though_it_is_worth_least_among_the_first():
 def test_what_the_queue_needs_outstays_what_nobody_waits_for():
     worth: dict[Node, float] = {}
     needed, saved = double(worth, 1.0, 0.1), double(worth, 9.0, 0.9)
-    saved.host, needed.wanted = (), 1
+    saved.host, needed.wanted = (), (1,)
     found = doubles(worth)
     assert found.first(saved) is needed
-    saved.wanted = 1
+    saved.wanted = (1,)
     assert found.first(saved) is None
 
 
 def test_a_request_that_asks_takes_no_copy_from_its_own_prefix():
     cache = Cache(device=20, host=2, policy="vllm")
     cache.run(A)
-    cache.cells.make_room(kv=cache.cells.device.room(KV) + 2)  # writes A out
+    cache.cells.make_room(kv=cache.cells.room(KV) + 2)  # writes A out
     cache.land()
     cache.run(A)
     for prompt in (B, C, D):
         cache.run(prompt)
     assert [cache.tiers(x) for x in (A, B, C, D)] == ["bb", "dd", "dd", "dd"]
-    cache.lease([*A[:8], *([9] * 4 * (cache.cells.device.room(KV) + 2))])
+    cache.lease([*A[:8], *([9] * 4 * (cache.cells.room(KV) + 2))])
     assert cache.tiers(A) == "bb"

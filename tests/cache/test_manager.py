@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.blocks import BlockAllocator, Tier
+from jlora.cache.blocks import Tier
 from jlora.cache.inspect import check_idle, check_integrity, state
-from jlora.cache.tree import ADAPTER, KV, Origin
+from jlora.cache.tree import KV, Origin
 from tests.cache._cache import A, B, Cache, D
 
 # -- reuse -------------------------------------------------------------------------------------
@@ -29,25 +29,25 @@ def test_bypassing_neither_reads_nor_leaves_kv():
 def test_two_sequences_that_computed_the_same_tokens_keep_one_copy():
     cache = Cache()
     first, second = cache.leased(A), cache.leased(A)
-    cache.manager.publish(first, A, 9)
-    free = cache.manager.free
-    cache.manager.publish(second, A, 9)
-    assert cache.manager.free == free + 2 and first.blocks[:2] == second.blocks[:2]
+    cache.manager.leases.publish(first, A, 9)
+    free = cache.manager.device.free
+    cache.manager.leases.publish(second, A, 9)
+    assert cache.manager.device.free == free + 2 and first.blocks[:2] == second.blocks[:2]
 
 
 def test_a_lease_grows_and_gives_everything_back():
     cache = Cache(device=4)
     lease = cache.leased([1] * 3)
-    assert cache.manager.grow(lease, 16) and len(lease.blocks) == 4
-    assert not cache.manager.grow(lease, 17) and len(lease.blocks) == 4
-    cache.manager.release(lease)
-    assert cache.manager.free == 4
+    assert cache.manager.leases.grow(lease, 16) and len(lease.blocks) == 4
+    assert not cache.manager.leases.grow(lease, 17) and len(lease.blocks) == 4
+    cache.manager.leases.release(lease)
+    assert cache.manager.device.free == 4
 
 
 def test_headroom_stays_available():
     cache = Cache(device=4)
-    assert cache.manager.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=3) is None
-    assert cache.manager.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=2) is not None
+    assert cache.manager.leases.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=3) is None
+    assert cache.manager.leases.acquire(Origin(cache.manager.base), [1] * 8, True, headroom=2) is not None
 
 
 # -- room --------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ def test_the_least_recently_used_leaf_goes_first_and_never_one_in_use():
     lease = cache.leased([9] * 17)
     assert cache.tiers(A) == "bb" and cache.tiers(B) == "hh"
     for each in (lease, held):
-        cache.manager.release(each)
+        cache.manager.leases.release(each)
 
 
 def test_an_adapter_stays_while_its_kv_does_and_leaves_after_it():
@@ -83,7 +83,7 @@ def test_a_request_that_cannot_start_costs_no_history_counts_no_use_and_wakes_no
     before, epoch = state(cache.manager, 1), cache.manager.epoch
     uses = [(node.count, node.last_use) for node in (adapter, *cache.path(A, adapter))]
     assert cache.lease(A + [3] * 24, adapter) is None
-    assert not cache.manager.grow(held, 4 * 11) and not cache.manager.pin(cache.adapter(2, 7), True)
+    assert not cache.manager.leases.grow(held, 4 * 11) and not cache.manager.pin(cache.adapter(2, 7), True)
     after = state(cache.manager, 1)
     assert (after.hbm, after.clean_evictions, after.kv_lookup_tokens) == (
         before.hbm,
@@ -101,7 +101,7 @@ def test_what_the_queue_needs_leaves_last():
     want = cache.manager.expect(Origin(cache.manager.base), A, True, place=0)
     lease = cache.leased([9] * 24)
     assert cache.tiers(A) == "bb" and cache.tiers(B) == "hh"
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     cache.leased([8] * 32)  # but it does leave before a request waits for ever
     assert cache.tiers(A) == "hh"
     cache.manager.unexpect(want)
@@ -125,7 +125,7 @@ def test_the_epoch_moves_whenever_a_refused_request_may_be_granted():
     assert cache.lease(B) is None
     epoch = cache.manager.epoch
     assert cache.lease(B) is None and cache.manager.epoch == epoch
-    cache.manager.release(held)
+    cache.manager.leases.release(held)
     assert cache.manager.epoch > epoch and cache.lease(B) is not None
 
 
@@ -142,9 +142,9 @@ def test_a_hint_starts_the_copies_and_a_request_that_comes_makes_them_urgent():
     assert [copy.demand for copy in cache.copies()] == [False, False]
     assert cache.manager.hint(Origin(adapter), A) == 4 and len(cache.copies()) == 2  # they are under way
     lease = cache.leased(A, adapter)
-    assert [copy.demand for copy in cache.copies()] == [True, True] and not cache.manager.ready(lease)
+    assert [copy.demand for copy in cache.copies()] == [True, True] and not cache.ready(lease)
     cache.land()
-    assert cache.manager.ready(lease) and lease.cached == 8
+    assert cache.ready(lease) and lease.cached == 8
     assert cache.manager.counters.adapter_hits == 0
 
 
@@ -166,7 +166,7 @@ def test_hints_take_a_bounded_share_and_never_what_is_in_use():
     small = cache.adapter(2, 2)
     held = cache.leased([1] * 28)
     assert cache.manager.hint(Origin(small), A) == 0 and not cache.copies()
-    cache.manager.release(held)
+    cache.manager.leases.release(held)
     assert cache.manager.hint(Origin(small), A) == 2
 
 
@@ -222,15 +222,15 @@ def test_a_dead_adapter_frees_everything_with_its_last_user_queued_or_in_flight(
     lease = cache.leased(A, adapter)
     want = cache.manager.expect(Origin(adapter), A, True, place=0)
     cache.manager.kill(adapter)
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     assert 1 in cache.manager.adapters  # one request still waits for it
     last = cache.leased(B, adapter)
     cache.manager.unexpect(want)
-    cache.manager.publish(last, B, 9)
+    cache.manager.leases.publish(last, B, 9)
     assert last.path == []  # nobody will come for it
-    cache.manager.release(last)
+    cache.manager.leases.release(last)
     assert 1 not in cache.manager.adapters
-    assert (cache.manager.free, cache.cells.host.free) == (12, 64)
+    assert (cache.manager.device.free, cache.manager.host.free) == (12, 64)
     check_idle(cache.manager)
 
 
@@ -242,7 +242,7 @@ def test_a_dead_adapter_outlives_a_copy_under_way():
     check_integrity(cache.manager)
     assert 1 in cache.manager.adapters
     cache.land()
-    assert 1 not in cache.manager.adapters and cache.manager.free == 16
+    assert 1 not in cache.manager.adapters and cache.manager.device.free == 16
 
 
 def test_a_reload_shares_nothing_with_the_version_before():
@@ -253,7 +253,7 @@ def test_a_reload_shares_nothing_with_the_version_before():
     new = cache.adapter(2, 2)
     cache.manager.kill(old)
     assert cache.run(A, new) == 0
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     assert list(cache.manager.adapters) == [0, 2] and cache.run(A, new) == 8
 
 
@@ -272,9 +272,9 @@ def test_flush_drops_unused_kv_in_both_tiers_and_keeps_adapters():
     adapter = cache.adapter(1, 3)
     cache.run(A, adapter)
     held = cache.leased(B)
-    cache.manager.publish(held, B, 9)
+    cache.manager.leases.publish(held, B, 9)
     assert cache.manager.flush() == 2
-    assert adapter.device and cache.manager.free == 16 - 3 - 3 and cache.cells.host.used[KV] == 0
+    assert adapter.device and cache.manager.device.free == 16 - 3 - 3 and cache.manager.host.history_kv == 0
     check_integrity(cache.manager)
 
 
@@ -294,13 +294,13 @@ def test_blocks_by_class_always_sum_to_the_tier():
 
 
 def test_a_block_given_back_twice_or_taken_from_nothing_is_caught():
-    allocator = BlockAllocator(4)
-    taken = allocator.take(2)
-    allocator.give(taken)
+    tier = Tier(4)
+    taken = tier.take(KV, 2)
+    tier.give(KV, taken)
     with pytest.raises(AssertionError, match="twice"):
-        allocator.give(taken[:1])
+        tier.give(KV, taken[:1])
     with pytest.raises(AssertionError, match="free"):
-        allocator.take(5)
+        tier.take(KV, 5)
 
 
 def test_a_leaked_block_is_caught():
@@ -308,11 +308,3 @@ def test_a_leaked_block_is_caught():
     cache.leased(A).blocks.pop()
     with pytest.raises(AssertionError, match="leaked"):
         check_integrity(cache.manager)
-
-
-def test_a_split_tier_counts_each_share_by_itself():
-    tier = Tier(10, adapter_share=0.3)
-    tier.take(KV, 7)
-    assert (tier.room(KV), tier.room(ADAPTER)) == (0, 3)
-    assert dict(tier.missing(adapter=2, kv=1)) == {ADAPTER: -1, KV: 1}
-    assert Tier(10).missing(adapter=7, kv=5) == [(None, 2)]

@@ -11,8 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import pytest
 
-from jlora.cache.blocks import BlockAllocator
-from jlora.cache.manager import CacheManager, Lease
+from jlora.cache.blocks import Tier
+from jlora.cache.candidates import Candidates
+from jlora.cache.inspect import cells as cells_of
+from jlora.cache.lease import Lease
+from jlora.cache.leases import Leases
+from jlora.cache.manager import CacheManager
+from jlora.cache.readiness import Gate, Readiness
 from jlora.cache.residency import Residency
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import KV, AdapterNode, Key, Node, Origin, SuffixNode, Tree
@@ -24,15 +29,15 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 def leaked_reference(patch: pytest.MonkeyPatch) -> None:
     """Every tenth lease ends without giving up the last node of its path."""
-    real, calls = CacheManager.release, []
+    real, calls = Leases.release, []
 
-    def release(manager: CacheManager, lease: Lease) -> None:
+    def release(leases: Leases, lease: Lease) -> None:
         calls.append(lease)
         if lease.path and len(calls) % 10 == 0:
             lease.path[-1].users += 1
-        real(manager, lease)
+        real(leases, lease)
 
-    patch.setattr(CacheManager, "release", release)
+    patch.setattr(Leases, "release", release)
 
 
 def leaked_block(patch: pytest.MonkeyPatch) -> None:
@@ -42,7 +47,7 @@ def leaked_block(patch: pytest.MonkeyPatch) -> None:
     def landed(cells: Residency, copy: Copy) -> None:
         real(cells, copy)
         if copy.direction == "in" and cells.device.free > 3:
-            cells.device.allocator.take(1)
+            cells.device.take(KV, 1)
 
     patch.setattr(Residency, "landed", landed)
 
@@ -50,28 +55,29 @@ def leaked_block(patch: pytest.MonkeyPatch) -> None:
 def child_without_parent(patch: pytest.MonkeyPatch) -> None:
     """A node may leave although something below it is on the device."""
 
-    def evictable(cells: Residency, node: Node) -> bool:
+    def evictable(candidates: Candidates, node: Node) -> bool:
         return bool(node.device) and not (node.users or node.moving or node.pinned)
 
-    patch.setattr(Residency, "evictable", evictable)
+    patch.setattr(Candidates, "evictable", evictable)
 
 
 def double_free(patch: pytest.MonkeyPatch) -> None:
     """A lease gives back its published blocks too, while the allocator looks away."""
-    real = CacheManager.release
+    real = Leases.release
 
-    def release(manager: CacheManager, lease: Lease) -> None:
+    def release(leases: Leases, lease: Lease) -> None:
         shared = [node.device[0] for node in lease.path if node.users == 1]
-        real(manager, lease)
-        manager.cells.device.give(KV, shared[-1:])
+        real(leases, lease)
+        leases._cells.device.give(KV, shared[-1:])
 
-    def give(allocator: BlockAllocator, blocks: Sequence[int]) -> None:
-        allocator._free.extend(blocks)
+    def give(tier: Tier, kind: int, blocks: Sequence[int]) -> None:
+        tier._free.extend(blocks)
+        tier.used[kind] -= len(blocks)
         for block in blocks:
-            allocator._used[block] = 0
+            tier._taken[block] = 0
 
-    patch.setattr(CacheManager, "release", release)
-    patch.setattr(BlockAllocator, "give", give)
+    patch.setattr(Leases, "release", release)
+    patch.setattr(Tier, "give", give)
 
 
 def stale_version(patch: pytest.MonkeyPatch) -> None:
@@ -87,7 +93,7 @@ def stale_version(patch: pytest.MonkeyPatch) -> None:
                     tokens = memoryview(child.key[1]).cast("i")
                     manager.tree.insert(fresh, Origin(fresh, child.key[0]), tokens, 0).host = child.host
                     child.host = ()
-                    manager.cells._prune(child)
+                    cells_of(manager).forget(child)
         return fresh
 
     patch.setattr(CacheManager, "add_adapter", add_adapter)
@@ -108,15 +114,15 @@ def stale_content(patch: pytest.MonkeyPatch) -> None:
 
 def read_before_copy(patch: pytest.MonkeyPatch) -> None:
     """A lease is ready as soon as its copies have been decided."""
-    patch.setattr(CacheManager, "ready", lambda manager, lease, tokens=0: True)
+    patch.setattr(Gate, "readiness", lambda gate, lease, tokens, unadapted: Readiness.READY)
 
 
 def host_before_copy(patch: pytest.MonkeyPatch) -> None:
     """A copy on the host counts before it is complete."""
     real = Residency.save
 
-    def save(cells: Residency, adapter: AdapterNode, nodes: Sequence[Node], leave: bool = False) -> None:
-        real(cells, adapter, nodes, leave)
+    def save(cells: Residency, adapter: AdapterNode, nodes: Sequence[Node]) -> None:
+        real(cells, adapter, nodes)
         for node in nodes:
             node.saving = False
 

@@ -8,10 +8,12 @@ import random
 
 import pytest
 
+from jlora.cache.baselines import Slora, Vllm, VllmFair
 from jlora.cache.fastlibra import BATCH_S, WINDOW_S, Fastlibra, Knobs, Median, Wol, Wom, Wos
-from jlora.cache.policies import Jlora, Policy, Pulse, Slora, Vllm, VllmFair
+from jlora.cache.policies import Jlora, Policy, Pulse
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
+from jlora.cache.writeback import Split, WriteBack
 
 TAU = 5.0
 
@@ -356,10 +358,10 @@ def test_who_keeps_what_it_depends_on():
 
 def test_the_baselines_are_what_they_claim():
     lru, vllm, fair, slora = Policy(meter()), Vllm(meter()), VllmFair(meter(), 0.35), Slora(meter())
-    assert (vllm.share, vllm.writes_back, vllm.lower) == (0.2, True, 0.0)
-    assert (fair.share, fair.writes_back, fair.lower) == (0.35, False, lru.lower)
-    assert (slora.share, slora.history) == (None, False)
+    assert (vllm.share, vllm.residency, vllm.lower) == (0.2, WriteBack, 0.0)
+    assert (fair.share, fair.residency, fair.lower) == (0.35, Split, lru.lower)
+    assert (slora.residency, slora.history) == (None, False)
     adapter = AdapterNode(1, 2)
     assert not slora.keeps(adapter) and vllm.keeps(adapter)
-    adapter.wanted = 1
+    adapter.wanted = (1,)
     assert slora.keeps(adapter)

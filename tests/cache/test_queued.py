@@ -7,7 +7,7 @@ import math
 import pytest
 
 from jlora.cache.lease import Want
-from jlora.cache.queued import Queued
+from jlora.cache.queued import Queued, unwant, want
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin
 from tests.cache._cache import Cache
@@ -27,7 +27,7 @@ def kv(found: Queued, *places: int) -> Node:
 def candidate(found: Queued, node: Node, *places: int) -> Node:
     node.device = (1,)
     for place in places:
-        found.add(node, place)
+        want(node, place)
     found.push(node)
     return node
 
@@ -42,11 +42,11 @@ def need(cache: Cache, tokens: list[int], place: int) -> Want:
 def test_what_is_needed_last_leaves_first_by_its_first_place():
     found = queued()
     soon, late = kv(found, 3, 90), kv(found, 7)
-    assert found.worst(None) is late and found.count(soon) == 2
-    assert found.remove(soon, 3)
+    assert found.worst(None) is late and len(soon.wanted) == 2
+    assert unwant(soon, 3)
     found.push(soon)
     assert found.worst(None) is soon
-    assert not found.add(late, 8) and not found.remove(late, 8)
+    assert not want(late, 8) and not unwant(late, 8)
 
 
 def test_a_higher_priority_is_a_smaller_place():
@@ -83,7 +83,7 @@ def test_a_later_request_that_is_served_sooner_saves_what_another_needs():
     found = queued()
     shared, other = kv(found, 50), kv(found, 40)
     assert found.worst(KV) is shared
-    assert found.add(shared, 30)
+    assert want(shared, 30)
     shared.stamp += 1
     found.push(shared)
     assert found.worst(KV) is other
@@ -97,12 +97,12 @@ def test_room_is_made_of_what_nobody_waits_for_then_of_what_is_needed_last():
     for prompt in (A, B, C, D):
         cache.run(prompt)
     wants = [need(cache, A, 3), need(cache, B, 1), need(cache, D, 2)]
-    assert cache.manager.free == 1
+    assert cache.manager.device.free == 1
     for gone in (C, A, D, B):  # not in order of age, as far as somebody waits
-        assert cache.cells.make_room(kv=cache.manager.free + 1)
+        assert cache.cells.make_room(kv=cache.manager.device.free + 1)
         assert cache.tiers(gone) == "h"
-    for want in wants:
-        cache.manager.unexpect(want)
+    for wanted in wants:
+        cache.manager.unexpect(wanted)
 
 
 @pytest.mark.parametrize(
@@ -116,20 +116,20 @@ def test_what_the_queue_needs_leaves_until_loading_it_takes_the_time_to_spare(sp
     assert cache.cells.make_room(kv=4, spare_s=spare_s) == (left == 0)
     assert cache.tiers(C) == "h"  # nobody waits for it
     assert "".join(cache.tiers(x) for x in (A, B)).count("b") == left
-    for want in wants:
-        cache.manager.unexpect(want)
+    for wanted in wants:
+        cache.manager.unexpect(wanted)
 
 
 def test_a_lease_that_would_cost_the_queue_too_much_is_refused_and_granted_when_it_may():
     cache = Cache(device=4)
     cache.run(A)
-    want = need(cache, A, 1)
-    assert cache.manager.acquire(Origin(cache.manager.base), [9] * 16, True, 0, spare_s=0.0) is None
+    wanted = need(cache, A, 1)
+    assert cache.manager.leases.acquire(Origin(cache.manager.base), [9] * 16, True, 0, spare_s=0.0) is None
     assert cache.tiers(A) == "b"
-    lease = cache.manager.acquire(Origin(cache.manager.base), [9] * 16, True, 0)
+    lease = cache.manager.leases.acquire(Origin(cache.manager.base), [9] * 16, True, 0)
     assert lease is not None and cache.tiers(A) == "h"
-    cache.manager.release(lease)
-    cache.manager.unexpect(want)
+    cache.manager.leases.release(lease)
+    cache.manager.unexpect(wanted)
 
 
 def test_what_is_dearer_than_all_time_to_spare_can_still_leave():
@@ -146,8 +146,8 @@ def test_who_was_refused_may_ask_again_when_nobody_needs_a_node_any_more():
     cache = Cache(device=4)
     cache.run(A)
     first, second = need(cache, A, 1), need(cache, A, 2)
-    before = cache.cells.epoch
+    before = cache.manager.epoch
     cache.manager.unexpect(first)
-    assert cache.cells.epoch == before
+    assert cache.manager.epoch == before
     cache.manager.unexpect(second)
-    assert cache.cells.epoch > before
+    assert cache.manager.epoch > before

@@ -69,7 +69,7 @@ def test_everybody_may_come_back_and_at_any_age():
 
 def test_the_cache_teaches_it_the_silence_of_every_conversation_once():
     cache, seen = Cache(policy="jlora"), list[float | None]()
-    cache.cells.policy.returns.add = seen.append  # type: ignore[attr-defined]
+    cache.manager.policy.returns.add = seen.append  # type: ignore[attr-defined]
     cache.run(A)
     cache.now += 30.0
     cache.run(A)  # begins a second after the call
@@ -79,20 +79,20 @@ def test_the_cache_teaches_it_the_silence_of_every_conversation_once():
 
 def test_two_who_ask_at_once_are_no_silence_that_ended():
     cache, seen = Cache(policy="jlora"), list[float | None]()
-    cache.cells.policy.returns.add = seen.append  # type: ignore[attr-defined]
+    cache.manager.policy.returns.add = seen.append  # type: ignore[attr-defined]
     cache.run(A)
     cache.now += 30.0
     first = cache.leased(A)
     cache.leased(A)
     assert seen == [None, 31.0]
-    cache.manager.release(first)
+    cache.manager.leases.release(first)
 
 
 def test_a_refused_request_and_one_that_was_preempted_teach_nothing():
     cache, seen = Cache(device=4, policy="jlora"), list[float | None]()
-    cache.cells.policy.returns.add = seen.append  # type: ignore[attr-defined]
+    cache.manager.policy.returns.add = seen.append  # type: ignore[attr-defined]
     first = cache.leased(A)
     assert cache.lease(B) is None and seen == [None]
-    cache.manager.release(first)
-    again = cache.manager.acquire(cache.origin(None), A, True, headroom=0, again=True)
+    cache.manager.leases.release(first)
+    again = cache.manager.leases.acquire(cache.origin(None), A, True, headroom=0, again=True)
     assert again is not None and seen == [None]

@@ -20,7 +20,7 @@ def test_history_is_written_through_and_its_eviction_writes_nothing():
     assert cache.tiers(A) == "hh" and not cache.copies()
     counters = cache.manager.counters
     assert (counters.clean_evictions, counters.blocks_out, counters.blocks_lost) == (2, 2, 0)
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
 
 
 def test_kv_comes_back_from_the_host_in_one_copy_and_the_lease_waits_for_it():
@@ -31,10 +31,10 @@ def test_kv_comes_back_from_the_host_in_one_copy_and_the_lease_waits_for_it():
     lease = cache.leased(A)
     (copy,) = cache.copies()
     assert (copy.direction, copy.source, copy.target) == ("in", source, tuple(lease.blocks[:2]))
-    assert copy.demand and lease.cached == 8 and not cache.manager.ready(lease)
+    assert copy.demand and lease.cached == 8 and not cache.ready(lease)
     cache.now += 3.0
     cache.land()
-    assert cache.manager.ready(lease) and (lease.kv_s, lease.adapter_s) == (3.0, 0.0)
+    assert cache.ready(lease) and (lease.kv_s, lease.adapter_s) == (3.0, 0.0)
     assert cache.manager.counters.kv_host_hit_tokens == 8 and cache.tiers(A) == "bb"
 
 
@@ -43,7 +43,7 @@ def test_a_waiting_lease_stops_nobody_else():
     cache.run(A)
     cache.drop_from_device(A)
     waiting, other = cache.leased(A), cache.leased(B)
-    assert not cache.manager.ready(waiting) and cache.manager.ready(other)
+    assert not cache.ready(waiting) and cache.ready(other)
 
 
 def test_adapter_and_prefix_come_in_copies_of_their_own_and_their_waits_are_told_apart():
@@ -57,19 +57,19 @@ def test_adapter_and_prefix_come_in_copies_of_their_own_and_their_waits_are_told
     assert (first.kind, first.target, second.kind) == (ADAPTER, adapter.device, KV)
     cache.now += 1.0
     cache.land(second)
-    assert not cache.manager.ready(lease)
+    assert not cache.ready(lease)
     cache.now += 1.0
     cache.land(first)
-    assert cache.manager.ready(lease) and (lease.kv_s, lease.adapter_s) == (1.0, 2.0)
+    assert cache.ready(lease) and (lease.kv_s, lease.adapter_s) == (1.0, 2.0)
 
 
 def test_a_second_request_waits_for_the_copy_that_the_first_one_started():
     cache = Cache()
     adapter = cache.adapter(1, 3)
     first, second = cache.leased(A, adapter), cache.leased(B, adapter)
-    assert len(cache.copies()) == 1 and not cache.manager.ready(second)
+    assert len(cache.copies()) == 1 and not cache.ready(second)
     cache.land()
-    assert cache.manager.ready(first) and cache.manager.ready(second)
+    assert cache.ready(first) and cache.ready(second)
     assert cache.manager.counters.adapter_hits == 0 and cache.manager.counters.adapter_lookups == 2
 
 
@@ -77,7 +77,7 @@ def test_a_copy_outlives_the_request_that_asked_for_it():
     cache = Cache()
     cache.run(A)
     cache.drop_from_device(A)
-    cache.manager.release(cache.leased(A))
+    cache.manager.leases.release(cache.leased(A))
     check_integrity(cache.manager)
     cache.land()
     assert cache.tiers(A) == "bb"
@@ -88,14 +88,14 @@ def test_publishing_gives_a_block_to_a_node_that_only_the_host_has():
     cache = Cache()
     cache.run(A)
     lease = cache.leased(A, reuse=True)
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
     other = cache.leased([1] * 4 + [7])  # holds nothing of the second block
-    cache.manager.release(other)
+    cache.manager.leases.release(other)
     cache.drop_from_device(A)
-    cache.cells.policy.meter.token_s = 1e-9  # computing is cheap now: the host's copy is not used
+    cache.manager.policy.meter.token_s = 1e-9  # computing is cheap now: the host's copy is not used
     lease = cache.leased(A)
     assert lease.cached == 0 and not cache.copies()
-    cache.manager.publish(lease, A, 9)
+    cache.manager.leases.publish(lease, A, 9)
     check_integrity(cache.manager)
     assert cache.tiers(A) == "bb" and [node.device[0] for node in lease.path] == lease.blocks[:2]
 
@@ -106,7 +106,7 @@ def test_publishing_revives_a_node_whose_data_was_lost_with_what_hangs_below():
     top, leaf = cache.path(A)
     cache.cells.make_host_room(64)
     cache.cells.evict(top)
-    assert not top.has_data and leaf.device and cache.path(A) == [] and invalid_kv(cache.manager) == 1
+    assert not (top.device or top.host) and leaf.device and cache.path(A) == [] and invalid_kv(cache.manager) == 1
     assert cache.run(A) == 0
     assert cache.path(A) == [top, leaf] and invalid_kv(cache.manager) == 0
     check_idle(cache.manager)
@@ -116,15 +116,15 @@ def test_publishing_waits_for_a_copy_of_the_same_tokens():
     cache = Cache()
     cache.run(A)
     cache.drop_from_device(A)
-    reuse = cache.cells.policy.meter.token_s
-    cache.cells.policy.meter.token_s = 1e-9
+    reuse = cache.manager.policy.meter.token_s
+    cache.manager.policy.meter.token_s = 1e-9
     computing = cache.leased(A)
-    cache.cells.policy.meter.token_s = reuse
+    cache.manager.policy.meter.token_s = reuse
     copying = cache.leased(A)
-    cache.manager.publish(computing, A, 9)
-    assert computing.path == [] and not cache.manager.ready(copying)
+    cache.manager.leases.publish(computing, A, 9)
+    assert computing.path == [] and not cache.ready(copying)
     cache.land()
-    cache.manager.publish(computing, A, 9)
+    cache.manager.leases.publish(computing, A, 9)
     assert computing.blocks[:2] == copying.blocks[:2]
     check_integrity(cache.manager)
 
@@ -210,7 +210,7 @@ def test_a_prefix_is_computed_again_only_if_copying_takes_over_three_times_as_lo
     cache = Cache()
     cache.run(A)
     cache.drop_from_device(A)
-    meter = cache.cells.policy.meter
+    meter = cache.manager.policy.meter
     meter.token_s = meter.load_s(KV, 2) / (8 * ratio)
     lease = cache.leased(A)
     assert bool(cache.copies()) == copied and lease.cached == (8 if copied else 0)
@@ -224,7 +224,7 @@ def test_a_copy_that_is_shorter_than_computing_may_take_six_times_as_long(blocks
     cache.run(A)
     cache.drop_from_device(A)
     cache.leased(B, cache.adapter(1, blocks))
-    meter = cache.cells.policy.meter
+    meter = cache.manager.policy.meter
     meter.token_s = computing * meter.load_s(KV, 2) / 8
     lease = cache.leased(A)
     assert lease.cached == (8 if copied else 0) and len(cache.copies()) == (2 if copied else 1)
@@ -237,9 +237,9 @@ def test_the_monitor_keeps_use_below_the_upper_threshold():
     cache = Cache(device=40, policy="fastlibra")
     for letter in range(10):
         cache.run([letter] * 16)
-    assert cache.manager.free == 0
+    assert cache.manager.device.free == 0
     cache.tend()
-    assert cache.manager.free == 2 and cache.manager.counters.blocks_lost == 0
+    assert cache.manager.device.free == 2 and cache.manager.counters.blocks_lost == 0
 
 
 def test_the_monitor_evicts_nothing_that_the_queue_needs():
@@ -247,10 +247,10 @@ def test_the_monitor_evicts_nothing_that_the_queue_needs():
     cache.run([1] * 32)
     want = cache.manager.expect(Origin(cache.manager.base), [1] * 33, True, place=0)
     cache.tend()
-    assert cache.manager.free == 0
+    assert cache.manager.device.free == 0
     cache.manager.unexpect(want)
     cache.tend()
-    assert cache.manager.free == 1
+    assert cache.manager.device.free == 1
 
 
 def test_the_monitor_fetches_the_most_valuable_below_the_lower_threshold_while_the_link_is_idle():
@@ -261,7 +261,7 @@ def test_the_monitor_fetches_the_most_valuable_below_the_lower_threshold_while_t
     cache.tend()
     assert [cache.tiers(x) for x in (A, B, C, D)] == ["bh", "bb", "bb", "bb"]
     assert len(cache.copies()) == 7 and not any(copy.demand for copy in cache.copies())
-    assert cache.manager.free == 3  # 70 % and not a block more
+    assert cache.manager.device.free == 3  # 70 % and not a block more
     cache.land()
     cache.tend()
     assert not cache.copies()
@@ -321,7 +321,7 @@ def test_an_old_version_that_lives_on_does_not_stop_the_backups():
     cache.tend()
     cache.land()
     assert cache.tiers(A, old) == "dd" and cache.tiers(B) == "bb"
-    cache.manager.release(held)
+    cache.manager.leases.release(held)
 
 
 def test_a_hint_takes_nothing_that_the_queue_needs_or_that_would_be_lost():
@@ -341,13 +341,13 @@ def test_an_overdue_copy_is_waited_for_and_not_streamed():
     lease = cache.leased([5] * 9, adapter)
     (copy,) = cache.copies()
     copy.started = cache.now
-    predicted = cache.cells.policy.meter.load_s(copy.kind, 4)
-    assert copy.streams and cache.manager.ready(lease, 1000)
+    predicted = cache.manager.policy.meter.load_s(copy.kind, 4)
+    assert copy.streams and cache.ready(lease, 1000)
     cache.now += 10 * predicted
-    assert not cache.manager.ready(lease, 1000)
+    assert not cache.ready(lease, 1000)
     cache.land()
-    assert cache.manager.ready(lease, 1000)
-    cache.manager.release(lease)
+    assert cache.ready(lease, 1000)
+    cache.manager.leases.release(lease)
 
 
 def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
@@ -360,7 +360,7 @@ def test_what_is_on_its_way_counts_as_a_hit_on_the_host():
     counters = cache.manager.counters
     assert counters.kv_host_hit_tokens == counters.kv_hit_tokens == lease.cached == 8
     cache.land()
-    cache.manager.release(lease)
+    cache.manager.leases.release(lease)
 
 
 def test_of_adapters_loaded_at_once_only_the_first_has_its_copy_before_the_link_is_idle():
@@ -369,7 +369,7 @@ def test_of_adapters_loaded_at_once_only_the_first_has_its_copy_before_the_link_
     for adapter in (first, second):
         cache.manager.bring_in(adapter)
     assert [(copy.adapter, copy.demand) for copy in cache.copies()] == [(first, False)]
-    cache.cells.traffic.promote(first)
+    cache.manager.hasten(first)
     assert cache.copies()[0].demand  # who loads it waits for it by now
     cache.tend()
     assert len(cache.copies()) == 1
@@ -394,7 +394,7 @@ def test_a_full_share_of_adapters_does_not_keep_the_monitor_from_fetching_conver
     cache = Cache(policy="vllm-fair")
     cache.run(A)
     cache.drop_from_device(A)
-    room = cache.cells.device.room(ADAPTER)
+    room = cache.cells.room(ADAPTER)
     first, second = cache.adapter(1, room), cache.adapter(2, room)
     cache.tend()
     cache.land()
@@ -427,5 +427,5 @@ def test_a_prefix_is_computed_rather_than_copied_behind_a_long_queue_of_the_link
         adapter = cache.adapter(1, 50)  # 50 ms of the link; 8 tokens take 8 ms to compute, and 6 times that is allowed
         cache.manager.bring_in(adapter)
         if demand:
-            cache.cells.traffic.promote(adapter)
+            cache.manager.hasten(adapter)
         assert cache.leased(A).cached == cached

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jlora.cache.inspect import evict_all
 from jlora.engine.admission import HELD, PASSES
 from jlora.engine.plan import ROW
 from tests.engine._bench import Bench, counted, work
@@ -17,8 +18,7 @@ def behind(link: bool = True, **config: int) -> Bench:
     bench = Bench(blocks=512, delay=60, step_s=0.02, max_step_tokens=ROW, **config)
     bench.submit("before", HISTORY, max_tokens=1)
     bench.finish()
-    while (victim := bench.manager.cells.worst()) is not None:
-        bench.manager.cells.evict(victim)
+    evict_all(bench.manager)
     if link:
         bench.submit("cold", 5, max_tokens=1, adapter=bench.adapter(1, DEAR))
         bench.step()
@@ -112,7 +112,7 @@ def test_who_is_refused_room_does_not_keep_the_turn_of_those_before_it():
     bench = behind(max_seqs=8)
     bench.submit("runs", 3, max_tokens=300)
     bench.step()
-    taken = 512 - bench.manager.free
+    taken = 512 - bench.manager.device.free
     bench.submit("again", HISTORY, max_tokens=1)
     bench.submit("large", [9] * (4 * (512 - taken + 8)), max_tokens=1)
     bench.step()
@@ -139,7 +139,7 @@ def test_of_those_far_behind_nobody_is_asked_whether_computing_were_sooner():
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
     for index in range(20):
         bench.submit(f"again{index}", HISTORY, max_tokens=1)
-    asked = counted(bench.manager, "needs_copy")
+    asked = counted(bench.manager.leases, "needs_copy")
     bench.step()
     assert not asked and not admitted(bench, "again0")
     bench.finish(limit=5000)

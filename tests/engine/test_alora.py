@@ -17,7 +17,9 @@ import numpy as np
 import pytest
 
 from jlora.adapters.invocation import last_occurrence
+from jlora.cache.inspect import evict_all
 from jlora.cache.lease import Lease
+from jlora.cache.readiness import Readiness
 from jlora.errors import InvalidArgument
 from jlora.types import Invocation, Request, TokenEvent
 from tests import _make
@@ -183,16 +185,15 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
             pass
         manager, ahead = service.manager, []
         with service.paused():
-            while (node := manager.cells.worst()) is not None:
-                manager.cells.evict(node)
-        ready = manager.ready_ahead
+            evict_all(manager)
+        readiness = manager.leases.readiness
 
-        def ready_ahead(lease: Lease, count: int) -> bool:
-            found = ready(lease, count)
-            ahead.append(found and lease.adapter.coming)
+        def watched(lease: Lease, tokens: int, unadapted: int) -> Readiness:
+            found = readiness(lease, tokens, unadapted)
+            ahead.append(found is Readiness.AHEAD and lease.adapter.coming)
             return found
 
-        monkeypatch.setattr(manager, "ready_ahead", ready_ahead)
+        monkeypatch.setattr(manager.leases, "readiness", watched)
         assert answers(service, [long]) == {long.id: expected[long.id]}
         assert any(ahead)
 
@@ -244,9 +245,7 @@ def test_prefetch_brings_an_activated_prompt_back(caught: Running):
     while caught.cache_state().in_flight:
         pass
     with caught.paused():
-        cells = caught.manager.cells
-        while (node := cells.worst()) is not None:
-            cells.evict(node)
+        evict_all(caught.manager)
     found = caught.prefetch(invoked)
     assert not found.resident_adapter and found.cached_tokens == 0 and found.coming_bytes > 0
     while caught.cache_state().in_flight:

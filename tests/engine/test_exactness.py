@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jlora.cache.inspect import invalid_kv
+from jlora.cache import inspect
+from jlora.cache.inspect import evict_all, invalid_kv
 from jlora.cache.transfer import Copy
 from jlora.config import POLICIES
 from jlora.types import CacheState, Request
@@ -34,8 +35,8 @@ def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
     """A running service whose freed device blocks hold NaN."""
     with running(model, adapters, **settings) as service:
         swapper, pool = service.parts.swapper, service.parts.runner.pool
-        allocator = service.manager.cells.device.allocator
-        give, landed = allocator.give, swapper.landed
+        tier = inspect.cells(service.manager).device
+        give, landed = tier.give, swapper.landed
         freed: list[int] = []
 
         def poison() -> None:
@@ -43,8 +44,8 @@ def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
             pool.place(pool.stage(freed, nan))
             freed.clear()
 
-        def watched_give(blocks: Sequence[int]) -> None:
-            give(blocks)
+        def watched_give(kind: int, blocks: Sequence[int]) -> None:
+            give(kind, blocks)
             freed.extend(blocks)
             if threading.current_thread().name == "jlora-engine":  # others may not touch the pool:
                 poison()
@@ -54,10 +55,10 @@ def poisoned(model: Path, adapters: dict[str, Path], **settings: Any) -> Iterato
             return landed()
 
         with service.paused():
-            freed.extend(range(1, allocator.total + 1))
+            freed.extend(range(1, tier.total + 1))
             for adapter in service.manager.adapters.values():  # those that are there already
                 freed = [b for b in freed if b not in adapter.device]
-            allocator.give = watched_give  # pyright: ignore[reportAttributeAccessIssue]
+            tier.give = watched_give  # pyright: ignore[reportAttributeAccessIssue]
             swapper.landed = watched_landed
         yield service
 
@@ -167,9 +168,7 @@ def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapter
         while service.cache_state().in_flight:  # its KV is being written to the host
             pass
         with service.paused():  # push it out, as others' requests would
-            cells = service.manager.cells
-            while (node := cells.worst()) is not None:
-                cells.evict(node)
+            evict_all(service.manager)
         timing = serve(service, [replace(first, id="again")])["again"][-1].timing
         assert timing.adapter_cold_start > 0 and timing.kv_cold_start > 0
         assert timing.ttft >= timing.queue + max(timing.adapter_cold_start, timing.kv_cold_start)
@@ -195,8 +194,7 @@ def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same
         while service.cache_state().in_flight:
             pass
         with service.paused():
-            while (node := manager.cells.worst()) is not None:
-                manager.cells.evict(node)
+            evict_all(manager)
             manager.policy.meter.token_s = 1.0  # as if a step took far longer than the copies
         before = service.cache_state().streamed
         again = serve(service, [replace(long, id="again")])["again"]

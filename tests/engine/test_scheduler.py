@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.inspect import state
+from jlora.cache.inspect import evict_all, state
 from jlora.cache.manager import CacheManager
 from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.types import Request, SamplingParams
@@ -194,7 +194,7 @@ def test_host_work_per_step_does_not_grow_with_the_queue():
     bench.step()
     for i in range(300):
         bench.submit(f"q{i}", 20, max_tokens=10)
-    asked = counted(bench.manager, "acquire")
+    asked = counted(bench.manager.leases, "acquire")
     bench.step()
     assert len(asked) == 1 and bench.scheduler.waiting == 300
 
@@ -222,8 +222,7 @@ def test_waiting_times_tell_adapter_and_kv_apart_and_only_the_first_lease_counts
     node = bench.adapter(1, 3)
     bench.submit("first", 12, max_tokens=1, adapter=node)
     bench.finish()
-    while (victim := bench.manager.cells.worst()) is not None:
-        bench.manager.cells.evict(victim)
+    evict_all(bench.manager)
     bench.submit("again", 12, max_tokens=1, adapter=node)
     bench.submit("base", 12, max_tokens=1)
     bench.finish()
@@ -238,8 +237,7 @@ def test_who_has_one_token_to_compute_when_its_copies_land_runs_in_that_step():
     bench = Bench(blocks=32, delay=2)
     bench.submit("first", 9, max_tokens=1)
     bench.finish()
-    while (victim := bench.manager.cells.worst()) is not None:
-        bench.manager.cells.evict(victim)
+    evict_all(bench.manager)
     begin = len(bench.plans)
     bench.submit("again", 9, max_tokens=1)
     bench.finish()
@@ -290,8 +288,8 @@ def test_a_refused_lease_is_asked_for_again_only_after_something_changed(monkeyp
     bench.submit("holder", 24, max_tokens=6)
     bench.step()
     calls = []
-    acquire = bench.manager.acquire
-    monkeypatch.setattr(bench.manager, "acquire", lambda *a: calls.append(1) or acquire(*a))
+    acquire = bench.manager.leases.acquire
+    monkeypatch.setattr(bench.manager.leases, "acquire", lambda *a: calls.append(1) or acquire(*a))
     bench.submit("waits", 20, max_tokens=2)
     for _ in range(4):
         bench.step()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from jlora.cache.inspect import cells, evict_all
 from jlora.cache.tree import Origin
 from jlora.engine.admission import AHEAD_S, LOOKAHEAD
 from tests.engine._bench import Bench, work
@@ -24,8 +25,7 @@ def with_history(tokens: list[int]) -> Bench:
     bench = Bench(delay=4, step_s=0.02)
     bench.submit("before", tokens, max_tokens=1)
     bench.finish()
-    while (victim := bench.manager.cells.worst()) is not None:
-        bench.manager.cells.evict(victim)
+    evict_all(bench.manager)
     return bench
 
 
@@ -50,7 +50,7 @@ def test_while_the_link_is_behind_a_missing_adapter_holds_no_blocks_and_ready_on
     assert bench.manager.forecast.wait_s > AHEAD_S
     assert loading(bench) == ["cold1"] and queued(bench) == 2
     assert list(work(bench.plans[0])) == ["warm"]
-    assert bench.manager.total - bench.manager.free == LONG + 3 + 2  # the adapter, its request's KV, warm's
+    assert bench.manager.total - bench.manager.device.free == LONG + 3 + 2  # the adapter, its request's KV, warm's
     bench.finish()
     started = {name: i for i, plan in enumerate(bench.plans) for name in work(plan)}
     assert started["warm"] < started["cold1"] < started["cold2"] == started["cold3"]
@@ -113,7 +113,7 @@ def test_what_the_link_has_carried_of_a_copy_no_longer_keeps_others_waiting():
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, size))
     bench.step()
     assert loading(bench) == ["cold1"]
-    next(iter(bench.manager.cells.traffic.arriving)).started = bench.now
+    next(iter(cells(bench.manager).traffic.arriving)).started = bench.now
     bench.step()
     assert bench.manager.forecast.wait_s < AHEAD_S + 0.04 and loading(bench) == ["cold1", "cold2"]
     bench.finish()

@@ -8,7 +8,7 @@ import pytest
 
 from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
-from jlora.cache.tree import AdapterNode, Node
+from jlora.cache.tree import LEAVING, AdapterNode, Node
 from jlora.sim.observe import SPARSE, Series
 from jlora.sim.replay import Replay, start_of
 from jlora.sim.replica import Replica
@@ -26,7 +26,7 @@ def usable(node: Node) -> bool:
 def counted(manager: CacheManager) -> int:
     """Invalid KV node by node, from below."""
     nodes = [node for adapter in manager.adapters.values() for node in manager.tree.below(adapter)]
-    return sum(bool(n.device) and n not in manager.cells.departing and not usable(n) for n in nodes)
+    return sum(bool(n.device) and n.standing != LEAVING and not usable(n) for n in nodes)
 
 
 class Recount:

@@ -1,0 +1,72 @@
+"""Whether a lease's next step can run while copies are under way: the one place that decides it. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from enum import Enum, auto
+
+from jlora.cache.forecast import Forecast
+from jlora.cache.lease import Lease
+from jlora.cache.tree import ADAPTER, KV
+
+
+class Readiness(Enum):
+    """What a lease's next step may do."""
+
+    WAIT = auto()  # nothing: it reads data that is on its way
+    AHEAD = auto()  # compute the tokens before its activated LoRA acts; the adapter's copy may be under way
+    STREAM = auto()  # run whole; its layers wait for their part of the copies under way
+    READY = auto()  # run whole
+
+
+class Gate:
+    """Decides readiness, and keeps what each lease waited for."""
+
+    def __init__(self, forecast: Forecast, clock: Callable[[], float]):
+        self._forecast = forecast
+        self._clock = clock
+
+    def readiness(self, lease: Lease, tokens: int, unadapted: int) -> Readiness:
+        """What the lease's next step may do.
+
+        A step runs ahead of its activated LoRA if it ends before the adapter acts anyway, or if computing
+        up to there takes less time than the adapter's copy.
+
+        Args:
+            tokens: of the step.
+            unadapted: of what is left to compute, tokens that its activated LoRA does not act on.
+        """
+        if unadapted and lease.coming and tokens <= unadapted:
+            return self._ahead(lease, tokens)
+        found = self._arrived(lease, (ADAPTER, KV), tokens)
+        if found is not Readiness.WAIT:
+            lease.ahead = False
+            return found
+        return self._ahead(lease, unadapted) if self._forecast.outlasts(lease.adapter, unadapted) else found
+
+    def hold(self, lease: Lease) -> None:
+        """A lease that has run ahead of its adapter waits for it from now on."""
+        lease.ahead, lease.since = False, self._clock()
+
+    def _ahead(self, lease: Lease, tokens: int) -> Readiness:
+        lease.ahead = self._arrived(lease, (KV,), tokens) is not Readiness.WAIT
+        return Readiness.AHEAD if lease.ahead else Readiness.WAIT
+
+    def _arrived(self, lease: Lease, kinds: Collection[int], tokens: int) -> Readiness:
+        """Whether what a lease needs of these kinds is there, or can be streamed into a step of so many tokens."""
+        if not lease.coming:
+            return Readiness.READY
+        needed = [node for node in lease.coming if node.kind in kinds]
+        left = [node for node in needed if node.coming]
+        streamed = bool(left) and self._forecast.fits_in_step(left, tokens)
+        if len(left) < len(needed) or streamed:
+            waited = self._clock() - lease.since
+            landed = {node.kind for node in needed} - {node.kind for node in left if not streamed}
+            if ADAPTER in landed:
+                lease.adapter_s = 0.0 if lease.ahead else waited
+            if KV in landed:
+                lease.kv_s = waited
+            lease.coming = [node for node in lease.coming if node.kind not in kinds] + left
+        if not left:
+            return Readiness.READY
+        return Readiness.STREAM if streamed else Readiness.WAIT
