@@ -54,7 +54,7 @@ class Record:
             tier="LOADING" if node.coming else "HBM" if node.device else "HOST",
             pinned=node.pinned,
             running=node.users,
-            waiting=node.wanted,
+            waiting=len(node.wanted),
             hits=node.hits,
             last_used_s=now - self.last_used if self.last_used else -1.0,
             load_cost_s=self.load_cost_s,

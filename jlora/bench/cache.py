@@ -227,12 +227,12 @@ def _request(grove: Grove, times: Times, fresh: int) -> None:
     grove.end(grove.begin(talk), talk)
     tokens = [*grove.tokens(talk), *range(fresh, fresh + grove.shape.block_tokens)]
     known = len(tokens) - grove.shape.block_tokens
-    lease = times.of("admit", manager.acquire, Origin(talk.adapter), tokens[:known], reuse=True, headroom=0)
+    lease = times.of("admit", manager.leases.acquire, Origin(talk.adapter), tokens[:known], reuse=True, headroom=0)
     assert lease is not None
     manager.leases.grow(lease, len(tokens))
     manager.leases.publish(lease, tokens, known)
-    times.of("insert", manager.publish, lease, tokens, len(tokens))
-    times.of("release", manager.release, lease)
+    times.of("insert", manager.leases.publish, lease, tokens, len(tokens))
+    times.of("release", manager.leases.release, lease)
     grove.land()
 
 
@@ -244,7 +244,7 @@ def _swap_in(grove: Grove, times: Times) -> None:
         if node.host and cells.candidates.evictable(node):
             cells.evict(node)
     held = cells.device.take(KV, cells.device.free)  # a full device
-    lease = times.of("swap in", manager.acquire, Origin(talk.adapter), tokens, reuse=True, headroom=0)
+    lease = times.of("swap in", manager.leases.acquire, Origin(talk.adapter), tokens, reuse=True, headroom=0)
     cells.device.give(KV, held)
     grove.land()
     if lease is not None:

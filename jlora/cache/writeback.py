@@ -20,6 +20,7 @@ class Split(Residency):
 
     def __init__(self, tree: Tree, blocks: tuple[int, int], policy: Policy, clock: Clock, streams: bool = False):
         super().__init__(tree, blocks, policy, clock, streams)
+        assert policy.share is not None, "a policy that splits the device has a share"
         total = blocks[0]
         adapters = min(max(1, round(policy.share * total)), total - 1)
         self._limits = adapters, total - adapters

@@ -205,12 +205,12 @@ def test_a_copy_outlasts_computing_as_long_as_it_is_measured_to():
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))  # 2.1 ms to copy, 1 ms a token
     assert cache.manager.forecast.outlasts(lease.adapter, 2)
     assert not cache.manager.forecast.outlasts(lease.adapter, 3)
-    assert not cache.manager.forecast.outlasts(lease, 0)
+    assert not cache.manager.forecast.outlasts(lease.adapter, 0)
     (copy,) = cache.copies()
     copy.started, cache.now = cache.now, cache.now + 0.0015
-    assert not cache.manager.forecast.outlasts(lease, 1)
+    assert not cache.manager.forecast.outlasts(lease.adapter, 1)
     cache.land()
-    assert not cache.manager.forecast.outlasts(lease, 1)
+    assert not cache.manager.forecast.outlasts(lease.adapter, 1)
     cache.manager.leases.release(lease)
 
 
