@@ -2,13 +2,18 @@
 
 PYTHON := .venv/bin/python
 
-.PHONY: demo test setup lint bench train-demo proto clean
+.PHONY: demo test test-all setup lint bench train-demo proto clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
 
-test: setup  ## every test, a process per core; TEST_FLAGS goes to pytest
-	@JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile $(TEST_FLAGS)
+PYTEST := JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
+
+test: setup  ## the tests that are not slow, a process per core; TEST_FLAGS goes to pytest
+	@$(PYTEST) -m "not slow" $(TEST_FLAGS)
+
+test-all: setup  ## every test
+	@$(PYTEST) $(TEST_FLAGS)
 
 setup:  ## .venv from the newest usable Python; instant when nothing changed
 	@sh scripts/setup.sh

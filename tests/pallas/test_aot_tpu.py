@@ -49,7 +49,7 @@ SOME = {
 
 def representative(values: list[Any]) -> list[Any]:
     """A few of the cases always, all of them under the marker `slow`."""
-    return [pytest.param(c, id=c.name, marks=() if c.name in SOME else pytest.mark.slow) for c in values]
+    return [pytest.param(c, id=c.name, marks=() if c.name in SOME else pytest.mark.aot_more) for c in values]
 
 
 def ops_for(mesh: Mesh, layout: PoolLayout, spec: ModelSpec, shapes: tuple[tuple[int, int], ...]) -> Ops:
@@ -63,7 +63,7 @@ def grown(pool: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((GIB // row, *pool.shape[1:]), pool.dtype)
 
 
-CHIPS = [pytest.param(c, marks=() if c in ("v5e", "v6e") else pytest.mark.slow) for c in _aot.TOPOLOGIES]
+CHIPS = [pytest.param(c, marks=() if c in ("v5e", "v6e") else pytest.mark.aot_more) for c in _aot.TOPOLOGIES]
 
 
 @functools.cache
@@ -159,7 +159,7 @@ def compiled_step(spec: ModelSpec, mesh: Mesh, gib: float, shape: tuple[int, int
 @pytest.mark.parametrize(
     ("spec", "chip", "tp", "gib"),
     [
-        pytest.param(*s, id=f"{name_of(s[0])} {s[1]} x{s[2]}", marks=[pytest.mark.slow] * (s[1] not in ALWAYS))
+        pytest.param(*s, id=f"{name_of(s[0])} {s[1]} x{s[2]}", marks=[pytest.mark.aot_more] * (s[1] not in ALWAYS))
         for s in STEPS
     ],
 )

@@ -81,7 +81,10 @@ def some(always: set[tuple[str, int]], cases: Sequence[Any]) -> list[Any]:
     """Every case with pages of 32 and 64 tokens; those in `always` always, the others under the marker `slow`."""
     return [
         pytest.param(
-            case, tokens, id=f"{case.name} B={tokens}", marks=[pytest.mark.slow] * ((case.name, tokens) not in always)
+            case,
+            tokens,
+            id=f"{case.name} B={tokens}",
+            marks=[pytest.mark.aot_more] * ((case.name, tokens) not in always),
         )
         for case in cases
         for tokens in (32, 64)
@@ -103,7 +106,7 @@ def test_attention_compiles(case: AttentionCase, block_tokens: int, resources, r
     check_resources(resources())
 
 
-@pytest.mark.slow
+@pytest.mark.aot_more
 @pytest.mark.parametrize("chunk", [1, 32])
 def test_narrow_heads_compile(chunk: int, resources):
     spec = replace(LLAMA3_8B, head_dim=64)
@@ -161,7 +164,7 @@ def test_lora_compiles(case: LoraCase, block_tokens: int, resources, record_prop
     check_resources(resources())
 
 
-@pytest.mark.parametrize("spec", [LLAMA3_8B, pytest.param(LLAMA2_7B, marks=pytest.mark.slow)], ids=lambda s: s.name)
+@pytest.mark.parametrize("spec", [LLAMA3_8B, pytest.param(LLAMA2_7B, marks=pytest.mark.aot_more)], ids=lambda s: s.name)
 @pytest.mark.parametrize(("rows", "chunk"), [(64, 1), (16, 32)], ids=["decode", "prompts"])
 def test_layers_share_one_pool_without_copies(spec: ModelSpec, rows: int, chunk: int):
     """Three layers of what a step does to the pool: adapters, new keys, attention, adapters again."""

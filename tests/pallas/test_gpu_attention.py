@@ -34,14 +34,18 @@ def check(case: AttentionCase, tiles: GpuTiles = TILES) -> None:
     assert not got[len(case.rows) :].any()
 
 
-NAMES = ("tiny128 bfloat16 B=32 decode", "tiny128 bfloat16 B=32 mixed", "tiny64 bfloat16 B=32 chunks")
+SLOW = pytest.mark.slow
+NAMES = {"tiny128 bfloat16 B=32 decode": (), "tiny128 bfloat16 B=32 mixed": SLOW, "tiny64 bfloat16 B=32 chunks": SLOW}
 
 
-@pytest.mark.parametrize("case", [c for c in SMALL_ATTENTION if c.name in NAMES], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=NAMES[c.name]) for c in SMALL_ATTENTION if c.name in NAMES]
+)
 def test_attention_equals_the_reference(case: AttentionCase):
     check(case)
 
 
+@SLOW
 @pytest.mark.parametrize(
     ("block_tokens", "chunk", "rows", "continued"),
     [(16, 1, ((1, 1), (70, 1), (200, 1)), frozenset()), (64, 8, ((8, 8), (16, 8), (90, 3)), frozenset({1}))],
@@ -55,8 +59,8 @@ def test_other_page_sizes_are_read(block_tokens: int, chunk: int, rows: tuple, c
 @pytest.mark.parametrize(
     ("group", "chunk", "rows"),
     [
-        (12, 1, ((130, 1), (9, 1))),
-        (1, 32, ((32, 32), (64, 32), (80, 16), (130, 5))),
+        pytest.param(12, 1, ((130, 1), (9, 1)), marks=SLOW),
+        pytest.param(1, 32, ((32, 32), (64, 32), (80, 16), (130, 5)), marks=SLOW),
         (6, 32, ((32, 32), (40, 8))),
     ],
 )
@@ -67,16 +71,19 @@ def test_any_number_of_heads_may_share_keys(group: int, chunk: int, rows: tuple)
     check(AttentionCase("heads", spec, 32, rows, chunk, continued))
 
 
+@SLOW
 def test_a_long_context_among_short_ones_is_cut_into_many_spans():
     spec = replace(SPEC, max_len=448, heads=2, kv_heads=1)
     case = AttentionCase("cuts", spec, 32, ((440, 1), (1, 1), (64, 1)))
     check(case, GpuTiles(decode=DecodeTiles(blocks=12)))
 
 
+@SLOW
 def test_long_rows_are_cut_into_pieces():
     check(AttentionCase("long row", replace(SPEC, heads=1, kv_heads=1), 32, ((100, 70), (5, 5)), 70))
 
 
+@SLOW
 def test_a_long_page_list_is_brought_in_parts(monkeypatch: pytest.MonkeyPatch):
     """More entries than a copy takes, 16 here: several copies, of which a span needs some."""
     monkeypatch.setattr(gpu_common, "COPY", 16)

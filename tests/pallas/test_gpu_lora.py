@@ -82,7 +82,12 @@ def run(case: LoraCase, tiles: LoraTiles = FEW) -> tuple[list[np.ndarray], tuple
     return [np.asarray(y.astype(jnp.float32)) for y in got], inputs
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+FAST = ("q k v, mixed ranks", "down, all distinct")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c.name, marks=[pytest.mark.slow] * (c.name not in FAST)) for c in CASES]
+)
 def test_lora_equals_the_reference(case: LoraCase):
     assert lora_refusal(case.layout, [case.layout.units[name] for name in case.group]) is None
     got, inputs = run(case)
@@ -93,6 +98,7 @@ def test_lora_equals_the_reference(case: LoraCase):
         np.testing.assert_array_equal(out[nobody], base[nobody])
 
 
+@pytest.mark.slow
 def test_how_the_input_is_split_does_not_matter():
     """Spans of three chunks, the last of them shorter; other stages."""
     got, inputs = run(CASES[1], LoraTiles(stages=(3, 1, 2), chunks=(3, 3), blocks=2))

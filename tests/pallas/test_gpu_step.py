@@ -74,9 +74,9 @@ def kernels(program: Compiled) -> int:
     ("spec", "layers"),
     [
         (LLAMA3_8B, 2),
-        pytest.param(LLAMA2_7B, 2, marks=pytest.mark.slow),
-        pytest.param(LLAMA3_8B, 32, marks=pytest.mark.slow),
-        pytest.param(LLAMA2_7B, 32, marks=pytest.mark.slow),
+        pytest.param(LLAMA2_7B, 2, marks=pytest.mark.aot_more),
+        pytest.param(LLAMA3_8B, 32, marks=pytest.mark.aot_more),
+        pytest.param(LLAMA2_7B, 32, marks=pytest.mark.aot_more),
     ],
     ids=lambda v: getattr(v, "name", v),
 )
@@ -103,10 +103,10 @@ def test_a_decode_step_without_adapters_launches_attention_only(record_property:
     ("spec", "layers", "tp"),
     [
         (LLAMA3_8B, 2, 4),
-        pytest.param(LLAMA3_8B, 2, 2, marks=pytest.mark.slow),
-        pytest.param(LLAMA2_7B, 2, 4, marks=pytest.mark.slow),
-        pytest.param(LLAMA3_8B, 32, 4, marks=pytest.mark.slow),
-        pytest.param(LLAMA2_7B, 32, 4, marks=pytest.mark.slow),
+        pytest.param(LLAMA3_8B, 2, 2, marks=pytest.mark.aot_more),
+        pytest.param(LLAMA2_7B, 2, 4, marks=pytest.mark.aot_more),
+        pytest.param(LLAMA3_8B, 32, 4, marks=pytest.mark.aot_more),
+        pytest.param(LLAMA2_7B, 32, 4, marks=pytest.mark.aot_more),
     ],
     ids=lambda v: getattr(v, "name", v),
 )

@@ -44,7 +44,13 @@ def shard_pool(case: LoraCase, seed: int, named: tuple[Any, ...]) -> jax.Array:
     return jnp.asarray(pool, layout.dtype)
 
 
-@pytest.mark.parametrize(("tp", "group"), [(2, ("q", "k", "v")), (4, ("down",))], ids=["q k v on 2", "down on 4"])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("tp", "group"),
+    [pytest.param(2, ("q", "k", "v"), marks=SLOW, id="q k v on 2"), pytest.param(4, ("down",), id="down on 4")],
+)
 def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[str, ...]):
     case = LoraCase("tp", SPEC, 32, group, (8, 3), ((0, 3), (-1, 2), (1, 3)), tp, fit=fit_units)
     units = [case.layout.units[name] for name in group]
@@ -81,7 +87,9 @@ def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[
         assert np.abs(out - plain).max() > 0.1
 
 
-@pytest.mark.parametrize(("tp", "chunk"), [(4, 1), (2, 8)], ids=["decode on 4", "prompts on 2"])
+@pytest.mark.parametrize(
+    ("tp", "chunk"), [pytest.param(4, 1, marks=SLOW, id="decode on 4"), pytest.param(2, 8, id="prompts on 2")]
+)
 def test_every_device_attends_with_its_own_heads(tp: int, chunk: int):
     spec = replace(SPEC, heads=tp, kv_heads=tp)
     rows = ((40, 1), (9, 1)) if chunk == 1 else ((8, 8), (13, 5))

@@ -73,8 +73,23 @@ def close(got: list[np.ndarray], want: list[np.ndarray], dtype: str) -> None:
         np.testing.assert_allclose(a, b, atol=TOLERANCE[dtype] * max(1, np.abs(b).max()))
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("case", cases.SMALL_LORA, ids=lambda c: c.name)
+def in_modes(values: list[Any], fast: dict[str, str]) -> list[Any]:
+    """Every case in both interpreters; those not in `fast` (end of the name -> mode) are slow."""
+    return [
+        pytest.param(case, mode, id=f"{case.name}-{mode}", marks=[pytest.mark.slow] * (not quick(case, mode, fast)))
+        for case in values
+        for mode in MODES
+    ]
+
+
+def quick(case: Any, mode: str, fast: dict[str, str]) -> bool:
+    return any(case.name.endswith(name) and mode == chosen for name, chosen in fast.items())
+
+
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    in_modes(cases.SMALL_LORA, {"bfloat16 q k v, mixed ranks": "plain", "float32 o, one adapter": "tpu"}),
+)
 def test_lora_equals_the_reference(case: cases.LoraCase, mode: str, chip: Chip):
     inputs = cases.lora_inputs(case)
     got = run_lora(TpuLora(chip, MODES[mode]), inputs)
@@ -138,8 +153,9 @@ def test_a_tile_is_multiplied_in_equal_parts(tokens: int, most: int, rows: int):
     assert product_rows(tokens, most) == rows
 
 
-@pytest.mark.parametrize("mode", list(MODES))
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    ("case", "mode"), in_modes(ATTENTION, {"bfloat16 B=32 chunks": "plain", "float32 B=16 decode": "tpu"})
+)
 def test_attention_equals_the_reference(case: cases.AttentionCase, mode: str, chip: Chip):
     inputs = cases.attention_inputs(case)
     with interpreted(MODES[mode]):
@@ -156,6 +172,7 @@ def with_many_heads(form: str) -> cases.AttentionCase:
     return replace(of(cases.SMALL_ATTENTION, f"tiny128 float32 B=16 {form}"), spec=spec)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("form", ["decode", "chunks"])
 def test_attention_of_several_blocks_of_heads_equals_the_reference(form: str, mode: str, chip: Chip):
@@ -199,9 +216,9 @@ def test_prompt_rows_become_sequences_and_their_padding_is_kept_apart():
     # The interpreter with TPU semantics calls back from every device: on all four host devices it may wait for ever.
     [
         (2, ("q",), "plain", FEW),
-        (4, ("gate", "up"), "plain", FEW),
-        (2, ("q",), "tpu", FEW),
-        (2, ("gate", "up"), "plain", MANY),
+        pytest.param(4, ("gate", "up"), "plain", FEW, marks=pytest.mark.slow),
+        pytest.param(2, ("q",), "tpu", FEW, marks=pytest.mark.slow),
+        pytest.param(2, ("gate", "up"), "plain", MANY, marks=pytest.mark.slow),
     ],
     ids=["q on 2", "gate and up on 4", "q on 2, TPU semantics", "tiles of several products on 2"],
 )

@@ -104,7 +104,12 @@ def run(ops: Ops, tp: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
     return np.array(after), np.array(rows)[:3]
 
 
-@pytest.mark.parametrize(("tp", "chunk"), [(1, 8), (2, 1), (4, 8)])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("tp", "chunk"), [(1, 1), *(pytest.param(*sizes, marks=SLOW) for sizes in ((1, 8), (2, 1), (4, 8)))]
+)
 def test_a_step_of_kernels_equals_a_step_of_the_reference(tp: int, chunk: int):
     with interpreted():
         pool, rows = run(kernels(), tp, chunk)
@@ -113,6 +118,7 @@ def test_a_step_of_kernels_equals_a_step_of_the_reference(tp: int, chunk: int):
     np.testing.assert_allclose(pool, want_pool, atol=2e-3)
 
 
+@SLOW
 def test_the_step_above_depends_on_its_adapters():
     layout, pool, batch = launch(1, 1)
     with_adapters = run(XLA, 1, 1)[1]
@@ -124,6 +130,7 @@ def test_the_step_above_depends_on_its_adapters():
     assert change[0] > 0.1 and change[2] > 0.1 and change[1] < 1e-5  # the row between has no adapter
 
 
+@SLOW
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_step_by_tiles_of_tokens_equals_a_step_of_the_reference(tp: int):
     pool, rows = run(tiled(), tp, 8)
@@ -137,7 +144,9 @@ def tiled() -> Ops:
     return replace(XLA, lora=partial(reference.lora, token_tile=8))
 
 
-@pytest.mark.parametrize(("made", "tp"), [("reference", 2), ("tiled", 2), ("kernels", 4)])
+@pytest.mark.parametrize(
+    ("made", "tp"), [("reference", 2), pytest.param("tiled", 2, marks=SLOW), pytest.param("kernels", 4, marks=SLOW)]
+)
 def test_a_layer_has_two_large_sums_and_one_small_one_per_group_of_projections(made: str, tp: int):
     ops = {"reference": lambda: XLA, "tiled": tiled, "kernels": kernels}[made]()
     layout, pool, batch = launch(tp, 8 if made == "tiled" else 1)
