@@ -22,20 +22,22 @@ import uuid
 import weakref
 from collections import deque
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing, suppress
+from concurrent.futures import Future
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from tqdm.auto import tqdm
 
 from jlora import config as configs
 from jlora.config import Config
-from jlora.engine.service import Service
+from jlora.engine.local import LocalReplica
 from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, QueueFull, Unavailable
 from jlora.model import checkpoint
+from jlora.replica import Replica
 from jlora.serve.stream import Answer, joined
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import (
@@ -50,9 +52,13 @@ from jlora.types import (
     TokenLogprob,
     Usage,
 )
+from jlora.validation import validate
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, str]
+
+# By a request's place: its events, or why it was refused.
+_Inbox = queue.SimpleQueue[tuple[int, "list[TokenEvent] | BaseException"]]
 
 # Seconds without a heartbeat after which the engine counts as dead. The longest compilation is far shorter.
 _STALL_S = 600.0
@@ -106,10 +112,10 @@ class LLM:
         settings = _settings(model, adapters, config)
         directory = checkpoint.resolve(settings.model.path)
         self.tokenizer = Tokenizer.from_dir(directory)
-        self._service = Service.start(settings, progress=progress)
+        self._replica: Replica = LocalReplica.start(settings, progress=progress)
         self._progress = progress
         # Runs once: on close(), on garbage collection, or at exit, whichever comes first.
-        self._stop = weakref.finalize(self, self._service.stop)
+        self._stop = weakref.finalize(self, self._replica.close)
 
     def generate(
         self,
@@ -162,19 +168,19 @@ class LLM:
 
     def load_adapter(self, name: str, path: str | Path, pinned: bool = False, replace: bool = False) -> AdapterInfo:
         """Loads a PEFT adapter. Raises AlreadyExists if the name is in use and `replace` is False."""
-        return self._service.load_adapter(name, str(path), pinned=pinned, replace=replace)
+        return self._replica.load_adapter(name, str(path), pinned=pinned, replace=replace).result()
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Waits for the adapter's running requests, then frees it."""
-        return self._service.unload_adapter(name)
+        return self._replica.unload_adapter(name).result()
 
     def adapters(self) -> list[AdapterInfo]:
         """Every loaded adapter."""
-        return self._service.adapters()
+        return self._replica.adapters().result()
 
     def cache_stats(self) -> CacheState:
         """Blocks of the pool by class, and hit counters."""
-        return self._service.cache_state()
+        return self._replica.state().result().cache
 
     def close(self) -> None:
         """Stops the engine and frees the device. A second call does nothing."""
@@ -189,7 +195,7 @@ class LLM:
         self.close()
 
     def __repr__(self) -> str:
-        return f"LLM({self._service.model_name!r})"
+        return f"LLM({self._replica.info.model!r})"
 
     def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
         if self.tokenizer is None:
@@ -202,7 +208,7 @@ class LLM:
         samplings = _for_each("sampling", SamplingParams() if sampling is None else sampling, count, SamplingParams)
         adapters = _for_each("adapter", adapter, count, str | None)
         for name in {a for a in adapters if isinstance(a, str)}:
-            self._service.adapter(name)  # raises NotFound
+            self._replica.adapter(name).result()  # before the prompts: it is no fault of one of them
         requests = []
         for i, (prompt, one, name) in enumerate(zip(prompts, samplings, adapters, strict=True)):
             try:
@@ -222,7 +228,9 @@ class LLM:
             prompt = self.tokenizer.encode(prompt)
         elif isinstance(prompt, np.ndarray):
             prompt = prompt.tolist()
-        request = self._service.check(Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter, tenant=tenant))
+        request = Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter, tenant=tenant)
+        request = validate(request, self._replica.info.limits)
+        self._replica.check(request).result()
         if request.sampling.stop and self.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         return request
@@ -254,54 +262,53 @@ class LLM:
         Yields each request's place, its new deltas, and whether it has ended. Leaving the iteration early
         aborts the requests that are still live.
         """
-        inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]] = queue.SimpleQueue()
-        waiting = deque(enumerate(requests))
-        live: dict[int, _Live] = {}
+        inbox: _Inbox = queue.SimpleQueue()
+        waiting = deque(range(len(requests)))
+        live: dict[int, Answer] = {}
+        room = self._replica.info.config.engine.max_queue  # completions
         try:
             while waiting or live:
-                while waiting and self._admit(*waiting[0], live, inbox):
-                    waiting.popleft()
-                if not live:  # the queue is full of other threads' requests
+                while waiting and (room >= requests[waiting[0]].sampling.n or not live):
+                    i = waiting.popleft()
+                    room -= requests[i].sampling.n
+                    live[i] = Answer(requests[i], self.tokenizer, self._replica.info.eos_ids)
+                    self._submit(i, requests[i], inbox)
+                i, came = self._receive(inbox)
+                if isinstance(came, QueueFull):  # other threads' requests fill the queue
+                    waiting.append(i)
                     time.sleep(0.01)
-                    continue
-                i, events = self._receive(inbox)
-                request = live[i]
-                deltas, stops = request.answer.push(events)
-                for index, outputs in stops:
-                    self._service.stop_completion(request.id, index, outputs, request.handle)
-                if request.answer.ended:
-                    del live[i]
-                yield i, deltas, request.answer.ended
+                elif isinstance(came, BaseException):
+                    raise came
+                else:
+                    deltas, stops = live[i].push(came)
+                    for stop in stops:
+                        self._replica.stop(requests[i].id, *stop)
+                    yield i, deltas, live[i].ended
+                    if not live[i].ended:
+                        continue
+                del live[i]
+                room += requests[i].sampling.n
         finally:
-            with suppress(Unavailable):  # a stopped engine has aborted them itself
-                for request in live.values():
-                    self._service.abort(request.id, request.handle)
+            for i in live:
+                self._replica.abort(requests[i].id)
 
-    def _admit(self, i: int, request: Request, live: dict[int, _Live], inbox: queue.SimpleQueue) -> bool:
-        """Submits a request unless the queue is full."""
-        try:
-            handle = self._service.submit(request, lambda events: inbox.put((i, events)))
-        except QueueFull:
-            return False
-        live[i] = _Live(request.id, handle, Answer(request, self.tokenizer, self._service.spec.eos_ids))
-        return True
+    def _submit(self, i: int, request: Request, inbox: _Inbox) -> None:
+        """Submits a request; its events come through the inbox, and so does a refusal."""
 
-    def _receive(self, inbox: queue.SimpleQueue[tuple[int, list[TokenEvent]]]) -> tuple[int, list[TokenEvent]]:
+        def refused(submitted: Future[int]) -> None:
+            if (error := submitted.exception()) is not None:
+                inbox.put((i, error))
+
+        self._replica.submit(request, lambda events: inbox.put((i, events))).add_done_callback(refused)
+
+    def _receive(self, inbox: _Inbox) -> tuple[int, list[TokenEvent] | BaseException]:
         """The next events. Raises Unavailable if the engine has died."""
         while True:
             try:
                 return inbox.get(timeout=5.0)
             except queue.Empty:
-                if (age := self._service.heartbeat_age()) > _STALL_S:
+                if (age := self._replica.heartbeat_age()) > _STALL_S:
                     raise Unavailable(f"the engine has not moved for {age:.0f} s") from None
-
-
-class _Live(NamedTuple):
-    """A submitted request."""
-
-    id: str
-    handle: int
-    answer: Answer
 
 
 def _completion(whole: Delta) -> Completion:

@@ -280,7 +280,7 @@ def test_importing_jlora_does_not_load_jax():
 
 
 def test_an_activated_lora_reads_along_over_the_base_s_kv(files: Path, llm: LLM, tmp_path: Path):
-    spec = _make.tiny_spec(vocab=llm._service.spec.vocab)
+    spec = _make.tiny_spec(vocab=llm.tokenizer.vocab_size)
     path = _make.make_adapter(tmp_path / "check", spec, seed=3, alora_invocation_tokens=[7, 8])
     llm.load_adapter("check", path)
     try:

@@ -53,7 +53,7 @@ ALLOWED = [
     ("n", 64, 64),
     ("max_tokens", 1, 1),
     ("max_tokens", 45, 45),  # 3 + 45 = the pool's capacity
-    ("max_tokens", None, 45),
+    ("max_tokens", None, None),
     ("min_tokens", 45, 45),
     ("stop", ["a", "b"], ("a", "b")),
     ("stop", ("x" * 1024,) * 16, ("x" * 1024,) * 16),

@@ -1,4 +1,4 @@
-"""`jlora.v1.Control`: what the server is and how it fares, and the few levers it has."""
+"""`jlora.v1.Control`: the server's constants and counters, abort, flush and drain."""
 
 from __future__ import annotations
 
@@ -15,41 +15,40 @@ from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
 from jlora.serve import convert
-from jlora.serve.backend import Backend, until
+from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 Context = grpc.aio.ServicerContext
 
-# Keys whose values are paths of the server's disk: no client's business.
+# Keys whose values are paths on the server: clients do not see them.
 PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache"})
 
 
 class ControlServicer(rpc.ControlServicer):
-    """Reads the engine's counters; the calls that wait run on a thread."""
+    """Each call is one command of the replica."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """Constants of the server, and the few numbers that say whether it is well."""
-        engine, tokenizer = self._backend.engine, self._backend.tokenizer
-        stats = await asyncio.to_thread(engine.stats)
-        state = await asyncio.to_thread(engine.cache_state)
-        recent = self._backend.recent.summary()
-        devices = jax.devices()[: engine.config.model.tp]
+        """Constants of the server, and the numbers that show its health."""
+        replica, tokenizer = self._backend.loaded, self._backend.tokenizer
+        state = await asyncio.wrap_future(replica.state())
+        info, stats, recent = replica.info, state.stats, self._backend.recent.summary()
+        devices = jax.devices()[: info.config.model.tp]
         return pb.ServerInfo(
             version=__version__,
-            model=engine.model_name,
+            model=info.model,
             platform=devices[0].platform,
             devices=[f"{d.device_kind} {d.id}" for d in devices],
-            tp=engine.config.model.tp,
-            dtype=engine.spec.dtype,
-            max_model_len=engine.limits.max_len,
-            vocab=engine.limits.vocab,
-            block_tokens=engine.layout.block_tokens,
-            blocks=state.hbm.total,
-            config=public_config(engine.config),
+            tp=info.config.model.tp,
+            dtype=info.dtype,
+            max_model_len=info.limits.max_len,
+            vocab=info.limits.vocab,
+            block_tokens=info.block_tokens,
+            blocks=state.cache.hbm.total,
+            config=public_config(info.config),
             uptime_s=time.monotonic() - self._backend.started,
             compiles_after_warmup=stats.compiles_after_warmup,
             host_s_per_step=stats.host_step_s,
@@ -66,27 +65,26 @@ class ControlServicer(rpc.ControlServicer):
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
         """A snapshot of both tiers."""
-        return convert.cache_state(await asyncio.to_thread(self._backend.engine.cache_state))
+        return convert.cache_state((await asyncio.wrap_future(self._backend.loaded.state())).cache)
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Its blocks are free within two steps."""
+        """Ends a live request; its blocks are free within two steps."""
         if not request.request_id:
             raise InvalidArgument("request_id: is empty, must name a live request")
-        return pb.AbortResponse(aborted=await asyncio.to_thread(self._backend.engine.abort, request.request_id))
+        return pb.AbortResponse(aborted=await asyncio.wrap_future(self._backend.loaded.abort(request.request_id)))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         """Drops KV that no live request uses."""
-        return pb.FlushCacheResponse(blocks=await asyncio.to_thread(self._backend.engine.flush_cache))
+        return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Health says NOT_SERVING at once; the process goes on until it is told to end."""
-        engine = self._backend.engine
+        """Health turns NOT_SERVING at once. The process runs until a signal ends it."""
+        replica = self._backend.loaded
         timeout = request.timeout_s if request.HasField("timeout_s") else None
         if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):
             raise InvalidArgument(f"timeout_s = {timeout}: must be a finite number of seconds, at least 0")
         self._backend.draining = True
-        # Each look refuses new requests, the first one too, and does not wait itself.
-        return pb.DrainResponse(drained=await until(lambda: engine.drain(timeout_s=0), timeout))
+        return pb.DrainResponse(drained=await asyncio.wrap_future(replica.drain(timeout)))
 
 
 def public_config(config: Config) -> Mapping[str, str]:

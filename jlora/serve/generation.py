@@ -12,19 +12,16 @@ So a slow reader delays no other request, and its backlog goes out as one messag
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator
+from concurrent.futures import Future
 from typing import Self
 
-from jlora.errors import Unavailable
 from jlora.serve.backend import Backend
 from jlora.serve.status import DeadlineExceeded
 from jlora.serve.stream import Answer, joined
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
-
-log = logging.getLogger(__name__)
 
 
 class Inbox:
@@ -65,44 +62,32 @@ class Generation:
     """A submitted request; leaving the context aborts it unless it has ended."""
 
     def __init__(self, backend: Backend, request: Request, eager: bool):
-        self._engine = backend.engine
+        self._replica = backend.loaded
         self._recent = backend.recent
         self._request = request
         self._inbox = Inbox(eager)
-        self._answer = Answer(request, backend.tokenizer, self._engine.spec.eos_ids)
+        self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
         self._handle: int | None = None
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
 
     async def __aenter__(self) -> Self:
-        """Submits; raises what `Service.submit` raises.
-
-        On a thread, because the engine's lock may be taken for the Python part of a step. A call
-        cancelled meanwhile is aborted when it has been submitted.
-        """
-        submitting = asyncio.ensure_future(asyncio.to_thread(self._submit))
+        """Submits; raises what `Replica.submit` fails with."""
+        submitted = self._replica.submit(self._request, self._inbox.put)
         try:
-            await asyncio.shield(submitting)
+            self._handle = await asyncio.wrap_future(submitted)
         except asyncio.CancelledError:
-            submitting.add_done_callback(lambda done: None if done.exception() else self._abort())
+            # The command may run by now: then it ends in an abort.
+            submitted.add_done_callback(self._abort_submitted)
             raise
         return self
 
-    def _submit(self) -> None:
-        self._handle = self._engine.submit(self._request, self._inbox.put)
-
     async def __aexit__(self, *_: object) -> None:
         if not self._answer.ended:
-            self._abort()
+            self._replica.abort(self._request.id, self._handle)  # nobody waits: the client has gone
 
-    def _abort(self) -> None:
-        """Aborts without waiting: the client that would is gone."""
-        asyncio.get_running_loop().run_in_executor(None, self._abort_in_engine)
-
-    def _abort_in_engine(self) -> None:
-        try:
-            self._engine.abort(self._request.id, self._handle)
-        except Unavailable as e:  # the engine has stopped, and its requests with it
-            log.info("abort of a request: %s", e)
+    def _abort_submitted(self, submitted: Future[int]) -> None:
+        if not submitted.cancelled() and submitted.exception() is None:
+            self._replica.abort(self._request.id, submitted.result())
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """New deltas, as soon as there are some.
@@ -114,7 +99,7 @@ class Generation:
         while not self._answer.ended:
             deltas, stops = self._answer.push(await self._inbox.get())
             for index, outputs in stops:
-                self._engine.stop_completion(self._request.id, index, outputs, self._handle)
+                self._replica.stop(self._request.id, index, outputs, self._handle)
             if self._answer.ended:
                 self._finish()
             if deltas:

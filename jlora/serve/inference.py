@@ -17,39 +17,40 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded
 from jlora.types import Request
+from jlora.validation import validate
 
 Context = grpc.aio.ServicerContext
 
 
 class InferenceServicer(rpc.InferenceServicer):
-    """Turns messages into requests, submits them, and sends what comes back.
+    """Turns messages into requests, submits them, and sends their deltas.
 
-    A call that ends early, by cancellation or deadline, leaves the `Generation` block, which
-    aborts its request in the engine.
+    A call that ends early, by cancellation or deadline, leaves its `Generation`, which aborts the
+    request.
     """
 
     def __init__(self, backend: Backend):
         self._backend = backend
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """One message with everything."""
+        """One message with the whole answer."""
         ready = await self._request(request, context)
-        # Stop strings must be seen as they come; else one look at the end is enough.
+        # Without stop strings nothing needs to be read before the end.
         async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
             whole = await generation.whole()
             return convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Deltas, as soon as they are there and the client reads."""
+        """Deltas, as soon as they arrive and the client reads."""
         ready = await self._request(request, context)
         async with Generation(self._backend, ready, eager=True) as generation:
             async for deltas in generation.deltas():
                 yield convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
-        """A hint; the engine does what there is room for."""
+        """A hint; the replica copies what there is room for."""
         ready = await self._request(request, context)
-        result = await asyncio.to_thread(self._backend.engine.prefetch, ready)
+        result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         return pb.PrefetchResponse(
             adapter_resident=result.resident_adapter,
             cached_tokens=result.cached_tokens,
@@ -58,7 +59,7 @@ class InferenceServicer(rpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """The ids that Generate would take as the prompt."""
-        engine = self._backend.engine
+        limits = self._backend.loaded.info.limits
         match request.WhichOneof("input"):
             case "text":
                 ids = await self._backend.encode(request.text)
@@ -66,11 +67,11 @@ class InferenceServicer(rpc.InferenceServicer):
                 ids = await self._backend.encode_chat(request.chat)
             case _:
                 raise InvalidArgument("input: is not set; give text or chat")
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=engine.limits.max_len)
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=limits.max_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Text of ids inside the vocabulary."""
-        vocab = self._backend.engine.limits.vocab
+        vocab = self._backend.loaded.info.limits.vocab
         tokenizer = self._backend.text_tokenizer("Detokenize")
         for i, token in enumerate(request.token_ids):
             if not 0 <= token < vocab:
@@ -78,9 +79,9 @@ class InferenceServicer(rpc.InferenceServicer):
         return pb.DetokenizeResponse(text=tokenizer.decode(request.token_ids, skip_special=not request.keep_special))
 
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
-        """The validated record of a message; the call's deadline becomes the request's."""
+        """The message as a valid request; the call's deadline becomes the request's."""
         backend = self._backend
-        engine = backend.engine  # first of all: while loading there is nothing to check against
+        limits = backend.loaded.info.limits  # first: while loading there is nothing to validate against
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -90,9 +91,7 @@ class InferenceServicer(rpc.InferenceServicer):
         adapter = backend.adapter_of(message.model)
         request_id = message.request_id or uuid.uuid4().hex
         prompt = await self._prompt(message)
-        return await asyncio.to_thread(
-            engine.check, convert.engine_request(message, request_id, prompt, adapter, deadline)
-        )
+        return validate(convert.engine_request(message, request_id, prompt, adapter, deadline), limits)
 
     async def _prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
         match message.WhichOneof("prompt"):

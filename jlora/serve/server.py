@@ -1,13 +1,13 @@
-"""The gRPC server put together: three services, health that tells the truth, reflection.
+"""The gRPC server: three services, health and reflection.
 
     server = GrpcServer(Backend(), heartbeat_s=10.0)
-    port = server.bind("127.0.0.1", 0)       # before the weights are read: a taken port costs nothing
+    port = server.bind("127.0.0.1", 0)       # before the weights are read, so a taken port costs no time
     await server.start()                     # answers NOT_SERVING and UNAVAILABLE from now on
-    server.backend.service = ...             # SERVING within HEALTH_PERIOD_S
+    server.backend.replica = ...             # SERVING within HEALTH_PERIOD_S
     await server.stop(grace_s=1.0)
 
-Health follows the engine, not the process: SERVING means that an engine is there, does not drain,
-and that its loop went round within `heartbeat_s`. It comes back by itself when a step was only long.
+Health follows the replica, not the process. SERVING means that the replica is loaded, does not drain,
+and made progress within `heartbeat_s`. After a long step health turns SERVING again by itself.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.2
 
-# A prompt of 4M tokens; prompt logprobs of a long one.
+# Room for the prompt logprobs of a long prompt.
 MAX_MESSAGE_BYTES = 64 << 20
 
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
@@ -41,7 +41,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
-    """One listening gRPC server over one `Backend`. Make it on the event loop that runs it."""
+    """One gRPC server over one `Backend`. Create it on the event loop that runs it."""
 
     def __init__(self, backend: Backend, heartbeat_s: float):
         self.backend = backend
@@ -50,7 +50,7 @@ class GrpcServer:
         self._server = grpc.aio.server(
             interceptors=[StatusInterceptor()],
             options=[
-                ("grpc.so_reuseport", 0),  # else a second server would share the port unnoticed
+                ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
                 ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
                 ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
             ],
@@ -67,21 +67,21 @@ class GrpcServer:
         """Takes the port (0: a free one) and returns it.
 
         Raises:
-            ConfigError: it is taken, or the host is not of this machine.
+            ConfigError: the port is taken, or the host is not this machine's.
         """
         try:
             return self._server.add_insecure_port(address(host, port))
         except RuntimeError as e:
             raise ConfigError(
-                f"cannot listen on {address(host, port)}: the port is in use or the host is not of this machine; "
+                f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "
                 "change serve.port or serve.host (port 0 takes a free one)"
             ) from e
 
     async def start(self) -> None:
-        """Begins to answer; health is NOT_SERVING until the backend has an engine."""
+        """Starts to answer; health is NOT_SERVING until the backend has a replica."""
         await self._set_health(False)
         await self._server.start()
-        self._watch = asyncio.create_task(self._watch_engine(), name="health")
+        self._watch = asyncio.create_task(self._watch_replica(), name="health")
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives live ones `grace_s` seconds, closes the port."""
@@ -90,22 +90,22 @@ class GrpcServer:
         await self._set_health(False)
         await self._server.stop(grace_s)
 
-    async def _watch_engine(self) -> None:
-        """Sets health whenever the truth changes."""
-        said = False
+    async def _watch_replica(self) -> None:
+        """Sets health whenever it changes."""
+        last = False
         while True:
             well = self._is_well()
-            if well != said:
+            if well != last:
                 await self._set_health(well)
                 log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
-                said = well
+                last = well
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     def _is_well(self) -> bool:
         backend = self.backend
-        if backend.service is None or backend.draining:
+        if backend.replica is None or backend.draining:
             return False
-        return backend.service.heartbeat_age() <= self._heartbeat_s
+        return backend.replica.heartbeat_age() <= self._heartbeat_s
 
     async def _set_health(self, well: bool) -> None:
         for name in ("", *SERVICES):

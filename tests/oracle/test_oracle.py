@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 
 from jlora.serve.proto import jlora_pb2 as pb
-from tests.oracle._server import Client, serve
+from tests.oracle._server import serve
+from tests.serve._server import Served
 
 GOLDEN = Path(__file__).parent / "golden"
 ROOT = Path(__file__).parents[2]
@@ -68,7 +69,7 @@ def answers(case: Path) -> list[Answer]:
 
 
 @contextmanager
-def serving(case: Path, settings: Mapping[str, Any]) -> Iterator[Client]:
+def serving(case: Path, settings: Mapping[str, Any]) -> Iterator[Served]:
     """A gRPC server on this case's model and all its adapters."""
     adapters = {f"adapters.paths.{path.name}": str(path) for path in sorted((case / "adapters").iterdir())}
     model = {"model.path": str(case / "model"), "model.name": case.name, "model.dtype": "float32"}
@@ -128,7 +129,7 @@ def check_case(case: Path, settings: Mapping[str, Any]) -> None:
             check(client.inference.Generate(request(want, bypass_prefix_cache=i % 2 == 0)), want)
         client.check_idle()
         if settings["engine.warmup"]:
-            assert client.service.stats().compiles_after_warmup == 0
+            assert client.stats().compiles_after_warmup == 0
 
 
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "tp 4"])
@@ -187,9 +188,9 @@ def check_preempted(case: Path, settings: str) -> None:
             calls = [client.inference.Generate.future(request(want)) for want in wanted]
             for call, want in zip(calls, wanted, strict=True):
                 check(call.result(), want)
-            if client.service.stats().preemptions:
+            if client.stats().preemptions:
                 break  # it depends on who comes first, and so on the machine, whether anybody is
-        assert client.service.stats().preemptions > 0
+        assert client.stats().preemptions > 0
         client.check_idle()
 
 

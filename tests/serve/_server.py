@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,13 +16,16 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
-from jlora.engine.service import Service
+from jlora.engine.local import LocalReplica
+from jlora.model import checkpoint
 from jlora.model.spec import ModelSpec
-from jlora.serve import launcher
+from jlora.ports import System
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
+from jlora.serve.tokenizer import Tokenizer
+from jlora.types import CacheState, EngineStats
 from tests import _make
 from tests.serve import _tokenizers
 
@@ -62,14 +64,27 @@ class Served:
         self.health = health_pb2_grpc.HealthStub(self.channel)
 
     @property
-    def service(self) -> Service:
-        """The engine."""
-        return self.backend.engine
+    def replica(self) -> LocalReplica:
+        """The engine behind it."""
+        assert isinstance(self.backend.replica, LocalReplica)
+        return self.backend.replica
 
     @property
     def spec(self) -> ModelSpec:
         """The base model's shape."""
-        return self.service.spec
+        return checkpoint.read_spec(Path(self.replica.info.config.model.path), "auto", 0)
+
+    def stats(self) -> EngineStats:
+        """The engine's counters."""
+        return self.replica.state().result(20).stats
+
+    def cache(self) -> CacheState:
+        """The engine's blocks, not through gRPC."""
+        return self.replica.state().result(20).cache
+
+    def check_integrity(self) -> None:
+        """Fails if the pool or the tree is inconsistent."""
+        self.replica.check_integrity().result(20)
 
     def generate(self, request: pb.GenerateRequest) -> pb.GenerateResponse:
         """Unary."""
@@ -95,9 +110,10 @@ class Served:
         return health_pb2.HealthCheckResponse.ServingStatus.Name(reply.status)
 
     def check_idle(self) -> None:
-        """Nothing runs or waits, and no block belongs to a running request."""
-        wait_until(lambda: not self.service.stats().running and not self.service.stats().waiting)
-        wait_until(lambda: self.control.GetCacheState(pb.GetCacheStateRequest()).hbm.running_kv == 0)
+        """Nothing runs or waits, no block belongs to a running request, and pool and tree are consistent."""
+        wait_until(lambda: not self.stats().live_requests)
+        wait_until(lambda: self.cache().hbm.running_kv == 0)
+        self.check_integrity()
 
 
 def wait_until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:
@@ -116,20 +132,20 @@ def write_text_model(directory: Path, **overrides: Any) -> ModelSpec:
 
 
 @contextmanager
-def serve(model: Path, overrides: Mapping[str, Any]) -> Iterator[Served]:
-    """Loads as the launcher does and serves on a free port; stops both at the end."""
+def serve(model: Path, overrides: Mapping[str, Any], system: System | None = None) -> Iterator[Served]:
+    """Loads a model and serves it on a free port; stops both at the end."""
     config = configuration.load(None, {**SMALL, "model.path": str(model), **overrides})
-    service, tokenizer = launcher.load(config)
+    replica = LocalReplica.start(config, progress=False, system=system)
     try:
-        with serving(Backend(service=service, tokenizer=tokenizer), config.serve.heartbeat_s) as served:
+        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve.heartbeat_s) as served:
             yield served
     finally:
-        service.stop()
+        replica.close()
 
 
 @contextmanager
-def serving(backend: Backend, heartbeat_s: float = 60.0, threads: int | None = None) -> Iterator[Served]:
-    """A gRPC server over `backend` on a loop thread of its own; `threads`: for calls of the engine."""
+def serving(backend: Backend, heartbeat_s: float = 60.0) -> Iterator[Served]:
+    """A gRPC server over `backend` on a loop thread of its own."""
 
     async def start() -> tuple[GrpcServer, int]:
         server = GrpcServer(backend, heartbeat_s)
@@ -138,7 +154,6 @@ def serving(backend: Backend, heartbeat_s: float = 60.0, threads: int | None = N
         return server, port
 
     loop = asyncio.new_event_loop()
-    loop.set_default_executor(ThreadPoolExecutor(threads, thread_name_prefix="serve"))
     thread = threading.Thread(target=loop.run_forever, name="grpc", daemon=True)
     thread.start()
     try:

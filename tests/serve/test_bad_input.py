@@ -58,14 +58,13 @@ def crowd(served: Served, alone: list[pb.GenerateResponse]) -> Iterator[Served]:
     with ThreadPoolExecutor(len(NEIGHBOURS)) as pool:
         neighbours = list(map(pool.submit, [ask_on] * len(NEIGHBOURS), NEIGHBOURS, alone))
         try:
-            wait_until(lambda: served.service.stats().running == len(NEIGHBOURS))
+            wait_until(lambda: served.stats().running == len(NEIGHBOURS))
             yield served
         finally:
             over.set()
     for neighbour in neighbours:
         neighbour.result()
     served.check_idle()
-    served.service.check_integrity()
 
 
 # -- fields of a request ------------------------------------------------------------------------
@@ -328,7 +327,7 @@ def test_what_can_never_fit_the_pool_is_refused_by_the_key_to_change(text_model:
         for call in (small.generate, small.streamed, small.inference.Prefetch):
             with refused(CODE.RESOURCE_EXHAUSTED, "max_tokens = 1598", "at most 1600", "cache.hbm_blocks"):
                 call(request((5, 6, 7), 1598))
-        small.service.check_integrity()
+        small.check_integrity()
         assert small.generate(request((5, 6, 7))).usage.completion_tokens == 8
 
 

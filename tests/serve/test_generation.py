@@ -1,20 +1,22 @@
-"""A request that ends early: what it held is free two steps after the engine knows, whoever else waits for what."""
+"""A request that ends early: its blocks are free two steps after the engine knows."""
 
 from __future__ import annotations
 
-import threading
+import asyncio
 import time
-from collections.abc import Iterator
+from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
 
-from jlora.engine.service import Service
+from jlora.replica import Replica, Sink
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import Request, TokenEvent
+from jlora.types import Request
 from tests.serve._server import Served, request, serving, wait_until
 
 LONG = 3000  # tokens: never reached
@@ -22,115 +24,96 @@ BLOCKS = 40  # of the prompt of a request that ends early
 PROMPT = [5] * (16 * BLOCKS)
 
 
-class Turns:
-    """Lets the engine take one step at a time, so that time is counted in steps, however slow a client's word travels.
+class Noted:
+    """A replica that notes what its front asks for; with `deaf` no abort reaches the engine."""
 
-    Attributes:
-        aborts: what the engine was told to end.
-        deadlines: of the requests it was given, on the monotonic clock.
-    """
-
-    def __init__(self, service: Service, monkeypatch: pytest.MonkeyPatch):
-        self.aborts: list[str] = []
+    def __init__(self, replica: Replica, deaf: bool = False):
+        self._replica, self._deaf = replica, deaf
         self.deadlines: list[float] = []
-        self._over = False
-        self._go, self._done = threading.Semaphore(0), threading.Semaphore(0)
-        self._service, self._step = service, service._engine.step
-        self._abort, self._submit = service._engine.abort, service._engine.submit
-        for name in ("step", "abort", "submit"):
-            monkeypatch.setattr(service._engine, name, getattr(self, f"_on_{name}"))
+        self.aborted: list[float] = []  # when the engine had done it
 
-    @property
-    def steps(self) -> int:
-        """Steps since the server started."""
-        return self._service.stats().steps
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._replica, name)
 
-    def take(self) -> None:
-        """One step, which there must be something to do for."""
-        self._go.release()
-        assert self._done.acquire(timeout=60)
-
-    def end(self) -> None:
-        """From now on the engine goes at its own pace."""
-        self._over = True
-        self._go.release()
-
-    def _on_step(self) -> list[TokenEvent]:
-        if not self._over:
-            self._go.acquire()
-        try:
-            return self._step()
-        finally:
-            self._done.release()
-
-    def _on_abort(self, request_id: str, handle: int | None = None) -> bool:
-        found = self._abort(request_id, handle)
-        self.aborts.append(request_id)
-        return found
-
-    def _on_submit(self, asked: Request) -> int:
+    def submit(self, asked: Request, sink: Sink) -> Future[int]:
         self.deadlines += [] if asked.deadline is None else [asked.deadline]
-        return self._submit(asked)
+        return self._replica.submit(asked, sink)
 
-
-@pytest.fixture
-def turns(served: Served, monkeypatch: pytest.MonkeyPatch) -> Iterator[Turns]:
-    made = Turns(served.service, monkeypatch)
-    yield made
-    made.end()
+    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
+        if self._deaf:
+            return Future()
+        done = self._replica.abort(request_id, handle)
+        done.add_done_callback(lambda _: self.aborted.append(time.monotonic()))
+        return done
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
 @pytest.mark.parametrize("why", ["cancelled", "deadline"])
-def test_blocks_are_free_two_steps_after_the_engine_knows(
-    served: Served, turns: Turns, monkeypatch: pytest.MonkeyPatch, method: str, why: str
-):
-    def hbm() -> pb.TierState:
-        return served.control.GetCacheState(pb.GetCacheStateRequest()).hbm
-
-    neighbour = served.inference.Generate.future(request("Hello", LONG))  # there is a next step to take
-    asked = request(PROMPT, LONG, bypass_prefix_cache=True)
-    start = served.inference.Generate.future if method == "Generate" else served.inference.GenerateStream
-    with monkeypatch.context() as patch:
-        if why == "deadline":  # the front would end it too: here the engine is alone with its own clock
-            patch.setattr(Generation, "_abort", lambda self: None)
-        call = start(asked, timeout=6.0 if why == "deadline" else None)
-        wait_until(lambda: served.service.stats().live_requests == 2)
-        for _ in range(30):  # the prompt, and a few tokens
-            turns.take()
-        held = hbm()
-        assert held.running_kv > BLOCKS and not turns.aborts
-        if why == "deadline":
-            assert call.code() == grpc.StatusCode.DEADLINE_EXCEEDED  # the client's clock says it first
-            wait_until(lambda: time.monotonic() > max(turns.deadlines))
-        else:
+def test_blocks_are_free_two_steps_after_the_engine_knows(served: Served, method: str, why: str):
+    noted = Noted(served.replica, deaf=why == "deadline")  # a deadline is the engine's own affair
+    with serving(Backend(noted, served.backend.tokenizer)) as front:
+        neighbour = front.inference.Generate.future(request("Hello", LONG))  # keeps the steps coming
+        asked = request(PROMPT, LONG, bypass_prefix_cache=True)
+        start = front.inference.Generate.future if method == "Generate" else front.inference.GenerateStream
+        call = start(asked, timeout=4.0 if why == "deadline" else None)
+        wait_until(lambda: served.cache().hbm.running_kv > BLOCKS)
+        if why == "cancelled":
             call.cancel()
-            wait_until(lambda: turns.aborts)
-        known = turns.steps
-        while turns.steps < known + 2:
-            turns.take()
-        assert len(turns.aborts) == (why == "cancelled")
-    assert hbm().running_kv < BLOCKS and hbm().free >= held.free + BLOCKS - 1  # the neighbour may have one more
-    turns.end()
-    neighbour.cancel()
+        looks, held = [], 0
+        end = time.monotonic() + 20
+        while not looks or looks[-1][1].cache.hbm.running_kv > held - BLOCKS:  # the neighbour has some, too
+            looks.append((time.monotonic(), served.replica.state().result(20)))
+            held = max(held, looks[-1][1].cache.hbm.running_kv)
+            assert time.monotonic() < end
+        wait_until(lambda: noted.aborted or why == "deadline")
+        known = max(noted.deadlines) if why == "deadline" else noted.aborted[0]
+        steps = [state.stats.steps for at, state in looks if at > known]
+        assert not steps or steps[-1] - steps[0] <= 2
+        assert why == "cancelled" or call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        neighbour.cancel()
     served.check_idle()
-    served.service.check_integrity()
+
+
+def test_a_call_that_is_cancelled_while_it_is_submitted_is_aborted_then():
+    submitted: Future[int] = Future()
+    submitted.set_running_or_notify_cancel()  # the engine's thread has taken the command
+    aborts: list[tuple[str, int | None]] = []
+    replica: Any = SimpleNamespace(
+        info=SimpleNamespace(eos_ids=()),
+        submit=lambda asked, sink: submitted,
+        abort=lambda *which: aborts.append(which),
+    )
+
+    async def enter() -> None:
+        async with Generation(Backend(replica), Request("r", (1,)), eager=True):
+            raise AssertionError("not reached")
+
+    async def cancelled() -> None:
+        call = asyncio.create_task(enter())
+        await asyncio.sleep(0)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        assert not aborts
+        submitted.set_result(7)
+        assert aborts == [("r", 7)]
+
+    asyncio.run(cancelled())
 
 
 def test_unloads_that_wait_hold_up_no_request(served: Served, text_model: Path):
-    """More of them than there are threads: all begin, and requests come, run and are cancelled beside them."""
+    """Requests come, run and are cancelled beside them."""
     names, path = [f"leaving{i}" for i in range(6)], str(text_model.parent / "adapters" / "upper")
-    with serving(Backend(service=served.service, tokenizer=served.backend.tokenizer), threads=2) as narrow:
-        for name in names:
-            narrow.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=path))
-        streams = [narrow.inference.GenerateStream(request("Hello", LONG, model=name)) for name in names]
-        for stream in streams:
-            next(stream)
-        unloads = [narrow.adapters.UnloadAdapter.future(pb.UnloadAdapterRequest(name=name)) for name in names]
-        wait_until(lambda: not {info.name for info in served.service.adapters()} & set(names))
-        assert narrow.generate(request("Hello")).usage.completion_tokens == 8
-        assert not any(unload.done() for unload in unloads)
-        for stream, unload, name in zip(streams, unloads, names, strict=True):
-            stream.cancel()
-            assert unload.result(timeout=20).name == name
+    for name in names:
+        served.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=path))
+    streams = [served.inference.GenerateStream(request("Hello", LONG, model=name)) for name in names]
+    for stream in streams:
+        next(stream)
+    unloads = [served.adapters.UnloadAdapter.future(pb.UnloadAdapterRequest(name=name)) for name in names]
+    wait_until(lambda: not {info.name for info in served.replica.adapters().result()} & set(names))
+    assert served.generate(request("Hello")).usage.completion_tokens == 8
+    assert not any(unload.done() for unload in unloads)
+    for stream, unload, name in zip(streams, unloads, names, strict=True):
+        stream.cancel()
+        assert unload.result(timeout=20).name == name
     served.check_idle()

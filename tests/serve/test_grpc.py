@@ -193,7 +193,6 @@ def test_a_cancelled_call_gives_its_blocks_back(served: Served, method: str):
     wait_until(lambda: cache(served).hbm.running_kv == 0, timeout_s=1.0)
     assert cache(served).hbm.free == before.free
     served.check_idle()
-    served.service.check_integrity()
 
 
 @pytest.mark.parametrize("method", ["Generate", "GenerateStream"])
@@ -245,7 +244,7 @@ def test_a_slow_reader_delays_nobody(served: Served):
     started = time.monotonic()
     served.generate(request("Hello", 10))
     assert time.monotonic() - started < 2
-    wait_until(lambda: not served.service.stats().running)  # it ran to its end unread
+    wait_until(lambda: not served.stats().running)  # it ran to its end unread
     deltas = list(slow)
     assert sum(len(o.token_ids) for d in deltas for o in d.outputs) >= 1490
     assert deltas[-1].usage.completion_tokens == 1500
@@ -287,7 +286,7 @@ def test_unload_waits_for_the_running_request(served: Served, text_model: Path):
     unload = served.adapters.UnloadAdapter.future(pb.UnloadAdapterRequest(name="leaving"))
     ended = threading.Event()
     unload.add_done_callback(lambda _: ended.set())
-    wait_until(lambda: "leaving" not in [a.name for a in served.service.adapters()])
+    wait_until(lambda: "leaving" not in [a.name for a in served.replica.adapters().result()])
     assert not ended.is_set()
     with refused(CODE.NOT_FOUND):
         served.generate(request(model="leaving"))
@@ -338,7 +337,7 @@ def test_server_info_says_what_it_is_without_paths(served: Served, text_model: P
 
 
 def test_a_model_without_tokenizer_serves_token_ids(served: Served):
-    with serving(Backend(service=served.service)) as plain:
+    with serving(Backend(replica=served.replica)) as plain:
         answer = plain.generate(request((5, 6, 7)))
         assert ids(answer) == ids(served.generate(request((5, 6, 7)))) and answer.outputs[0].text == ""
         chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="secret")])
@@ -354,7 +353,7 @@ def test_a_model_without_tokenizer_serves_token_ids(served: Served):
 
 def test_chat_needs_a_template(served: Served, tmp_path: Path):
     bare = Tokenizer.from_dir(_tokenizers.write(tmp_path, _tokenizers.byte_level(VOCAB), template=None))
-    with serving(Backend(service=served.service, tokenizer=bare)) as templateless:
+    with serving(Backend(replica=served.replica, tokenizer=bare)) as templateless:
         with refused(CODE.FAILED_PRECONDITION, "chat template"):
             templateless.generate(request(pb.Chat(messages=[pb.ChatMessage(role="user", content="hi")])))
         assert ids(templateless.generate(request("hi")))

@@ -20,7 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
-from jlora.engine.service import Service
+from jlora.engine.local import LocalReplica
 from jlora.errors import ConfigError, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.serve import flags, launcher
 from jlora.serve.backend import Backend
@@ -39,8 +39,9 @@ READY = re.compile(r"jlora ready grpc=(127\.0\.0\.1:\d+) model=(\S+) adapters=(\
 
 def started(argv: list[str]) -> str:
     """Serves until the failure that must come; its message, which is one line."""
+    port = [] if "--port" in argv else ["--port", "0"]
     with pytest.raises(JloraError) as e:
-        asyncio.run(launcher.serve(flags.parse(["--port", "0", *argv])))
+        asyncio.run(launcher.serve(flags.parse([*port, *argv])))
     assert "\n" not in str(e.value)
     return f"{type(e.value).__name__}: {e.value}"
 
@@ -242,7 +243,7 @@ def test_a_window_shorter_than_the_models_context_is_served_at_the_length_that_i
     facts = json.loads((model / "config.json").read_text())
     facts |= {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32}
     (model / "config.json").write_text(json.dumps(facts))
-    monkeypatch.setattr(Service, "start", lambda config, progress: config.model.max_model_len)
+    monkeypatch.setattr(LocalReplica, "start", lambda config, **_: config.model.max_model_len)
     config = configuration.load(None, {"model.path": str(model), "model.max_model_len": 32})
     assert launcher.load(config)[0] == 32
     with pytest.raises(InvalidArgument, match="sliding_window"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jlora.ports import PythonGarbage, System
 from jlora.serve.backend import Backend
 from jlora.serve.inference import InferenceServicer
 from jlora.serve.proto import jlora_pb2 as pb
@@ -34,12 +36,12 @@ def test_health_answers_for_the_whole_and_each_service(served: Served):
 def test_health_follows_the_engine_loop_and_recovers(served: Served, monkeypatch: pytest.MonkeyPatch):
     """A dead or hung engine is told to everyone who watches; a long step is forgiven."""
     names = {v: k for k, v in health_pb2.HealthCheckResponse.ServingStatus.items()}
-    with serving(Backend(service=served.service), heartbeat_s=5.0) as watched:
+    with serving(Backend(replica=served.replica), heartbeat_s=5.0) as watched:
         wait_until(lambda: watched.status() == "SERVING")
         watch = watched.health.Watch(health_pb2.HealthCheckRequest(service="jlora.v1.Inference"))
         assert names[next(watch).status] == "SERVING"
         with monkeypatch.context() as hung:
-            hung.setattr(served.service, "heartbeat_age", lambda: 5.1)
+            hung.setattr(served.replica, "heartbeat_age", lambda: 5.1)
             assert names[next(watch).status] == "NOT_SERVING"
             assert watched.status() == "NOT_SERVING"
         assert names[next(watch).status] == "SERVING"
@@ -47,10 +49,10 @@ def test_health_follows_the_engine_loop_and_recovers(served: Served, monkeypatch
 
 
 def test_heartbeat_is_fresh_when_idle_and_when_busy(served: Served):
-    assert served.service.heartbeat_age() < 2
+    assert served.replica.heartbeat_age() < 2
     stream = served.inference.GenerateStream(request("Hello", 400))
     next(stream)
-    assert served.service.heartbeat_age() < 2
+    assert served.replica.heartbeat_age() < 2
     stream.cancel()
 
 
@@ -66,7 +68,7 @@ def test_while_loading_the_port_answers_unavailable(served: Served):
         ):
             with refused(CODE.UNAVAILABLE, "loading"):
                 call()
-        backend.service = served.service
+        backend.replica = served.replica
         wait_until(lambda: early.status() == "SERVING")
         assert len(early.generate(request()).outputs[0].token_ids) == 8
 
@@ -90,7 +92,7 @@ def test_our_own_bug_is_internal_with_an_id_that_the_log_has(
     def broken(*_: object) -> None:
         raise RuntimeError("secret prompt in /secret/path")
 
-    monkeypatch.setattr(served.service, "submit", broken)
+    monkeypatch.setattr(served.replica, "submit", broken)
     with caplog.at_level(logging.ERROR, "jlora"), refused(CODE.INTERNAL, "internal error") as error:
         served.generate(request()) if method == "Generate" else list(served.inference.GenerateStream(request()))
     found = re.search(r"internal error ([0-9a-f]{12})", error.value.details())
@@ -132,19 +134,58 @@ def own(text_model: Path) -> Iterator[Served]:
         yield running
 
 
-def test_a_dead_engine_is_told_to_its_clients_and_to_health(own: Served, monkeypatch: pytest.MonkeyPatch):
-    stream = own.inference.GenerateStream(request("Hello", 3000))
-    next(stream)
+class Failing(PythonGarbage):
+    """The engine's thread dies after a step once `failing` is set."""
 
-    def die() -> None:
-        raise RuntimeError("device lost")
+    failing = False
 
-    monkeypatch.setattr(own.service._engine, "step", die)
-    with refused(CODE.UNAVAILABLE, "stopped before the request ended"):
-        list(stream)
-    with refused(CODE.UNAVAILABLE, "failed"):
-        own.generate(request())
-    wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+    def after_step(self) -> None:
+        if self.failing:
+            raise RuntimeError("device lost")
+
+
+def test_a_dead_engine_is_told_to_its_clients_and_to_health(text_model: Path):
+    machine = Failing()
+    settings = {"engine.warmup": False, "serve.heartbeat_s": 0.5}
+    with serve(text_model, settings, System(garbage=machine)) as own:
+        stream = own.inference.GenerateStream(request("Hello", 3000))
+        next(stream)
+        machine.failing = True
+        with refused(CODE.UNAVAILABLE, "stopped before the request ended"):
+            list(stream)
+        with refused(CODE.UNAVAILABLE, "failed"):
+            own.generate(request())
+        wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+
+
+class Stuck(PythonGarbage):
+    """The engine's thread waits for `free` before its next step."""
+
+    def __init__(self) -> None:
+        self.free = threading.Event()
+        self.free.set()
+
+    def after_step(self) -> None:
+        self.free.wait()
+
+
+def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_model: Path):
+    """Without warm-up the first requests compile, for longer than the heartbeat."""
+    machine, seen = Stuck(), set()
+    settings = {"engine.warmup": False, "serve.heartbeat_s": 0.05, "cache.hbm_blocks": 701}  # a shape of its own
+    with serve(text_model, settings, System(garbage=machine)) as own:
+        wait_until(lambda: own.status() == "SERVING")
+        call = own.inference.Generate.future(request("Hello", 8))
+        while not call.done():
+            seen.add(own.status())
+        assert seen == {"SERVING"} and len(call.result().outputs[0].token_ids) == 8
+        stream = own.inference.GenerateStream(request("Hello", 100))
+        next(stream)
+        machine.free.clear()
+        wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+        machine.free.set()
+        wait_until(lambda: own.status() == "SERVING", timeout_s=5)
+        stream.cancel()
 
 
 def test_drain_refuses_new_requests_and_waits_for_live_ones(own: Served):

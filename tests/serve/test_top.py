@@ -54,7 +54,7 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
     assert cli.main(["top", served.address, "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
     state = served.control.GetCacheState(pb.GetCacheStateRequest())
-    assert "policy jlora" in lines[0] and served.service.model_name in lines[0]
+    assert "policy jlora" in lines[0] and served.replica.info.model in lines[0]
     for name, tier in (("HBM", state.hbm), ("host", state.host)):
         counts = [tier.total, tier.adapters, tier.running_kv, tier.history_kv, tier.free]
         assert line(lines, name).split()[2:] == [str(count) for count in counts]
@@ -78,16 +78,16 @@ def test_the_server_reports_recent_times_to_first_token(served: Served):
 def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
     """Field by field: what the engine says is what the client reads."""
     served.generate(request(range(50, 90), 2))
-    wait_until(lambda: not served.service.stats().running)
+    wait_until(lambda: not served.stats().running)
     # A copy to the host may still be landing, or a round of the monitor start one.
-    wait_until(lambda: served.service.cache_state().in_flight == 0)
+    wait_until(lambda: served.cache().in_flight == 0)
     names = {field.name for field in pb.CacheState.DESCRIPTOR.fields} - {
         "hbm",
         "host",
         "in_flight",
         "bytes_swapped_out",
     }
-    theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.service.cache_state()
+    theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.cache()
     assert {name: getattr(theirs, name) for name in names} == {name: getattr(ours, name) for name in names}
 
 
