@@ -27,7 +27,7 @@ from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
-from jlora.sim.trace import Trace, hastened
+from jlora.sim.trace import Trace, sped_up
 from jlora.sim.workloads import SOURCES, Load, arrivals, closed, flags, mixes, play
 from jlora.sim.workloads import popularity as laws
 
@@ -185,7 +185,7 @@ def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
             arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
         )
         trace = play(SOURCES[args.workload](args.data), load)
-    trace = hastened(trace, args.speed)
+    trace = sped_up(trace, args.speed)
     return closed(trace, args.users) if args.users else trace
 
 

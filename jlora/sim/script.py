@@ -36,7 +36,7 @@ class Script:
         self._contexts: dict[int, list[int]] = {}
         self._due: list[tuple[float, int, Turn]] = []
         for turn in turns:
-            self._coming.setdefault(who(turn), deque()).append(turn)
+            self._coming.setdefault(user_of(turn), deque()).append(turn)
         for queue in self._coming.values():
             self._push(queue.popleft(), -float("inf"))
         self._left = sum(map(len, self._coming.values())) + len(self._due)
@@ -74,7 +74,7 @@ class Script:
         """
         if not turn.aside:
             self._contexts.setdefault(turn.session, []).extend((*turn.adds, *tokens))
-        queue = self._coming[who(turn)]
+        queue = self._coming[user_of(turn)]
         return self._push(queue.popleft(), now) if queue else None
 
     def _push(self, turn: Turn, answered: float) -> tuple[float, Turn]:
@@ -86,6 +86,6 @@ class Script:
         return due, turn
 
 
-def who(turn: Turn) -> int:
+def user_of(turn: Turn) -> int:
     """The number of a turn's user, by default the session's."""
     return turn.session if turn.user is None else turn.user

@@ -246,7 +246,7 @@ def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
     return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
 
 
-def hastened(trace: Trace, speed: float) -> Trace:
+def sped_up(trace: Trace, speed: float) -> Trace:
     """The same turns `speed` times as fast, with shorter times to think, as `Script` plays them."""
 
     def sooner(turn: Turn) -> Turn:

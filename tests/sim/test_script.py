@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.sim.script import HISTORY, Script, who
+from jlora.sim.script import HISTORY, Script, user_of
 from jlora.sim.trace import Turn
 
 
@@ -46,7 +46,7 @@ def test_a_user_asks_one_thing_at_a_time_over_its_sessions():
     assert taken(script, 100.0) == [(0.0, 1, 0)]
     script.answered(a, [7], 10.0)
     assert taken(script, 100.0) == [(11.5, 2, 0)]
-    assert who(a) == who(b) == 0 and who(turn(0.0, session=4)) == 4
+    assert user_of(a) == user_of(b) == 0 and user_of(turn(0.0, session=4)) == 4
 
 
 def test_speed_divides_times_and_thoughts():

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jlora.errors import ConfigError
-from jlora.sim.script import Script, who
+from jlora.sim.script import Script, user_of
 from jlora.sim.trace import Trace, Turn, facts
 from jlora.sim.workloads import SERVICE_PROMPT, SOURCES, EqualShares, HighOnHot, Load, closed, mixes, play, ranks
 from jlora.sim.workloads.arrivals import Gamma
@@ -141,7 +141,7 @@ def test_any_number_of_adapters_can_be_served(adapters: int):
 def test_users_ask_one_thing_at_a_time_and_lose_none():
     trace = draw("W3")
     loop = closed(trace, 4)
-    assert {who(turn) for turn in loop.turns} == set(range(4))
+    assert {user_of(turn) for turn in loop.turns} == set(range(4))
     assert Counter((t.session, t.turn, t.adds) for t in loop.turns) == Counter(
         (t.session, t.turn, t.adds) for t in trace.turns
     )

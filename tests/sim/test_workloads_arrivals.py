@@ -7,16 +7,16 @@ import pytest
 
 from jlora.errors import ConfigError
 from jlora.sim.workloads import arrivals
-from jlora.sim.workloads.arrivals import Arrivals, Begun, Clients, Gamma, Recorded, Span, typical_clients
+from jlora.sim.workloads.arrivals import Arrivals, Clients, Gamma, Recorded, SessionStarts, Span, typical_clients
 
 SPAN = Span(-50.0, 1950.0)
 
 
-def draw(process: Arrivals, rate: float = 5.0, seed: int = 0) -> Begun:
-    begun = process.draw(rate, SPAN, np.random.default_rng(seed))
-    assert (np.diff(begun.times) >= 0).all()
-    assert begun.times[0] >= SPAN.begin and begun.times[-1] <= SPAN.end + 1e-6
-    return begun
+def draw(process: Arrivals, rate: float = 5.0, seed: int = 0) -> SessionStarts:
+    starts = process.draw(rate, SPAN, np.random.default_rng(seed))
+    assert (np.diff(starts.times) >= 0).all()
+    assert starts.times[0] >= SPAN.begin and starts.times[-1] <= SPAN.end + 1e-6
+    return starts
 
 
 def spread(times: np.ndarray) -> float:
@@ -42,34 +42,34 @@ def test_a_recorded_clock_is_thinned_or_run_faster_to_the_very_rate():
 
 
 def test_a_recorded_arrival_keeps_its_client():
-    begun = draw(Recorded(np.arange(101.0), np.arange(101) % 4), rate=1.0)
-    assert begun.clients is not None and len(begun) == 2000
-    assert set((np.diff(begun.clients) % 4).tolist()) == {1}  # in order, none left out, round the end
+    starts = draw(Recorded(np.arange(101.0), np.arange(101) % 4), rate=1.0)
+    assert starts.clients is not None and len(starts) == 2000
+    assert set((np.diff(starts.clients) % 4).tolist()) == {1}  # in order, none left out, round the end
 
 
 def test_clients_keep_their_shares_and_are_numbered_by_them():
     process = Clients(np.array([[1.0], [8.0], [1.0]]), np.array([1.0, 0.5, 0.8]), np.array([False, False, True]))
-    begun = draw(process)
-    assert begun.clients is not None and len(begun) == pytest.approx(10_000, rel=0.1)
-    counts = np.bincount(begun.clients) / len(begun)
+    starts = draw(process)
+    assert starts.clients is not None and len(starts) == pytest.approx(10_000, rel=0.1)
+    counts = np.bincount(starts.clients) / len(starts)
     assert counts.tolist() == pytest.approx([0.8, 0.1, 0.1], abs=0.03)
-    busiest = begun.times[begun.clients == 0]
+    busiest = starts.times[starts.clients == 0]
     assert spread(busiest) == pytest.approx(2**0.5, rel=0.15)  # Gamma of shape 0.5
 
 
 def test_a_clients_rate_follows_its_windows():
     rates = np.array([[3.0, 1.0]])
-    begun = Clients(rates, np.array([1.0]), np.array([False])).draw(4.0, Span(0, 1200), np.random.default_rng(0))
-    first = (begun.times < 600).mean()
+    starts = Clients(rates, np.array([1.0]), np.array([False])).draw(4.0, Span(0, 1200), np.random.default_rng(0))
+    first = (starts.times < 600).mean()
     assert first == pytest.approx(0.75, abs=0.03) or first == pytest.approx(0.25, abs=0.03)  # either window first
 
 
 def test_typical_clients_are_skewed_bursty_and_the_same_every_time():
-    begun = draw(typical_clients(34))
-    assert begun.clients is not None and len(begun) == pytest.approx(10_000, rel=0.25)
-    counts = np.sort(np.bincount(begun.clients))[::-1]
+    starts = draw(typical_clients(34))
+    assert starts.clients is not None and len(starts) == pytest.approx(10_000, rel=0.25)
+    counts = np.sort(np.bincount(starts.clients))[::-1]
     assert counts[:10].sum() > 0.7 * counts.sum()
-    assert spread(begun.times) > 1.03
+    assert spread(starts.times) > 1.03
     assert np.array_equal(typical_clients(34).rates, typical_clients(34).rates)
 
 

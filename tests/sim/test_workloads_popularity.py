@@ -10,7 +10,7 @@ import pytest
 
 from jlora.errors import ConfigError
 from jlora.sim.workloads import popularity
-from jlora.sim.workloads.arrivals import Begun
+from jlora.sim.workloads.arrivals import SessionStarts
 from jlora.sim.workloads.popularity import (
     ByClient,
     Distinct,
@@ -31,8 +31,8 @@ COUNT = 20_000
 
 
 def draw(law: Popularity, adapters: int = 100, seed: int = 0) -> np.ndarray:
-    begun = Begun(np.arange(COUNT, dtype=float))
-    drawn = law.draw(adapters, begun, np.random.default_rng(seed))
+    starts = SessionStarts(np.arange(COUNT, dtype=float))
+    drawn = law.draw(adapters, starts, np.random.default_rng(seed))
     assert len(drawn) == COUNT and drawn.min() >= 0 and drawn.max() < adapters
     return drawn
 
@@ -123,14 +123,14 @@ def test_a_real_order_is_kept_from_wherever_it_starts():
 
 
 def test_a_client_has_its_own_adapters():
-    begun = Begun(np.arange(6.0), np.array([0, 1, 2, 0, 1, 2]))
+    starts = SessionStarts(np.arange(6.0), np.array([0, 1, 2, 0, 1, 2]))
     rng = np.random.default_rng(0)
-    assert ByClient().draw(2, begun, rng).tolist() == [0, 1, 0, 0, 1, 0]
-    many = np.concatenate([ByClient().draw(8, begun, rng) for _ in range(50)])
-    clients = np.tile(begun.clients, 50)
+    assert ByClient().draw(2, starts, rng).tolist() == [0, 1, 0, 0, 1, 0]
+    many = np.concatenate([ByClient().draw(8, starts, rng) for _ in range(50)])
+    clients = np.tile(starts.clients, 50)
     assert {a: set(many[clients == a].tolist()) for a in range(3)} == {0: {0, 3, 6}, 1: {1, 4, 7}, 2: {2, 5}}
     with pytest.raises(ConfigError, match="no clients"):
-        ByClient().draw(2, Begun(np.arange(3.0)), rng)
+        ByClient().draw(2, SessionStarts(np.arange(3.0)), rng)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ WINDOW_S = 600.0  # ServeGen's windows
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class SessionStarts:
     """Session starts in seconds, ascending, and each one's client (0 is the most active)."""
 
     times: np.ndarray
@@ -46,7 +46,7 @@ class Span:
 class Arrivals(Protocol):
     """A process of session starts."""
 
-    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         """Session starts in `span`, `rate` per second on average."""
         ...
 
@@ -57,9 +57,9 @@ class Gamma:
 
     cv: float = 1.0
 
-    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         shape = 1 / self.cv**2
-        return Begun(span.begin + _renew(lambda n: rng.gamma(shape, 1 / shape, n), rate * span.seconds) / rate)
+        return SessionStarts(span.begin + _renew(lambda n: rng.gamma(shape, 1 / shape, n), rate * span.seconds) / rate)
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +77,7 @@ class Recorded:
     times: np.ndarray
     clients: np.ndarray | None = None
 
-    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         gaps = np.diff(self.times)
         wanted = max(1, round(rate * span.seconds))
         keep = min(1.0, rate * (self.times[-1] - self.times[0]) / len(gaps))
@@ -86,7 +86,7 @@ class Recorded:
         clock = np.cumsum(gaps[places])
         kept = np.sort(rng.choice(stretch, wanted, replace=False))
         times = span.begin + clock[kept] * (span.seconds / max(clock[-1], 1e-9))
-        return Begun(times, None if self.clients is None else self.clients[places[kept] + 1])
+        return SessionStarts(times, None if self.clients is None else self.clients[places[kept] + 1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,7 +106,7 @@ class Clients:
     shapes: np.ndarray
     weibull: np.ndarray
 
-    def draw(self, rate: float, span: Span, rng: Random) -> Begun:
+    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         count = math.ceil(span.seconds / WINDOW_S)
         first = int(rng.integers(self.rates.shape[1]))
         rates = self.rates[:, (first + np.arange(count)) % self.rates.shape[1]]
@@ -122,7 +122,7 @@ class Clients:
             times.append(span.begin + np.interp(ticks, passed, edges))
             clients.append(np.full(len(ticks), number))
         order = np.argsort(np.concatenate(times), kind="stable")
-        return Begun(np.concatenate(times)[order], np.concatenate(clients)[order])
+        return SessionStarts(np.concatenate(times)[order], np.concatenate(clients)[order])
 
     def _gaps(self, client: int, rng: Random) -> Callable[[int], np.ndarray]:
         shape = float(self.shapes[client])

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from jlora.errors import ConfigError
-from jlora.sim.script import who
+from jlora.sim.script import user_of
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
 from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
@@ -37,12 +37,12 @@ def play(source: Source, load: Load) -> Trace:
     arrivals, popularity = load.arrivals or source.arrivals, load.popularity or source.popularity
     groups = max(1, load.adapters // source.roles)
     rate = load.rate / source.turns
-    begun = arrivals.draw(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
-    chosen = popularity.draw(groups, begun, np.random.default_rng((load.seed, POPULARITY)))
+    starts = arrivals.draw(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
+    chosen = popularity.draw(groups, starts, np.random.default_rng((load.seed, POPULARITY)))
     turns: list[Turn] = []
     lost = 0
-    for number, (start, group) in enumerate(zip(begun.times.tolist(), chosen.tolist(), strict=True)):
-        session = _Session(source, load, gap_s, _Place(number, len(begun), group))
+    for number, (start, group) in enumerate(zip(starts.times.tolist(), chosen.tolist(), strict=True)):
+        session = _Session(source, load, gap_s, _Place(number, len(starts), group))
         turns += session.turns(start)
         lost += session.lost
     turns.sort(key=lambda turn: turn.at)
@@ -64,7 +64,7 @@ def closed(trace: Trace, users: int) -> Trace:
     """
     sessions: dict[object, list[Turn]] = {}
     for turn in trace.turns:
-        sessions.setdefault(who(turn), []).append(turn)
+        sessions.setdefault(user_of(turn), []).append(turn)
     clocks, turns = [0.0] * users, []
     for number, session in enumerate(sessions.values()):
         user, before = number % users, math.inf

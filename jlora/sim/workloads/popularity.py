@@ -29,7 +29,7 @@ import numpy as np
 
 from jlora.errors import ConfigError
 from jlora.sim.workloads import files
-from jlora.sim.workloads.arrivals import Begun
+from jlora.sim.workloads.arrivals import SessionStarts
 
 Random = np.random.Generator
 TOP = 10  # popular adapters of a drift
@@ -38,7 +38,7 @@ TOP = 10  # popular adapters of a drift
 class Popularity(Protocol):
     """A law of popularity."""
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
         """The adapter, 0 to adapters - 1, of each session."""
         ...
 
@@ -52,32 +52,32 @@ class _Shares:
         """Shares by rank; they sum to 1."""
         raise NotImplementedError
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        return rng.permutation(adapters)[rng.choice(adapters, len(begun), p=self.shares(adapters))]
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        return rng.permutation(adapters)[rng.choice(adapters, len(starts), p=self.shares(adapters))]
 
 
 @dataclass(frozen=True, slots=True)
 class Identical:
     """One adapter for all sessions."""
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        return np.full(len(begun), rng.integers(adapters))
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        return np.full(len(starts), rng.integers(adapters))
 
 
 @dataclass(frozen=True, slots=True)
 class Distinct:
     """Round robin."""
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        return rng.permutation(adapters)[np.arange(len(begun)) % adapters]
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        return rng.permutation(adapters)[np.arange(len(starts)) % adapters]
 
 
 @dataclass(frozen=True, slots=True)
 class Uniform:
     """All adapters alike."""
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        return rng.integers(adapters, size=len(begun))
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        return rng.integers(adapters, size=len(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +139,11 @@ class Drift:
     exponent: float = 1.0
     keep: int = 2
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        chosen = rng.choice(adapters, len(begun), p=Zipf(self.exponent).shares(adapters))
-        periods = np.floor_divide(begun.times, self.period_s).astype(int)
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        chosen = rng.choice(adapters, len(starts), p=Zipf(self.exponent).shares(adapters))
+        periods = np.floor_divide(starts.times, self.period_s).astype(int)
         order = rng.permutation(adapters)
-        drawn = np.empty(len(begun), int)
+        drawn = np.empty(len(starts), int)
         for period in np.unique(periods):
             now = periods == period
             drawn[now] = order[chosen[now]]
@@ -171,10 +171,10 @@ class Recent:
     depth: int = 10
     exponent: float = 0.9
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        fresh = Zipf(self.exponent).draw(adapters, begun, rng).tolist()
-        repeats = (rng.random(len(begun)) < self.again).tolist()
-        picks = rng.random(len(begun)).tolist()
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        fresh = Zipf(self.exponent).draw(adapters, starts, rng).tolist()
+        repeats = (rng.random(len(starts)) < self.again).tolist()
+        picks = rng.random(len(starts)).tolist()
         recent: list[int] = []
         drawn = []
         for adapter, repeat, pick in zip(fresh, repeats, picks, strict=True):
@@ -196,11 +196,11 @@ class RealOrder:
 
     ids: Sequence[str]
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
         start = int(rng.integers(len(self.ids)))
         numbers: dict[str, int] = {}
-        stretch = (self.ids[(start + i) % len(self.ids)] for i in range(len(begun)))
-        return np.fromiter((numbers.setdefault(id, len(numbers)) % adapters for id in stretch), int, len(begun))
+        stretch = (self.ids[(start + i) % len(self.ids)] for i in range(len(starts)))
+        return np.fromiter((numbers.setdefault(id, len(numbers)) % adapters for id in stretch), int, len(starts))
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,14 +210,14 @@ class ByClient:
     `draw` raises ConfigError if the arrivals have no clients.
     """
 
-    def draw(self, adapters: int, begun: Begun, rng: Random) -> np.ndarray:
-        if begun.clients is None:
+    def draw(self, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+        if starts.clients is None:
             raise ConfigError("popularity clients: these arrivals have no clients")
-        count = max(begun.clients.max(initial=0) + 1, 1)
+        count = max(starts.clients.max(initial=0) + 1, 1)
         if count >= adapters:
-            return begun.clients % adapters
-        own = (adapters - 1 - begun.clients) // count + 1  # adapters c, c + count, c + 2 count, ...
-        return begun.clients + count * rng.integers(own)
+            return starts.clients % adapters
+        own = (adapters - 1 - starts.clients) // count + 1  # adapters c, c + count, c + 2 count, ...
+        return starts.clients + count * rng.integers(own)
 
 
 def real_order(data: Path | None) -> Popularity:
