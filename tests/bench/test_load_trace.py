@@ -14,7 +14,7 @@ from jlora.bench.serve_load import limits_of
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.sim.script import who
+from jlora.sim.script import user_of
 from jlora.sim.trace import COLUMNS, Trace, longest, shrunk
 from jlora.sim.workloads.popularity import Distinct
 
@@ -82,7 +82,7 @@ def test_activated_adapters_are_not_asked_for():
 
 def test_a_closed_loop_and_a_law_can_be_asked_for():
     trace = drawn("--workload", "W7", "--rate", "20", "--shrink", "2", "--users", "3", "--popularity", "distinct")
-    assert {who(turn) for turn in trace.turns} == {0, 1, 2}
+    assert {user_of(turn) for turn in trace.turns} == {0, 1, 2}
     plain = drawn("--workload", "W7", "--rate", "20", "--shrink", "2", "--popularity", "distinct")
     assert (
         len({turn.adapter for turn in plain.turns[:3]}) == 3 and load_trace.popularity.parse("distinct") == Distinct()
