@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,39 +9,22 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from jlora.pallas import reference
-from jlora.pallas.cases import TINY, AttentionCase, LoraCase, attention_inputs, attention_valid, fill_block, lora_inputs
+from jlora.pallas.cases import TINY, AttentionCase, LoraCase, attention_inputs, attention_valid
 from jlora.pallas.gpu_checks import room_of
 from jlora.pallas.gpu_decode import DecodeTiles
 from jlora.pallas.gpu_layout import fit_units, lora_refusal
 from jlora.pallas.gpu_lora import LoraTiles, lora
 from jlora.pallas.gpu_ops import attention_op, runtime_refusal
 from jlora.pallas.gpu_tiles import GpuTiles
-from jlora.pallas.ops import Adapted
 from tests.pallas import _gpu
+from tests.pallas._tp import REPLICATED, Shards, mesh_of
 
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
 
 SPEC = replace(TINY, heads=4, kv_heads=4, mlp=512, dtype="bfloat16")
-SPLIT, REPLICATED = PartitionSpec("tp"), PartitionSpec()
-
-
-def mesh_of(tp: int) -> Mesh:
-    return Mesh(np.array(jax.devices()[:tp]), ("tp",), axis_types=(AxisType.Auto,))
-
-
-def shard_pool(case: LoraCase, seed: int, named: tuple[Any, ...]) -> jax.Array:
-    """A shard's pool: random units of its own in the blocks that `named` lists."""
-    layout, pool = case.layout, np.array(named[1], np.float32)
-    rng = np.random.default_rng(100 + seed)
-    for name, projection in zip(case.group, named[3], strict=True):
-        active = projection.active
-        for block in np.asarray(active.blocks)[int(active.start) : int(active.stop)]:
-            fill_block(pool[layout.blocks + block], layout, name, layout.units[name].per_block, rng)
-    return jnp.asarray(pool, layout.dtype)
-
 
 SLOW = pytest.mark.slow
 
@@ -53,34 +35,17 @@ SLOW = pytest.mark.slow
 )
 def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[str, ...]):
     case = LoraCase("tp", SPEC, 32, group, (8, 3), ((0, 3), (-1, 2), (1, 3)), tp, fit=fit_units)
-    units = [case.layout.units[name] for name in group]
-    assert lora_refusal(case.layout, units) is None
-    shards = [lora_inputs(case, seed) for seed in range(tp)]
-    _, _, first, projections, adapters = shards[0]
-    lists = [p.active for p in projections]
-    xs = jnp.stack([s[0] for s in shards])
-    pools = jnp.stack([shard_pool(case, seed, shards[0]) for seed in range(tp)])
-    bases = [jnp.stack([s[3][i].base for s in shards]) for i in range(len(units))]
-
-    def on_mesh(op: Callable[..., Any], dtype: Any) -> list[np.ndarray]:
-        def local(x, pool, bases, lists, adapters):
-            made = [Adapted(b[0], a, u) for b, a, u in zip(bases, lists, units, strict=True)]
-            outs = op(x[0], pool[0], first, made, adapters, lambda h: jax.lax.psum(h, "tp"))
-            return [out[None] for out in outs]
-
-        specs = (SPLIT, SPLIT, SPLIT, REPLICATED, REPLICATED)
-        mapped = jax.shard_map(local, mesh=mesh_of(tp), in_specs=specs, out_specs=SPLIT, check_vma=False)
-        values = jax.tree.map(lambda a: a.astype(dtype), (xs, pools, bases))
-        return [np.asarray(out.astype(jnp.float32)) for out in jax.jit(mapped)(*values, lists, adapters)]
+    assert lora_refusal(case.layout, [case.layout.units[name] for name in group]) is None
+    shards = Shards.of(case)
 
     def kernel(*args: Any) -> Any:
         return lora(*args, room=room_of(case), tiles=LoraTiles(blocks=2))
 
     with _gpu.interpreted(tp):
-        got = on_mesh(kernel, jnp.bfloat16)
-    want = on_mesh(reference.lora, jnp.float32)
-    nobody = np.asarray(adapters) < 0
-    for out, wanted, base in zip(got, want, bases, strict=True):
+        got = shards.run(kernel)
+    want = shards.run(reference.lora, dtype=jnp.float32)
+    nobody = np.asarray(shards.adapters) < 0
+    for out, wanted, base in zip(got, want, shards.bases, strict=True):
         np.testing.assert_allclose(out, wanted, atol=0.03 * np.abs(wanted).max())
         plain = np.asarray(base.astype(jnp.float32))
         np.testing.assert_array_equal(out[:, nobody], plain[:, nobody])

@@ -6,7 +6,7 @@ shows it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -17,14 +17,14 @@ import pytest
 from jax._src.pallas.mosaic.interpret import interpret_pallas_call
 from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
-from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jlora.pallas import cases, reference
 from jlora.pallas.interpret import interpreted
-from jlora.pallas.ops import ActiveBlocks, Adapted
+from jlora.pallas.ops import Adapted
 from jlora.pallas.tiles import Chip, chip_of
 from jlora.pallas.tpu_attention import TpuAttention, sequences
 from jlora.pallas.tpu_lora import TpuLora, entry_spans, product_rows
+from tests.pallas._tp import Shards
 
 FEW = ((0, 3), (-1, 2), (2, 3), (1, 4))  # tokens of a launch
 MANY = ((0, 20), (-1, 50), (2, 20), (1, 30))  # two tiles, and in the first a product without an adapter
@@ -226,48 +226,14 @@ def test_lora_on_several_devices_adds_up_to_the_reference(
     tp: int, group: tuple[str, ...], mode: str, tokens: tuple[tuple[int, int], ...], chip: Chip
 ):
     spec = replace(cases.TINY, kv_heads=4, heads=8, width=1024, mlp=2048, dtype="bfloat16")
-    case = cases.LoraCase("tp", spec, 32, group, (16, 5, 8), tokens, tp)
-    per_shard = [cases.lora_inputs(case, seed) for seed in range(tp)]
-    _, _, first, projections, adapters = per_shard[0]
-    lists: list[ActiveBlocks] = [p.active for p in projections]
-    units = [p.unit for p in projections]
-    # Pools differ by shard, but one shard's lists must name blocks that all shards have written.
-    pools = [_with_blocks_of(case, seed, per_shard[0]) for seed in range(tp)]
-    xs, pools = jnp.stack([s[0] for s in per_shard]), jnp.stack(pools)
-    bases = [jnp.stack([s[3][i].base for s in per_shard]) for i in range(len(units))]
-    mesh = Mesh(np.array(jax.devices()[:tp]), ("tp",), axis_types=(AxisType.Auto,))
-    split, rep = PartitionSpec("tp"), PartitionSpec()
-
-    def on_mesh(op: Callable[..., Any]):
-        def local(x, pool, bases, lists, adapters):
-            made = [Adapted(b[0], a, u) for b, a, u in zip(bases, lists, units, strict=True)]
-            outs = op(x[0], pool[0], first, made, adapters, lambda h: jax.lax.psum(h, "tp"))
-            return [out[None] for out in outs]
-
-        specs = (split, split, split, rep, rep)
-        return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=split, check_vma=False))
-
-    values = (xs, pools, bases, lists, adapters)
-    got = [np.asarray(o, np.float32) for o in on_mesh(TpuLora(chip, MODES[mode]))(*values)]
-    want = [np.asarray(o, np.float32) for o in on_mesh(reference.lora)(*values)]
-    close(got, want, "bfloat16")
-    assert max(np.abs(a - np.asarray(b, np.float32)).max() for a, b in zip(got, bases, strict=True)) > 0.1
-    # A product without an adapter is left out: whatever is added to -0.0 makes it 0.0.
-    owned = np.pad(np.asarray(adapters), (0, -len(adapters) % 32), constant_values=-1).reshape(-1, 32) >= 0
-    idle = np.repeat(~owned.any(1), 32)[: len(adapters)]
+    shards = Shards.of(cases.LoraCase("tp", spec, 32, group, (16, 5, 8), tokens, tp))
+    kernel = TpuLora(chip, MODES[mode])
+    got = shards.run(kernel)
+    close(got, shards.run(reference.lora), "bfloat16")
+    assert max(np.abs(a - np.asarray(b, np.float32)).max() for a, b in zip(got, shards.bases, strict=True)) > 0.1
+    # A product without an adapter is left out: anything added to -0.0 makes it 0.0.
+    owned = np.pad(np.asarray(shards.adapters), (0, -len(shards.adapters) % 32), constant_values=-1) >= 0
+    idle = np.repeat(~owned.reshape(-1, 32).any(1), 32)[: len(shards.adapters)]
     assert idle.any() == (tokens is MANY)
-    negative = [jnp.full_like(base, -0.0) for base in bases]
-    for out in on_mesh(TpuLora(chip, MODES[mode]))(xs, pools, negative, lists, adapters):
-        assert np.signbit(np.asarray(out, np.float32)[:, idle]).all()
-
-
-def _with_blocks_of(case: cases.LoraCase, seed: int, named: tuple[Any, ...]) -> jax.Array:
-    """A shard's pool: random units of its own in the blocks that `named` lists."""
-    layout, pool = case.layout, np.array(named[1], np.float32)
-    rng = np.random.default_rng(100 + seed)
-    blocks = np.asarray(named[3][0].active.blocks)
-    for at, name in enumerate(case.group):
-        start, stop = (int(v) for v in named[3][at].active[2:])
-        for block in blocks[start:stop]:
-            cases.fill_block(pool[layout.blocks + block], layout, name, layout.units[name].per_block, rng)
-    return jnp.asarray(pool, layout.dtype)
+    for out in shards.run(kernel, [jnp.full_like(base, -0.0) for base in shards.bases]):
+        assert np.signbit(out[:, idle]).all()
