@@ -85,16 +85,16 @@ def lora(case: LoraCase) -> Count:
     """The adapters of one group of projections on one shard, with the addition to the base products."""
     layout, size = case.layout, BYTES[case.spec.dtype]
     count = Count(0, 0)
-    used = sum(n for who, n in case.tokens if who >= 0)
+    used = sum(n for owner, n in case.tokens if owner >= 0)
     if not used:
         return count
     for at, name in enumerate(case.group):
         unit = layout.units[name]
         ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
-        present = {who for who, _ in case.tokens if who >= 0}
-        units = sum(ranks[who] for who in present)
-        touched = sum(n for who, n in case.tokens if who >= 0 and ranks[who])
-        pairs = sum(n * ranks[who] for who, n in case.tokens if who >= 0)
+        present = {owner for owner, _ in case.tokens if owner >= 0}
+        units = sum(ranks[owner] for owner in present)
+        touched = sum(n for owner, n in case.tokens if owner >= 0 and ranks[owner])
+        pairs = sum(n * ranks[owner] for owner, n in case.tokens if owner >= 0)
         moved = size * (units * (unit.a + unit.b) + 2 * touched * unit.b)
         count += Count(moved, 2 * pairs * (unit.a + unit.b))
     return count + Count(size * used * case.input_width, 0)

@@ -48,7 +48,7 @@ SOME = {
 
 
 def representative(values: list[Any]) -> list[Any]:
-    """A few of the cases always, all of them under the marker `slow`."""
+    """A few of the cases always, all of them under the marker `aot_more`."""
     return [pytest.param(c, id=c.name, marks=() if c.name in SOME else pytest.mark.aot_more) for c in values]
 
 
@@ -137,7 +137,7 @@ STEPS = [
     *((spec, "v5p", 1, 8.0) for spec in (cases.LLAMA3_8B, cases.LLAMA2_7B)),
     *((spec, chip, 4, 8.0) for chip in ("v4", "v5e", "v5p", "v6e") for spec in (cases.LLAMA3_8B, cases.LLAMA2_7B)),
 ]
-ALWAYS = ("v5e", "v6e")  # the other chips under the marker `slow`
+ALWAYS = ("v5e", "v6e")  # the other chips under the marker `aot_more`
 SHAPES = pytest.mark.parametrize(("rows", "chunk"), [(64, 1), (16, 32)], ids=["decode", "prefill"])
 
 

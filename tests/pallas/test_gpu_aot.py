@@ -78,7 +78,7 @@ def check_resources(said: list[str]) -> None:
 
 
 def some(always: set[tuple[str, int]], cases: Sequence[Any]) -> list[Any]:
-    """Every case with pages of 32 and 64 tokens; those in `always` always, the others under the marker `slow`."""
+    """Every case with pages of 32 and 64 tokens; those in `always` always, the others under the marker `aot_more`."""
     return [
         pytest.param(
             case,
