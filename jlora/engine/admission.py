@@ -1,13 +1,11 @@
-"""The queue, and who of it gets what it needs of the cache next. Plain Python, no jax, no clock.
+"""The queue, and which of its sequences get a lease next. Plain Python, no jax, no clock.
 
-Order of service: higher priority first, then arrival. While the link is behind with the copies that
-requests wait for, those that find all they need on the device go first: they cost neither a copy nor
-computing again, and what they came for has not left for others yet. When requests come faster than they
-are served that decides how many are served at all. Nobody is passed so by more than `PASSES`, nor by a
-lower priority.
+Order of service: higher priority first, then arrival. While the link is behind with copies that
+requests wait for, sequences that find everything on the device overtake the others: they cost no copy,
+and what they find has not been evicted for others yet. Near saturation this decides how many requests
+are served at all. A request is overtaken at most `OVERTAKES` times, and never by one of lower priority.
 
-A sequence that is admitted has a lease. Before that it holds nothing, but its want tells the cache what
-it will need, and when.
+A queued sequence holds no blocks, but its want tells the cache what it will need, and when.
 """
 
 from __future__ import annotations
@@ -15,42 +13,115 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Ordered
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Protocol
 
 from jlora.cache.manager import CacheManager
 from jlora.config import EngineConfig
 from jlora.engine.plan import Sequence
 
-FEW = 16  # a batch with less than this part of its slots in use is worth filling, whatever it costs
-LOOKAHEAD = 64  # sequences that admission looks at, or as many as there are free slots
-HELD = 32  # sequences stay in the queue for the link, and nobody behind them is asked if computing were sooner
-PASSES = 48  # sequences that may go ahead of one because they find all they need
-AHEAD_S = 0.1  # of copies that requests wait for: with more, and more than until the next plan, the link is behind
+FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
+LOOKAHEAD = 64  # sequences that a step looks at, or the free slots: bounds Python's time per step
+HELD = 32  # sequences held back; with more, those behind are not asked whether computing were sooner
+OVERTAKES = 48  # times that a sequence may be overtaken: bounds how long it waits for the others
+AHEAD_S = 0.1  # seconds of demanded copies; with more, and more than one step's, the link is behind
+
+
+class Verdict(Enum):
+    """What happens to a waiting sequence in this step."""
+
+    RUN = auto()  # it asks the cache for a lease
+    DEFER = auto()  # sequences behind it may overtake it; it is judged again in the second pass
+    HOLD = auto()  # it waits for the link or for room; those behind it may run if they leave it room
+    STOP = auto()  # it waits for room, and so does everything behind it
+
+
+class Facts(Protocol):
+    """What `judge` asks about a sequence, only when it matters: some answers search the tree.
+
+    Attributes:
+        refused: it asked for a lease in this pass, and there was no room.
+        adapter_ready: its adapter is on the device.
+    """
+
+    refused: bool
+
+    @property
+    def adapter_ready(self) -> bool: ...
+
+    def may_be_overtaken(self) -> bool:
+        """Whether sequences behind it may go first."""
+        ...
+
+    def needs_link(self) -> bool:
+        """Whether it would wait for copies while the link is behind."""
+        ...
+
+    def fits(self) -> bool:
+        """Whether there would be room for it if the queue needed nothing."""
+        ...
+
+
+@dataclass(slots=True)
+class Step:
+    """How far the admissions of one step have come.
+
+    Attributes:
+        running, loading: sequences with a lease, with a slot and without; they grow meanwhile.
+        behind: the link is behind, or room is still being made.
+        second: the second pass, over the deferred sequences.
+        closed: no sequence may overtake the deferred ones any more.
+        deferred, held: sequences by their verdict, in order of service.
+    """
+
+    running: Ordered[Sequence]
+    loading: Ordered[Sequence]
+    behind: bool = False
+    second: bool = False
+    closed: bool = False
+    deferred: list[Sequence] = field(default_factory=list)
+    held: list[Sequence] = field(default_factory=list)
+
+
+def judge(facts: Facts, step: Step) -> Verdict:
+    """The verdict on the next sequence in order of service; changes nothing."""
+    if facts.refused:
+        if step.deferred and not step.second:  # it lacks room, and the deferred come before it there
+            return Verdict.DEFER
+        if step.held or facts.adapter_ready or not facts.fits():
+            return Verdict.STOP
+        return Verdict.HOLD  # there is room, but the queue needs it: it comes free bit by bit
+    if step.behind:
+        if not step.second and (step.closed or facts.may_be_overtaken()):
+            return Verdict.DEFER
+        if facts.needs_link():
+            return Verdict.HOLD
+    return Verdict.RUN
 
 
 class Admission:
     """The waiting sequences.
 
-    Args:
-        running, loading: the scheduler's sequences that hold a lease, read here and changed there.
-
     Attributes:
         pace: seconds between this step and the last, 0 if that had no work.
     """
 
-    def __init__(
-        self, manager: CacheManager, config: EngineConfig, running: Ordered[Sequence], loading: Ordered[Sequence]
-    ):
+    def __init__(self, manager: CacheManager, config: EngineConfig):
         self.pace = 0.0
         self._manager = manager
         self._leases = manager.leases
         self._max_seqs = config.max_seqs
-        self._running, self._loading = running, loading
         self._queue: list[tuple[int, Sequence]] = []  # by place
 
     def __len__(self) -> int:
         return len(self._queue)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        """The sequences in order of service."""
+        return (sequence for _, sequence in self._queue)
 
     def enqueue(self, sequence: Sequence) -> None:
         """Puts it into its place."""
@@ -65,81 +136,55 @@ class Admission:
         self._manager.unexpect(sequence.want)
         sequence.want = None
 
-    def admit(self, now: float) -> Generator[Sequence, None, None]:
-        """Waiting sequences that can have a lease, and have it when they are given out.
+    def admit(
+        self, now: float, running: Ordered[Sequence], loading: Ordered[Sequence]
+    ) -> Generator[Sequence, None, None]:
+        """Waiting sequences that can have a lease; each has it when it is given out.
 
-        While the link is behind, those that find all they need have their turn first. Then, or when the room is
-        not made yet, a sequence whose adapter is not there stays in the queue, where it holds no blocks, and so
-        does one behind it whose prefix would be copied: it has the older claim to the link. Those that need no
-        copy go ahead, as far as they leave room for the first that stays.
+        The first pass goes over the head of the queue, and defers sequences that may be overtaken. The
+        second pass goes over those.
         """
-        many = max(LOOKAHEAD, self._max_seqs - len(self._running))
-        window = list(itertools.islice((s for _, s in self._queue if not self._not_yet(s)), many))
-        later: list[Sequence] = []  # whose turn is after that of the others
-        closed = False  # nobody else may go ahead of them in this step
-        held: list[Sequence] = []
-        behind = self._spare_s() < 0
-        for turn, sequence in enumerate(itertools.chain(window, later)):
-            first = turn < len(window)
-            if first and behind and (closed or self._can_be_passed(sequence, later)):
-                later.append(sequence)
-            elif behind and self._needs_link(sequence, len(held)):
-                held.append(sequence)
-            elif (not held or self._fit(held[0], sequence)) and self._lease(sequence, now):
-                if first:
-                    closed = _pass(later)
-                yield sequence
-                behind = behind or self._spare_s() < 0
-            elif self._manager.lacks_share(sequence.adapter):
-                continue  # others need no room in the adapters' share
-            elif first and later:  # what it lacks is room, and those before it come before it there
-                later.append(sequence)
-                closed = True
-            elif held or sequence.adapter.ready or not self._fit(sequence):
+        step = Step(running, loading)
+        step.behind = self._spare_s(step) < 0
+        many = max(LOOKAHEAD, self._max_seqs - len(running))
+        window = list(itertools.islice((s for s in self if not self._not_yet(s)), many))
+        yield from self._admit(window, step, now)
+        step.second = True
+        yield from self._admit(step.deferred, step, now)
+
+    def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
+        """One pass."""
+        for sequence in sequences:
+            facts = _Waiting(sequence, step, self)
+            verdict = judge(facts, step)
+            if verdict is Verdict.RUN:
+                if facts.leaves_room() and self._lease(sequence, step, now):
+                    if not step.second:
+                        step.closed = _overtake(step.deferred)
+                    yield sequence
+                    step.behind = step.behind or self._spare_s(step) < 0
+                    continue
+                if self._manager.lacks_share(sequence.adapter):
+                    continue  # others need no room in the adapters' share
+                facts.refused = True
+                verdict = judge(facts, step)
+            if verdict is Verdict.STOP:
                 return
-            else:  # there is room for it, but the queue needs that: it becomes free bit by bit
-                held.append(sequence)
-                behind = True
+            if verdict is Verdict.HOLD:
+                step.held.append(sequence)
+                step.behind = True
+            else:
+                step.deferred.append(sequence)
+                step.closed = step.closed or facts.refused
 
-    def _can_be_passed(self, sequence: Sequence, later: Ordered[Sequence]) -> bool:
-        """Whether others may go ahead of it; `later`: those before it that have been passed."""
-        if later and later[0].request.priority > sequence.request.priority:
-            return True  # or it would pass a higher one
-        return sequence.passed < PASSES and not self._finds_all(sequence)
+    def _spare_s(self, step: Step) -> float:
+        """Seconds of copies that the link can take on before the next plan, and some; below 0 it is behind.
 
-    def _finds_all(self, sequence: Sequence) -> bool:
-        """Whether its adapter, and what was known of its prompt when it was queued, is on the device."""
-        assert sequence.want is not None
-        return sequence.adapter.ready and all(node.on_device for node in sequence.want.nodes[1:])
-
-    def _spare_s(self) -> float:
-        """Seconds of copies that the link takes before it has enough to do until there is another plan, and some.
-
-        Below 0 it is behind; none are left when as many wait as can run.
+        None are left when as many sequences load as can run.
         """
-        if len(self._loading) >= self._max_seqs:
+        if len(step.loading) >= self._max_seqs:
             return -math.inf
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
-
-    def _needs_link(self, sequence: Sequence, others: int) -> bool:
-        """Whether it would wait for its adapter, or with `others` before it that do for its prefix.
-
-        An activated LoRA's request computes what its adapter does not act on meanwhile; but its adapter's
-        copy would come after those of the others.
-        """
-        if not sequence.adapter.ready:
-            return others > 0 or not sequence.unadapted
-        if not others or self._finds_all(sequence):
-            return False
-        return others >= HELD or self._leases.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
-
-    def _fit(self, *sequences: Sequence) -> bool:
-        return self._leases.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom)
-
-    @property
-    def _headroom(self) -> int:
-        """Blocks that must stay available to those who run when one more is admitted."""
-        return min(len(self._running), self._manager.total // 16)
 
     def _not_yet(self, sequence: Sequence) -> bool:
         """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
@@ -147,19 +192,19 @@ class Admission:
         behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
         return sequence.in_flight > 0 or (behind and self._manager.prefix_reuse and sequence.reuses)
 
-    def _lease(self, sequence: Sequence, now: float) -> bool:
+    def _lease(self, sequence: Sequence, step: Step, now: float) -> bool:
         """Whether the cache grants the sequence what it needs; asks again only after something changed.
 
-        What the queue needs may leave for it as far as the link has time to spare, or if few run: then one
-        more in the batch is worth any copy (and with none running nothing else would ever end the wait).
+        It may evict what the queue needs as far as the link has time to spare, or if few run (and with
+        none running, nothing else would ever end the wait).
         """
         manager = self._manager
         if sequence.refused == manager.epoch:
             return False
-        few = len(self._running) < max(1, self._max_seqs // FEW)
-        spare_s = math.inf if few else self._spare_s()
-        again = sequence.admitted > 0
-        lease = self._leases.acquire(sequence.origin, sequence.tokens, sequence.reuses, self._headroom, again, spare_s)
+        few = len(step.running) < max(1, self._max_seqs // FEW)
+        spare_s = math.inf if few else self._spare_s(step)
+        headroom, again = self._headroom(step), sequence.admitted > 0
+        lease = self._leases.acquire(sequence.origin, sequence.tokens, sequence.reuses, headroom, again, spare_s)
         if lease is None:
             sequence.refused = manager.epoch
             return False
@@ -172,9 +217,67 @@ class Admission:
         self.dequeue(sequence)
         return True
 
+    def _headroom(self, step: Step) -> int:
+        """Blocks that must stay available to the running sequences when one more is admitted."""
+        return min(len(step.running), self._manager.total // 16)
 
-def _pass(later: Ordered[Sequence]) -> bool:
-    """One more has gone ahead of these; whether one of them has now been passed as often as may be."""
-    for sequence in later:
-        sequence.passed += 1
-    return any(sequence.passed >= PASSES for sequence in later)
+    def fit(self, step: Step, *sequences: Sequence) -> bool:
+        """Whether all of these could have a lease now, if the queue needed nothing."""
+        return self._leases.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom(step))
+
+    def needs_copy(self, sequence: Sequence) -> bool:
+        """Whether it would wait for copies of its prefix if it got a lease now."""
+        return self._leases.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
+
+
+class _Waiting:
+    """The facts about one waiting sequence."""
+
+    def __init__(self, sequence: Sequence, step: Step, queue: Admission):
+        self.refused = False
+        self._sequence = sequence
+        self._step = step
+        self._queue = queue
+
+    @property
+    def adapter_ready(self) -> bool:
+        return self._sequence.adapter.ready
+
+    def may_be_overtaken(self) -> bool:
+        deferred, sequence = self._step.deferred, self._sequence
+        if deferred and deferred[0].request.priority > sequence.request.priority:
+            return True  # or it would overtake one of higher priority
+        return sequence.overtaken < OVERTAKES and not self._finds_all()
+
+    def needs_link(self) -> bool:
+        """Whether it would wait for its adapter, or, behind others that do, for its prefix.
+
+        An activated LoRA's request computes what its adapter does not act on meanwhile; but behind others,
+        its adapter's copy comes after theirs.
+        """
+        sequence, held = self._sequence, len(self._step.held)
+        if not self.adapter_ready:
+            return held > 0 or not sequence.unadapted
+        if not held or self._finds_all():
+            return False
+        return held >= HELD or self._queue.needs_copy(sequence)
+
+    def fits(self) -> bool:
+        return self._queue.fit(self._step, self._sequence)
+
+    def leaves_room(self) -> bool:
+        """Whether it leaves room for the first sequence that is held."""
+        return not self._step.held or self._queue.fit(self._step, self._step.held[0], self._sequence)
+
+    def _finds_all(self) -> bool:
+        """Whether its adapter, and what was known of its prompt when it was queued, is on the device."""
+        want = self._sequence.want
+        assert want is not None
+        return self.adapter_ready and all(node.on_device for node in want.nodes[1:])
+
+
+def _overtake(deferred: Ordered[Sequence]) -> bool:
+    """One more has overtaken these; whether one of them may not be overtaken again."""
+    for sequence in deferred:
+        sequence.overtaken += 1
+    return any(sequence.overtaken >= OVERTAKES for sequence in deferred)

@@ -44,7 +44,7 @@ class Sequence:
         max_len: prompt plus the most output tokens it may have.
         lease: what it holds of the cache from its admission on; want: what it needs while it waits.
         refused: the cache's epoch when it was last refused a lease.
-        passed: how many have gone ahead of it because they found all they need.
+        overtaken: how many sequences have gone first because they found everything on the device.
         boarded: it has had a slot; slot_s: seconds it waited for that after its copies had landed.
         adapter_s, kv_s: seconds its lease waited for the adapter and for cached KV before that.
         set_up: the slot's tables on the device are this sequence's.
@@ -65,7 +65,7 @@ class Sequence:
     lease: Lease | None = None
     want: Want | None = None
     refused: int = -1
-    passed: int = 0
+    overtaken: int = 0
     set_up: bool = False
     finished: FinishReason | None = None
     cached: int = 0

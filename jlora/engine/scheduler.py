@@ -51,7 +51,7 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of service
         self.loading: list[Sequence] = []  # hold a lease whose copies have not landed, or want for a slot
         self.preemptions = 0
-        self._queue = Admission(manager, config, self.running, self.loading)
+        self.queue = Admission(manager, config)
         self._requests: dict[str, list[Sequence]] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
@@ -65,7 +65,7 @@ class Scheduler:
     @property
     def waiting(self) -> int:
         """Sequences in the queue."""
-        return len(self._queue)
+        return len(self.queue)
 
     @property
     def active(self) -> int:
@@ -106,7 +106,7 @@ class Scheduler:
                 sequence.prompt_logprobs = [None]
             leader = leader or sequence
             self._requests.setdefault(request.id, []).append(sequence)
-            self._queue.enqueue(sequence)
+            self.queue.enqueue(sequence)
         assert leader is not None
         if request.deadline is not None:
             heapq.heappush(self._deadlines, (request.deadline, leader.order, self._requests[request.id]))
@@ -154,7 +154,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; empty if there is nothing to do now."""
-        self._queue.pace = 0.0 if self._planned is None else now - self._planned
+        self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
         decode = self._plan_decode()
@@ -163,7 +163,7 @@ class Scheduler:
         for sequence in self.running:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
-        admissions = self._queue.admit(now)
+        admissions = self.queue.admit(now, self.running, self.loading)
         while budget > 0 and self._slots and len(self.loading) < CROWD * self.config.max_seqs:
             sequence = next(admissions, None)
             if sequence is None:
@@ -290,7 +290,7 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self._queue.enqueue(sequence)  # first: its adapter version may live on for this sequence alone
+        self.queue.enqueue(sequence)  # first: its adapter version may live on for this sequence alone
         self._leave(sequence)
         self.preemptions += 1
 
@@ -337,7 +337,7 @@ class Scheduler:
         if sequence.lease is not None:
             self._leave(sequence)
         else:
-            self._queue.dequeue(sequence)
+            self.queue.dequeue(sequence)
         siblings = self._requests[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:

@@ -109,7 +109,7 @@ def test_measuring_leaves_a_sound_cache_and_really_swaps(monkeypatch: pytest.Mon
     times = cache.operations(grove, samples=11)
     assert len(times.taken["match"]) == 11 and len(times.taken["swap in"]) == 2
     assert grove.manager.counters.blocks_in - before > grove.shape.long_blocks / 2
-    assert not grove.manager.leases
+    assert not grove.manager.leases.live
 
 
 def test_the_scheduler_is_measured_while_every_slot_decodes():

@@ -2,15 +2,65 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 
 from jlora.cache.inspect import evict_all
-from jlora.engine.admission import HELD, PASSES
+from jlora.engine.admission import HELD, OVERTAKES, Step, Verdict, judge
 from jlora.engine.plan import ROW
 from tests.engine._bench import Bench, counted, work
 
 DEAR = 100  # blocks of an adapter whose copy keeps the link behind for 50 steps: 10 ms each
 HISTORY = list(range(100, 113))
+
+
+@dataclass
+class Answers:
+    """A sequence by what `judge` may ask about it; what it must not ask is None, which counts as no answer."""
+
+    refused: bool = False
+    adapter_ready: bool = True
+    overtakable: bool | None = None
+    link: bool | None = None
+    room: bool | None = None
+
+    def may_be_overtaken(self) -> bool:
+        assert self.overtakable is not None, "asked for no reason"
+        return self.overtakable
+
+    def needs_link(self) -> bool:
+        assert self.link is not None, "asked for no reason"
+        return self.link
+
+    def fits(self) -> bool:
+        assert self.room is not None, "asked for no reason"
+        return self.room
+
+
+ONE: Any = [None]  # some other sequence
+
+
+@pytest.mark.parametrize(
+    ("facts", "step", "verdict"),
+    [
+        (Answers(), {}, Verdict.RUN),
+        (Answers(overtakable=True), {"behind": True}, Verdict.DEFER),
+        (Answers(overtakable=False, link=True), {"behind": True}, Verdict.HOLD),
+        (Answers(overtakable=False, link=False), {"behind": True}, Verdict.RUN),
+        (Answers(), {"behind": True, "closed": True}, Verdict.DEFER),
+        (Answers(link=False), {"behind": True, "closed": True, "second": True}, Verdict.RUN),
+        (Answers(link=True), {"behind": True, "second": True}, Verdict.HOLD),
+        (Answers(refused=True), {"deferred": ONE}, Verdict.DEFER),
+        (Answers(refused=True), {"deferred": ONE, "second": True}, Verdict.STOP),
+        (Answers(refused=True), {"held": ONE}, Verdict.STOP),
+        (Answers(refused=True, adapter_ready=False, room=False), {}, Verdict.STOP),
+        (Answers(refused=True, adapter_ready=False, room=True), {}, Verdict.HOLD),
+    ],
+)
+def test_the_verdict_on_a_waiting_sequence(facts: Answers, step: dict[str, Any], verdict: Verdict):
+    assert judge(facts, Step([], [], **step)) is verdict
 
 
 def behind(link: bool = True, **config: int) -> Bench:
@@ -48,14 +98,14 @@ def test_who_needs_a_copy_has_its_turn_later_but_only_while_the_link_is_behind(l
 def test_nobody_is_passed_by_more_than_so_many():
     bench = behind(max_seqs=128)
     bench.submit("again", HISTORY, max_tokens=1)
-    for index in range(PASSES + 8):
+    for index in range(OVERTAKES + 8):
         fill(bench, f"warm{index}")
     seen = len(bench.plans)
     while not admitted(bench, "again"):
         bench.step()
         assert bench.manager.forecast.wait_s > 0.1, "the link is not behind any more: nothing is shown"
     started = [name for plan in bench.plans[seen:] for name in work(plan)]
-    assert started == [f"warm{index}" for index in range(PASSES + 1)]  # the last one after it, in the same step
+    assert started == [f"warm{index}" for index in range(OVERTAKES + 1)]  # the last one after it, in the same step
     bench.finish()
 
 
@@ -90,12 +140,11 @@ def test_the_bound_holds_within_one_step_too():
     bench = Bench(blocks=4096, delay=60, step_s=0.02, max_step_tokens=4096, max_seqs=128)
     for uid in (1, 2):
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, DEAR))
-    for index in range(2 * PASSES):
+    for index in range(2 * OVERTAKES):
         fill(bench, f"warm{index}")
     bench.step()
-    waiting = [sequence for _, sequence in bench.scheduler._queue._queue]
-    assert max(sequence.passed for sequence in waiting) == PASSES
-    assert len(work(bench.plans[-1])) == 2 * PASSES  # the others beside it, as far as they leave it room
+    assert max(sequence.overtaken for sequence in bench.scheduler.queue) == OVERTAKES
+    assert len(work(bench.plans[-1])) == 2 * OVERTAKES  # the others beside it, as far as they leave it room
     bench.finish()
 
 
@@ -126,10 +175,10 @@ def test_however_many_wait_for_the_link_those_that_need_none_are_reached():
     bench.submit("dear", 5, max_tokens=1, adapter=bench.adapter(1, DEAR))
     for uid in range(2, 2 + HELD + 4):
         bench.submit(f"cold{uid}", 5, max_tokens=1, adapter=bench.adapter(uid, 3))
-    for index in range(PASSES + 4):  # more than may pass
+    for index in range(OVERTAKES + 4):  # more than may pass
         fill(bench, f"warm{index}")
     bench.step()
-    assert len(work(bench.plans[-1])) == PASSES + 4
+    assert len(work(bench.plans[-1])) == OVERTAKES + 4
     bench.finish(limit=5000)
 
 
