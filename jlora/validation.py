@@ -1,13 +1,13 @@
-"""The one validator: every front passes its requests through here before the engine sees them.
+"""The one validator. Every front calls it once for each request, before the replica sees the request.
 
     limits = Limits(vocab=32000, max_len=4096, capacity_tokens=65536)
     request = validate(Request("r1", (1, 2, 3)), limits)
 
-A refusal names the field, the value got and the limit. What comes back is *canonical*: plain
-ints and floats, and tuples, so that no later room checks or converts again. An unset `max_tokens`
+An error names the field, the value and the limit. The returned request is *canonical*: it has plain
+ints, floats and tuples, so no later code checks or converts again. An unset `max_tokens`
 stays None: only the engine knows what the pool leaves beside the request's adapter.
-Sampling fields are bounded not only by what is sane but by what float32 arithmetic on the
-device survives: a logit divided by a tiny temperature would be infinite, and then NaN.
+Some limits come from float32 arithmetic on the device: a logit divided by a tiny temperature would
+be infinite, and then NaN.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 from jlora.errors import InvalidArgument, OutOfRange, ResourceExhausted
 from jlora.types import Request, SamplingParams
 
-# Above this every token is equally likely; more is a percentage or a mistake.
+# Above this every token is equally likely; a larger value is a mistake.
 MAX_TEMPERATURE = 100.0
-# Below this sampling is greedy but for exact ties, and float32 logits would overflow: taken as 0.
+# Below this sampling is greedy except for exact ties, and float32 logits would overflow. It becomes 0.
 MIN_TEMPERATURE = 1e-5
-# Logits times or divided by these stay finite in float32.
+# Logits multiplied or divided by these stay finite in float32.
 REPETITION_PENALTY = (1e-3, 1e3)
 MAX_LOGIT_BIAS_ENTRIES = 1024
 MAX_COMPLETIONS = 64
@@ -42,7 +42,7 @@ _ID = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the model and the pool can take.
+    """What the model and the pool can hold.
 
     Attributes:
         vocab: V; token ids are in [0, vocab).
@@ -68,7 +68,7 @@ def validate(request: Request, limits: Limits) -> Request:
     """
     if not isinstance(request.sampling, SamplingParams):
         raise _refuse("sampling", request.sampling, "a SamplingParams")
-    prompt = _prompt(request.prompt, limits.vocab)
+    prompt = _prompt(request.prompt, limits)
     sampling = _sampling(request.sampling, limits.vocab)
     most = _max_tokens(len(prompt), sampling.max_tokens, limits)
     if sampling.min_tokens > most:
@@ -83,12 +83,12 @@ def validate(request: Request, limits: Limits) -> Request:
         bypass_prefix_cache=_boolean("bypass_prefix_cache", request.bypass_prefix_cache),
         tenant=_text("tenant", request.tenant, MAX_ID_CHARS, empty=True),
         deadline=None if request.deadline is None else _number("deadline", request.deadline, -math.inf, math.inf),
-        invocation=None,  # for the engine to find
+        invocation=None,  # the replica searches for it
     )
 
 
 def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
-    """Every field of `s` checked on its own; fields that depend on the prompt come later."""
+    """Checks every field of `s` by itself."""
     temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
     top_k = _integer("top_k", s.top_k, 0)
     return SamplingParams(
@@ -113,11 +113,15 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
     )
 
 
-def _prompt(prompt: Any, vocab: int) -> tuple[int, ...]:
-    """The prompt as plain ints. `set(map(type, …))`, `min` and `max` keep 8k tokens well under a millisecond."""
-    ids = _sequence("prompt", prompt, "token ids")
+def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
+    """The prompt as plain ints. `set(map(type, …))`, `min` and `max` check 8k tokens well within a millisecond."""
+    ids, vocab = _sequence("prompt", prompt, "token ids"), limits.vocab
     if not ids:
         raise InvalidArgument("prompt: is empty, must have at least 1 token")
+    if len(ids) >= limits.max_len:  # before any token is looked at
+        raise OutOfRange(
+            f"prompt: has {len(ids)} tokens, must leave room for output in the context of {limits.max_len}"
+        )
     if set(map(type, ids)) != {int}:
         ids = tuple(_token_id(f"prompt[{i}]", x, vocab) for i, x in enumerate(ids))
     elif min(ids) < 0 or max(ids) >= vocab:
@@ -127,9 +131,7 @@ def _prompt(prompt: Any, vocab: int) -> tuple[int, ...]:
 
 
 def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """How many tokens the output may have, given the prompt's length."""
-    if prompt >= limits.max_len:
-        raise OutOfRange(f"prompt: has {prompt} tokens, must leave room for output in the context of {limits.max_len}")
+    """The most output tokens that a prompt of that length may have, at most `max_tokens`."""
     if max_tokens is None:
         max_tokens = max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
     if prompt + max_tokens > limits.max_len:
@@ -192,7 +194,7 @@ def _text(field: str, value: Any, longest: int, empty: bool = False) -> str:
 
 
 def _sequence(field: str, value: Any, of: str) -> tuple[Any, ...]:
-    """A tuple of the items; a string is a sequence too, but never the one that was meant."""
+    """A tuple of the items. A string is a sequence too, but always a mistake here."""
     if isinstance(value, tuple):
         return value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
@@ -241,7 +243,7 @@ def _refuse(field: str, value: Any, limit: str) -> InvalidArgument:
 
 
 def _show(value: Any) -> str:
-    """A value short enough for one line; a huge int has no decimal form at all."""
+    """A value, shortened to one line. A huge int has no decimal form."""
     if isinstance(value, int) and value.bit_length() > 128:
         return f"an integer of {value.bit_length()} bits"
     shown = repr(value)

@@ -55,14 +55,15 @@ def response(
     """A message of a stream, or the whole answer; `totals` go on the last one."""
     message = pb.GenerateResponse(request_id=request_id)
     for delta in deltas:
-        message.prompt_logprobs.extend(map(token_logprob, delta.prompt_logprobs or ()))
         message.outputs.add(
             index=delta.index,
             text=delta.text,
             token_ids=delta.token_ids,
             logprobs=map(token_logprob, delta.logprobs or ()),
-            finish_reason=delta.finish_reason or "",
+            finish_reason=delta.finish_reason,
         )
+        if delta.prompt_logprobs is not None:
+            message.prompt_logprobs.extend(map(token_logprob, delta.prompt_logprobs))
     if totals is not None:
         usage, timing = totals
         message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage)))

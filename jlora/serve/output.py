@@ -1,19 +1,18 @@
 """One completion's text, token by token: characters, spacing and stop strings.
 
-Three things make this more than `decode(token)`:
+`decode(token)` alone is wrong for three reasons:
 
-* A character may need several tokens. Tokens that are raw bytes go through an incremental UTF-8
-  decoder: nothing shows until a character is complete, and only bytes that can never become
-  one are shown as U+FFFD.
-* A token's spacing depends on the one before it ("▁Hello" is "Hello" only at the start), so
-  the others are decoded together with their predecessor, of which the text is then cut off.
-  Both are constant work per token, and neither reads the whole output again.
-* A stop string may end in the middle of a token and begin several tokens earlier. Text that
-  may yet turn out to be one is held back until that is settled, and nothing more than that.
+* A character may need several tokens. Byte tokens go through an incremental UTF-8 decoder: a
+  character shows when it is complete, and only bytes that can never become one show as U+FFFD.
+* A token's spacing depends on the token before it ("▁Hello" is "Hello" only at the start). So a text
+  token is decoded together with its predecessor, whose text is then cut off. Both take constant time
+  per token; neither reads the whole output again.
+* A stop string may begin several tokens before it ends, and end inside a token. Text that may
+  become a stop string is held back until that is decided; no other text is.
 
-The texts of a completion put together are `decode` of all its tokens, up to the stop. They differ
-only where a byte-fallback tokenizer's bytes are broken: `decode` gives up the whole run of byte
-tokens then, also the good characters that were shown before.
+The texts of a completion concatenate to `decode` of all its tokens, up to the stop. They differ only
+for broken bytes of a byte-fallback tokenizer: `decode` then drops the whole run of byte tokens,
+including its complete characters.
 """
 
 from __future__ import annotations
@@ -31,11 +30,11 @@ class TextDelta:
     """New text of a completion.
 
     Attributes:
-        text: what to show now; may be empty.
-        stopped: a stop string matched while the engine still runs this completion, so the
-            front must call `service.stop_completion`. True at most once.
-        finish_reason: set on the completion's last event; the event's own, but "stop" if a stop
-            string matched, also when that was in the last token that max_tokens allowed.
+        text: may be empty.
+        stopped: a stop string matched while the engine still runs this completion, so the front must
+            call `Replica.stop`. True at most once.
+        finish_reason: set on the completion's last event. It is the event's own, but "stop" after a stop
+            string, even one in the last token that max_tokens allowed.
     """
 
     text: str
@@ -44,12 +43,12 @@ class TextDelta:
 
 
 class Detokenizer:
-    """Turns token ids into text as they come; constant work per token."""
+    """Turns token ids into text one by one, in constant time per token."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._last: int | None = None  # the last token that was not silent
+        self._last: int | None = None  # the last token with text
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes."""
@@ -58,24 +57,24 @@ class Detokenizer:
         raw = self._tokenizer.token_bytes(token_id)
         last, self._last = self._last, token_id
         if last is None and (raw is None or raw.isascii()):
-            return self._tokenizer.decode([token_id])  # only the decoder knows what it strips at the start
+            return self._tokenizer.decode([token_id])  # the decoder strips spaces at the start
         if raw is not None:
             return self._utf8.decode(raw)
         known = [] if last is None else [last]
         return self.flush() + self._tokenizer.decode([*known, token_id])[len(self._tokenizer.decode(known)) :]
 
     def flush(self) -> str:
-        """What an unfinished character leaves: U+FFFD, or nothing. More tokens may follow."""
+        """U+FFFD for an unfinished character, or nothing. More tokens may follow."""
         text = self._utf8.decode(b"", final=True)
         self._utf8.reset()
         return text
 
 
 class StopFinder:
-    """Finds the first of some strings in text that comes in pieces.
+    """Finds the first of several strings in text that arrives in pieces.
 
-    First means: ends earliest; of those, the longest. So the result does not depend on where
-    the pieces were cut. Holds back at most the longest string but one character.
+    The first is the one that ends earliest, and of those the longest, so the result does not depend
+    on the pieces. The held text is always shorter than the longest string.
     """
 
     def __init__(self, stops: Collection[str]) -> None:
@@ -84,10 +83,10 @@ class StopFinder:
         self._held = ""
 
     def push(self, text: str, matching: bool = True) -> tuple[str, str | None]:
-        """Adds text. Returns what can be shown, and the stop string that follows it, if any.
+        """Adds text. Returns the text to show, and the stop string that follows it, if any.
 
-        With `matching` False whole stop strings are shown like any text, but the beginning of
-        one is still held back: it may be completed when matching is on.
+        With `matching` False whole stop strings are shown like other text. The beginning of one is still
+        held back: it may be completed once matching is on.
         """
         if not self._stops:
             return text, None
@@ -103,12 +102,12 @@ class StopFinder:
         return text[:keep], None
 
     def flush(self) -> str:
-        """The text held back, when nothing more will come."""
+        """The held text, at the end of the completion."""
         held, self._held = self._held, ""
         return held
 
     def _begins_at(self, text: str) -> int:
-        """Where the longest ending of `text` starts that is the beginning of a stop string."""
+        """Where the longest suffix of `text` starts that begins a stop string; its length if there is none."""
         longest = max(map(len, self._stops)) - 1
         for at in range(max(0, len(text) - longest), len(text)):
             if text[at] in self._firsts:
@@ -119,7 +118,7 @@ class StopFinder:
 
 
 class TextStream:
-    """The text of one completion of a request. Not thread-safe; one per completion index."""
+    """The text of one completion. Not thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, eos_ids: Collection[int]) -> None:
         """`sampling` as validated; `eos_ids` are the model's own end tokens."""
@@ -133,16 +132,16 @@ class TextStream:
 
     @property
     def completion_tokens(self) -> int:
-        """Output tokens so far, up to and with the one that completed a stop string."""
+        """Output tokens so far, including the one that completed a stop string."""
         return self._tokens
 
     @property
     def stopped(self) -> bool:
-        """A stop string has matched: tokens that were already on their way are not part of the output."""
+        """Whether a stop string has matched. Later tokens are not part of the output."""
         return self._stopped
 
     def push(self, event: TokenEvent) -> TextDelta:
-        """The text that `event` adds. After a stop string has matched there is none."""
+        """The text that `event` adds; none after a stop string."""
         if self._stopped:
             return TextDelta("", finish_reason="stop" if event.finish_reason else None)
         text = ""
@@ -162,7 +161,7 @@ class TextStream:
         return TextDelta(shown, finish_reason=event.finish_reason)
 
     def _token_text(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """The token's text, but an end token's only if it was asked for."""
+        """The token's text. An end token has one only if include_stop asks for it."""
         if finish_reason == "stop":
             if token_id in self._sampling.stop_token_ids:
                 return self._end_text(token_id) if self._sampling.include_stop else ""
@@ -171,7 +170,7 @@ class TextStream:
         return self._detokenizer.push(token_id)
 
     def _end_text(self, token_id: int) -> str:
-        """The text of a stop token that the caller wants to see, also if it is a special token."""
+        """The text of a stop token under include_stop, even of a special token."""
         if self._tokenizer.is_silent(token_id):
             return self._detokenizer.flush() + self._tokenizer.decode([token_id], skip_special=False)
         return self._detokenizer.push(token_id)

@@ -1,4 +1,4 @@
-"""Times to first token of the requests that ended in the last minute: what an operator looks at first."""
+"""Times to first token of the requests that ended in the last minute."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 WINDOW_S = 60.0
-MOST = 10_000  # of a busier minute the latest
+MOST = 10_000  # requests; a busier minute keeps its latest
 
 
 class Summary(NamedTuple):
-    """How many requests, and their time to first token in seconds (0 if there are none)."""
+    """The number of requests and their time to first token in seconds (0 if there are none)."""
 
     count: int
     mean_s: float
@@ -21,18 +21,18 @@ class Summary(NamedTuple):
 
 
 class Recent:
-    """A sliding window; used on one event loop. `clock` gives seconds."""
+    """A sliding window. Not thread-safe; `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
         self._clock = clock
         self._ended: deque[tuple[float, float]] = deque(maxlen=MOST)
 
     def add(self, ttft_s: float) -> None:
-        """A request has ended that had its first token after `ttft_s`."""
+        """Adds a request that has just ended, with its time to first token."""
         self._ended.append((self._clock(), ttft_s))
 
     def summary(self) -> Summary:
-        """Of the last minute. O(n log n) in its requests, on demand only."""
+        """The last minute's summary, in O(n log n)."""
         while self._ended and self._ended[0][0] < self._clock() - WINDOW_S:
             self._ended.popleft()
         times = sorted(ttft for _, ttft in self._ended)

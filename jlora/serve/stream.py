@@ -15,7 +15,7 @@ from itertools import chain
 from typing import NamedTuple
 
 from jlora.errors import Unavailable
-from jlora.serve.output import TextDelta, TextStream
+from jlora.serve.output import TextStream
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import Delta, Request, Timing, TokenEvent, TokenLogprob, Usage
 
@@ -54,18 +54,15 @@ class Answer:
         Raises:
             Unavailable: the engine stopped before the request ended.
         """
-        by_index: dict[int, list[TokenEvent]] = {}
+        touched: dict[int, None] = {}
+        stops = []
         for event in events:
-            by_index.setdefault(event.index, []).append(event)
-        deltas, stops = [], []
-        for index, group in by_index.items():
-            completion = self._completions[index]
-            delta, stopped = completion.push(group)
-            if stopped:
-                stops.append(Stop(index, completion.tokens))
-            if delta != Delta(index):
-                deltas.append(delta)
-        self._ends += [delta for delta in deltas if delta.finish_reason]
+            touched[event.index] = None
+            completion = self._completions[event.index]
+            if completion.add(event):
+                stops.append(Stop(event.index, completion.tokens))
+        deltas = [delta for i in touched if (delta := self._completions[i].take()) is not None]
+        self._ends += [delta for delta in deltas if delta.finish_reason is not None]
         return deltas, stops
 
     def totals(self) -> tuple[Usage, Timing]:
@@ -97,46 +94,52 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 
 
 class _Completion:
-    """One completion: its text, and how many tokens the client has seen."""
+    """One completion: its text, and what is new since the last `take`."""
 
     def __init__(self, index: int, text: TextStream | None) -> None:
-        self.index = index
-        self.tokens = 0
+        self.tokens = 0  # that the client sees
+        self._index = index
         self._text = text
+        self._clear()
 
-    def push(self, events: Sequence[TokenEvent]) -> tuple[Delta, bool]:
-        """What `events` add, and whether the engine must stop this completion now."""
-        texts: list[str] = []
-        tokens: list[int] = []
-        logprobs: list[TokenLogprob] = []
-        stopped = False
-        for event in events:
-            shown, visible = self._show(event)
-            texts.append(shown.text)
-            stopped |= shown.stopped
-            if visible and event.token_id is not None:
-                tokens.append(event.token_id)
-                logprobs += [] if event.logprob is None else [event.logprob]
-        self.tokens += len(tokens)
-        delta = Delta(
-            self.index,
-            "".join(texts),
-            tuple(tokens),
-            tuple(logprobs) or None,
-            next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
-        )
-        return (self._ended(delta, events[-1], shown) if shown.finish_reason else delta), stopped
+    def _clear(self) -> None:
+        self._shown = ""
+        self._ids: list[int] = []
+        self._logprobs: list[TokenLogprob] = []
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
+        self._end: TokenEvent | None = None
 
-    def _show(self, event: TokenEvent) -> tuple[TextDelta, bool]:
-        """The event's text, and whether its token is shown: tokens after a stop string are not."""
-        if self._text is None:
-            return TextDelta("", finish_reason=event.finish_reason), True
-        late = self._text.stopped
-        return self._text.push(event), not late
+    def add(self, event: TokenEvent) -> bool:
+        """Adds one event; whether the engine must stop this completion now."""
+        text, stopped, reason = self._text, False, event.finish_reason
+        late = text is not None and text.stopped  # tokens after a stop string are not shown
+        if event.token_id is not None and not late:
+            self.tokens += 1
+            self._ids.append(event.token_id)
+            if event.logprob is not None:
+                self._logprobs.append(event.logprob)
+        if text is not None:
+            shown = text.push(event)
+            self._shown += shown.text
+            stopped, reason = shown.stopped, shown.finish_reason
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
+        if reason is not None:
+            self._end = replace(event, finish_reason=reason)
+        return stopped
 
-    def _ended(self, delta: Delta, last: TokenEvent, shown: TextDelta) -> Delta:
-        if last.usage is None or last.timing is None:
-            raise Unavailable("the engine stopped before the request ended; its log says why")
-        # The engine may be a step past a stop string; usage counts the tokens that the client sees.
-        usage = replace(last.usage, completion_tokens=self.tokens)
-        return replace(delta, finish_reason=shown.finish_reason, usage=usage, timing=last.timing)
+    def take(self) -> Delta | None:
+        """What is new, None if nothing is."""
+        reason = usage = timing = None
+        if self._end is not None:
+            reason, usage, timing = self._end.finish_reason, self._end.usage, self._end.timing
+            if usage is None or timing is None:
+                raise Unavailable("the engine stopped before the request ended; its log says why")
+            # The engine may be a step past a stop string; usage counts the tokens that the client sees.
+            usage = replace(usage, completion_tokens=self.tokens)
+        elif not (self._ids or self._shown or self._prompt_logprobs):
+            return None
+        ids, logprobs = tuple(self._ids), tuple(self._logprobs) or None
+        delta = Delta(self._index, self._shown, ids, logprobs, self._prompt_logprobs, reason, usage, timing)
+        self._clear()
+        return delta

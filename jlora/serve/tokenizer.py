@@ -4,12 +4,11 @@
     ids = tokenizer.encode("Hello")                     # with BOS and the like, as transformers adds them
     ids = tokenizer.chat([{"role": "user", "content": "Hello"}])
 
-Which special tokens a text gets is decided by the post-processor of `tokenizer.json`, except
-that a Llama tokenizer's explicit `add_bos_token` and `add_eos_token` win over it.
+The post-processor of `tokenizer.json` decides which special tokens a text gets. A Llama tokenizer's
+explicit `add_bos_token` and `add_eos_token` override it.
 
-Decoding one token at a time is the job of `jlora.serve.output`. What it needs to know of the
-tokenizer is here: which tokens have no text, and which stand for raw bytes, of which several
-may be needed to make one character.
+`jlora.serve.output` decodes one token at a time. It asks this module which tokens have no text, and
+which stand for raw bytes, several of which may make one character.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from tokenizers.processors import TemplateProcessing
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
 
-# Names that templates may use, as transformers hands them over.
+# The special tokens that transformers passes to templates.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Tokenizer classes whose add_bos_token and add_eos_token mean something.
+# Tokenizer classes that obey add_bos_token and add_eos_token.
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
@@ -44,7 +43,7 @@ class Tokenizer:
         """`config` is the content of `tokenizer_config.json`, `template` the default chat template.
 
         Raises:
-            FailedPrecondition: the decoder mixes byte-level tokens with something unknown.
+            FailedPrecondition: the decoder combines byte-level tokens with an unknown step.
             InvalidArgument: the chat template does not compile.
         """
         core.no_truncation()
@@ -62,7 +61,7 @@ class Tokenizer:
         """Reads a model directory; None if it has no `tokenizer.json`.
 
         Raises:
-            DataLoss: a file is there but cannot be read; names the file.
+            DataLoss: a file cannot be read; the message names it.
         """
         directory = Path(path)
         file = directory / "tokenizer.json"
@@ -85,15 +84,15 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """Number of tokens, added ones included; the model's vocabulary may be larger."""
+        """Number of tokens, including added ones. The model's vocabulary may be larger."""
         return self._core.get_vocab_size(with_added_tokens=True)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that transformers would add."""
+        """Token ids of `text`, with the special tokens that transformers adds."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`; ids without a token have none.
+        """Text of `ids`. Ids without a token have no text.
 
         Raises:
             InvalidArgument: an id is negative or beyond 32 bits.
@@ -105,7 +104,7 @@ class Tokenizer:
             raise InvalidArgument(f"token_ids[{at}] = {bad!r}: must be an integer in [0, {2**32})") from e
 
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a conversation put through the chat template, ready for the answer.
+        """Token ids of a conversation through the chat template, ending with the prompt for an answer.
 
         Raises:
             FailedPrecondition: the model has no chat template.
@@ -124,11 +123,11 @@ class Tokenizer:
         except jinja2.TemplateError as e:
             raise InvalidArgument(f"chat: the model's chat template refuses the messages: {e}") from e
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
-            # The template is a program of the model's author; these can quote a message's text.
+            # The template is a program of the model's author. These errors may quote a message's text.
             raise InvalidArgument(f"chat: the model's chat template fails on the messages: {type(e).__name__}") from e
 
     def is_silent(self, token_id: int) -> bool:
-        """Whether the token never shows: special, or not in the tokenizer."""
+        """Whether the token has no text: it is special, or not in the tokenizer."""
         return token_id in self._special_ids or self._core.id_to_token(token_id) is None
 
     def token_bytes(self, token_id: int) -> bytes | None:
@@ -160,7 +159,7 @@ class Tokenizer:
         asked = {side: config.get(f"add_{side}_token") for side in ("bos", "eos")}
         if config.get("tokenizer_class") not in _LLAMA_CLASSES or all(x is None for x in asked.values()):
             return
-        # Llama's own default where only one of the two is written.
+        # Llama's own default if only one of the two is set.
         wanted = {"bos": asked["bos"] is not False, "eos": asked["eos"] is True}
         tokens = {side: self._specials.get(f"{side}_token") for side in wanted if wanted[side]}
         tokens = {side: t for side, t in tokens.items() if t is not None and self._core.token_to_id(t) is not None}

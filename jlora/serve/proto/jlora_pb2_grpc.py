@@ -76,15 +76,15 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The same as deltas: text, token_ids and logprobs of a message are those new since the last one.
+        """Streams the answer as deltas: a message has the text, token_ids and logprobs new since the last one.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Prefetch(self, request, context):
-        """A hint that this request may come soon: brings its adapter and cached prefix to the device if
-        there is room and the link has little else to do. Generates nothing.
+        """A hint that this request may come soon: copies its adapter and cached prefix to the device if
+        there is room and the link is mostly idle. Generates nothing.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -281,7 +281,7 @@ class Inference:
 
 
 class AdaptersStub:
-    """The adapters that this server knows.
+    """The adapters of this server.
     """
 
     def __init__(self, channel):
@@ -318,7 +318,7 @@ class AdaptersStub:
 
 
 class AdaptersServicer:
-    """The adapters that this server knows.
+    """The adapters of this server.
     """
 
     def LoadAdapter(self, request, context):
@@ -329,8 +329,8 @@ class AdaptersServicer:
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Refuses new requests for it, waits for running ones, then frees its blocks and the KV that
-        depends on it. Answers with what was unloaded.
+        """Refuses new requests for the adapter, waits for running ones, then frees its blocks and the KV that
+        depends on it. Answers with the adapter's last state.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -392,7 +392,7 @@ def add_AdaptersServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Adapters:
-    """The adapters that this server knows.
+    """The adapters of this server.
     """
 
     @staticmethod
@@ -585,7 +585,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends a live request; its caller gets what there is, with finish_reason "abort".
+        """Ends a live request; its caller gets the output so far, with finish_reason "abort".
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -599,7 +599,7 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Refuses new requests from now on and waits for the live ones. There is no way back.
+        """Refuses new requests from now on, for good, and waits for the live ones.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
