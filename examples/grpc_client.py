@@ -1,10 +1,10 @@
-"""Asks one server for answers of the base model and of every adapter at the same time.
+"""Asks one server for answers of the base model and of every adapter at once.
 
     .venv/bin/jlora serve --config configs/demo.toml                        # in one terminal
     .venv/bin/python examples/grpc_client.py --server 127.0.0.1:50051 "hello world"    # in another
 
-The requests of all adapters share the engine's steps; each answer is printed when it is complete.
-Activated LoRAs act from an invocation in the prompt on, which a plain text has not: they are named only.
+The requests share the engine's steps; each answer is printed when it is complete. Activated LoRAs are
+listed but not asked: they need their invocation tokens in the prompt.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ async def main() -> None:
         activated = [adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens]
         models = [info.model, *(adapter.name for adapter in listed.adapters if adapter.name not in activated)]
         for name in activated:
-            print(f"{name:>16}: not asked, an activated LoRA needs its invocation in the prompt")
+            print(f"{name:>16}: an activated LoRA, not asked: it needs its invocation in the prompt")
         await asyncio.gather(*(ask(channel, model, args.text, args.max_tokens) for model in models))
 
 

@@ -34,6 +34,13 @@ def test_file_then_overrides_in_that_order(tmp_path: Path):
     assert config.adapters.paths == {"sql": "a", "fr-1.2": "b"}
 
 
+def test_a_mapping_is_read_as_a_file_is(tmp_path: Path):
+    path = toml(tmp_path, '[model]\ntp = 2\n[cache]\nblock_tokens = 8\n[adapters.paths]\na = "x"\n')
+    nested = {"model": {"tp": 2}, "cache": {"block_tokens": 8}, "adapters": {"paths": {"a": "x"}}}
+    dotted = {"model.tp": 2, "cache.block_tokens": 8, "adapters.paths": {"a": "x"}}
+    assert load(nested) == load(dotted) == load(path) != Config()
+
+
 def test_command_line_strings_are_read_by_type():
     config = load(None, {"engine.warmup": "off", "cache.hbm_fraction": "0.5", "serve.port": "0", "model.seed": "7"})
     assert config.engine.warmup is False and config.cache.hbm_fraction == 0.5

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 
 from jlora import LLM, Completion, SamplingParams
-from jlora.config import Config, ModelConfig
 from jlora.errors import (
     AlreadyExists,
     ConfigError,
@@ -26,7 +25,6 @@ from jlora.errors import (
     OutOfRange,
     Unavailable,
 )
-from jlora.llm import _settings
 from tests import _make
 from tests.serve import _tokenizers
 
@@ -253,24 +251,19 @@ def test_without_a_tokenizer_ids_work_and_text_says_why_not(files: Path):
     llm.close()
 
 
-def test_every_form_of_configuration_means_the_same(tmp_path: Path):
-    file = tmp_path / "config.toml"
-    file.write_text('[model]\ntp = 2\n[cache]\nblock_tokens = 8\n[adapters.paths]\na = "x"\n')
-    expected = _settings("m", {"b": Path("y")}, file)
-    assert expected.model == ModelConfig(path="m", tp=2) and expected.cache.block_tokens == 8
-    assert expected.adapters.paths == {"a": "x", "b": "y"}
-    nested = {"model": {"tp": 2}, "cache": {"block_tokens": 8}, "adapters": {"paths": {"a": "x"}}}
-    dotted = {"model.tp": 2, "cache.block_tokens": 8, "adapters.paths": {"a": "x"}}
-    for config in (nested, dotted, str(file), dataclasses.replace(expected, adapters=Config().adapters)):
-        got = _settings("m", {"a": "x", "b": "y"}, config)
-        assert got == expected
-    assert _settings(None, None, {"model.path": "m"}).model.path == "m"
-
-
 @pytest.mark.parametrize("config", [{"cache": {"blocks": 8}}, {"model.tp": 0}, {"nothing": {}}, "no/such/file.toml"])
-def test_a_wrong_configuration_is_refused_by_key(config):
+def test_a_wrong_configuration_is_refused_before_the_model_is_read(config):
     with pytest.raises(ConfigError):
-        _settings("m", None, config)
+        LLM("no/such/model", config=config)
+
+
+def test_tenants_do_not_share_cached_tokens(llm: LLM):
+    prompt = [[(7 * i) % 90 + 5 for i in range(40)]]
+    [first] = llm.generate(prompt, GREEDY, tenant="a")
+    [other] = llm.generate(prompt, GREEDY, tenant="b")
+    *_, last = llm.stream(prompt[0], GREEDY, tenant="a")
+    assert last.usage is not None
+    assert (first.usage.cached_tokens, other.usage.cached_tokens, last.usage.cached_tokens) == (0, 0, 32)
 
 
 def test_importing_jlora_does_not_load_jax():
