@@ -31,7 +31,6 @@ from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 PLACE = attrgetter("place")
-CROWD = 2  # at most so many sequences per slot hold a lease and wait for copies
 
 
 class Scheduler:
@@ -164,7 +163,7 @@ class Scheduler:
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
         admissions = self.queue.admit(now, self.running, self.loading)
-        while budget > 0 and self._slots and len(self.loading) < CROWD * self.config.max_seqs:
+        while budget > 0 and self._slots:
             sequence = next(admissions, None)
             if sequence is None:
                 break
