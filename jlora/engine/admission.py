@@ -218,7 +218,10 @@ class Admission:
         return True
 
     def _headroom(self, step: Step) -> int:
-        """Blocks that must stay available to the running sequences when one more is admitted."""
+        """Blocks that must stay available to the running sequences when one more is admitted.
+
+        At most a sixteenth of the pool, or a small one would run half empty.
+        """
         return min(len(step.running), self._manager.total // 16)
 
     def fit(self, step: Step, *sequences: Sequence) -> bool:
