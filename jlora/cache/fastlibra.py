@@ -5,17 +5,21 @@
     LoRA_Eval   = max(1, Low_lora / Now_lora), for adapters                 (Equation 4)
     Low_lora    = sum over adapters of 1 - (1 - prob_i)^BS                  (Equation 3)
 
-What the paper leaves open, decided here: LoRA_Eval multiplies adapter nodes; prob_i is the node's
-share of the visits in a window that slides by exponential decay; t is divided by a time scale
-tau (tau = 1 is the paper's literal form), by default the median reuse interval seen so far;
-cost_i is the measured transfer time of the node; BS is the mean batch of the last 5 s; an idle round
-prefetches what the link carries in a round and at most `monitor.FETCHES` nodes, so that it stays short.
+The paper leaves these points open. Here they are decided so:
 
-1 - sigmoid(t) is e^-t / (1 + e^-t): naively it is 0 after 37 s in float64 and ties would decide, so
-everything is kept in logarithms. Its tail has the exact static key `ln cost + ln C + t/tau'`;
-near t = 0, where the tail is not exact, the first few candidates are compared by the equation itself.
-When tau changes, time goes on in the new unit from where it was in the old one: keys of before and
-after can be compared, so that the keys of a large tree can be made again little by little.
+    LoRA_Eval   multiplies adapter nodes
+    prob_i      the node's share of the visits in a window that slides by exponential decay
+    t           is divided by a time scale tau, by default the median reuse interval seen so far
+                (tau = 1 is the paper's literal form)
+    cost_i      the measured transfer time of the node
+    BS          the mean batch of the last 5 s
+    prefetch    an idle round fetches what the link carries in a round, at most `monitor.FETCHES` nodes
+
+1 - sigmoid(t) is e^-t / (1 + e^-t). In float64 it is 0 after 37 s, and ties would decide, so everything
+is kept in logarithms. Its tail has the exact static key `ln cost + ln C + t/tau'`. Near t = 0 the tail
+is not exact, and the equation itself compares the first few candidates. When tau changes, time continues
+in the new unit from its value in the old one. So keys made before and after can be compared, and the
+keys of a large tree are made again a part at a time.
 """
 
 from __future__ import annotations
@@ -27,9 +31,9 @@ from jlora.cache.policies import Policy, Pulse
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, Node
 
-WINDOW_S = 300.0  # visits older than this count for less than 1/e
-BATCH_S = 5.0  # BS is the mean over so long
-FIRST_TAU_S = 60.0  # before any reuse was seen
+WINDOW_S = 300.0  # seconds after which a visit counts 1/e
+BATCH_S = 5.0  # seconds that BS is the mean over
+FIRST_TAU_S = 60.0  # seconds, before any reuse was seen
 
 
 class Knobs(NamedTuple):
@@ -92,13 +96,13 @@ class Fastlibra(Policy):
         return self._fit_tau(now) or moved
 
     def _lora_reward(self) -> float:
-        """LoRA_Eval of the last tick; made when it is first asked for, for it walks all adapters."""
+        """LoRA_Eval of the last tick; computed when it is first needed, because it walks all adapters."""
         if self._pulse is not None and self._ticked is not None:
             self._lora_eval, self._pulse = self._reward(self._pulse, self._ticked), None
         return self._lora_eval
 
     def _reward(self, pulse: Pulse, now: float) -> float:
-        """LoRA_Eval: above 1 while fewer adapters are in than a batch is expected to need."""
+        """LoRA_Eval: above 1 while fewer adapters are on the device than a batch is expected to need."""
         asked = [node for node in pulse.adapters if node.count]
         visits = [node.count * _decay(now - node.last_use) for node in asked]
         total = sum(visits)
@@ -117,7 +121,7 @@ class Fastlibra(Policy):
         return math.log(max(self._visits, 1e-12)) - max(0.0, now - self._visited) / WINDOW_S
 
     def _fit_tau(self, now: float) -> bool:
-        """Follows the median reuse interval, in leaps: a new tau means new keys for all."""
+        """Follows the median reuse interval, in factors of 2: a new tau means new keys for all nodes."""
         if self._median is None:
             return False
         median = min(max(self._median.value, 0.1), 3600.0)
@@ -129,7 +133,7 @@ class Fastlibra(Policy):
 
 
 class Wom(Fastlibra):
-    """Without dependency maintenance: any idle node may leave, whatever hangs below it."""
+    """Without dependency maintenance: any idle node may be evicted, whatever depends on it."""
 
     name = "fastlibra-wom"
 
@@ -160,10 +164,10 @@ class Wol(Fastlibra):
 
 
 class Median:
-    """A running median in one number: a step towards each value, in proportion to itself.
+    """A running median in one number: it moves by a small factor towards each value.
 
-    The blocks of a path were last used together and are again: values in a row that are all but
-    equal count once, or one long prompt would move the median by itself.
+    The blocks of a path are used together, so nearly equal values in a row count once: otherwise one long
+    prompt would move the median by itself.
     """
 
     STEP = 0.01

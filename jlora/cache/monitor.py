@@ -17,10 +17,10 @@ from jlora.cache.policies import Pulse
 from jlora.cache.residency import Residency
 from jlora.cache.tree import KV, AdapterNode, Node, adapter_of
 
-BACKUPS = 16, 512  # blocks per round, at least and at most
-FETCHES = 64  # nodes per round, at most: each is a copy of its own, started while a step waits
+BACKUPS = 16, 512  # blocks per round: at least, for a slow link, and at most, to bound Python's time in a step
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
-REKEYS = 500  # nodes per round: a large tree must not hold up a step
+FETCHES = 64  # nodes per round: each is a copy of its own, which bounds Python's time in a step
+REKEYS = 500  # nodes per round: bounds Python's time in a step, whatever the tree's size
 
 
 class Monitor:

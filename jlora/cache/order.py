@@ -1,8 +1,8 @@
-"""Candidates in order of what they are worth, without ever scanning the tree.
+"""Candidates in order of worth, without scanning the tree. Plain Python, no jax.
 
-A policy gives every candidate a *static* key: one that stays right while the node is left alone,
+A policy gives every candidate a *static* key: one that stays right while no request touches the node,
 however much time passes. So a heap with lazy deletion keeps the order: a touch pushes a new entry
-and makes the old one stale, and a decision compares the tops. Plain Python, no jax.
+and makes the old one stale, and a decision compares the tops.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class Order:
     """
 
     __slots__ = ("_front", "_heap", "_valid", "_sign", "_ties", "_limit")
-    FRONT = 32  # entries kept in order; more only where more were asked for at once
+    FRONT = 32  # entries kept in order, unless more are asked for at once
 
     def __init__(self, valid: Callable[[Node], bool], sign: int = 1):
-        self._front: list[Entry] = []  # in order; none of the heap's comes before the last of these
+        self._front: list[Entry] = []  # in order; no entry of the heap comes before the last of these
         self._heap: list[Entry] = []
         self._valid = valid
         self._sign = sign
@@ -52,8 +52,8 @@ class Order:
     def first(self, count: int) -> list[Node]:
         """The first candidates, at most `count`, left in place.
 
-        What stands in front was taken from the heap before: asking again after one has gone, as who makes
-        room does for every block, takes one from the heap and not `count`.
+        They are kept in `_front`. Making room asks again after every eviction, and then takes one entry
+        from the heap instead of `count`.
         """
         front, heap = self._front, self._heap
         found: list[Node] = []

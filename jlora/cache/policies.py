@@ -102,27 +102,29 @@ class Jlora(Policy):
           adapters at least              how often one that was silent so long is asked for (`Silences`)
         KV of one conversation         rate = how often a conversation of that age comes back (`Returns`)
 
-    Who asks for an adapter or a system prompt is a crowd: frequency, with decay, tells when it is
-    asked for next. A conversation goes on soon or never: only its age tells, and what ages mean is
-    learned, for it differs: agents come back every few seconds, readers of long answers after
-    minutes, translations never. Both rates are in returns per second, so they can be compared.
-    A count forgets who is asked for every ten minutes (e^-6 of a visit is left), and the rare adapters
-    are many: what their silences mean is learned too, from all adapters together.
-    `load` is *measured*, its fixed part included. Both classes have static keys:
-    `ln C + t/T + ln(load/blocks)`, and `t`: conversations leave in order of age. Both are exact as long as
-    counts tell and rates fall with age; where they do not, the first few are compared by what they are worth.
+    Many users ask for an adapter or a system prompt: its decayed frequency predicts the next request. One
+    user continues a conversation, soon or never: only its age predicts that. What ages mean is learned,
+    because it differs: agents come back every few seconds, readers of long answers after minutes,
+    translations never. Both rates are in returns per second, so they can be compared.
 
-    W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica
-    that has served for s seconds, since its first request or since a silence in which all counts have
-    decayed. Dividing by T from the start would hold crowds for so much rarer than they are, and give
-    their room to conversations. W is one for all, so keys do without it.
+    A count forgets an adapter that is used every ten minutes (e^-6 of a visit is left), and such adapters
+    are many. So their return rate by age is learned too, from all adapters together.
+
+    `load` is *measured*, its fixed part included. Both classes have static keys: `ln C + t/T + ln(load/blocks)`,
+    and `t`, by which conversations leave in order of age. The keys are exact while counts decide and rates
+    fall with age. Elsewhere, the values of the first few candidates decide.
+
+    W is the time that C has counted over: T in the long run, but T (1 - exp(-s / T)) in a replica that has
+    served for s seconds, since its first request or since a silence in which all counts have decayed.
+    Dividing by T from the start would underestimate these rates and give the room to conversations. W is
+    the same for all nodes, so keys omit it.
     """
 
     name = "jlora"
     lookahead = 8
     T = 100.0  # seconds
-    LEAST_S = 5.0  # of W: a first visit is no crowd
-    SILENCE = 3.0  # times T: so long without a request, and counts are gone
+    LEAST_S = 5.0  # seconds, of W: one visit is no frequency
+    SILENCE = 3.0  # times T without a request, after which the counts have decayed
 
     def __init__(self, meter: Meter):
         super().__init__(meter)
@@ -132,13 +134,13 @@ class Jlora(Policy):
         self._asked = -math.inf  # when the last one did
 
     def ask(self, adapter: Node, now: float) -> None:
-        if adapter.size and adapter.users == 1:  # the first: until now nobody used it; the base is never away
+        if adapter.size and adapter.users == 1:  # it was idle until now; the base never leaves
             self.silences.end(max(0.0, now - adapter.last_use))
 
     def meet(self, path: Sequence[Node], now: float) -> None:
         last = path[-1] if path else None
         if last is not None and last.users > 1:
-            return  # its conversation is not silent: others of one request, or who asks the same
+            return  # its conversation is not silent: another completion or request uses it now
         self.returns.add(None if last is None or last.shared else max(0.0, now - last.last_use))
 
     def visit(self, node: Node, now: float) -> None:
@@ -146,11 +148,13 @@ class Jlora(Policy):
             if now - self._asked > self.SILENCE * self.T:
                 self._began = now
             self._asked = now
-        node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)  # it may come to be shared
+        node.count = 1 + node.count * math.exp(
+            (node.last_use - now) / self.T
+        )  # counted for all: the node may be shared later
         node.last_use = now
 
     def leave(self, node: Node, now: float) -> None:
-        node.count *= math.exp((node.last_use - now) / self.T)  # what was counted so far goes on to decay
+        node.count *= math.exp((node.last_use - now) / self.T)  # decays to `now`, as `last_use` moves there
         node.last_use = now
 
     def key(self, node: Node) -> tuple[int, float]:

@@ -1,21 +1,21 @@
-"""How soon conversations and adapters come back, learned from those that did. Plain Python, no jax.
+"""How soon conversations and adapters are used again, learned from earlier ones. Plain Python, no jax.
 
-A conversation whose answer has been given falls silent; after some seconds it goes on, or it never
-does. Which of the two cannot be seen, but how many of those before it came back at which age can:
+A conversation is silent after its answer. It continues after some seconds, or never. Which of the two
+cannot be known, but how many earlier conversations continued at which age can:
 
-    began      silences so far: every request ends one or opens a conversation, and begins its own
+    began      silences so far: every request ends one or opens a conversation, and begins another
     back[k]    of these, how many ended at an age between EDGES[k] and EDGES[k + 1]
     left(k)    = began - back[0] - ... - back[k - 1], still silent at age EDGES[k]
 
     rate(age) = back[k] / seconds spent silent in k,    seconds = width of k * mean of left(k), left(k + 1)
 
-the occurrence / exposure rate of an actuary's life table, a hazard. Old counts fade, so the table
-follows the traffic; it begins as `PRIOR` silences that end by a power law, and what is measured takes
-their place but for `LASTING` of them: of an age that nobody has reached yet, or that has not been
-seen for long, something is expected still. All of it is a dozen numbers, whatever the cache holds.
+This is the occurrence / exposure rate of an actuary's life table, a hazard. Old counts fade, so the
+table follows the traffic. It begins as `PRIOR` silences that end by a power law. Measurements replace
+all but `LASTING` of them, so ages without measurements keep a rate. The table is a dozen numbers,
+whatever the cache holds.
 
-Adapters are few beside conversations, so those that are silent still can be looked at too (`Silences`):
-then a replica that has served for a minute does not take those who came back for all there are.
+Adapters are few beside conversations, so `Silences` also counts adapters that are still silent. Without
+them, a replica that has served for a minute would know only the adapters that came back.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from collections.abc import Iterable
 
 EDGES = (0.0, *(2.0**k for k in range(13)))  # seconds: 0, 1, 2, 4, ... 4096
 RECENT = 256.0  # silences that the table remembers, about
-PRIOR, LASTING = 32.0, 1.0  # silences it begins with, and how many of them never fade,
-SHAPE, SCALE_S = 0.25, 5.0  # of which (SCALE_S / (SCALE_S + age)) ** SHAPE last longer than `age`
-LOOK_S = 1.0  # between looks at all adapters
-MEMORY_S = 1000.0  # in which what was counted of adapters fades
-LEAST = 0.02  # share of the silences that is taken to last for ever: ages nobody has reached yet
+PRIOR, LASTING = 32.0, 1.0  # silences it begins with, and how many of them never fade
+SHAPE, SCALE_S = 0.25, 5.0  # of the prior: (SCALE_S / (SCALE_S + age)) ** SHAPE of it last longer than `age`
+LOOK_S = 1.0  # seconds between looks at all adapters
+MEMORY_S = 1000.0  # seconds in which counts of adapters fade to 1/e
+LEAST = 0.02  # share of the silences that never end: rates at ages without measurements stay finite
 
 
 class Returns:
@@ -54,7 +54,7 @@ class Returns:
         self._rates = self._made()
 
     def rate(self, age: float) -> float:
-        """How often a second a conversation that has been silent for `age` seconds comes back."""
+        """How often a second a conversation that has been silent for `age` seconds continues."""
         if age < EDGES[-1]:
             return self._rates[_interval(age)]
         return self._rates[-1] * EDGES[-1] / age
@@ -71,11 +71,11 @@ class Returns:
 
 
 class Silences:
-    """How soon adapters are asked for again: how many silences ended, over how long adapters were silent.
+    """How soon adapters are used again: how many silences ended, over how long adapters were silent.
 
         rate(age) = ended[k] / seconds that adapters have spent in silences of that age
 
-    It begins as what one adapter would have shown by the power law of `Returns`; that part never fades.
+    It begins with the counts of one adapter that follows the prior of `Returns`; that part never fades.
     """
 
     def __init__(self) -> None:
@@ -86,12 +86,12 @@ class Silences:
         self._looked = -math.inf
 
     def end(self, age: float) -> None:
-        """An adapter that nobody had used for `age` seconds is asked for."""
+        """An adapter that was idle for `age` seconds is asked for."""
         if age < EDGES[-1]:
             self._ended[_interval(age)] += 1
 
     def look(self, ages: Iterable[float], now: float) -> None:
-        """Takes in for how long each adapter that nobody uses has been silent; once in `LOOK_S` is enough."""
+        """Takes in the ages of all idle adapters; at most once in `LOOK_S`."""
         spent = now - self._looked
         if spent < LOOK_S:
             return
@@ -106,7 +106,7 @@ class Silences:
                 self._seconds[_interval(age)] += spent
 
     def rate(self, age: float) -> float:
-        """How often a second an adapter that nobody has used for `age` seconds is asked for."""
+        """How often a second an adapter that has been idle for `age` seconds is asked for."""
         if age < EDGES[-1]:
             k = _interval(age)
             return self._ended[k] / self._seconds[k]
@@ -114,5 +114,5 @@ class Silences:
 
 
 def _interval(age: float) -> int:
-    """Which two edges an age below the last edge lies between."""
+    """The interval between two edges that an age below the last edge lies in."""
     return math.frexp(age)[1] if age >= 1 else 0

@@ -1,4 +1,4 @@
-"""One copy between the tiers, those under way, and what copies have been seen to cost. Plain Python, no jax."""
+"""Copies between the tiers: one copy, those under way, and their measured cost. Plain Python, no jax."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ class Copy:
 
     Attributes:
         source, target: block ids in the tier it leaves and the tier it enters, of all nodes in order.
-        demand: a request waits for it; a prefetch that somebody comes to wait for is promoted.
+        demand: a request waits for it; a prefetch becomes one when a request comes to wait for it.
         streams: comes in groups of layers, so that a step may start before its end.
-        started: when the link took it up, 0 before; set, as the next, by whoever carries it out.
-        seconds: how long the link was busy with it.
+        started: when the link took it up, 0 before.
+        seconds: how long the link was busy with it, 0 before its end.
     """
 
     direction: Direction
@@ -56,24 +56,24 @@ class _Fit:
         if spread > 1e-6 * self.xx * self.n:
             each = (self.n * self.xy - self.x * self.y) / spread
             self.each = min(max(each, 0.0), self.y / self.x)
-        else:  # every copy had one size: the known slope, unless it explains too much
+        else:  # every copy had one size: keep the slope, unless it alone predicts more than was measured
             self.each = min(self.each, self.y / self.x)
         self.fixed = max(0.0, (self.y - self.each * self.x) / self.n)
 
 
-TYPICAL = 8  # blocks of the copy whose price tells whether prices have moved
-FAR = 1.5
+TYPICAL = 8  # blocks of the copy whose cost tells whether costs have moved
+FAR = 1.5  # times a cost before: then keys made of it are made again
 
 
 class Meter:
     """Measured seconds of loads, per kind of node, and of recomputing a token.
 
-    The part of a load that does not depend on its size matters most to the ranking, and only a
-    measurement knows it (`fixed` of the fit).
+    The fixed part of a load matters most to the ranking, and only a measurement tells it.
 
     Args:
-        block_s: what a block's copy is believed to take before anything was measured.
-        block_tokens: tokens of a block; 0: computing is no way to get a block back.
+        block_s: assumed seconds of a block's copy, before anything was measured.
+        token_s: assumed seconds of computing a prompt token.
+        block_tokens: tokens of a block; 0: a block cannot be computed again.
     """
 
     def __init__(self, block_s: float, token_s: float = 1e-4, block_tokens: int = 0):
@@ -98,8 +98,8 @@ class Meter:
     def density(self, kind: int, blocks: int) -> float:
         """Seconds that a block of a node saves.
 
-        KV comes back in runs of many nodes, which share the fixed part of their one copy; and it can be
-        computed again, so over a slow link it is worth no more than that takes. An adapter cannot.
+        KV comes back in runs of many nodes, which share the fixed part of one copy. It can also be computed
+        again, so over a slow link it is worth at most what that takes. An adapter cannot be computed.
         """
         if kind == ADAPTER:
             return self.load_s(kind, blocks) / blocks
@@ -108,7 +108,7 @@ class Meter:
         return min(copied, self._block_tokens * self.token_s) if self._block_tokens else copied
 
     def moved(self) -> bool:
-        """Whether loads cost far more or less than when this last said so: what was priced then is priced wrong."""
+        """Whether loads cost far more or less than when this was last True."""
         now = self._prices()
         if all(1 / FAR < a / b < FAR for a, b in zip(now, self._priced, strict=True)):
             return False
@@ -125,13 +125,13 @@ class Meter:
 
 
 class Traffic:
-    """The copies that were decided and have not landed.
+    """The copies that have been decided and have not landed.
 
     Attributes:
         flying: the copy that a node is part of.
-        outbox: not handed out yet.
-        arriving: those on their way to the device, in order (a dict as an ordered set).
-        backlog: blocks, each way.
+        outbox: copies that have not been handed out.
+        arriving: copies on their way to the device, in order (a dict as an ordered set).
+        backlog: blocks on their way, in each direction.
     """
 
     def __init__(self) -> None:
@@ -158,7 +158,7 @@ class Traffic:
         self.arriving.pop(copy, None)
 
     def promote(self, node: Node) -> None:
-        """A request waits for a copy that was only a prefetch: it overtakes the others."""
+        """A request waits for this node's copy: from now on it is no prefetch."""
         copy = self.flying.get(node)
         if copy is not None:
             copy.demand = True

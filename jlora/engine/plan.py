@@ -1,16 +1,16 @@
-"""What the scheduler and the runner hand to each other. Plain Python, no jax.
+"""The records that the scheduler and the runner hand to each other. Plain Python, no jax.
 
 A sequence's life:
 
-                          ┌──hold── its activated LoRA has not come
+                          ┌──hold── its activated LoRA has not landed
                           ▼                          │
     waiting ──admit──▶ loading ──copies landed──▶ running ──last token──▶ done
        ▲                  │                          │
        └──────────────────┴────────preempt───────────┘    (its tokens stay known; its KV may come back)
 
-`tokens` are the tokens the host knows; `in_flight` counts those sampled by dispatched steps but
-not read yet; `computed` counts those whose KV has been dispatched. What remains to compute is
-`len(tokens) + in_flight - computed`: many for a prompt, one for decode.
+`tokens` are the tokens that the host knows. `in_flight` counts tokens sampled by dispatched steps but
+not read yet. `computed` counts tokens whose KV has been dispatched. `len(tokens) + in_flight - computed`
+tokens remain to be computed: many for a prompt, one for decode.
 """
 
 from __future__ import annotations
@@ -23,11 +23,9 @@ from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode, Origin
 from jlora.types import FinishReason, Request, TokenLogprob
 
-# A prompt chunk is laid out in rows of so many tokens; a step's budget counts whole rows.
-ROW = 32
-# Prompt log-probabilities need logits of every token of a chunk: short chunks bound that memory.
-SCORED_CHUNK = 64
-ORDER_BITS = 40  # of a place; arrivals are far fewer
+ROW = 32  # tokens; a prompt chunk is laid out in rows, and a step's budget counts whole rows
+SCORED_CHUNK = 64  # tokens of a chunk with prompt log-probabilities: it bounds the memory of their logits
+ORDER_BITS = 40  # of a place in the order of service: more than there are arrivals
 
 
 @dataclass(slots=True, eq=False)
@@ -35,17 +33,20 @@ class Sequence:
     """One completion of one request. Times are `time.monotonic()` seconds.
 
     Attributes:
-        order: arrival number; index: which of the request's n completions.
+        index: which of the request's n completions.
+        order: arrival number.
         seed: 64-bit seed of its draws.
         leader: the request's completion 0, whose prompt KV the others wait for and share.
         activation: position of the first token that its adapter acts on, fixed by the prompt; None for
             an adapter that acts on every token, and for the base.
         slot: its place in the device's slot state while it runs, else -1.
         max_len: prompt plus the most output tokens it may have.
-        lease: what it holds of the cache from its admission on; want: what it needs while it waits.
+        lease: what it holds of the cache, from its admission on.
+        want: what it needs of the cache, while it waits.
         refused: the cache's epoch when it was last refused a lease.
         overtaken: how many sequences have gone first because they found everything on the device.
-        boarded: it has had a slot; slot_s: seconds it waited for that after its copies had landed.
+        boarded: it has had a slot.
+        slot_s: seconds it waited for a slot after its copies had landed.
         adapter_s, kv_s: seconds its lease waited for the adapter and for cached KV before that.
         set_up: the slot's tables on the device are this sequence's.
     """
@@ -80,7 +81,7 @@ class Sequence:
 
     @property
     def place(self) -> int:
-        """In the order of service, smaller ones first: higher priority, then arrival."""
+        """Its place in the order of service, smaller ones first: higher priority, then arrival."""
         return self.order - (self.request.priority << ORDER_BITS)
 
     @property
@@ -114,7 +115,7 @@ class Sequence:
 
     @property
     def unadapted(self) -> int:
-        """Of these, those that come before its activated LoRA acts."""
+        """Of these, tokens before the first that its activated LoRA acts on."""
         return max(0, (self.activation or 0) - self.computed)
 
     @property
@@ -141,7 +142,7 @@ class Work(NamedTuple):
 class StepPlan:
     """One step: copies to start, then decode and prompt work.
 
-    `streams` are copies under way that the prompt work reads: its layers wait for theirs.
+    `streams` are copies under way that the prompt work reads; each layer waits for its part of them.
     """
 
     decode: tuple[Work, ...]
@@ -159,7 +160,7 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """What one work item brought back from the device.
+    """The result of one work item.
 
     Attributes:
         token: the sampled token, None if the work did not sample.

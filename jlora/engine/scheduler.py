@@ -5,10 +5,11 @@ plan for step N+1 before commit of step N, so plan works on counts and never on 
 
 Order of service: higher priority first, then arrival. Running sequences decode every step, and
 up to `max_step_tokens` of prompts are computed beside them, oldest first. A sequence whose adapter
-or prefix lies on the host holds its lease and waits for the copies, and those behind it go ahead.
-Who of the queue is admitted, and in which turn, is `Admission`'s affair.
-When the pool runs out of blocks the last in order of service is preempted: it gives up its lease,
-keeps its tokens, and computes them again later, drawing the same tokens as if nothing had happened.
+or prefix lies on the host holds its lease and waits for the copies; sequences behind it may run first.
+`Admission` decides which queued sequences get a lease.
+
+When the pool runs out of blocks, the last sequence in order of service is preempted: it gives up its
+lease, keeps its tokens, and computes them again later. It draws the same tokens as without the preemption.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ PLACE = attrgetter("place")
 
 
 class Scheduler:
-    """Who runs, with how many tokens, on which blocks."""
+    """Decides which sequences run, with how many tokens, on which blocks."""
 
     def __init__(
         self,
@@ -48,13 +49,13 @@ class Scheduler:
         self.config = config
         self.eos_ids = frozenset(eos_ids)
         self.running: list[Sequence] = []  # in order of service
-        self.loading: list[Sequence] = []  # hold a lease whose copies have not landed, or want for a slot
+        self.loading: list[Sequence] = []  # hold a lease; their copies are under way, or no slot is free
         self.preemptions = 0
         self.queue = Admission(manager, config)
         self._requests: dict[str, list[Sequence]] = {}
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
-        self._ahead: dict[Sequence, None] = {}  # running before their adapter has come (a dict as an ordered set)
+        self._ahead: dict[Sequence, None] = {}  # run before their adapter has landed (a dict as an ordered set)
         self._seeds = seeds or random.Random(0)  # of requests that name none
         self._planned: float | None = None  # when the last step was, if it had work
         self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
@@ -155,7 +156,7 @@ class Scheduler:
         """Decides the next step; empty if there is nothing to do now."""
         self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
-        self._board(now)  # first: of some only the last token is to be computed, which is as good as decoding
+        self._board(now)  # first: some have one token left to compute, so they decode in this step
         decode = self._plan_decode()
         budget = self.config.max_step_tokens
         prefill: list[Work] = []
@@ -167,14 +168,14 @@ class Scheduler:
             sequence = next(admissions, None)
             if sequence is None:
                 break
-            if self._run_if_ready(sequence, now):  # else its copies are under way, and the next one may go ahead
+            if self._run_if_ready(sequence, now):  # or its copies are under way, and the next one may run
                 budget -= self._add_chunk(prefill, sequence, budget)
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self._leases.streams(leases))
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
-        """Takes in what the step brought back, in the order of `plan.work`."""
+        """Takes in the results of a step, in the order of `plan.work`."""
         events = []
         for work, result in zip(plan.work, drawn, strict=True):
             sequence = work.sequence
@@ -183,7 +184,7 @@ class Scheduler:
             if sequence.finished is not None:
                 continue
             if sequence.prompt_logprobs is not None:
-                # After a preemption prompt chunks come again: keep only what is new.
+                # After a preemption, prompt chunks come again: keep only what is new.
                 known = len(sequence.prompt_logprobs) - 1 - work.start
                 sequence.prompt_logprobs += result.prompt_logprobs[known:] if known >= 0 else ()
             if result.token is not None:
@@ -221,7 +222,7 @@ class Scheduler:
             assert sequence.lease is not None
             if self._leases.grow(sequence.lease, sequence.computed + 1):
                 return True
-            if self.manager.leaving:  # room comes when what is being written out has landed
+            if self.manager.leaving:  # blocks come free when their copies to the host have landed
                 return False
             victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=PLACE)
             self._preempt(victim)
@@ -229,7 +230,7 @@ class Scheduler:
                 return False
 
     def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
-        """Plans the next tokens of a sequence; what they take of the budget, in whole rows."""
+        """Plans the next tokens of a sequence; the tokens they take of the budget, in whole rows."""
         assert sequence.lease is not None
         most = budget if sequence.prompt_logprobs is None else SCORED_CHUNK
         reach = sequence.unadapted if sequence in self._ahead else sequence.remaining
@@ -277,9 +278,9 @@ class Scheduler:
             self._ahead[sequence] = None
         if not sequence.boarded:
             sequence.adapter_s, sequence.kv_s, sequence.boarded = lease.adapter_s, lease.kv_s, True
-            # Between its copies and its slot it waited like any other in the queue.
+            # The wait between its copies and its slot counts as queueing.
             sequence.slot_s = max(0.0, now - lease.granted - max(lease.adapter_s, lease.kv_s))
-        elif not sequence.first_token:  # held on its way: for its adapter, and then for a slot
+        elif not sequence.first_token:  # it was held for its adapter, and then waited for a slot
             sequence.adapter_s = max(sequence.adapter_s, lease.adapter_s)
             sequence.slot_s += max(0.0, now - lease.since - lease.adapter_s)
         sequence.slot = self._slots.pop()
@@ -289,17 +290,17 @@ class Scheduler:
         return True
 
     def _preempt(self, sequence: Sequence) -> None:
-        self.queue.enqueue(sequence)  # first: its adapter version may live on for this sequence alone
+        self.queue.enqueue(sequence)  # first: its want may be all that keeps its adapter version
         self._leave(sequence)
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Takes a leased sequence off the device's books."""
+        """Ends a sequence's lease and frees its slot."""
         if sequence.slot >= 0:
             self._take_slot(sequence)
         else:
             self.loading.remove(sequence)
-            if not sequence.boarded:  # it has only waited so far
+            if not sequence.boarded:  # so far it has only waited
                 sequence.admitted = 0.0
         assert sequence.lease is not None
         self._leases.release(sequence.lease)
