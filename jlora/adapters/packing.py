@@ -63,14 +63,14 @@ def _pack_shard(
     slot = heads * layout.head_dim
     used = unit.per_block * unit.slots * slot
     flat = np.zeros((count, layout.layers, layout.block_tokens * slot), NUMPY_DTYPES[layout.dtype])
-    cells = flat[:, :, :used].reshape(count, layout.layers, unit.per_block, unit.slots * slot)
     for layer in range(layout.layers):
         pair = adapter.weights.get((layer, name))
         if pair is None:
             continue
         a, b = (w[:, shard * n : (shard + 1) * n] for w, n in zip(pair, (unit.a, unit.b), strict=True))
-        for r in range(a.shape[0]):
-            cell = cells[r // unit.per_block, layer, r % unit.per_block]
-            cell[: unit.a], cell[unit.b_start : unit.b_start + unit.b] = a[r], b[r]
-    flat[:, :, :used] = cells.reshape(count, layout.layers, used)
+        for block in range(-(-len(a) // unit.per_block)):
+            ranks = slice(block * unit.per_block, (block + 1) * unit.per_block)
+            units = flat[block, layer, :used].reshape(unit.per_block, unit.slots * slot)[: len(a[ranks])]
+            units[:, : unit.a] = a[ranks]
+            units[:, unit.b_start : unit.b_start + unit.b] = b[ranks]
     return flat.reshape(count, layout.layers, layout.block_tokens, heads, layout.head_dim)

@@ -1,0 +1,197 @@
+"""Commands, loads and life of the replica in this process."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jlora import config
+from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
+from jlora.ports import DiskFiles, System
+from jlora.types import Request, TokenEvent
+from tests import _make
+from tests.engine._replica import Running
+from tests.engine.test_engine import BASE, GREEDY, running, serve, tokens
+
+
+class Gate(DiskFiles):
+    """A disk whose reads wait until it is open, or fail."""
+
+    def __init__(self) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self.open.set()
+
+    def read(self, path: str, size: int) -> bytes:
+        self.reached.set()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+        return super().read(path, size)
+
+    def shut(self) -> None:
+        self.open.clear()
+        self.reached.clear()
+
+
+@pytest.fixture(scope="module")
+def disk() -> Gate:
+    return Gate()
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_model: Path, disk: Gate) -> Iterator[Running]:
+    settings: dict[str, Any] = {**BASE, "model.path": str(tiny_model)}
+    one = Running(config.load(None, settings), System(files=disk))
+    yield one
+    one.check_integrity()
+    one.stop()
+
+
+@pytest.fixture
+def path(tmp_path: Path, tiny_spec) -> str:
+    return str(_make.make_adapter(tmp_path / "a", tiny_spec, seed=9, r=4, targets=("q", "v")))
+
+
+def test_requests_and_commands_go_on_while_an_adapter_is_read(replica: Running, disk: Gate, path: str):
+    disk.shut()
+    loading = replica.replica.load_adapter("slow", path)
+    assert disk.reached.wait(60)
+    assert len(tokens(serve(replica, [Request("x", (3, 4), GREEDY)])["x"])) == 12
+    assert replica.stats().live_requests == 0 and replica.adapters() == []
+    with pytest.raises(NotFound):
+        replica.submit(Request("y", (3, 4), GREEDY, adapter="slow"), lambda events: None)
+    disk.open.set()
+    assert loading.result(60).name == "slow"
+    replica.unload_adapter("slow")
+
+
+def test_requests_and_commands_go_on_while_an_adapter_is_copied_to_the_host_tier(
+    replica: Running, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    reached, go_on = threading.Event(), threading.Event()
+    fill = replica.parts.swapper.fill
+
+    def slow(blocks: tuple[int, ...], data: Any) -> None:
+        reached.set()
+        assert go_on.wait(60)
+        fill(blocks, data)
+
+    monkeypatch.setattr(replica.parts.swapper, "fill", slow)
+    loading = replica.replica.load_adapter("slow", path)
+    assert reached.wait(60)
+    assert len(tokens(serve(replica, [Request("x", (3, 4), GREEDY)])["x"])) == 12
+    replica.check_integrity()  # blocks that are being filled have their owner
+    go_on.set()
+    assert loading.result(60).name == "slow"
+    replica.unload_adapter("slow")
+
+
+def test_of_two_loads_of_one_name_the_second_to_end_is_refused_and_gives_its_blocks_back(
+    replica: Running, disk: Gate, path: str
+):
+    free = replica.cache_state().host.free
+    disk.shut()
+    loads = [replica.replica.load_adapter("twin", path) for _ in range(2)]
+    assert disk.reached.wait(60)
+    disk.open.set()
+    errors = [load.exception(60) for load in loads]
+    assert sorted(map(type, errors), key=str) == sorted([type(None), AlreadyExists], key=str)
+    replica.unload_adapter("twin")
+    assert replica.cache_state().host.free == free
+
+
+@pytest.mark.parametrize("stage", ["read", "fill"])
+def test_a_load_that_fails_leaves_nothing_behind(
+    stage: str, replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    free = replica.cache_state().host.free
+    if stage == "read":
+        monkeypatch.setattr(disk, "error", OSError(5, "Input/output error"))
+    else:
+        monkeypatch.setattr(replica.parts.swapper, "fill", _fail)
+    with pytest.raises((NotFound, DataLoss, MemoryError), match="Input/output error|no memory"):
+        replica.load_adapter("broken", path)
+    assert replica.cache_state().host.free == free and replica.adapters() == []
+
+
+def _fail(blocks: tuple[int, ...], data: Any) -> None:
+    raise MemoryError("no memory")
+
+
+def test_a_command_that_its_caller_cancels_first_does_not_run(replica: Running):
+    with replica.paused():
+        submitted = replica.replica.submit(Request("late", (3, 4), GREEDY), lambda events: None)
+        assert submitted.cancel()
+    assert replica.stats().live_requests == 0
+
+
+def test_a_drain_refuses_at_once_and_ends_with_the_last_request(tiny_model: Path):
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    with running(tiny_model, {}, engine__max_seqs=2) as replica:
+        replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
+        assert not replica.replica.drain(timeout_s=0).result(60)
+        with pytest.raises(Unavailable, match="draining"):
+            replica.submit(Request("y", (3, 4), GREEDY), inbox.put)
+        assert replica.replica.drain().result(60)
+        assert replica.stats().live_requests == 0
+
+
+def test_an_engine_that_fails_ends_requests_commands_and_waits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    replica = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "engine.warmup": False}))
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    with replica.paused():
+        replica.replica.submit(Request("x", (3, 4), GREEDY), inbox.put)
+        monkeypatch.setattr(replica.parts.scheduler, "plan", _die)
+    assert isinstance(replica.replica.drain().exception(60), Unavailable)  # while it waits, or afterwards
+    assert [event.finish_reason for event in inbox.get(timeout=60)] == ["abort"]
+    assert "failed" in str(replica.replica.state().exception(60))
+    replica.stop()
+
+
+def _die(now: float) -> None:
+    raise RuntimeError("a planted failure")
+
+
+def test_a_step_that_compiles_is_alive_and_one_that_hangs_is_not(replica: Running):
+    with replica.paused():
+        while replica.replica.heartbeat_age() < 0.05:
+            pass
+        replica.parts.runner.compiling = True
+        assert replica.replica.heartbeat_age() == 0
+        replica.parts.runner.compiling = False
+        assert replica.replica.heartbeat_age() >= 0.05
+
+
+def test_weights_change_between_two_steps_without_a_compilation(tmp_path: Path):
+    """The answers are those of an engine that was started with the other weights."""
+    paths = []
+    for seed in (1, 2):
+        _make.make_model(tmp_path / str(seed), seed=seed)
+        paths.append(tmp_path / str(seed))
+    requests = [Request(f"r{i}", (3, 4 + i, 5), GREEDY, bypass_prefix_cache=True) for i in range(3)]
+    answers = []
+    for path in paths:
+        with running(path, {}, engine__max_seqs=4) as replica:
+            answers.append({name: tokens(events) for name, events in serve(replica, requests).items()})
+            if path == paths[0]:
+                continue
+            runner = replica.parts.runner
+            first, other = runner.weights, Running(config.load(None, {**BASE, "model.path": str(paths[0])}))
+            with replica.paused():
+                swapped = runner.swap_weights(other.parts.runner.weights.params)
+            got = {name: tokens(events) for name, events in serve(replica, requests).items()}
+            with replica.paused():
+                runner.swap_weights(first.params)
+            again = {name: tokens(events) for name, events in serve(replica, requests).items()}
+            with pytest.raises(ValueError, match="params"):
+                runner.swap_weights({})
+            other.stop()
+            assert (first.version, swapped.version, runner.weights.version) == (0, 1, 2)
+    assert answers[0] != answers[1] and (got, again) == (answers[0], answers[1])
