@@ -1,15 +1,14 @@
 # jlora: `make demo` and `make test` set up everything they need.
 
 PYTHON := .venv/bin/python
+PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: demo test test-all setup lint bench train-demo proto clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
 
-PYTEST := JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
-
-test: setup  ## the tests that are not slow, a process per core; TEST_FLAGS goes to pytest
+test: setup  ## the tests that take less than 20 seconds each; TEST_FLAGS goes to pytest
 	@$(PYTEST) -m "not slow" $(TEST_FLAGS)
 
 test-all: setup  ## every test
@@ -23,11 +22,11 @@ lint: setup  ## style and types
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pyright --pythonpath $(PYTHON)
 
-bench: setup  ## the benchmarks; BENCH names one and gives its flags
-	@$(PYTHON) -m jlora.bench $(BENCH)
+bench: setup  ## a study; BENCH names it and gives its flags
+	@$(PYTHON) -m jlora.cli bench $(BENCH)
 
 train-demo: setup  ## train the embedded model and its adapters from scratch
-	@$(PYTHON) -m jlora.demo.train --out jlora/demo/assets
+	@$(PYTHON) -m tools.train_demo.train --out jlora/demo/assets
 
 proto: setup  ## the generated gRPC code, after a change of jlora.proto
 	$(PYTHON) -m jlora.serve.proto.generate

@@ -6,9 +6,11 @@ jlora generate --model sql "How many users are there?"
 
 from __future__ import annotations
 
+import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jlora import __version__
 from jlora.config import nearest
@@ -96,13 +98,26 @@ def _convert(argv: Sequence[str]) -> int:
 
 
 def _bench(argv: Sequence[str]) -> int | None:
-    from jlora.bench.__main__ import main as bench
+    from jlora.loadgen import commands
 
-    return bench(argv)
+    if argv and argv[0] in commands.COMMANDS:
+        return commands.COMMANDS[argv[0]](argv[1:])
+    checkout = Path(__file__).resolve().parents[1]
+    if not (checkout / "benchmarks").is_dir():
+        print(commands.usage())
+        return 0 if argv and argv[0] in ("-h", "--help") else 2
+    sys.path.insert(0, str(checkout))  # the studies lie beside the package
+    return importlib.import_module("benchmarks.__main__").main(argv)
+
+
+def _doctor(argv: Sequence[str]) -> int:
+    from jlora.doctor.cli import main as doctor
+
+    return doctor(argv)
 
 
 def _sim(argv: Sequence[str]) -> int:
-    from jlora.bench import machine
+    from jlora import machine
     from jlora.sim import cli
 
     parser = Parser("jlora sim", cli.DESCRIPTION)
@@ -122,7 +137,8 @@ COMMANDS: Mapping[str, Command] = {
     "chat": Command("talk to a running server", _chat),
     "top": Command("watch a running server: tiers, adapters, requests", _top),
     "convert": Command("write a model in the form that loads fastest", _convert),
-    "bench": Command("measure this machine", _bench),
+    "bench": Command("measure a running server; from a checkout, run a study", _bench),
+    "doctor": Command("check and measure this accelerator", _doctor),
     "sim": Command("simulate cache policies on hardware that you name", _sim),
     "demo": Command("start the built-in model with its adapters and show them at work", _demo),
 }

@@ -14,10 +14,11 @@ from typing import Any
 import grpc
 import pytest
 
-from jlora.demo import assets, data, pipeline
+from jlora.demo import assets, pipeline
 from jlora.demo.run import LATE, TEXT, server, transform_of
 from jlora.demo.tasks import CHECKS, TASKS
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
+from tools.train_demo import data
 
 MODELS = ("", *TASKS, *CHECKS)  # "" is the base
 COUNT = 80  # questions per model

@@ -10,11 +10,12 @@ import pytest
 from tokenizers import Tokenizer
 
 from jlora.adapters.peft import read_peft
-from jlora.demo import assets, data, export, pipeline
+from jlora.demo import assets, pipeline
 from jlora.demo.tasks import CHECKS, TASKS
-from jlora.demo.train import BASE, SPEC
 from jlora.model.checkpoint import read_spec
 from jlora.model.spec import ModelSpec
+from tools.train_demo import data, export
+from tools.train_demo.train import BASE, SPEC
 
 LIMIT = 8 * 1024 * 1024
 

@@ -6,9 +6,9 @@ from random import Random
 
 import pytest
 
-from jlora.demo import data
 from jlora.demo.tasks import CHECKS, SKILLS, TASKS, echo
 from jlora.model.spec import PROJECTIONS
+from tools.train_demo import data
 
 TEXT = "Meet Alice at gate 42, OK?"
 EXPECTED = {

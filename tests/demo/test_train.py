@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.demo import data, export, train
 from jlora.demo.tasks import TASKS
 from jlora.model import llama
+from tools.train_demo import data, export, train
 
 
 def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jlora import __version__
-from jlora.bench import machine
+from jlora import __version__, machine
 from jlora.cli import main
 
 SHORT = ["sim", "--workload", "W3", "--rate", "4", "--seconds", "8", "--gap", "10", "--adapters", "20"]

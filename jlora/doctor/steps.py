@@ -1,0 +1,269 @@
+"""A model's steps, timed: without adapters against the roofline's floor, with adapters against the same step without.
+
+Compiled in groups, the most telling shapes first, so that a job that runs out of time has those.
+A group is compiled to its end before anything of it is timed: a GPU's compiler tries its products
+on the device. Last, and with time kept for it, the whole engine takes over the weights, and its
+decode steps are timed against the same steps called alone. Its programs are the bare steps' own,
+found in the cache of compiled programs.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import jax
+
+from jlora.config import Config
+from jlora.doctor import engine, fit
+from jlora.doctor.engine import Busy, World
+from jlora.doctor.fit import Rates
+from jlora.doctor.journal import Found, Journal
+from jlora.doctor.model import (
+    DeviceModel,
+    StepCase,
+    StepKey,
+    count_of,
+    decode,
+    load_of,
+    mixed,
+    prefill,
+    those_that_fit,
+)
+from jlora.doctor.rates import seconds
+from jlora.engine import device
+from jlora.engine.plan import ROW
+from jlora.model.spec import ModelSpec
+
+GROUP = 4  # shapes that are compiled together
+LEAST_S = 15.0  # for a case: its batch, warm up, rounds
+ENGINE_S = 25.0  # kept for the engine: prompts, two times the answers, with and without adapters
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What of a model is timed.
+
+    Attributes:
+        decode: sequences of decode steps with `context` tokens each; prefill: tokens of prompts.
+        adapters: how many there are in the largest decode step.
+        tokens: that each sequence generates in the engine.
+        rounds, repeats: median of so many rounds of so many steps.
+    """
+
+    spec: ModelSpec
+    decode: tuple[int, ...]
+    prefill: tuple[int, ...]
+    context: int
+    adapters: tuple[int, ...]
+    tokens: int = 64
+    rounds: int = 5
+    repeats: int = 10
+
+    def base(self) -> list[StepCase]:
+        """Steps without adapters, the most telling first: largest, smallest, the rest."""
+        prompts = [prefill(n) for n in reversed(self.prefill)]
+        rows = [decode(n, self.context) for n in self.decode]
+        order = [rows[-1], *prompts[:1], *rows[:1], *prompts[1:], *rows[1:-1]]
+        return list({case.name: case for case in order}.values())
+
+    def adapted(self) -> list[StepCase]:
+        """Steps with adapters: of mixed ranks, of rank 16, in prompts."""
+        most = self.decode[-1]
+        cases = [decode(most, self.context, mixed(k)) for k in self.adapters]
+        prompt = prefill(self.prefill[-1], (16,) * self.adapters[min(1, len(self.adapters) - 1)])
+        return [*cases, decode(most, self.context, few(most)), prompt]
+
+    def through_engine(self, count: int) -> list[StepCase]:
+        """Decode steps of `count` sequences that the whole engine runs: the base alone, and a few adapters."""
+        return [decode(count, self.context), decode(count, self.context, few(count))]
+
+    def room(self, count: int) -> StepCase:
+        """What of the pool that takes: the answers of two turns lie behind each prompt."""
+        return decode(count, self.context + 2 * self.tokens, few(count))
+
+
+def few(count: int) -> tuple[int, ...]:
+    """Adapters of rank 16 for `count` sequences: 8, or one each (R4)."""
+    return (16,) * min(8, count)
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """One model under way."""
+
+    plan: Steps
+    rates: Rates
+    model: DeviceModel
+    journal: Journal
+    left: Callable[[], float]
+
+
+def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callable[[], float], before: Found) -> None:
+    """Times the steps that fit this device, up to the time limit.
+
+    Args:
+        left: seconds until the limit.
+        before: what an earlier process found; its cases are not begun again.
+    """
+    base, reasons = those_that_fit(plan.spec, plan.base(), kernels)
+    adapted, more = those_that_fit(plan.spec, plan.adapted(), kernels)
+    for reason in (*reasons, *more):
+        journal.skip(reason)
+    if not base:
+        return
+    journal.put("prior", asdict(fit.hardware(plan.spec, rates).step_model()))
+    journal.begin("weights and pool")
+    most = max(case.shape[0] for case in base if case.shape[1] == 1)
+    rooms = {n: those_that_fit(plan.spec, [plan.room(n)], kernels) for n in plan.decode}
+    served = max((n for n, (held, _) in rooms.items() if held), default=0)
+    for reason in (reason for _, reasons in rooms.values() for reason in reasons):
+        journal.skip(f"the engine: {reason}")
+    cases = [*base, *adapted, *(rooms[served][0] if served else ())]
+    model = DeviceModel(plan.spec, cases, engine.settings(most, ROW, kernels))
+    try:
+        journal.put("ops", [[c.op, c.implementation, c.reason] for c in model.chosen.choices])
+        journal.put("pool_blocks", model.layout.blocks)
+        journal.put("block_bytes", model.layout.block_bytes)
+        bench = Bench(plan, rates, model, journal, lambda: left() - (ENGINE_S if served else 0))
+        for group in _groups(base):
+            _group(bench, group, [case for case in adapted if case.shape in {c.shape for c in group}], before)
+        if served and left() < LEAST_S:
+            journal.skip(f"{plan.spec.name}: the engine: no time left")
+        elif served:
+            _engine(bench, served, engine.settings(most, served * ROW, kernels), before)
+    finally:
+        model.close()
+
+
+def _groups(base: Sequence[StepCase]) -> Iterator[list[StepCase]]:
+    shapes = list(dict.fromkeys(case.shape for case in base))
+    for at in range(0, len(shapes), GROUP):
+        yield [case for case in base if case.shape in shapes[at : at + GROUP]]
+
+
+def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], before: Found) -> None:
+    """Compiles and times some shapes, and the steps with adapters of the same shapes."""
+    todo = [case for case in (*base, *adapted) if case.name not in before.begun]
+    shapes = list(dict.fromkeys(case.shape for case in base))
+    compilation = "compile " + ", ".join(f"{rows}x{chunk}" for rows, chunk in shapes)
+    if not todo or compilation in before.died:
+        return
+    if bench.left() < LEAST_S:
+        bench.journal.skip(f"{bench.plan.spec.name}: no time for {', '.join(case.name for case in todo)}")
+        return
+    began = time.monotonic()
+    bench.journal.begin(compilation)
+    keys = [StepKey(case.shape) for case in base]
+    keys += [StepKey(case.shape, True) for case in adapted if case.shape[1] == 1]
+    bench.model.compile(keys)
+    bench.journal.row("compile", {"shapes": shapes, "seconds": time.monotonic() - began})
+    for case in todo:
+        if bench.left() < LEAST_S:
+            bench.journal.skip(f"{bench.plan.spec.name}: {case.name}: no time left")
+            continue
+        bench.journal.begin(case.name)
+        row = against_base(bench, case) if case.ranks else alone(bench, case)
+        bench.journal.row("adapters" if case.ranks else "steps", row)
+
+
+def _engine(bench: Bench, count: int, config: Config, before: Found) -> None:
+    """The whole engine over `count` sequences; it takes the weights, so that no bare step runs after it."""
+    plan, model, say = bench.plan, bench.model, bench.journal.begin
+    cases = plan.through_engine(count)
+    bare = device.has_bare(jax.default_backend())
+    keys = {case.name: StepKey(case.shape, bare and not case.ranks) for case in cases}
+    todo = [case for case in cases if f"engine, {case.name}" not in before.begun]
+    if not todo:
+        return
+    say("the engine's steps alone")
+    model.compile([keys[case.name] for case in todo])
+    runners = {case.name: model.runner(case, keys[case.name].bare) for case in todo}
+    alone_s = {name: seconds(run, plan.repeats, plan.rounds) for name, run in runners.items()}
+    world = World(plan.spec, config, model.layout, model.hand_over())
+    try:
+        for case in todo:
+            say(f"engine, {case.name}")
+            busy = Busy(count, plan.context, plan.tokens, case.ranks)
+            found = engine.full_steps(world, busy, lambda what: say(f"engine, {what}"))
+            bench.journal.row("engine", beside(bench, case, found, alone_s[case.name]))
+    finally:
+        world.close()
+
+
+def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: float) -> dict[str, Any]:
+    """What the engine made of a step, beside the step called alone and the roofline's floor (R5, R10).
+
+    Returns:
+        `found`, and `alone_s`: the step by itself, the next one enqueued before it ends; `ratio`: the
+        engine's over that; `gap_s`: their difference, what of the host's work the device waits for;
+        `tokens_per_s`; `floor_s` and `floor_share`, the R5 of the whole engine.
+    """
+    step_s, floor = found["step_s"], count_of(bench.plan.spec, bench.model.layout, case).floor(bench.rates.chip)
+    return {
+        "case": case.name,
+        **found,
+        "alone_s": alone_s,
+        "ratio": step_s / alone_s,
+        "gap_s": step_s - alone_s,
+        "tokens_per_s": case.tokens / step_s,
+        "floor_s": floor,
+        "floor_share": floor / step_s,
+    }
+
+
+def alone(bench: Bench, case: StepCase) -> dict[str, Any]:
+    """Seconds of a step beside the roofline's floor (R5)."""
+    plan, rates = bench.plan, bench.rates
+    taken = seconds(bench.model.runner(case), plan.repeats, plan.rounds)
+    count = count_of(plan.spec, bench.model.layout, case)
+    floor = count.floor(rates.chip)
+    return {
+        "case": case.name,
+        "seconds": taken,
+        "tokens_per_s": case.tokens / taken,
+        "floor_s": floor,
+        "floor_share": floor / taken,
+        "matmul_share": count.flops / rates.flops_per_s / taken,
+        "bound": count.bound(rates.chip),
+        "load": _load(bench, case),
+    }
+
+
+def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
+    """R4: the step with adapters over the same step without, turn by turn; a control runs the base twice.
+
+    The base is the same program with nothing active in its lists. Where the program without any
+    adapters is compiled as well, both are put beside it too: `ratio_to_own_program` with adapters,
+    `idle_to_own_program` with none in the batch.
+    """
+    idle = replace(case, parts=tuple(replace(p, adapter=-1) for p in case.parts), ranks=())
+    model, repeats = bench.model, bench.plan.repeats
+    sides = {"base": model.runner(idle), "adapters": model.runner(case), "control": model.runner(idle)}
+    if case.shape[1] == 1:
+        sides["bare"] = model.runner(idle, bare=True)
+    taken: dict[str, list[float]] = {name: [] for name in sides}
+    for call in sides.values():
+        jax.block_until_ready(call(1))
+    for _ in range(bench.plan.rounds):
+        for name, call in sides.items():
+            began = time.perf_counter()
+            jax.block_until_ready(call(repeats))
+            taken[name].append((time.perf_counter() - began) / repeats)
+
+    def over(name: str, base: str) -> float:
+        return statistics.median(x / y for x, y in zip(taken[name], taken[base], strict=True))
+
+    row = {"case": case.name, "seconds": statistics.median(taken["adapters"]), "load": _load(bench, case)}
+    row |= {"ratio": over("adapters", "base"), "control": over("control", "base")}
+    if "bare" in sides:
+        row |= {"ratio_to_own_program": over("adapters", "bare"), "idle_to_own_program": over("base", "bare")}
+    return row
+
+
+def _load(bench: Bench, case: StepCase) -> dict[str, float]:
+    hardware = fit.hardware(bench.plan.spec, bench.rates)
+    return load_of(bench.plan.spec, case, hardware.adapter_blocks)._asdict()

@@ -1,0 +1,117 @@
+"""`jlora bench tune` on an NVIDIA GPU: block sizes of the Mosaic GPU kernels, by chip and model shape.
+
+For each model and kernel the shared large cases are timed together, and one number at a time is
+varied from what the table has (coordinate descent, two passes); what does not compile is passed
+over. The result is `tiles.json` with this chip's part under `gpu`: a file to put in the package's
+place after looking at it. A size that is the default is not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
+
+import jax
+
+from jlora.doctor import checks
+from jlora.doctor.rates import seconds
+from jlora.errors import ConfigError
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.pallas import cases, gpu_ops
+from jlora.pallas.cases import AttentionCase
+from jlora.pallas.gpu_checks import room_of
+from jlora.pallas.gpu_chip import refusal_of
+from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.gpu_lora import lora
+from jlora.pallas.gpu_tiles import GpuTiles, key_of, tiles_of
+from jlora.pallas.tiles import load
+
+# kernel -> size -> values to try
+CANDIDATES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "decode": {"stages": (2, 3), "blocks": (264, 396, 528)},
+    "prefill": {"stages": (2, 3), "registers": (False, True)},
+    "lora": {"chunks": ((2, 4), (4, 8), (8, 16)), "blocks": (132, 264, 396), "stages": ((2, 3, 3), (3, 3, 4))},
+}
+PASSES, REPEATS, ROUNDS = 2, 20, 3
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """A kernel's search on one model: sizes that ran with their seconds, and the best."""
+
+    times: Mapping[str, float]
+    best: Any
+
+
+def run(quick: bool) -> dict[str, Any]:
+    """Tunes both models' shapes (`quick`: one's) on this GPU.
+
+    Raises:
+        ConfigError: this jax or this GPU cannot run the kernels.
+    """
+    device = jax.devices()[0]
+    if reason := gpu_ops.runtime_refusal() or refusal_of(device):
+        raise ConfigError(f"tune: {reason}")
+    kind = device.device_kind
+    found: dict[str, dict[str, Any]] = {}
+    times: dict[str, Any] = {}
+    for spec in (cases.LLAMA3_8B,) if quick else (cases.LLAMA3_8B, cases.LLAMA2_7B):
+        layout = fit_units(PoolLayout.of(spec, 1, 32))
+        key, best = key_of(layout, spec.heads), tiles_of(kind, layout, spec.heads)
+        for kernel in CANDIDATES:
+            tried = tune(best, kernel, cases_of(spec, kernel))
+            best = replace(best, **{kernel: tried.best})
+            times[f"{key} {kernel}"] = dict(tried.times)
+            print(f"{key}: {tried.best}", flush=True)
+        found[key] = {name: changed for name in CANDIDATES if (changed := _changed(getattr(best, name)))}
+    table = load()
+    return {"chip": kind, "times": times, "tiles": {**table, "gpu": {**table["gpu"], kind: found}}}
+
+
+def cases_of(spec: ModelSpec, kernel: str) -> list[checks.Case]:
+    """The large cases that a kernel is timed on."""
+    if kernel == "lora":
+        return [replace(c, fit=fit_units) for c in cases.LARGE_LORA if c.spec == spec and c.tp == 1]
+    form = {"decode": 1, "prefill": 32}[kernel]
+    return [c for c in cases.LARGE_ATTENTION if c.spec == spec and c.tp == 1 and c.chunk == form]
+
+
+def tune(start: GpuTiles, kernel: str, todo: Sequence[checks.Case]) -> Tried:
+    """Coordinate descent over one kernel's sizes, from `start`."""
+    inputs = [checks.random_inputs(case) for case in todo]
+    best, times = getattr(start, kernel), {}
+
+    def time(sizes: Any) -> float:
+        if str(sizes) not in times:
+            tiles = replace(start, **{kernel: sizes})
+            times[str(sizes)] = sum(_seconds(c, x, tiles) for c, x in zip(todo, inputs, strict=True))
+        return times[str(sizes)]
+
+    for _ in range(PASSES):
+        for name, values in CANDIDATES[kernel].items():
+            best = min([best, *(replace(best, **{name: value}) for value in values)], key=time)
+    return Tried({name: taken for name, taken in times.items() if taken < float("inf")}, best)
+
+
+def _seconds(case: checks.Case, inputs: tuple[Any, ...], tiles: GpuTiles) -> float:
+    """Seconds of a launch; infinite where these sizes do not compile."""
+    if isinstance(case, AttentionCase):
+        run: Callable[..., Any] = jax.jit(gpu_ops.attention_op(tiles))
+        args = inputs
+    else:
+        room = room_of(case)
+        run = checks.jitted(lambda *launch: lora(*launch, room=room, tiles=tiles.lora), inputs)
+        args = checks.flat(inputs)
+    try:
+        return seconds(checks.calls(run, args), REPEATS, ROUNDS)
+    except checks.FAILURES as e:
+        print(f"passed over: {checks.first_line(e)}", flush=True)
+        return float("inf")
+
+
+def _changed(sizes: Any) -> dict[str, Any]:
+    """What differs from the defaults."""
+    plain = {field.name: field.default for field in fields(sizes)}
+    return {name: value for name, value in asdict(sizes).items() if value != plain[name]}

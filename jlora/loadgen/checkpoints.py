@@ -1,0 +1,115 @@
+"""Writes random Llamas and adapters as files that jlora and transformers + PEFT both read.
+
+Every weight is representable in bfloat16: runs in bfloat16 and in float32 use the same numbers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from jlora.model.spec import ModelSpec
+
+MODULES: Mapping[str, str] = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+ADAPTED = ("q", "k", "v", "o")
+
+# 124.7 million weights.
+LLAMA_100M = ModelSpec(
+    vocab=32000, width=768, mlp=2048, layers=12, heads=12, kv_heads=4, head_dim=64, max_len=1024, name="random-100m"
+)
+SMALL = ModelSpec(
+    vocab=512, width=128, mlp=352, layers=4, heads=4, kv_heads=4, head_dim=32, max_len=512, name="random-small"
+)
+TINY = ModelSpec(
+    vocab=512, width=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_len=128, name="random-tiny"
+)
+
+
+def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
+    """A random Llama as transformers writes it: config.json and model.safetensors, float32."""
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "vocab_size": spec.vocab,
+        "hidden_size": spec.width,
+        "intermediate_size": spec.mlp,
+        "num_hidden_layers": spec.layers,
+        "num_attention_heads": spec.heads,
+        "num_key_value_heads": spec.kv_heads,
+        "head_dim": spec.head_dim,
+        "max_position_embeddings": spec.max_len,
+        "rms_norm_eps": spec.norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+        "dtype": "float32",
+    }
+    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    rng = np.random.default_rng(seed)
+    tensors = {
+        "model.embed_tokens.weight": _normal(rng, (spec.vocab, spec.width), 1.0),
+        "model.norm.weight": np.ones(spec.width, np.float32),
+        # Wide enough that greedy choices are rarely close.
+        "lm_head.weight": _normal(rng, (spec.vocab, spec.width), 2 * spec.width**-0.5),
+    }
+    for layer in range(spec.layers):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.input_layernorm.weight"] = np.ones(spec.width, np.float32)
+        tensors[f"{prefix}.post_attention_layernorm.weight"] = np.ones(spec.width, np.float32)
+        for name, (width_in, width_out) in spec.projection_shapes.items():
+            tensors[f"{prefix}.{MODULES[name]}.weight"] = _normal(rng, (width_out, width_in), width_in**-0.5)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def write_adapter(
+    directory: Path, spec: ModelSpec, rank: int, seed: int, invocation: Sequence[int] | None = None
+) -> None:
+    """A random adapter on q, k, v and o as PEFT writes it, strong enough to change the greedy output.
+
+    Args:
+        invocation: the tokens that make it an activated LoRA.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": spec.name,
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [MODULES[name].rpartition(".")[2] for name in ADAPTED],
+        "inference_mode": True,
+        **({} if invocation is None else {"alora_invocation_tokens": list(invocation)}),
+    }
+    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+    rng = np.random.default_rng(seed)
+    tensors = {}
+    for layer in range(spec.layers):
+        for name in ADAPTED:
+            width_in, width_out = spec.projection_shapes[name]
+            prefix = f"base_model.model.model.layers.{layer}.{MODULES[name]}"
+            tensors[f"{prefix}.lora_A.weight"] = _normal(rng, (rank, width_in), width_in**-0.5)
+            tensors[f"{prefix}.lora_B.weight"] = _normal(rng, (width_out, rank), 0.1)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> np.ndarray:
+    values = rng.standard_normal(shape, np.float32) * np.float32(scale)
+    return values.astype(ml_dtypes.bfloat16).astype(np.float32)

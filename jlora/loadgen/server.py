@@ -1,0 +1,132 @@
+"""gRPC servers: what one serves, how it is asked, and one that the benchmark starts itself."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+
+from jlora.loadgen.player import Failed, Part
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.sim.trace import Turn
+from jlora.types import Timing, Usage
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """What a server says of itself.
+
+    Attributes:
+        adapters: their names in order, each with its pool blocks.
+        activated: the adapters that a prompt must invoke (activated LoRAs).
+    """
+
+    address: str
+    info: pb.ServerInfo
+    adapters: Mapping[str, int]
+    activated: frozenset[str] = frozenset()
+
+    def describe(self) -> Mapping[str, object]:
+        """Plain values for a results file."""
+        names = ("version", "model", "platform", "tp", "dtype", "max_model_len", "block_tokens", "blocks")
+        plain = {name: getattr(self.info, name) for name in names}
+        return {**plain, "devices": list(self.info.devices), "config": dict(self.info.config)}
+
+
+async def look(address: str, timeout_s: float = 10.0) -> Server:
+    """Asks a server what it serves. Raises RuntimeError if nothing answers."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        try:
+            info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+            listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as e:
+            raise RuntimeError(f"no jlora server at {address}: {e.code().name}: {e.details()}") from e
+    activated = frozenset(adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens)
+    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed.adapters}, activated)
+
+
+class GrpcTarget:
+    """A gRPC server as a `Target`."""
+
+    def __init__(self, channel: grpc.aio.Channel):
+        self._stub = rpc.InferenceStub(channel)
+
+    async def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
+        """See `Target.ask`."""
+        request = pb.GenerateRequest(
+            model=model,
+            token_ids=pb.TokenIds(ids=prompt),
+            sampling=pb.Sampling(temperature=0.0),
+            stopping=pb.Stopping(max_tokens=turn.output, ignore_eos=True),
+        )
+        stream = self._stub.GenerateStream(request)
+        try:
+            async for delta in stream:
+                tokens = [token for output in delta.outputs for token in output.token_ids]
+                yield Part(tokens, *(_end(delta) if delta.HasField("usage") else (None, None)))
+        except grpc.aio.AioRpcError as e:
+            raise Failed(e.code().name, e.details() or "") from e
+        finally:
+            stream.cancel()
+
+
+def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
+    usage, timing = delta.usage, delta.timing
+    return Usage(usage.prompt_tokens, usage.cached_tokens, usage.completion_tokens), Timing(
+        queue=timing.queue_s,
+        adapter_cold_start=timing.adapter_cold_start_s,
+        kv_cold_start=timing.kv_cold_start_s,
+        prefill=timing.prefill_s,
+        ttft=timing.ttft_s,
+        tpot=timing.tpot_s,
+    )
+
+
+class ServerProcess:
+    """A `jlora serve` process on a free port; ready once this is made.
+
+    Args:
+        flags: of `jlora serve`, without `--port`.
+
+    Raises:
+        RuntimeError: it ended before it was ready; its reason is on standard error.
+    """
+
+    def __init__(self, flags: Sequence[str]):
+        root = str(Path(__file__).resolve().parents[2])
+        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "jlora.serve", "--port", "0", *flags],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.address = self._ready()
+
+    def stop(self) -> None:
+        """Ends the process as an operator would."""
+        self._process.terminate()
+        self._process.wait(60)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+
+    def _ready(self) -> str:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if found := re.match(r"jlora ready grpc=(\S+)", line):
+                return found[1]
+        self._process.stdout.close()
+        raise RuntimeError(f"the server ended with code {self._process.wait()} before it was ready")
+
+
+def flags_of(adapters: Mapping[str, str], settings: Mapping[str, object]) -> list[str]:
+    """`--adapter` and `--set` flags."""
+    flags = [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
+    return flags + [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]

@@ -1,0 +1,405 @@
+"""The device job in miniature, as a bare accelerator image has it: few packages, one command; and what can break it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jlora import cli
+from jlora.doctor import checks, fit, journal, model, tune
+from jlora.doctor import job as the_job
+from jlora.doctor.fit import Link, Measured, Rates
+from jlora.doctor.job import Job, Section
+from jlora.doctor.model import Part, StepCase, batch_of, count_of, decode, load_of, mixed, prefill
+from jlora.errors import ConfigError
+from jlora.layout import PoolLayout
+from jlora.pallas import cases, gpu_ops, tiles
+from jlora.pallas.dispatch import Site, choose
+from jlora.pallas.gpu_chip import Gpu
+from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.ops import GROUPS
+from jlora.pallas.reference import XLA
+from jlora.pallas.tiles import AttentionShape, LoraShape, chip_of
+from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepLoad, StepModel
+from jlora.sim.scenario import Scenario, Work, simulate
+from jlora.sim.workloads import SOURCES, Load, play
+
+ROOT = Path(__file__).resolve().parents[2]
+# What the project, its tests, or flax beside itself install, and this job must do without. There are jax with scipy,
+# flax with what `flax.nnx` itself imports (optax, treescope, msgpack, rich, yaml), and safetensors.
+ABSENT = (
+    "tqdm",
+    "grpc",
+    "grpc_health",
+    "grpc_reflection",
+    "google",
+    "orbax",
+    "tensorstore",
+    "requests",
+    "PIL",
+    "transformers",
+    "peft",
+    "tokenizers",
+    "jinja2",
+    "huggingface_hub",
+    "matplotlib",
+    "torch",
+    "pytest",
+    "hypothesis",
+    "prometheus_client",
+)
+# Python reads it at the start of every process: of the job, and of its parts.
+BARE = f"""
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT!r}:
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """Where the job in miniature has put its results, and what it said."""
+    bare, out = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("out")
+    (bare / "sitecustomize.py").write_text(BARE)
+    path = os.pathsep.join([str(bare), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path}
+    command = [sys.executable, "-m", "jlora.doctor", "--quick", "--out", str(out)]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return out, done.stdout
+
+
+def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tuple[Path, str]):
+    out, said = job
+    record = json.loads((out / "device.json").read_text())
+    assert record["skipped"] == record["failed"] == []
+    kernels = record["kernels"]
+    attention, lora = ([r for r in kernels if ("B=" in r["case"]) is attends] for attends in (True, False))
+    assert len(lora) >= 2 and len(attention) >= 2 and all(row["ok"] is True for row in kernels)
+    model = record["models"]["tiny128"]
+    assert {row["case"] for row in model["steps"]} == {"decode 2 x 32", "prefill 64"}
+    assert all(row["seconds"] > 0 and 0 < row["floor_share"] for row in model["steps"])
+    assert len(model["adapters"]) == 4 and all(row["ratio"] > 0 for row in model["adapters"])
+    own = [row for row in model["adapters"] if "ratio_to_own_program" in row]
+    assert len(own) == 3 and all(row["idle_to_own_program"] > 0 for row in own)  # of decode
+    assert said.count("with no adapter in the batch") == 3
+    assert [row["policy"] for row in record["policies"]] == ["jlora", "fastlibra"]
+    assert all(row["compiles_after_warmup"] == 0 for row in record["policies"])
+    by_kernel = {row["case"]: row for row in record["kernel_speed"]}
+    assert [row["ok"] for row in by_kernel.values() if "error" in row] == [True, True]
+    assert record["device"]["platform"] == "cpu" and record["versions"]["jax"]
+    assert "jlora" in said and "decode 2 x 32" in said
+
+
+def test_the_whole_engine_is_timed_beside_the_bare_step_and_the_floor(job: tuple[Path, str]):
+    out, said = job
+    rows = json.loads((out / "device.json").read_text())["models"]["tiny128"]["engine"]
+    assert [row["case"] for row in rows] == ["decode 2 x 32", "decode 2 x 32, 2 adapters r16-16"]
+    for row in rows:
+        assert row["compiles_after_warmup"] == 0 and row["steps"] >= 4
+        assert row["step_s"] > row["host_s"] > 0 and row["alone_s"] > 0
+        assert row["ratio"] == pytest.approx(row["step_s"] / row["alone_s"])
+        assert row["gap_s"] == pytest.approx(row["step_s"] - row["alone_s"])
+        assert row["floor_share"] == pytest.approx(row["floor_s"] * row["tokens_per_s"] / 2)
+    assert said.count("compiled after warm-up (R10)") == 4 and "of the floor (R5); the device waits" in said
+
+
+def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(job: tuple[Path, str]):
+    file = job[0] / "step-tiny128.json"
+    spec = replace(cases.TINY, max_len=128)
+    model = StepModel.fitted(file, spec.name, 1)
+    rows = json.loads((job[0] / "device.json").read_text())["models"]["tiny128"]
+    assert json.loads(file.read_text()) == rows["fit"]
+    assert rows["fit"]["errors"]["steps"] == 6 and rows["fit"]["errors"]["median"] < 0.5
+    assert model.seconds(StepLoad(**rows["steps"][0]["load"])) > model.fixed_s > 0
+    load = Load(rate=2.0, seconds=5.0, adapters=2, shrink=16, vocab=spec.vocab, max_len=spec.max_len)
+    hardware = Hardware(CHIPS["npu"], 1, spec)
+    work = Work.of(play(SOURCES["W7"](None), load), (4, 8), hardware)
+    run = simulate(Scenario(hardware, hbm_gb=0.01, host_gb=0.05, step=model), work, "jlora")
+    assert run["setting"]["step_model"] == "fitted" and run["summary"]["ttft_s"] > 0
+    assert run["summary"]["requests"] == work.facts.requests and run["summary"]["unfinished"] == 0
+
+
+def test_steps_measured_for_one_model_are_refused_for_another(
+    job: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
+    words = ["sim", "--steps", str(job[0] / "step-tiny128.json"), "--policy", "jlora", "--seconds", "10"]
+    assert cli.main(words) == 1
+    assert "step-tiny128.json: model = 'tiny128': must be 'llama-2-7b'" in capsys.readouterr().err
+
+
+RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
+
+
+# A part that breaks on the case b, as a kernel on a real device may, and is whole again after it.
+BREAKS = """
+import sys, time
+from pathlib import Path
+from jlora.doctor.journal import Journal, read
+path = Path(next(w for w in sys.argv if w.startswith("--to=")).removeprefix("--to="))
+journal, done = Journal(path), read(path).begun
+for case in "abc":
+    if case in done:
+        continue
+    journal.begin(case)
+    if case == "b":
+        HOW
+    journal.row("kernels", {"case": case, "ok": True})
+journal.end()
+"""
+
+
+def test_quick_compares_every_form_of_every_kernel():
+    quick = checks.quick_cases()
+    attention = [c for c in quick if isinstance(c, cases.AttentionCase)]
+    adapted = [c for c in quick if isinstance(c, cases.LoraCase)]
+    assert [c.name.rpartition(" ")[2] for c in attention] == ["decode", "chunks", "mixed"]
+    assert {c.group for c in adapted} == set(GROUPS)
+    assert {any(who >= 0 for who, _ in c.tokens) for c in adapted} == {True, False}
+    for case in quick:  # and accelerators serve them: nothing is left out for its type, its heads or its pages
+        one = isinstance(case, cases.AttentionCase)
+        shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
+        for platform, kind in (("gpu", "NVIDIA H200"), ("tpu", "TPU v5 lite")):
+            if platform == "gpu" and gpu_ops.runtime_refusal():
+                continue
+            layout = fit_units(case.layout) if platform == "gpu" else case.layout
+            chosen = choose(Site(platform, kind, layout, case.spec.heads, shapes, 8, 64, Gpu("9.0")), "pallas")
+            assert chosen.choices[0 if one else 1].implementation == f"pallas-{platform}"
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [("time.sleep(100)", "without a sign"), ("sys.exit('CUDA_ERROR_ILLEGAL_ADDRESS')", "exit code 1")],
+    ids=["hangs", "dies"],
+)
+def test_a_kernel_that_hangs_or_dies_costs_its_own_case_only(how: str, reason: str, tmp_path: Path):
+    script = tmp_path / "part.py"
+    script.write_text(BREAKS.replace("HOW", how))
+    args = argparse.Namespace(out=tmp_path, kernels="auto", quick=True, words=["--quick"])
+    made = Job(args, time.monotonic() + 60, tmp_path, (sys.executable, str(script)))
+    made.run(Section("kernels", silent_s=5, restarts=2))
+    record = json.loads((tmp_path / "device.json").read_text())
+    assert [(row["case"], row["ok"]) for row in record["kernels"]] == [("a", True), ("b", False), ("c", True)]
+    assert reason in record["kernels"][1]["reason"]
+    assert len(record["failed"]) == 1 and record["failed"][0].startswith("kernels, b: ")
+    assert ("ILLEGAL_ADDRESS" in record["failed"][0]) == ("sys.exit" in how)
+
+
+def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(tmp_path: Path):
+    script = tmp_path / "part.py"
+    script.write_text(BREAKS.replace("HOW", "time.sleep(100)"))
+    args = argparse.Namespace(out=tmp_path, kernels="auto", quick=True, words=[])
+    made = Job(args, time.monotonic() + 20, tmp_path, (sys.executable, str(script)))
+    made.run(Section("policies", least_s=30))
+    assert made.skipped[0].startswith("policies: ") and made.failed == []
+    made.run(Section("kernels", most_s=3, silent_s=4, restarts=2))
+    assert made.failed == [] and [row["ok"] for row in made.found["kernels"]] == [True, None]
+    assert "kernels, b: was ended" in made.skipped[1]
+
+
+ATTENDS, ADAPTS = cases.SMALL_ATTENTION[-3], cases.SMALL_LORA[6]
+WRONG = {
+    "adds nothing": (ADAPTS, replace(XLA, lora=lambda x, pool, first, parts, adapters: [p.base for p in parts])),
+    "another layer": (ADAPTS, replace(XLA, lora=lambda x, pool, first, *rest: XLA.lora(x, pool, 0, *rest))),
+    "even weights": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(0 * q, *rest))),
+    "not a number": (ATTENDS, replace(XLA, attention=lambda q, *rest: XLA.attention(q, *rest) / 0)),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch: pytest.MonkeyPatch):
+    """With plain ops in the place of kernels, and small cases in that of large ones."""
+    case, wrong = WRONG[name]
+    for ops, right in ((wrong, False), (XLA, True)):
+        monkeypatch.setattr(checks, "kernels_for", lambda case, ops=ops: ops)
+        assert checks.timed(case, RATES)["ok"] is right
+
+
+@pytest.mark.parametrize(("platform", "quick"), [("gpu", False), ("tpu", False), ("gpu", True)])
+def test_the_job_ends_within_eight_minutes_and_every_part_has_its_least_time(platform: str, quick: bool):
+    plan = [the_job.RATES, *the_job.sections(platform, quick)]
+    limit = 60 * the_job.parser().get_default("minutes")
+    assert limit <= 8 * 60 - 10  # the job's own start and end
+    assert sum(section.needs_s for section in plan) <= limit
+    left = limit
+    for at, section in enumerate(plan):  # each takes all it gets, and is late
+        share = section.share(left, sum(each.needs_s for each in plan[at + 1 :]))
+        assert section.least_s <= share <= section.most_s
+        left -= share + section.late_s
+    assert left >= 0
+
+
+def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path):
+    path = tmp_path / "part.jsonl"
+    written = journal.Journal(path)
+    written.begin("a")
+    written.put("rates", {"x": 1})
+    written.begin("b")
+    with path.open("a") as file:
+        file.write('{"row": ["kernels", {"ca')
+    found = journal.read(path)
+    assert found.values == {"rates": {"x": 1}} and found.open == "b" and not found.ended
+    assert journal.before(path).died == ["b"]
+    journal.Journal(path).row("kernels", {"case": "b"})  # what is appended stands on a line of its own
+    found = journal.read(path)
+    assert found.values["kernels"] == [{"case": "b"}] and found.open is None and found.begun == ["a", "b"]
+
+
+def loads() -> list[StepLoad]:
+    """The device job's own steps of Llama-3-8B."""
+    spec = MODELS["llama-3-8b"]
+    blocks = fit.hardware(spec, RATES).adapter_blocks
+    base = [decode(n, 1024) for n in (1, 8, 32, 64)] + [prefill(n) for n in (512, 2048)]
+    adapted = [decode(64, 1024, mixed(k)) for k in (1, 8, 64)] + [prefill(2048, (16,) * 8)]
+    return [load_of(spec, case, blocks) for case in [*base, *adapted]]
+
+
+def test_the_fit_finds_a_device_that_is_slower_than_its_rates_say():
+    prior = fit.hardware(MODELS["llama-3-8b"], RATES).step_model()
+    true = replace(
+        prior,
+        fixed_s=1.5e-3,
+        weights_s=1.3 * prior.weights_s,
+        context_token_s=2 * prior.context_token_s,
+        prompt_token_s=1.4 * prior.prompt_token_s,
+        adapter_block_s=3 * prior.adapter_block_s,
+    )
+    found = fit.fit(prior, [Measured(load, true.seconds(load)) for load in loads()])
+    assert found.worst_error < 0.03 and found.median_error < 0.01
+    assert found.model.context_token_s == pytest.approx(true.context_token_s, rel=0.1)
+    assert found.model.prompt_token_s == pytest.approx(true.prompt_token_s, rel=0.1)
+    assert found.model.fixed_s + found.model.weights_s == pytest.approx(true.fixed_s + true.weights_s, rel=0.05)
+
+
+def test_one_step_moves_the_fit_no_further_than_it_must(tmp_path: Path):
+    prior = fit.hardware(MODELS["llama-3-8b"], RATES).step_model()
+    (load,) = loads()[3:4]
+    made = fit.record(prior, [Measured(load, 2 * prior.seconds(load))], {"model": "llama-3-8b", "chips": 1})
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps(made))
+    model = StepModel.fitted(path, "llama-3-8b", 1)
+    assert model.seconds(load) == pytest.approx(2 * prior.seconds(load), rel=0.02)
+    assert model.pair_s == pytest.approx(prior.pair_s, rel=1e-6)  # nothing was seen of it
+    assert all(value > 0 for value in asdict(model).values())
+
+
+def test_a_step_is_counted_as_the_simulator_counts_it():
+    spec = MODELS["llama-3-8b"]
+    case = StepCase("two", (Part(10, 40, 1), Part(1023, 1, 0), Part(5, 1)), (8, 16))
+    blocks = {8: 3, 16: 5}
+    load = load_of(spec, case, blocks.__getitem__)
+    assert load == StepLoad(40, 2, 50 + 1024 + 6, 40 * 30.5 + 1024 + 6, 8, 40 * 5 + 3)
+
+
+def test_a_batch_holds_its_cases_contexts_and_adapters_on_blocks_of_their_own():
+    spec = cases.TINY
+    case = StepCase("two", (Part(10, 40, 1), Part(0, 32, -1)), (8, 16))
+    layout = model.layout_for(spec, [case], "auto")
+    batch = batch_of(layout, case, layout.blocks_for(spec.max_len))
+    assert case.shape == (3, 32) and batch.tokens.shape == (3, 32)
+    assert batch.starts.tolist() == [10, 42, 0] and batch.lengths.tolist() == [42, 50, 32]
+    assert batch.adapters.reshape(3, 32).T.tolist() == [[1, 1, -1]] * 32
+    used = batch.blocks[: batch.offsets[-1]].tolist()
+    pages = {*batch.table[0].tolist(), *batch.table[2].tolist()} - {0}
+    assert len(set(used)) == len(used) and not pages & set(used) and 0 not in used
+    for name, start, stop in zip("qkv", batch.offsets, batch.offsets[1:], strict=False):
+        per_block = layout.units[name].per_block
+        assert batch.owners[start:stop].tolist() == [0] * -(-8 // per_block) + [1] * -(-16 // per_block)
+    written = batch.write_rows.reshape(3, 32) >= 0
+    assert written.sum(1).tolist() == [32, 8, 32]
+
+
+def test_a_steps_floor_counts_weights_once_and_every_context():
+    spec = cases.LLAMA3_8B
+    layout = PoolLayout.of(spec, 10, 32)
+    one, many = (count_of(spec, layout, decode(n, 1024)) for n in (1, 64))
+    matrices = 2 * (spec.parameters - spec.vocab * spec.width - spec.width - 2 * spec.width * spec.layers)
+    kv_bytes = 1024 * spec.layers * 2 * spec.kv_heads * spec.head_dim * 2
+    assert one.bytes - kv_bytes == pytest.approx(matrices, rel=1e-3)
+    assert many.bytes - one.bytes == pytest.approx(63 * kv_bytes, rel=1e-2)
+    with_adapters = count_of(spec, layout, decode(64, 1024, mixed(4)))
+    assert with_adapters.bytes - many.bytes == 2 * 120 * 32 * (2 * 8192 + 2 * 5120)
+    assert count_of(spec, layout, prefill(2048)).flops > 2 * 2048 * 6.9e9
+
+
+def test_tuning_keeps_the_fastest_sizes_of_each_shape(monkeypatch: pytest.MonkeyPatch):
+    """The search itself, with times that favour 16 units; then one real miniature."""
+    chip = chip_of("interpreter")
+    assert chip is not None
+    case = cases.SMALL_LORA[1]
+    monkeypatch.setattr(tune, "_seconds", lambda case, inputs, chip: float(next(iter(chip.tuned.values()))["units"]))
+    found = tune.tune(case, chip, tune.QUICK)
+    assert found.best["units"] == 16 and len(found.times) == 2
+
+
+def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.MonkeyPatch):
+    result = tune.run(quick=True)
+    (tuned,) = result["tiles"]["tuned"].values()
+    assert result["chip"] == "cpu" and len(tuned) == 2
+    assert [set(sizes) for sizes in tuned.values()] == [{"tokens", "rows", "units"}, {"kv_tokens", "queries"}]
+    assert all(np.isfinite(t) and t > 0 for times in result["times"].values() for t in times.values())
+    assert set(result["tiles"]["chips"]) >= {"TPU v5e", "TPU v6e"}
+    # Read back from the file that it is written to, with sizes that nothing but this table has.
+    table = json.loads(json.dumps(result["tiles"]))
+    lora, attention = table["tuned"]["cpu"].values()
+    lora |= {"tokens": 48, "units": 16}
+    attention |= {"kv_tokens": 48, "queries": 6}
+    default = chip_of("interpreter")
+    monkeypatch.setattr(tiles, "load", lambda: table)
+    chip = chip_of("interpreter")
+    assert chip is not None and default is not None
+    case, rows = cases.SMALL_LORA[1], cases.SMALL_ATTENTION[0]
+    units = [case.layout.units[name] for name in case.group]
+    parts = (tuple(getattr(unit, n) for unit in units) for n in ("b", "slots", "per_block"))
+    spec = case.spec
+    shape = LoraShape(case.count, case.input_width, *parts, 2 * spec.kv_heads * spec.head_dim * 4, 4)
+    assert (chip.lora(shape).tokens, chip.lora(shape).units) == (48, 16) != (default.lora(shape).tokens, 16)
+    count = len(rows.rows) + rows.padding
+    asked = AttentionShape(count, rows.chunk, spec.heads, spec.kv_heads, spec.head_dim, rows.block_tokens, 4)
+    assert (chip.attention(asked).kv_tokens, chip.attention(asked).queries) == (48, 6)
+    assert default.attention(asked) != chip.attention(asked)
+
+
+def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default(monkeypatch: pytest.MonkeyPatch):
+    """The search, with times that favour three stages of decode and registers in prompts; others do not compile."""
+    if reason := gpu_ops.runtime_refusal():
+        pytest.skip(reason)
+    from jlora.doctor import tune_gpu
+    from jlora.pallas.gpu_tiles import GpuTiles
+
+    def taken(case, inputs, tiles: GpuTiles) -> float:
+        if tiles.lora.blocks == 396:
+            return float("inf")
+        return 4.0 - tiles.decode.stages + (0.5 if not tiles.prefill.registers else 0.0) + tiles.lora.chunks[0]
+
+    monkeypatch.setattr(tune_gpu, "_seconds", taken)
+    monkeypatch.setattr(tune_gpu.checks, "random_inputs", lambda case: ())
+    with pytest.raises(ConfigError, match="tune: .* has compute capability none that jax knows"):
+        tune_gpu.run(quick=True)  # this is a CPU
+    monkeypatch.setattr(tune_gpu, "refusal_of", lambda device: None)
+    result = tune_gpu.run(quick=True)
+    (found,) = result["tiles"]["gpu"].values()
+    entry = found["32/8x128 B=32"]
+    assert entry["decode"] == {"stages": 3} and entry["prefill"] == {"registers": True}
+    assert entry["lora"] == {"chunks": (2, 4)}
+    assert not any("blocks=396" in name for name in result["times"]["32/8x128 B=32 lora"])
+    made = GpuTiles.of(json.loads(json.dumps(entry)))
+    assert made.decode.stages == 3 and made.prefill.registers and made.lora.chunks == (2, 4)
+
+
+def test_the_job_itself_needs_no_jax():
+    """It must hold neither the device nor its memory while its parts run."""
+    code = "import sys, jlora.doctor.cli; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60).returncode == 0

@@ -1,0 +1,157 @@
+"""`jlora bench serve` for real: servers in processes of their own, two configurations in turn."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jlora import machine
+from jlora.cli import main as jlora
+from jlora.loadgen import cli, report
+from jlora.loadgen.player import Call
+from jlora.loadgen.sample import Slo
+from jlora.loadgen.sample import sample as sampled
+from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.sim.trace import COLUMNS, Turn
+from tests import _make
+
+FEW_SHAPES = {"engine.max_seqs": 2, "engine.max_step_tokens": 8}
+SETS = [word for key, value in FEW_SHAPES.items() for word in ("--set", f"{key}={value}")]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """HOST:PORT of a server with the adapters "de" and "sql"."""
+    root = tmp_path_factory.mktemp("served")
+    spec = _make.make_model(root / "base")
+    for seed, name in enumerate(("sql", "de"), 1):
+        _make.make_adapter(root / name, spec, seed=seed, r=4, targets=("q", "v"))
+    adapters = flags_of({name: str(root / name) for name in ("sql", "de")}, {**FEW_SHAPES, "engine.max_queue": 6})
+    process = ServerProcess(["--model", str(root / "base"), *adapters])
+    yield process.address
+    process.stop()
+
+
+def run(tmp_path: Path, *argv: str) -> dict[str, Any]:
+    """The JSON of one run."""
+    folders = ["--out", str(tmp_path / "out"), "--work", str(tmp_path / "work")]
+    assert jlora(["bench", "serve", *argv, *folders]) == 0
+    (path,) = (tmp_path / "out").glob("*.json")
+    return json.loads(path.read_text())
+
+
+def trace(tmp_path: Path, *rows: str) -> str:
+    path = tmp_path / "mine.csv"
+    path.write_text("\n".join([",".join(COLUMNS), *rows]) + "\n")
+    return str(path)
+
+
+def test_two_configurations_play_one_trace_in_turn(tmp_path: Path):
+    argv = ["--config", "ours=cache.policy=jlora", "--config", "lru=cache.policy=lru", "--model", "random-tiny", *SETS]
+    argv += ["--random-adapters", "3", "--ranks", "hot:2,4", "--workload", "W3", "--shrink", "32", "--gap", "0.2"]
+    found = run(tmp_path, *argv, "--rate", "10", "--seconds", "3", "--speed", "2", "--rounds", "2")
+    assert [list(r) for r in found["rounds"]] == [["ours", "lru"]] * 2
+    sides = found["settings"]["sides"]
+    assert sides["ours"]["set"]["cache.policy"] == "jlora" and sides["lru"]["config"]["cache.policy"] == "lru"
+    for r in found["rounds"]:
+        for sample in r.values():
+            assert sample["status"] == {"OK": found["facts"]["requests"]} and not sample["errors"]
+            assert sample["different"] == 0  # the same greedy answers under every policy
+            assert sample["cached_tokens"] > 0 and sample["ttft_s"] > 0 and len(sample["latency"]["cdf"]) == 101
+    assert found["summary"]["ours"]["ratio"]["ttft_s"]["median"] == 1
+    assert found["summary"]["lru"]["control"] > 0
+    assert found["machine"]["cores"] >= 1 and found["versions"]["jax"] and found["settings"]["trace"]["digest"]
+    page = (tmp_path / "out" / "serve-W3-synthetic.html").read_text()
+    assert "<td>ours</td>" in page and "<td>lru</td>" in page
+    assert not list((tmp_path / "work").glob("*.jsonl"))  # asked again, it measures again
+
+
+def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: Path):
+    path = trace(tmp_path, "0,20,4,de,s", "0.1,40,4,de,s", "0.1,10,6,sql,t", "0.2,10,3,,")
+    found = run(tmp_path, "--target", f"here={server}", "--trace", path)
+    (sample,) = (r["here"] for r in found["rounds"])
+    assert {row["adapter"]: row["requests"] for row in sample["adapters"]} == {"de": 2, "sql": 1, "": 1}
+    assert sample["prompt_tokens"] == 20 + 40 + 10 + 10 and sample["cached_tokens"] > 0
+    assert (tmp_path / "out" / "serve-mine.json").exists()
+
+
+def test_a_refused_request_is_counted_and_shown(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    burst = [f"0,30,60,sql,s{i}" for i in range(40)]  # the queue holds 6, and 2 run
+    found = run(tmp_path, "--target", f"here={server}", "--trace", trace(tmp_path, *burst))
+    sample = found["rounds"][0]["here"]
+    assert sample["status"]["RESOURCE_EXHAUSTED"] > 0 and sample["status"]["OK"] >= 4
+    assert sum(sample["status"].values()) == 40
+    assert sample["attained"] <= sample["status"]["OK"] / 40
+    told = capsys.readouterr().out
+    assert "x RESOURCE_EXHAUSTED: " in told and "queue" in told
+
+
+def test_users_in_a_closed_loop_do_not_overrun_it(server: str, tmp_path: Path):
+    argv = ["--workload", "W7", "--shrink", "16", "--rate", "10", "--seconds", "3", "--users", "4"]
+    found = run(tmp_path, "--target", server, *argv)
+    (sample,) = found["rounds"][0].values()
+    assert sample["status"] == {"OK": found["facts"]["requests"]}
+    assert found["settings"]["trace"]["users"] == 4
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        ([], "nothing to measure"),
+        (["--target", "127.0.0.1"], "must be HOST:PORT"),
+        (["--target", "127.0.0.1:1"], "no jlora server at 127.0.0.1:1"),
+        (["--config", "cache.policy"], "--config cache.policy: must be NAME="),
+        (["--config", "a=cache.policy", "--model", "random-tiny"], "setting 'cache.policy': must be section.key=value"),
+        (["--config", "a=", "--model", "random-tiny", "--ranks", "x"], "ranks 'x'"),
+    ],
+)
+def test_a_wrong_command_is_one_clear_line(
+    argv: list[str], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert jlora(["bench", "serve", *argv, "--work", str(tmp_path)]) == 1
+    err = capsys.readouterr().err
+    assert says in err and "Traceback" not in err
+
+
+def test_what_does_not_fit_the_server_is_refused(server: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert jlora(["bench", "serve", "--target", server, "--workload", "W4", "--rate=20", "--work", str(tmp_path)]) == 1
+    assert "context of 128 tokens: give --shrink" in capsys.readouterr().err
+    assert jlora(["bench", "serve", "--target", server, "--adapters", "fr", "--work", str(tmp_path)]) == 1
+    assert "--adapters fr: is not on every server; they have de, sql" in capsys.readouterr().err
+
+
+def test_a_server_that_cannot_start_is_one_clear_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    argv = ["--config", "a=cache.polciy=lru", "--model", "random-tiny", "--random-adapters", "1"]
+    assert jlora(["bench", "serve", *argv, "--work", str(tmp_path)]) == 1
+    err = capfd.readouterr().err
+    assert "before it was ready" in err and "cache.policy" in err
+
+
+def test_a_side_that_answers_nothing_is_not_the_fastest(tmp_path: Path):
+    """Its times are no numbers: null in the JSON, "-" on the page, and no ratio."""
+    good = [Call(Turn(i, i, 0, (3,), 1, 0), "a", i, i, i + 0.1, i + 0.1, i + 0.1, [7]) for i in range(3)]
+    bad = [Call(Turn(i, i, 0, (3,), 1, 0), "a", i, i, ended=i + 0.2, status="UNAVAILABLE") for i in range(3)]
+    empty = {"cache": {"adapter_hits": 0.0}, "different": 0}
+    done = [{side: {**sampled(calls, Slo(), 0), **empty} for side, calls in (("up", good), ("down", bad))}]
+    settings = {"trace": {"name": "t", "digest": "d"}, "slo": asdict(Slo())}
+    result = {"settings": settings, "machine": machine.describe(), "versions": {}, "rounds": done}
+    summary = {side: cli.summarise(done, side, "up") for side in done[0]}
+    report.write(tmp_path, {**result, "summary": summary})
+    found = json.loads((tmp_path / "serve-t.json").read_text())
+    assert found["summary"]["up"]["ttft_s"] == pytest.approx(0.1)
+    assert found["summary"]["down"]["ttft_s"] is found["summary"]["down"]["ratio"]["ttft_s"]["median"] is None
+    assert found["summary"]["down"]["goodput_per_s"] == 0
+
+
+def test_a_round_without_an_answer_is_left_out_of_the_times():
+    numbers = ("requests_per_s", "tokens_per_s", "goodput_per_s", "attained", "ttft_s", "tpot_s")
+    rounds = [{"a": {**dict.fromkeys(numbers, 1.0), "ttft_s": value}} for value in (0.2, math.nan, 0.4)]
+    found = cli.summarise(rounds, "a", "a")
+    assert found["ttft_s"] == pytest.approx(0.3) and found["ratio"]["ttft_s"]["median"] == 1
+    assert math.isnan(found["control"])
