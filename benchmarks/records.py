@@ -1,6 +1,6 @@
 """Results as tidy JSON lines: the first line is the environment, every other line one measurement.
 
-    {"environment": {"study": "throughput", "command": ..., "date": ..., "machine": ..., "commit": ...}, "settings": ...}
+    {"environment": {"study": "throughput", "command": ..., "date": ..., "machine": ...}, "settings": ...}
     {"cell": "float32", "side": "jlora", "round": 0, "seconds": 12.5, "ttft_mean_s": 0.8}
 
 A file is also the journal of its study: a study that was interrupted finds its finished rounds there
@@ -19,6 +19,7 @@ from typing import Any
 import pandas as pd
 
 from jlora import machine
+from jlora.loadgen import rounds
 from jlora.sim.outcome import rounded
 
 Sample = dict[str, Any]
@@ -82,7 +83,7 @@ class Cell:
                 found.setdefault(line["round"], {})[line["side"]] = line
         self.rounds = [found[i] for i in sorted(found)]
 
-    def add(self, finished: Mapping[str, Sample]) -> None:
+    def add(self, finished: dict[str, Sample]) -> None:
         """Keeps a round."""
         for side, sample in finished.items():
             self.records.add(self.name, side, len(self.rounds), sample)
@@ -111,8 +112,8 @@ def median(rows: pd.DataFrame, keys: Sequence[str] = ("cell", "side")) -> pd.Dat
 
 def ratios(rows: pd.DataFrame, side: str, base: str, key: str) -> pd.Series:
     """`side` over `base`, round by round."""
-    table = rows.pivot_table(index="round", columns="side", values=key, sort=False)
-    return table[side] / table[base]
+    ours, theirs = (rows[rows["side"] == name].set_index("round")[key] for name in (side, base))
+    return pd.Series(ours / theirs).dropna()
 
 
 def told(values: pd.Series) -> str:
@@ -122,5 +123,4 @@ def told(values: pd.Series) -> str:
 
 def control(rows: pd.DataFrame, side: str, key: str) -> float:
     """The median of one side over itself a round later; NaN with one round."""
-    values = rows[rows["side"] == side].sort_values("round")[key]
-    return float((values / values.shift()).median())
+    return rounds.control(rows[rows["side"] == side][key].tolist())

@@ -1,8 +1,8 @@
 """A cache as a busy server leaves it: conversations over Zipf adapters, most of their KV on the host.
 
-Grown through the real manager (acquire, publish, release, copies that land) with a clock of its
-own, so that every heap, flag and counter is as it would be. A conversation has its adapter's
-system prompt in front and comes back now and then; the device is a small part of the tree.
+Grown through the real manager (acquire, publish, release, copies that land) with a clock of its own,
+so that every heap, flag and counter is as a server would have it. A conversation begins with its
+adapter's system prompt and comes back now and then. The device is a small part of the tree.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from jlora.cache.catalog import make_policy
-from jlora.cache.manager import CacheManager, Lease, Sizes
+from jlora.cache.lease import Lease
+from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode, Origin
 from jlora.config import CacheConfig
@@ -27,6 +28,7 @@ COMES_BACK = 0.4  # share of turns that go on with one of the latest conversatio
 LONG_TOKENS = 8192
 SPARE_BLOCKS = 4096  # of the host, free when the tree is full-grown: what is measured finds room
 LINK_S = 1e-4  # a copy takes so long, and as long again per block
+MONITOR_S = 0.1  # between two rounds of the monitor
 
 _SYSTEM, _ROOM = 1 << 30, 1 << 14  # first token id of system prompts; ids that a conversation may use
 
@@ -65,8 +67,20 @@ class Talk:
     length: int
 
 
+def add_adapter(manager: CacheManager, uid: int) -> AdapterNode:
+    """Registers an adapter; the host has room for it."""
+    blocks = manager.reserve(ADAPTER_BLOCKS)
+    assert blocks is not None
+    return manager.add_adapter(uid, blocks)
+
+
 class Grove:
-    """A manager with a grown tree, and the means to keep it busy."""
+    """A manager with a grown tree, and the means to keep it busy.
+
+    Attributes:
+        cold: long conversations of the tree's beginning, whose KV has left the device in a large tree.
+        warm: long conversations of its end.
+    """
 
     def __init__(self, shape: Shape, seed: int = 0):
         self.shape = shape
@@ -74,28 +88,27 @@ class Grove:
         policy = make_policy(CacheConfig(policy=shape.policy), Meter(LINK_S))
         sizes = Sizes(shape.device_blocks, shape.host_blocks, shape.block_tokens)
         self.manager = CacheManager(sizes, policy, lambda: self.now)
-        self.long: list[Talk] = []
         self._random = random.Random(seed)
-        self._adapters = [self._add(uid) for uid in range(1, shape.adapters + 1)]
+        self._adapters = [add_adapter(self.manager, uid) for uid in range(1, shape.adapters + 1)]
         self._shares = list(itertools.accumulate(1 / rank for rank in range(1, shape.adapters + 1)))
         self._latest: deque[Talk] = deque(maxlen=256)
         self._talks = 0
+        self.cold: list[Talk] = []
+        self.warm: list[Talk] = []
 
     @property
     def nodes(self) -> int:
-        """KV nodes whose data is on the host: all but what is being computed."""
+        """KV nodes whose data is on the host: all but those under computation."""
         return self.manager.host.history_kv
 
     def grow(self) -> None:
-        """Turns until the tree has the nodes asked for; the long conversations come last."""
+        """Turns until the tree has the nodes asked for, between long conversations at both ends."""
         size = self.shape.long_blocks
-        count = max(1, min(32, self.shape.nodes // (4 * size)))
+        count = max(1, min(16, self.shape.nodes // (8 * size)))
+        self.cold = [self._long() for _ in range(count)]
         while self.nodes < self.shape.nodes - count * size:
             self.turn()
-        for _ in range(count):
-            talk = self._new(LONG_TOKENS - SYSTEM_BLOCKS * self.shape.block_tokens)
-            self.long.append(talk)
-            self.end(self.begin(talk), talk)
+        self.warm = [self._long() for _ in range(count)]
 
     def turn(self) -> None:
         """One turn of a conversation, new or one that comes back."""
@@ -138,12 +151,12 @@ class Grove:
         length = SYSTEM_BLOCKS * self.shape.block_tokens
         return [*range(system, system + length), *range(talk.first, talk.first + talk.length)]
 
+    def _long(self) -> Talk:
+        talk = self._new(LONG_TOKENS - SYSTEM_BLOCKS * self.shape.block_tokens)
+        self.end(self.begin(talk), talk)
+        return talk
+
     def _new(self, length: int) -> Talk:
         drawn = bisect.bisect_left(self._shares, self._random.random() * self._shares[-1])
         self._talks += 1
         return Talk(self._adapters[drawn], self._talks * _ROOM % _SYSTEM, length)
-
-    def _add(self, uid: int) -> AdapterNode:
-        blocks = self.manager.reserve(ADAPTER_BLOCKS)
-        assert blocks is not None, "the host has room for every adapter"
-        return self.manager.add_adapter(uid, blocks)

@@ -12,11 +12,10 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from benchmarks.grove import ADAPTER_BLOCKS, LINK_S
+from benchmarks.micro.grove import ADAPTER_BLOCKS, LINK_S, add_adapter
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.transfer import Meter
-from jlora.cache.tree import AdapterNode
 from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.scheduler import Scheduler
@@ -47,7 +46,7 @@ class Decoding:
         self.manager = CacheManager(sizes, policy, lambda: self.now)
         config = EngineConfig(max_seqs=load.running, max_step_tokens=4096, max_queue=load.running + load.queued)
         self.scheduler = Scheduler(self.manager, config, eos_ids=())
-        self._adapters = [self._add(uid) for uid in range(1, load.registered + 1)]
+        self._adapters = [add_adapter(self.manager, uid) for uid in range(1, load.registered + 1)]
         self._last = StepPlan((), (), ())
         self._submit(0, load.running)
         while not self._steady:
@@ -85,11 +84,6 @@ class Decoding:
         """All slots are taken, and all prompts are computed."""
         running = self.scheduler.running
         return len(running) == self.scheduler.config.max_seqs and all(s.outputs > 1 for s in running)
-
-    def _add(self, uid: int) -> AdapterNode:
-        blocks = self.manager.reserve(ADAPTER_BLOCKS)
-        assert blocks is not None, "the host has room for every adapter"
-        return self.manager.add_adapter(uid, blocks)
 
 
 def measure(load: StepLoad, count: int) -> list[int]:

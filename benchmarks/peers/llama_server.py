@@ -29,8 +29,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models
 
-from jlora.errors import ConfigError
 from benchmarks.jobs import Job, Workload
+from jlora.errors import ConfigError
 
 HOST = "127.0.0.1"
 START_S = 300.0

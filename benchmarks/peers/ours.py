@@ -141,11 +141,12 @@ class OverGrpc:
 
 def request_of(job: Job, ignore_eos: bool) -> pb.GenerateRequest:
     """A greedy request for exactly the job's tokens; end tokens count as any other (`ignore_eos`) or are banned."""
-    least = {} if ignore_eos else {"min_tokens": job.max_tokens}
+    stopping = pb.Stopping(max_tokens=job.max_tokens, min_tokens=0 if ignore_eos else job.max_tokens)
+    stopping.ignore_eos = ignore_eos
     return pb.GenerateRequest(
         model=job.adapter or "",
         token_ids=pb.TokenIds(ids=job.prompt),
         sampling=pb.Sampling(temperature=0.0),
-        stopping=pb.Stopping(max_tokens=job.max_tokens, ignore_eos=ignore_eos, **least),
+        stopping=stopping,
         bypass_prefix_cache=True,
     )

@@ -15,7 +15,6 @@ empty cache, and what they answer must be the same in every round.
 
 from __future__ import annotations
 
-import queue
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -26,16 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import rounds
-from benchmarks.rounds import Budget, Journal, Sample, Side
+from benchmarks.jobs import Job
+from benchmarks.peers.ours import InProcess
+from benchmarks.records import Sample
+from benchmarks.runner import Options, measure
 from jlora import config as configuration
-from jlora import machine
 from jlora.config import Config
-from jlora.engine.service import Service
-from jlora.loadgen import checkpoints as workload
-from jlora.loadgen.checkpoints import Plan
+from jlora.loadgen.checkpoints import write_adapter, write_model
+from jlora.loadgen.rounds import Side
 from jlora.model.spec import ModelSpec
-from jlora.types import Request, SamplingParams, TokenEvent
 
 SPEC = ModelSpec(
     vocab=2048, width=256, mlp=704, layers=6, heads=8, kv_heads=4, head_dim=32, max_len=8192, name="random-5m"
@@ -72,7 +70,6 @@ class Setup:
 
     spec: ModelSpec
     cells: tuple[Cell, ...]
-    budget: Budget
     work: Path
     base_tokens: int = 64
     check_tokens: int = 16
@@ -83,19 +80,6 @@ class Setup:
     def adapters(self) -> int:
         """How many adapters the cells need."""
         return max(cell.adapters for cell in self.cells)
-
-    def describe(self) -> dict[str, Any]:
-        """What makes two runs comparable."""
-        return {
-            "model": {**asdict(self.spec), "parameters": self.spec.parameters},
-            "base_tokens": self.base_tokens,
-            "check_tokens": self.check_tokens,
-            "rank": self.rank,
-            "adapted": list(workload.ADAPTED),
-            "settings": dict(self.settings),
-            "threads": machine.threads(),
-            "versions": machine.versions(),
-        }
 
 
 CELLS = (
@@ -115,17 +99,6 @@ SETTINGS = {
 QUICK_SETTINGS = {**SETTINGS, "engine.max_seqs": 4, "engine.max_step_tokens": 32}
 
 
-def full(budget: Budget, work: Path) -> Setup:
-    """All cells."""
-    return Setup(SPEC, CELLS, budget, work, settings=SETTINGS)
-
-
-def quick(budget: Budget, work: Path) -> Setup:
-    """Two small cells: whether it works at all."""
-    cells = (Cell(96, 2), Cell(64, 1, sessions=2))
-    return Setup(QUICK_SPEC, cells, budget, work, base_tokens=8, check_tokens=4, rank=4, settings=QUICK_SETTINGS)
-
-
 @dataclass(slots=True)
 class Step:
     """One request of a pipeline; times are seconds. `end_to_end` is from submit to the last token."""
@@ -140,69 +113,61 @@ class Step:
     end_to_end: float
 
 
-def run(setup: Setup) -> dict[str, Any]:
-    """Measures all cells; returns settings, every round, medians and ratios."""
-    bench = Bench(setup)
-    try:
-        return {"settings": setup.describe(), "cells": [bench.cell(cell) for cell in setup.cells]}
-    finally:
-        bench.close()
+def run(options: Options) -> None:
+    """Measures all cells, both sides in turn."""
+    setup = Setup(SPEC, CELLS, options.folder("alora"), settings=SETTINGS)
+    if options.quick:
+        cells = (Cell(96, 2), Cell(64, 1, sessions=2))
+        setup = Setup(QUICK_SPEC, cells, setup.work, 8, 4, 4, QUICK_SETTINGS)
+    settings = {**{k: getattr(setup, k) for k in ("base_tokens", "check_tokens", "rank")}, "model": asdict(setup.spec)}
+    records = options.records("alora-float32", settings)
+    budget = replace(options.budget(5), minutes=options.minutes / len(setup.cells))
+    with InProcess(_configure(setup)) as engine:
+        bench = Bench(setup, engine)
+        for cell in setup.cells:
+            sides = [Side(side, lambda s=side, c=cell: bench.sample(c, s)) for side in (SHARED, ALONE)]
+            for side in sides:
+                side.run()  # not counted: the first touch of programs and memory
+            measure(records, cell.name, sides, budget)
 
 
 class Bench:
     """The engine that both sides share, and the pipelines through it."""
 
-    def __init__(self, setup: Setup):
+    def __init__(self, setup: Setup, engine: InProcess):
         self.setup = setup
-        self.service = Service.start(_configure(setup), progress=True)
+        self._engine = engine
         self._answers: dict[tuple[str, str], list[list[int]]] = {}  # of a side's first run in a cell
-
-    def cell(self, cell: Cell) -> dict[str, Any]:
-        """All rounds of one setting, side by side."""
-        settings = {**self.setup.describe(), "cell": asdict(cell)}
-        journal = Journal(self.setup.work / f"{cell.name.replace(', ', '-').replace(' ', '-')}.jsonl", settings)
-        sides = [Side(side, lambda s=side: self.sample(cell, s)) for side in (SHARED, ALONE)]
-        budget = replace(self.setup.budget, minutes=self.setup.budget.minutes / len(self.setup.cells))
-        if len(journal.rounds) < budget.rounds:
-            for side in sides:  # not counted: the first touch of programs and memory
-                side.run()
-        done = rounds.interleave(sides, journal, budget, cell.name)
-        return {**asdict(cell), "rounds": list(done), **summary(done)}
 
     def sample(self, cell: Cell, side: str) -> Sample:
         """One run of the cell's pipelines from an empty cache."""
-        while self.service.cache_state().in_flight:
+        replica = self._engine.replica
+        while replica.state().result().cache.in_flight:
             time.sleep(0.001)
-        self.service.flush_cache()
-        before = self.service.cache_state()
+        replica.flush_cache().result()
+        before = replica.state().result().cache
         began = time.perf_counter()
         with ThreadPoolExecutor(cell.sessions) as pool:
             done = list(pool.map(lambda i: self._pipeline(cell, side, i), range(cell.sessions)))
         seconds = time.perf_counter() - began
         steps = [step for pipeline in done for step in pipeline]
-        state = self.service.cache_state()
+        state = replica.state().result()
         answers = [step.tokens for step in steps]
         first = self._answers.setdefault((cell.name, side), answers)
         checks = [step for step in steps if step.model is not None]
         base = [[step for step in pipeline if step.model is None] for pipeline in done]
-        found = {
+        return {
+            **asdict(cell),
             "seconds": seconds,
             "cold_ttft_s": statistics.fmean(pipeline[0].ttft for pipeline in base),
             "hit_ttft_s": statistics.fmean(pipeline[1].ttft for pipeline in base),
-            "kv_bytes": state.hbm.history_kv * self.service.layout.block_bytes,
-            "base_hit_tokens": state.kv_base_hit_tokens - before.kv_base_hit_tokens,
+            "kv_blocks": state.cache.hbm.history_kv,
+            "base_hit_tokens": state.cache.kv_base_hit_tokens - before.kv_base_hit_tokens,
             "different": sum(a != b for a, b in zip(answers, first, strict=True)),
-            "compiles": self.service.stats().compiles_after_warmup,
+            "compiles": state.stats.compiles_after_warmup,
             **{f"check_{key}": value for key, value in means(checks).items()},
             **{f"base_{key}": value for key, value in means([s for pipeline in base for s in pipeline]).items()},
         }
-        return {key: float(f"{value:.6g}") for key, value in found.items()}
-
-    def close(self) -> None:
-        """Ends the engine."""
-        self.service.stop()
-
-    # -- inside ---------------------------------------------------------------------------------
 
     def _pipeline(self, cell: Cell, side: str, session: int) -> list[Step]:
         """One conversation through base and checks; every request's numbers, in order."""
@@ -212,12 +177,14 @@ class Bench:
         steps: list[Step] = []
 
         def base() -> None:
-            steps.extend(self._ask([(None, tuple(talk))], setup.base_tokens, session))
+            steps.extend(self._ask([Job(0, tuple(talk), setup.base_tokens, None)], session))
             talk.extend(steps[-1].tokens)
 
         def checks(which: Sequence[int]) -> None:
-            asked = [(_name(side, i), (*talk, *invocation(setup.spec, i))) for i in which]
-            done = self._ask(asked, setup.check_tokens, session)
+            prompts = [(*talk, *invocation(setup.spec, i)) for i in which]
+            names = [_name(side, i) for i in which]
+            pairs = enumerate(zip(prompts, names, strict=True))
+            done = self._ask([Job(i, prompt, setup.check_tokens, name) for i, (prompt, name) in pairs], session)
             steps.extend(done)
             for step in done:
                 talk.extend(step.tokens)
@@ -229,24 +196,22 @@ class Bench:
         base()
         return steps
 
-    def _ask(self, asked: Sequence[tuple[str | None, tuple[int, ...]]], max_tokens: int, session: int) -> list[Step]:
+    def _ask(self, jobs: Sequence[Job], session: int) -> list[Step]:
         """Sends requests at the same time and waits for all."""
-        sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
-        inbox: queue.SimpleQueue[tuple[float, list[TokenEvent]]] = queue.SimpleQueue()
-        began = time.perf_counter()
-        for i, (model, prompt) in enumerate(asked):
-            request = Request(f"{session}-{i}", prompt, sampling, model, tenant=f"session-{session}")
-            self.service.submit(request, lambda events: inbox.put((time.perf_counter(), events)))
-        tokens: list[list[int]] = [[] for _ in asked]
-        last: dict[int, tuple[float, TokenEvent]] = {}
-        while len(last) < len(asked):
-            at, events = inbox.get(timeout=600)
-            for event in events:
-                i = int(event.request_id.rpartition("-")[2])
-                tokens[i] += [event.token_id] if event.token_id is not None else []
-                if event.finish_reason is not None:
-                    last[i] = at, event
-        return [_step(model, tokens[i], last[i][0] - began, last[i][1]) for i, (model, _) in enumerate(asked)]
+        run = self._engine.run(jobs, bypass=False, tenant=f"session-{session}")
+        return [
+            Step(
+                job.adapter,
+                run.tokens[job.id],
+                run.usage[job.id].prompt_tokens,
+                run.usage[job.id].cached_tokens,
+                run.timing[job.id].queue,
+                run.timing[job.id].prefill,
+                run.timing[job.id].ttft,
+                run.last[job.id],
+            )
+            for job in jobs
+        ]
 
 
 def means(steps: Sequence[Step]) -> dict[str, float]:
@@ -259,17 +224,6 @@ def means(steps: Sequence[Step]) -> dict[str, float]:
         "decode_s": statistics.fmean(step.end_to_end - step.ttft for step in steps),
         "hit_rate": sum(step.cached for step in steps) / sum(step.prompt for step in steps),
     }
-
-
-def summary(done: Sequence[Mapping[str, Sample]]) -> dict[str, Any]:
-    """Medians of both sides; ratios inside a round, and each side against itself a round later."""
-    medians = {side: {key: statistics.median(r[side][key] for r in done) for key in done[0][side]} for side in done[0]}
-    ratios = {}
-    for key in ("seconds", "check_end_to_end_s", "check_ttft_s", "check_queue_s", "check_prefill_s", "check_decode_s"):
-        if all(r[SHARED][key] > 0 for r in done):
-            ratios[key] = asdict(rounds.speed_ratio(done, SHARED, ALONE, key))
-    controls = {side: rounds.control(done, side) for side in (SHARED, ALONE)}
-    return {"median": medians, "ratios": ratios, "controls": controls}
 
 
 def invocation(spec: ModelSpec, adapter: int) -> tuple[int, int]:
@@ -286,25 +240,16 @@ def _name(side: str, adapter: int) -> str:
     return f"{side}-{adapter}"
 
 
-def _step(model: str | None, tokens: list[int], seconds: float, end: TokenEvent) -> Step:
-    usage, timing = end.usage, end.timing
-    if usage is None or timing is None:
-        raise RuntimeError("a request ended without its numbers: the engine has stopped")
-    return Step(
-        model, tokens, usage.prompt_tokens, usage.cached_tokens, timing.queue, timing.prefill, timing.ttft, seconds
-    )
-
-
 def _configure(setup: Setup) -> Config:
     """Writes model and adapters, unless they are there; a pool that holds all KV of the plain LoRAs."""
-    plan = Plan(setup.spec, 0, (1, 1), (1, 1), adapters=0, rank=setup.rank)
-    model = workload.prepare(plan, setup.work / "model").model
+    model = setup.work / "model"
+    write_model(model, setup.spec, seed=0)
     paths = {}
     for i in range(setup.adapters):
         for side, tokens in ((SHARED, invocation(setup.spec, i)), (ALONE, None)):
             directory = setup.work / f"{_name(side, i)}-r{setup.rank}"
             if not (directory / "adapter_model.safetensors").exists():
-                workload.write_adapter(directory, plan, seed=1000 + i, invocation=tokens)
+                write_adapter(directory, setup.spec, setup.rank, seed=1000 + i, invocation=tokens)
             paths[f"adapters.paths.{_name(side, i)}"] = str(directory)
     tokens = max(_longest(setup, cell) * (cell.adapters + 2) * cell.sessions for cell in setup.cells)
     adapters = ADAPTER_BLOCKS * setup.adapters

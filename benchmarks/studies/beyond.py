@@ -17,7 +17,6 @@ told by batch means: the ratio in each fifth of the requests, and the standard e
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -26,9 +25,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paper import GUESS, SPLITS, Case, Plan, Runs, Study, run_all, slowness, static
-from benchmarks.peaks import find_best, rounded
-from benchmarks.rounds import Sample
+from benchmarks.records import Sample
+from benchmarks.runner import Options
+from benchmarks.studies.paper import GUESS, SPLITS, Case, Plan, Runs, Study, run_all, slowness
+from benchmarks.studies.peaks import find_best, rounded
 from jlora.sim.clairvoyant import Clairvoyant
 
 OURS, BOUND = "jlora", Clairvoyant.name
@@ -86,14 +86,10 @@ class Cell(Study):
         """With the mean TTFT of every fifth of the requests."""
         return {**super().keep(result), "batches_s": batch_means(result["requests"])}
 
-    def result(self) -> dict[str, Any]:
-        """With the rates; none if not all runs have been made."""
-        known = Runs(self, 0.0)
-        try:
-            self.fill(known)
-        except TimeoutError:
-            return {**super().result(), "rates": []}
-        return {**super().result(), "rates": self.rates(known)}
+    def anchors_of(self, runs: Runs) -> dict[str, Any]:
+        """The rates."""
+        self.fill(runs)
+        return {"rates": self.rates(runs)}
 
 
 class Hint(Cell):
@@ -120,20 +116,6 @@ def batch_means(requests: Mapping[str, Any]) -> list[float]:
     return [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
 
 
-def by_rate(study: Mapping[str, Any]) -> dict[tuple[float, str], Sample]:
-    """A finished study's runs by rate and policy."""
-    return {(run["rate"], run["policy"]): run for run in study["runs"]}
-
-
-def best_share(found: Mapping[tuple[float, str], Sample], rates: Sequence[float]) -> float:
-    """Of the static shares that were run at all rates, the one with the lowest TTFT, as the product over the rates."""
-
-    def ttft(share: float) -> float:
-        return math.prod(found[rate, static(share)]["ttft_s"] for rate in rates)
-
-    return min((share for share in SPLITS if all((rate, static(share)) in found for rate in rates)), key=ttft)
-
-
 def full(work: Path, data: Path | None) -> Plan:
     """Every cell, the most telling first."""
     return Plan((), CELLS, HINTED, 100.0, LEVELS, work, 60.0, data, close=1.2)
@@ -146,8 +128,10 @@ def quick(work: Path, data: Path | None) -> Plan:
     return Plan((), cells, hinted, 12.0, LEVELS, work, 5.0, data, close=1.5)
 
 
-def run(plan: Plan) -> dict[str, Any]:
-    """Runs what is not in the journals yet; everything the journals hold, as plain values."""
-    studies: Sequence[Study] = [Cell(plan, case) for case in plan.cases]
+def run(options: Options) -> None:
+    """Runs what is not in the journals yet; then the records hold everything."""
+    plan = (quick if options.quick else full)(options.folder("beyond"), options.data)
+    plan = replace(plan, minutes=options.minutes, seconds=options.seconds or plan.seconds)
+    cells: Sequence[Study] = [Cell(plan, case) for case in plan.cases]
     hints: Sequence[Study] = [Hint(plan, case) for case in plan.many]
-    return run_all(plan, [*studies, *hints])
+    run_all(plan, [*cells, *hints], options, "beyond-simulated")

@@ -17,6 +17,7 @@ The scheduler, cache and policies are the product's own; `jlora.sim` says what i
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import multiprocessing
@@ -31,9 +32,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.peaks import Bracket, find_best, find_peak, rounded
-from benchmarks.rounds import Journal, Sample
+from benchmarks.records import Records, Sample
+from benchmarks.runner import Options
+from benchmarks.studies.peaks import Bracket, find_best, find_peak, rounded
 from jlora import machine
+from jlora.loadgen.rounds import Journal
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
 from jlora.sim.trace import Trace, retimed
@@ -164,13 +167,16 @@ def quick(work: Path, data: Path | None) -> Plan:
     return Plan(FIGURES, cases, many, 1.0, (0.5, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
 
 
-def run(plan: Plan) -> dict[str, Any]:
-    """Runs what is asked for and not in the journals yet; everything the journals hold, as plain values."""
-    return run_all(plan, list(_jobs(plan)))
+def run(options: Options) -> None:
+    """Runs what is asked for and not in the journals yet; then the records hold everything."""
+    plan = (quick if options.quick else full)(options.folder("paper"), options.data)
+    figures = options.figures or plan.figures
+    plan = replace(plan, figures=figures, minutes=options.minutes, seconds=options.seconds or plan.seconds)
+    run_all(plan, list(_jobs(plan)), options, "paper-simulated")
 
 
-def run_all(plan: Plan, jobs: Sequence[Study]) -> dict[str, Any]:
-    """Studies, in their order, in as many processes as the plan has."""
+def run_all(plan: Plan, jobs: Sequence[Study], options: Options, name: str) -> None:
+    """Studies in their order, in as many processes as the plan has; then a record for every run."""
     deadline = time.time() + 60 * plan.minutes
     spawn = multiprocessing.get_context("spawn")
     with (
@@ -180,21 +186,10 @@ def run_all(plan: Plan, jobs: Sequence[Study]) -> dict[str, Any]:
         for done in as_completed(pool.submit(job.run, deadline) for job in jobs):
             bar.set_postfix_str(done.result())
             bar.update()
-    return {"settings": plan.settings(), "studies": [job.result() for job in jobs]}
-
-
-def packed(result: Mapping[str, Any]) -> dict[str, Any]:
-    """The same for a file: the runs of a study as a table, where all have the same plain columns."""
-    return {**result, "studies": [_packed(study) for study in result["studies"]]}
-
-
-def _packed(study: Mapping[str, Any]) -> dict[str, Any]:
-    runs = study["runs"]
-    columns = list(runs[0]) if runs else []
-    if any(list(run) != columns or any(isinstance(value, list | dict) for value in run.values()) for run in runs):
-        return dict(study)
-    rest = {key: value for key, value in study.items() if key != "runs"}
-    return {**rest, "columns": columns, "rows": [list(run.values()) for run in runs]}
+    (options.out / f"{name}.jsonl").unlink(missing_ok=True)  # the journals hold every run
+    records = options.records(name, plan.settings())
+    for job in jobs:
+        job.record(records)
 
 
 class Study:
@@ -269,18 +264,21 @@ class Study:
         made = {**result["summary"], **result["cache"], **result["device"]}
         return {key: made[key] for key in KEPT} | {k: rounded(sum(series[k]) / max(len(series[k]), 1)) for k in SHOWN}
 
-    def result(self) -> dict[str, Any]:
-        """All runs made so far."""
-        runs = Runs(self, 0.0)
-        listed = [{"rate": rate, "policy": policy, **sample} for (rate, policy), sample in runs.known.items()]
-        case = {**asdict(self.case), "name": self.case.name}
-        return {"kind": self.kind, "case": case, "commits": sorted(runs.commits), "runs": listed}
+    def anchors_of(self, runs: Runs) -> dict[str, Any]:
+        """What the study's means are over: rates, the best share. Raises TimeoutError if runs are missing."""
+        return {}
+
+    def record(self, records: Records) -> None:
+        """Adds all runs made so far, and the anchors if nothing is missing."""
+        runs, study = Runs(self, 0.0), {"kind": self.kind, **asdict(self.case)}
+        for (rate, policy), sample in runs.known.items():
+            records.add(self.case.name, policy, 0, {**study, "rate": rate, **sample})
+        with contextlib.suppress(TimeoutError):
+            records.add(self.case.name, "anchors", 0, {**study, **self.anchors_of(runs)})
 
 
 class Runs:
     """The finished runs of a study by (rate, policy); makes those that are missing.
-
-    `commits` are those of the code that made them: a journal may go on with later code.
 
     Raises (from `at`):
         TimeoutError: the deadline has passed.
@@ -295,8 +293,9 @@ class Runs:
         self._journal = Journal(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
         self._works: dict[float, Work] = {}
         kept: list[dict[str, Any]] = self._journal.rounds
-        self.known: dict[tuple[float, str], Sample] = {(r["rate"], r["policy"]): r["run"] for r in kept}
-        self.commits = {r.get("commit", "") for r in kept}
+        self.known: dict[tuple[float, str], Sample] = {
+            (r["rate"], r["policy"]): {**r["run"], "commit": r["commit"]} for r in kept
+        }
         self._commit = machine.commit()
 
     def at(self, rate: float, policy: str) -> Sample:
@@ -309,7 +308,6 @@ class Runs:
             self.known[rate, policy] = self._study.keep(result)
             finished: dict[str, Any] = {"rate": rate, "policy": policy, "run": self.known[rate, policy]}
             self._journal.add({**finished, "commit": self._commit})
-            self.commits.add(self._commit)
         return self.known[rate, policy]
 
     def over(self, rate: float, policy: str) -> bool:
@@ -374,14 +372,11 @@ class Curves(Study):
         few = [rounded(level * peak) for level in self.plan.levels if level in ABLATED]
         return few if policy in ABLATIONS else self.rates(peak)
 
-    def result(self) -> dict[str, Any]:
-        """With the rates that means are over (none before they are known), and the name of the best share."""
-        try:
-            peak, best = self.anchors(Runs(self, 0.0))
-        except TimeoutError:
-            return {**super().result(), "rates": [], "few": {}, "best": ""}
+    def anchors_of(self, runs: Runs) -> dict[str, Any]:
+        """The rates that means are over, and the name of the best share."""
+        peak, best = self.anchors(runs)
         few = {policy: self.rates_of(policy, peak) for policy in ABLATIONS}
-        return {**super().result(), "rates": self.rates(peak), "few": few, "best": best}
+        return {"rates": self.rates(peak), "few": few, "best": best}
 
     @property
     def policies(self) -> tuple[str, ...]:
@@ -456,9 +451,9 @@ class OverTime(Study):
         series = {key: [rounded(value) for value in result["series"][key]] for key in ("at", *SHOWN)}
         return {**super().keep(result), "series": series, "waits": waits}
 
-    def result(self) -> dict[str, Any]:
-        """With the phases' ends, in lengths of the run."""
-        return {**super().result(), "ends": list(self.ENDS)}
+    def anchors_of(self, runs: Runs) -> dict[str, Any]:
+        """The phases' ends, in lengths of the run."""
+        return {"ends": list(self.ENDS)}
 
 
 def near_peak(study: Study, runs: Runs, level: float) -> float:

@@ -15,16 +15,14 @@ which an adapter acts. All is counted in virtual seconds: the same command gives
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Any
 
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.alora import ALONE, SHARED, Step, means
+from benchmarks.runner import Options
+from benchmarks.studies.alora import ALONE, SHARED, Step, means
 from jlora.cache import inspect
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import Sizes
@@ -32,7 +30,6 @@ from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
 from jlora.sim.hardware import CHIPS, GROUPS, MODELS, Hardware
 from jlora.sim.link import LinkSpec
-from jlora.sim.outcome import rounded
 from jlora.sim.pipelines import Answered, Pipelines, Shape, base_and_checks
 from jlora.sim.replica import Replica, ReplicaSpec
 
@@ -62,6 +59,11 @@ class Cell:
     pipelines: int = 1
     rate: float = 0.0
 
+    @property
+    def name(self) -> str:
+        """Of the cell."""
+        return f"{self.model}, {self.context} tokens, {self.adapters} adapters, {self.pipelines} x {self.rate:g}/s"
+
     def starts(self) -> list[float]:
         """Seconds; of a Poisson process, the first at 0."""
         if not self.rate:
@@ -81,9 +83,9 @@ CELLS = (
 QUICK = (Cell("context", *SMALL, 512, 2), Cell("rate", *SMALL, 512, 2, pipelines=3, rate=1.0))
 
 
-def run(cells: Sequence[Cell]) -> dict[str, Any]:
-    """Plays all cells, both sides; settings, what each side took, and how many times as fast the activated one is."""
-    shape = asdict(Shape(0, (), True))
+def run(options: Options) -> None:
+    """Plays all cells, both sides."""
+    cells, shape = (QUICK if options.quick else CELLS), asdict(Shape(0, (), True))
     settings = {
         "chip": CHIP,
         "chip_source": CHIPS[CHIP].source,
@@ -91,22 +93,15 @@ def run(cells: Sequence[Cell]) -> dict[str, Any]:
         "host_bytes": HOST_BYTES,
         "max_seqs": ENGINE.max_seqs,
         "max_step_tokens": ENGINE.max_step_tokens,
-        "python": sys.version.split()[0],
         **{key: shape[key] for key in ("base_tokens", "check_tokens", "invocation")},
         "pool_bytes": {cell.model: hardware(cell.model, cell.chips).pool_bytes for cell in cells},
     }
-    return {
-        "settings": settings,
-        "cells": [both(cell) for cell in tqdm(cells, desc="simulated pipelines", leave=False)],
-    }
-
-
-def both(cell: Cell) -> dict[str, Any]:
-    """A cell's two sides and their ratios."""
-    sides = {SHARED: side(cell, activated=True), ALONE: side(cell, activated=False)}
-    ours, theirs = sides[SHARED], sides[ALONE]
-    ratios = {key: theirs[key] / ours[key] for key in ours if key.endswith("_s") and ours[key] > 0}
-    return rounded({**asdict(cell), **sides, "ratios": ratios})
+    records = options.records("pipelines-simulated", settings)
+    known = {(line["cell"], line["side"]) for line in records.lines}
+    for cell in tqdm(cells, desc="simulated pipelines", leave=False):
+        for name in (SHARED, ALONE):
+            if (cell.name, name) not in known:
+                records.add(cell.name, name, 0, {**asdict(cell), **side(cell, activated=name == SHARED)})
 
 
 def side(cell: Cell, activated: bool) -> dict[str, float]:

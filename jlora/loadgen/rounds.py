@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from tqdm import tqdm
 
@@ -26,6 +26,16 @@ class Side:
 
     name: str
     run: Callable[[], Sample]
+
+
+class Kept(Protocol):
+    """Finished rounds, {side: sample} each."""
+
+    rounds: list[dict[str, Any]]
+
+    def add(self, finished: dict[str, Any]) -> None:
+        """Keeps one more."""
+        ...
 
 
 class Journal:
@@ -57,7 +67,7 @@ class Budget:
     minutes: float
 
 
-def interleave(sides: Sequence[Side], journal: Journal, budget: Budget, title: str) -> list[dict[str, Sample]]:
+def interleave(sides: Sequence[Side], journal: Kept, budget: Budget, title: str) -> list[dict[str, Sample]]:
     """Runs every side once per round, in turn, until the budget is spent; returns all rounds."""
     start = time.monotonic()
     longest = 0.0

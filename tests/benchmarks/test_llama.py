@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 
-from benchmarks import against_llama, ours
 from benchmarks.__main__ import main
-from benchmarks.against_llama import R2_QUICK, by_adapter, play
-from benchmarks.llama import Files, LlamaServer, Peer, write_tokenizer
+from benchmarks.jobs import Job, Workload, prepare
+from benchmarks.peers.llama import R2_QUICK, by_adapter, play
+from benchmarks.peers.llama_server import Files, LlamaServer, Peer, write_tokenizer
+from benchmarks.peers.ours import InProcess, configure
 from jlora.errors import ConfigError
-from jlora.loadgen.checkpoints import Job, Workload, adapter_names, prepare
 from tests.benchmarks import _llama_server
 
 SMALL = ["--set", "engine.max_seqs=4", "--set", "engine.max_step_tokens=16"]
@@ -132,7 +132,7 @@ def test_the_model_gets_a_tokenizer_of_its_own_size(workload: Workload, tmp_path
 
 
 def test_files_are_given_one_per_adapter_or_made_by_the_users_program(workload: Workload, tmp_path: Path):
-    names = adapter_names(R2_QUICK)
+    names = R2_QUICK.names
     with pytest.raises(ConfigError, match=f"none for {names[1]}"):
         Peer("x", tmp_path / "m.gguf", {names[0]: tmp_path / "a.gguf"}).files(workload, tmp_path)
     with pytest.raises(ConfigError, match="--llama-convert"):
@@ -150,14 +150,11 @@ def test_files_are_given_one_per_adapter_or_made_by_the_users_program(workload: 
 
 def test_both_servers_are_measured_in_turn_and_equal_outputs_counted(server_program: str, tmp_path: Path):
     work, out = tmp_path / "work", tmp_path / "out"
-    folder = work / "quick" / "llama"
+    folder = work / "quick" / "r2"
     workload = prepare(R2_QUICK, folder / "workload")
-    engine = ours.InProcess(ours.configure(workload, "float32", {"engine.max_seqs": 4, "engine.max_step_tokens": 16}))
-    try:
+    with InProcess(configure(workload, "float32", {"engine.max_seqs": 4, "engine.max_step_tokens": 16})) as engine:
         tokens = engine.run(workload.jobs).tokens
-    finally:
-        engine.stop()
-    names = adapter_names(R2_QUICK)
+    names = R2_QUICK.names
     answers = [
         {"prompt": j.prompt, "lora": names.index(j.adapter or ""), "tokens": tokens[j.id]} for j in workload.jobs
     ]
@@ -168,14 +165,14 @@ def test_both_servers_are_measured_in_turn_and_equal_outputs_counted(server_prog
     convert = program(tmp_path / "convert", '#!/bin/sh\ncp "$2/config.json" "$3" 2>/dev/null || touch "$3"\n')
     argv = ["llama", "--quick", "--out", str(out), "--work", str(work), "--llama-server", server_program]
     assert main([*argv, "--llama-convert", convert, *SMALL]) == 0
-    result = json.loads((out / "llama-float32.json").read_text())
-    found = [{key: row["outputs"][key] for key in ("requests", "equal", "different")} for row in result["summary"]]
-    assert found == [{"requests": 6, "equal": 5, "different": 1}, {"requests": 3, "equal": 3, "different": 0}]
-    assert [row["case"] for row in result["summary"]] == list(against_llama.CASES.values())
-    assert all(row["ratio"]["median"] > 0 for row in result["summary"])
-    assert len(result["rounds"]) == 2 and result["peer"]["versions"] == {"llama.cpp": "b1-test"}
-    page = (out / "cpu.md").read_text()
-    assert "R2: against a llama.cpp server" in page and "5 of 6 equal, 1 different" in page and "3 of 3 equal" in page
+    _, *lines = map(json.loads, (out / "llama-float32.jsonl").read_text().splitlines())
+    once = {line["side"]: line for line in lines if line["cell"] == "once"}
+    found = {
+        case: [once[f"outputs {case}"][k] for k in ("requests", "equal", "different")] for case in ("clients", "alone")
+    }
+    assert found == {"clients": [6, 5, 1], "alone": [3, 3, 0]} and once["versions"]["llama.cpp"] == "b1-test"
+    rounds = [line for line in lines if line["cell"] == "rounds"]
+    assert len(rounds) == 8 and all(line["seconds"] > 0 for line in rounds)
 
 
 def test_llama_without_a_server_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):

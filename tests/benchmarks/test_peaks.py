@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from benchmarks.peaks import Bracket, find_best, find_peak
+from benchmarks.studies.peaks import Bracket, find_best, find_peak
 
 
 class Replica:

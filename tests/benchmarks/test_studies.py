@@ -1,0 +1,93 @@
+"""Every study runs in miniature and leaves records that say what was measured."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.records import Records, control, ratios, read
+from jlora.cli import main
+
+
+def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
+    """The records of one quick run."""
+    words = ["bench", name, "--quick", "--out", str(tmp_path / "out"), "--work", str(tmp_path / "work"), *argv]
+    assert main(words) == 0
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    head, *lines = map(json.loads, path.read_text().splitlines())
+    assert head["environment"]["machine"]["cores"] >= 1 and head["environment"]["date"]
+    assert all({"cell", "side", "round"} <= line.keys() for line in lines)
+    return lines
+
+
+def test_the_cache_is_timed_at_every_size(tmp_path: Path):
+    lines = study(tmp_path, "cache")
+    trees = [line for line in lines if line["side"] == "tree"]
+    assert {line["policy"] for line in trees} == {"jlora", "fastlibra"} and len(trees) == 4
+    for name in ("match", "admit", "swap in", "insert", "release", "round"):
+        assert all(0 < line[f"{name} median"] <= line[f"{name} max"] for line in trees)
+    assert all(line["step median"] > 0 for line in lines if line["side"] == "step")
+
+
+def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Path):
+    lines = study(tmp_path, "lora")
+    assert {line["side"] for line in lines} == {"blocks", "dense", "base"}
+    assert len({line["cell"] for line in lines}) == 4 and all(line["seconds"] > 0 for line in lines)
+
+
+def test_simulated_checks_are_faster_as_activated_loras(tmp_path: Path):
+    lines = study(tmp_path, "pipelines")
+    by_side = {side: [x["check_ttft_s"] for x in lines if x["side"] == side] for side in ("activated", "lora")}
+    assert all(a < b for a, b in zip(by_side["activated"], by_side["lora"], strict=True))
+
+
+def test_host_time_is_counted_per_step(tmp_path: Path):
+    lines = study(tmp_path, "host")
+    assert {(line["running"], line["queued"]) for line in lines} == {(1, 0), (4, 0), (4, 32)}
+    assert all(0 < line["step_s"] < 1 and line["steps"] == 8 for line in lines)
+
+
+def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
+    lines = study(tmp_path, "throughput", "--no-grpc")
+    rounds = [line for line in lines if line["cell"] == "rounds"]
+    assert [line["side"] for line in rounds] == ["jlora", "jlora"] and all(line["seconds"] > 0 for line in rounds)
+    assert lines[-1]["compiles"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, sides", [("latency", 4), ("load", 2), ("alora", 2), ("policies", 4)])
+def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
+    lines = study(tmp_path, name, "--minutes", "2")
+    assert len({line["side"] for line in lines}) == sides
+    assert not any(line.get("different") for line in lines)  # equal answers, whatever the side
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["paper", "beyond"])
+def test_simulated_studies_run_and_go_on_where_they_stopped(tmp_path: Path, name: str):
+    argv = ("--figure", "9") if name == "paper" else ()
+    lines = study(tmp_path, name, "--minutes", "1", *argv)
+    assert {"jlora", "fastlibra"} <= {line["side"] for line in lines}
+    assert study(tmp_path, name, "--minutes", "0", *argv) == lines
+
+
+def test_records_of_the_same_settings_go_on_and_others_begin_anew(tmp_path: Path):
+    path = tmp_path / "x.jsonl"
+    first = Records(path, {"a": 1})
+    for i, seconds in enumerate((2.0, 2.2, 2.0)):
+        first.of("c").add({"ours": {"seconds": seconds}, "theirs": {"seconds": 2 * seconds}})
+        assert len(Records(path, {"a": 1}).of("c").rounds) == i + 1
+    rows = read(path).rows
+    assert ratios(rows, "theirs", "ours", "seconds").tolist() == [2.0, 2.0, 2.0]
+    assert control(rows, "ours", "seconds") == pytest.approx((1.1 + 1 / 1.1) / 2)
+    assert Records(path, {"a": 2}).lines == []
+
+
+def test_a_wheel_says_where_the_studies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setattr("jlora.cli.__file__", str(tmp_path / "site-packages" / "jlora" / "cli.py"))
+    assert main(["bench", "throughput"]) == 2
+    said = capsys.readouterr().out
+    assert "Clone the repository" in said and "serve" in said
