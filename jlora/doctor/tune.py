@@ -1,4 +1,4 @@
-"""`jlora bench tune`: measures block sizes of the kernels on this chip, for `jlora/pallas/tiles.json`.
+"""`jlora doctor tune`: measures block sizes of the kernels on this chip, for `jlora/pallas/tiles.json`.
 
 Here the TPU's; an NVIDIA GPU's are in `tune_gpu`.
 

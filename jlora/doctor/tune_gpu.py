@@ -1,4 +1,4 @@
-"""`jlora bench tune` on an NVIDIA GPU: block sizes of the Mosaic GPU kernels, by chip and model shape.
+"""`jlora doctor tune` on an NVIDIA GPU: block sizes of the Mosaic GPU kernels, by chip and model shape.
 
 For each model and kernel the shared large cases are timed together, and one number at a time is
 varied from what the table has (coordinate descent, two passes); what does not compile is passed

@@ -2,7 +2,7 @@
 
     tiles_of("NVIDIA H200", layout, heads)
 
-`tiles.json` holds under `gpu` the sizes that `jlora bench tune` measured, by chip (`device_kind`) and
+`tiles.json` holds under `gpu` the sizes that `jlora doctor tune` measured, by chip (`device_kind`) and
 shape. The classes' defaults apply otherwise. Nothing has been measured yet.
 """
 

@@ -4,7 +4,7 @@
     chip.lora(shape), chip.attention(shape)
 
 `tiles.json` holds the chips' fast memories, a default for each op, and the sizes that
-`jlora bench tune` measured by chip and shape. A lookup halves the sizes until the kernel's windows
+`jlora doctor tune` measured by chip and shape. A lookup halves the sizes until the kernel's windows
 and buffers fit the chip's vector memory.
 """
 

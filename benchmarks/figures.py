@@ -1,0 +1,105 @@
+"""One figure per study, by matplotlib."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from benchmarks.records import Study, median
+
+LIMIT_MS = 500.0  # of mean TTFT, at the peak
+
+
+def _grid(count: int, columns: int, size: tuple[float, float]) -> tuple[Figure, list]:
+    lines = -(-count // columns)
+    figure = Figure((size[0] * min(count, columns), size[1] * lines + 0.5), layout="constrained")
+    panels = list(figure.subplots(lines, min(count, columns), squeeze=False).flat)
+    for panel in panels[count:]:
+        panel.set_axis_off()
+    return figure, panels[:count]
+
+
+def _finish(figure: Figure, path: Path) -> None:
+    """One legend for all panels."""
+    found = {label: h for axes in figure.axes for h, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=6, frameon=False, fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def cache(study: Study, path: Path) -> None:
+    """Microseconds over the tree's size, bytes per node, and the scheduler's step over its batch."""
+    figure, (operations, memory, steps) = _grid(3, 3, (5, 4))
+    trees, loads = (study.rows[study.rows["side"] == side] for side in ("tree", "step"))
+    most = trees[trees["adapters"] == trees["adapters"].max()]
+    for name in (name for name in trees.columns if name.endswith(" median") and name != "step median"):
+        at = most[most["policy"] == "jlora"].groupby("kv_nodes")[name].min()
+        operations.plot(at.index, at, marker=".", label=name.removesuffix(" median"))
+    for key, group in trees.groupby(["policy", "block_tokens"]):
+        at = group.groupby("kv_nodes")["bytes_per_node"].min()
+        memory.plot(at.index, at, marker=".", label=f"{key[0]}, {key[1]:.0f} tokens per block")
+    for queued, group in loads.groupby("queued"):
+        at = group.groupby("running")["step median"].min()
+        steps.plot(at.index, at, marker=".", label=f"{queued:.0f} queued")
+    operations.set(xlabel="KV nodes", ylabel="µs, median")
+    memory.set(xlabel="KV nodes", ylabel="bytes per node")
+    steps.set(xlabel="running requests", ylabel="µs per step of the scheduler")
+    for axes in (operations, memory, steps):
+        axes.set(xscale="log", yscale="log")
+    _finish(figure, path)
+
+
+def policies(study: Study, path: Path) -> None:
+    """Mean TTFT over the device's size, a panel per workload and link."""
+    rows = study.rows[study.rows["side"] != "workload"]
+    groups = list(rows.groupby(["workload", "gbps"], sort=False))
+    figure, panels = _grid(len(groups), 4, (4.2, 3.6))
+    for axes, (key, group) in zip(panels, groups, strict=True):
+        for side, mine in group[group["side"] != "jlora, again"].groupby("side"):
+            ttft = 1e3 * mine.groupby("share")["ttft_s"].median()
+            axes.plot(100 * ttft.index, ttft, marker="o", label=side, linewidth=2.4 if side == "jlora" else 1.2)
+        axes.set(title=f"{key[0]}, {key[1]:g} GB/s", xlabel="device, % of the working set", ylabel="TTFT, ms")
+        axes.set_yscale("log")
+    _finish(figure, path)
+
+
+def alora(study: Study, path: Path) -> None:
+    """Gains over the length of the context."""
+    rows = study.rows[(study.rows["sessions"] == 1) & (study.rows["adapters"] == study.rows["adapters"].iloc[0])]
+    middle = median(rows, ["context", "side"])
+    figure, (axes,) = _grid(1, 1, (6, 4))
+    for key in ("seconds", "check_end_to_end_s", "check_ttft_s", "check_prefill_s"):
+        table = middle[key].unstack()
+        axes.plot(table.index, table["lora"] / table["activated"], marker="o", label=key.removesuffix("_s"))
+    axes.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="times as fast as plain LoRA")
+    _finish(figure, path)
+
+
+def pipelines(study: Study, path: Path) -> None:
+    """Gains over the length of the context and over the rate."""
+    figure, panels = _grid(2, 2, (5, 4))
+    for axes, sweep in zip(panels, ("context", "rate"), strict=True):
+        rows = study.rows[study.rows["sweep"] == sweep]
+        for model, group in rows.groupby("model"):
+            for key, style in (("check_ttft_s", "-"), ("check_end_to_end_s", "--")):
+                table = group.pivot_table(index=sweep, columns="side", values=key)
+                gain = table["lora"] / table["activated"]
+                axes.plot(gain.index, gain, style, marker="o", label=f"{key.removesuffix('_s')}, {model}")
+        axes.set(xscale="log", yscale="log", xlabel=sweep, ylabel="times as fast as plain LoRA")
+    _finish(figure, path)
+
+
+def curves(study: Study, path: Path) -> None:
+    """Mean TTFT over the rate, a panel per cell."""
+    rows = study.rows[study.rows["kind"].isin(("curves", "cell")) & (study.rows["side"] != "anchors")]
+    cells = list(rows.groupby("cell", sort=False))
+    figure, panels = _grid(len(cells), 6, (3, 2.4))
+    for axes, (cell, group) in zip(panels, cells, strict=True):
+        for side, mine in group[~group["side"].str.contains(":")].groupby("side"):
+            ttft: pd.Series = 1e3 * mine.set_index("rate")["ttft_s"].sort_index()
+            axes.plot(ttft.index, ttft, marker=".", label=side, linewidth=2 if side == "jlora" else 1)
+        axes.axhline(LIMIT_MS, color="lightgray", zorder=0)
+        axes.set_yscale("log")
+        axes.set_title(str(cell), fontsize=8)
+    _finish(figure, path)

@@ -1,0 +1,90 @@
+"""`jlora bench report`: a page and a figure for every study in --out.
+
+A page is a template in `templates/`: its claim is written by a person, its tables and its last line
+come from the records. Rendering twice gives the same page; nothing on a page is edited in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import pandas as pd
+
+from benchmarks import figures, tables
+from benchmarks.records import Study, read
+from benchmarks.runner import Options
+from jlora.errors import ConfigError
+
+TEMPLATES = Path(__file__).with_name("templates")
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """A page: the files that it needs (a pattern), and what draws its figure from the first of them."""
+
+    files: str
+    draw: Callable[[Study, Path], None] | None = None
+    figure: str = ""
+
+
+PAGES: Mapping[str, Page] = {
+    "throughput": Page("throughput-*.jsonl"),
+    "latency": Page("latency-*.jsonl"),
+    "llama": Page("llama-*.jsonl"),
+    "host": Page("host-*.jsonl"),
+    "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
+    "lora": Page("lora-*.jsonl"),
+    "load": Page("load-*.jsonl"),
+    "policies": Page("policies-*.jsonl", figures.policies, "policies.png"),
+    "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
+    "pipelines": Page("pipelines-*.jsonl", figures.pipelines, "alora-simulated.png"),
+    "fastlibra": Page("paper-*.jsonl", figures.curves, "fastlibra-curves.png"),
+    "beyond": Page("beyond-*.jsonl", figures.curves, "beyond.png"),
+}
+
+
+def run(options: Options) -> None:
+    """Draws the figures and renders the pages that there are records for. Raises ConfigError if there are none."""
+    made = [name for name in PAGES if render(name, options.out, draw=True)]
+    if not made:
+        raise ConfigError(f"report: no records of a study in {options.out}")
+
+
+def render(name: str, out: Path, draw: bool) -> bool:
+    """Writes OUT/NAME.md, and its figure if asked for; False if there are no records."""
+    page = PAGES[name]
+    found = [read(path) for path in sorted(out.glob(page.files))]
+    if not found:
+        return False
+    if draw and page.draw is not None:
+        page.draw(found[0], out / page.figure)
+    made = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+    )
+    made.filters["table"] = markdown
+    text = made.get_template(f"{name}.md.j2").render(
+        studies=found, study=found[0], tables=tables, origin="\n".join(map(origin, found)), figure=page.figure
+    )
+    (out / f"{name}.md").write_text(text)
+    return True
+
+
+def markdown(rows: pd.DataFrame) -> str:
+    """A table of text."""
+    lines = [rows.columns.tolist(), ["---"] * len(rows.columns), *rows.astype(str).to_numpy().tolist()]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def origin(study: Study) -> str:
+    """Command, date, code, machine and versions in one line."""
+    e: Mapping[str, Any] = study.environment
+    versions = ", ".join(f"{name} {version}" for name, version in e["versions"].items() if name != "jlora")
+    machine = f"{e['machine']['processor']}, {e['machine']['cores']} cores, {e['machine']['memory_gib']:.0f} GiB"
+    code = f", code at {e['commit']}" if e["commit"] else ""
+    return (
+        f"- `{e['command']}`, {e['date']}{code}; {machine}; {versions}. Raw: [{e['study']}.jsonl]({e['study']}.jsonl)."
+    )

@@ -1,0 +1,227 @@
+"""Tables of the pages: records in, rows of text out."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from benchmarks.records import Study, control, median, ratios, told
+
+CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
+
+
+def controls(*values: float) -> str:
+    """Controls, and whether they void the numbers beside them."""
+    known = [value for value in values if not math.isnan(value)]
+    void = "" if all(CONTROL[0] <= value <= CONTROL[1] for value in known) else " void"
+    return " / ".join(f"{value:.3f}" for value in known) + void
+
+
+def once(study: Study, side: str) -> dict[str, Any]:
+    """What was measured once, beside the rounds; {} if it was not."""
+    rows = study.rows
+    found = rows[(rows["cell"] == "once") & (rows["side"] == side)]
+    return found.iloc[0].dropna().to_dict() if len(found) else {}
+
+
+def outputs(found: dict[str, Any]) -> str:
+    """How many outputs were equal."""
+    if not found:
+        return ""
+    more = "".join(f", {found[key]:.0f} {key}" for key in ("ties", "different") if found[key])
+    return f"{found['equal']:.0f} of {found['requests']:.0f} equal{more}"
+
+
+def throughput(studies: Sequence[Study]) -> pd.DataFrame:
+    """R1: tokens per second of both sides."""
+    made = []
+    for study in studies:
+        rows, tokens = study.rows[study.rows["cell"] == "rounds"], study.settings["output_tokens"]
+        rate = tokens / median(rows, ["side"])["seconds"]
+        row = {"dtype": study.settings["dtype"], "jlora tok/s": f"{rate['jlora']:.1f}"}
+        if grpc := once(study, "jlora over gRPC"):
+            row["over gRPC"] = f"{tokens / grpc['seconds']:.1f}"
+        if "peft" in rate:
+            known = once(study, "peft, clairvoyant")["seconds"]
+            row["PEFT tok/s"] = f"{rate['peft']:.1f}"
+            row["ratio"] = told(ratios(rows, "peft", "jlora", "seconds"))
+            row["to clairvoyant PEFT"] = f"{known * rate['jlora'] / tokens:.2f}"
+        row["control"] = controls(*(control(rows, side, "seconds") for side in rate.index))
+        made.append({**row, "rounds": rows["round"].nunique(), "outputs": outputs(once(study, "outputs"))})
+    return pd.DataFrame(made).fillna("")
+
+
+def latency(studies: Sequence[Study]) -> pd.DataFrame:
+    """R1b: prefill and decode of one request, against the peer's faster way."""
+    made = []
+    for study in studies:
+        rows = study.rows[study.rows["cell"] == "rounds"]
+        middle = median(rows, ["side"])
+        for side in (side for side in middle.index if side.startswith("jlora ")):
+            case = side.removeprefix("jlora ")
+            for key, what in (("prefill_s", "prefill"), ("step_s", "decode, per token")):
+                row = {"dtype": study.settings["dtype"], "case, prompt": case, "what": what}
+                row["jlora ms"] = f"{1e3 * middle[key][side]:.1f}"
+                ways = [f"{how} {case}" for how in ("generate", "loop") if f"{how} {case}" in middle.index]
+                best = min(ways, key=middle[key].get, default="")
+                if best:
+                    row["PyTorch ms"] = f"{1e3 * middle[key][best]:.1f} ({best.partition(' ')[0]})"
+                    row["ratio"] = told(ratios(rows, best, side, key))
+                found = [control(rows, name, key) for name in (side, best) if name]
+                made.append({**row, "control": controls(*found)})
+    return pd.DataFrame(made)
+
+
+def llama(study: Study) -> pd.DataFrame:
+    """R2: tokens per second of both servers."""
+    rows, made = study.rows[study.rows["cell"] == "rounds"], []
+    for case, name in (("clients", "one client per adapter"), ("alone", "one client")):
+        ours, theirs = f"jlora {case}", f"llama.cpp {case}"
+        rate = study.settings["output_tokens"][case] / median(rows, ["side"])["seconds"]
+        made.append(
+            {
+                "clients": name,
+                "jlora tok/s": f"{rate[ours]:.1f}",
+                "llama.cpp tok/s": f"{rate[theirs]:.1f}",
+                "ratio": told(ratios(rows, theirs, ours, "seconds")),
+                "control": controls(*(control(rows, side, "seconds") for side in (ours, theirs))),
+                "outputs": outputs(once(study, f"outputs {case}")),
+            }
+        )
+    return pd.DataFrame(made)
+
+
+def host(study: Study) -> pd.DataFrame:
+    """Microseconds of Python per engine step."""
+    middle = median(study.rows, ["running", "queued"])["step_s"].reset_index()
+    middle["µs per step"] = (1e6 * middle.pop("step_s")).map("{:.0f}".format)
+    return middle.astype({"running": int, "queued": int})
+
+
+def cache(study: Study, side: str) -> pd.DataFrame:
+    """Microseconds, median (99th percentile), of the round with the lowest median."""
+    rows = study.rows[study.rows["side"] == side]
+    keys = ["policy", "block_tokens", "nodes", "adapters"] if side == "tree" else ["running", "queued", "registered"]
+    names = [name.removesuffix(" median") for name in rows.columns if name.endswith(" median")]
+    made = []
+    for key, group in rows.groupby(keys, sort=False):
+        row: dict[str, Any] = dict(zip(keys, key, strict=True))
+        for name in names:
+            if group[f"{name} median"].notna().any():
+                best = group.loc[group[f"{name} median"].idxmin()]
+                row[name] = f"{best[f'{name} median']:.3g} ({best[f'{name} p99']:.3g})"
+        if side == "tree":
+            row["bytes per node"] = f"{group['bytes_per_node'].median():.0f}"
+        made.append(row)
+    found = pd.DataFrame(made).fillna("")
+    numbers = [key for key in keys if key != "policy"]
+    return found.astype(dict.fromkeys(numbers, int))
+
+
+def lora(studies: Sequence[Study]) -> pd.DataFrame:
+    """Milliseconds of a layer by blocks, dense and without adapters."""
+    made = []
+    for study in studies:
+        for cell, rows in study.rows.groupby("cell", sort=False):
+            ms = 1e3 * median(rows, ["side"])["seconds"]
+            row = {"dtype": study.settings["dtype"], "tokens, adapters in the batch of registered": cell}
+            row |= {side: f"{ms[side]:.2f}" for side in ("base", "blocks", "dense")}
+            row["dense / blocks"] = told(ratios(rows, "dense", "blocks", "seconds"))
+            made.append({**row, "control": controls(*(control(rows, s, "seconds") for s in ("blocks", "dense")))})
+    return pd.DataFrame(made)
+
+
+def load(study: Study) -> pd.DataFrame:
+    """Seconds to load a model in both forms."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        for key, which in (("first_s", "first"), ("again_s", "again")):
+            middle = median(rows, ["side"])[key]
+            row = {"devices": cell, "load": which} | {side: f"{middle[side]:.2f}" for side in ("safetensors", "orbax")}
+            row["ratio"] = told(ratios(rows, "safetensors", "orbax", key))
+            made.append({**row, "control": controls(*(control(rows, side, key) for side in middle.index))})
+    return pd.DataFrame(made)
+
+
+def policies(study: Study) -> pd.DataFrame:
+    """Mean TTFT: milliseconds of `jlora`, and times as long for the others."""
+    made = []
+    for cell, rows in study.rows[study.rows["side"] != "workload"].groupby("cell", sort=False):
+        ms = 1e3 * median(rows, ["side"])["ttft_s"]
+        row = {"cell": cell, "jlora ms": f"{ms['jlora']:.1f}"}
+        others = sorted(side for side in ms.index if side not in ("jlora", "jlora, again"))
+        made.append(row | {side: told(ratios(rows, side, "jlora", "ttft_s")) for side in (*others, "jlora, again")})
+    return pd.DataFrame(made).rename(columns={"jlora, again": "control"})
+
+
+GAINS = {
+    "pipeline": "seconds",
+    "check, end to end": "check_end_to_end_s",
+    "TTFT": "check_ttft_s",
+    "prefill": "check_prefill_s",
+    "decode": "check_decode_s",
+}
+
+
+def alora(study: Study) -> pd.DataFrame:
+    """Times as fast as the same adapters as plain LoRAs, and what both sides keep and find."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        middle = median(rows, ["side"])
+        row = {"context, adapters": cell}
+        row |= {name: told(ratios(rows, "lora", "activated", key)) for name, key in GAINS.items()}
+        row["hit rate"] = " / ".join(f"{middle['check_hit_rate'][side]:.3f}" for side in ("activated", "lora"))
+        made.append({**row, "control": controls(*(control(rows, s, "seconds") for s in ("activated", "lora")))})
+    return pd.DataFrame(made)
+
+
+def pipelines(study: Study) -> pd.DataFrame:
+    """The same, simulated: one run a side, so no range."""
+    gains, made = GAINS | {"pipeline": "pipeline_s"}, []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        ours, theirs = (rows[rows["side"] == side].iloc[0] for side in ("activated", "lora"))
+        row = {"cell": cell} | {name: f"{theirs[key] / ours[key]:.3g}" for name, key in gains.items()}
+        row["hit rate"] = f"{ours['check_hit_rate']:.3f} / {theirs['check_hit_rate']:.3f}"
+        made.append({**row, "KV GB": f"{ours['kv_bytes'] / 1e9:.1f} / {theirs['kv_bytes'] / 1e9:.1f}"})
+    return pd.DataFrame(made)
+
+
+def against(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
+    """Simulated: TTFT and TPOT of `others` over `jlora`'s, geometric means over all shared rates of each workload.
+
+    Args:
+        kind: of the studies: "curves" of the paper's figures, "cell" of those beyond it.
+    """
+    rows = study.rows[(study.rows["kind"] == kind) & (study.rows["side"] != "anchors")]
+    ours = rows[rows["side"] == "jlora"].set_index(["cell", "rate"])
+    made = []
+    for other in others:
+        theirs = rows[rows["side"] == other].set_index(["cell", "rate"])
+        both = ours.join(theirs, rsuffix=" other", how="inner")
+        ttft = both["ttft_s other"] / both["ttft_s"]
+        row = {"policy": other, "points": len(both), "TTFT": f"{np.exp(np.log(ttft).mean()):.2f}"}
+        row["TPOT"] = f"{np.exp(np.log(both['tpot_s other'] / both['tpot_s']).mean()):.2f}"
+        row |= {"lowest TTFT": f"{ttft.min():.2f}", "median": f"{ttft.median():.2f}", "highest": f"{ttft.max():.2f}"}
+        made.append(row | {"faster than jlora by 2 %": int((ttft < 0.98).sum())})
+    return pd.DataFrame(made)
+
+
+def cells(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
+    """Simulated: `jlora`'s TTFT at the rates of each cell, and the others' over it."""
+    rows, made = study.rows, []
+    anchors = rows[(rows["side"] == "anchors") & (rows["kind"] == kind)].set_index("cell")["rates"]
+    for cell, rates in anchors.items():
+        mine = rows[(rows["cell"] == cell) & (rows["kind"] == kind)]
+        by = {side: mine[mine["side"] == side].set_index("rate")["ttft_s"] for side in ("jlora", *others)}
+        shown = [rate for rate in rates if rate in by["jlora"].index]
+        row = {"cell": cell, "requests/s": ", ".join(f"{rate:g}" for rate in shown)}
+        row["jlora ms"] = ", ".join(f"{1e3 * by['jlora'][rate]:.0f}" for rate in shown)
+        for other in others:
+            known = [rate for rate in shown if rate in by[other].index]
+            row[other] = ", ".join(f"{by[other][rate] / by['jlora'][rate]:.2f}" for rate in known)
+        made.append(row)
+    return pd.DataFrame(made)
