@@ -1,4 +1,4 @@
-"""The `jlora` command: one table of subcommands, each with its own flags and its own imports.
+"""The `jlora` command: a table of subcommands, each with its own flags and imports.
 
 jlora serve --model DIR --adapter sql=PATH
 jlora generate --model sql "How many users are there?"
@@ -20,7 +20,7 @@ from jlora.serve.flags import Parser
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: what it does in a few words, and what runs it (arguments -> exit code)."""
+    """A subcommand: its summary and its function (arguments -> exit code)."""
 
     summary: str
     run: Callable[[Sequence[str]], int | None]
@@ -90,7 +90,7 @@ def _convert(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist, or be empty")
     args = parser.parse(argv)
 
-    from jlora.model import checkpoint  # jax comes with it: not before the flags are known to be right
+    from jlora.model import checkpoint  # this imports jax: only after the flags are checked
 
     checkpoint.convert(args.source, args.target)
     print(f"wrote {args.target}: serve it with `jlora serve --model {args.target}`")

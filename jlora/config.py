@@ -229,9 +229,9 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as e:
         kind, bound = re.match(r"Expected `(\w+)`([^,]*)", str(e)).groups()  # pyright: ignore[reportOptionalMemberAccess]
-        told = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), None)
+        described = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), None)
         shown = repr(value) if kind == "str" else repr(value).strip("'")
-        raise ConfigError(f"{dotted} = {shown}: must be {told or _KINDS[kind] + bound}") from e
+        raise ConfigError(f"{dotted} = {shown}: must be {described or _KINDS[kind] + bound}") from e
 
 
 def _checked(config: Config) -> Config:

@@ -74,7 +74,7 @@ class Request:
         bypass_prefix_cache: the request neither reads KV from the prefix cache nor leaves KV there.
         tenant: salt of the prefix cache; two tenants never share KV, even for equal prompts.
         deadline: `time.monotonic()` seconds at which the engine aborts the request; None means never.
-        invocation: where the prompt invokes the adapter; None if nobody has searched yet.
+        invocation: where the prompt invokes the adapter; None before the search.
     """
 
     id: str

@@ -1,4 +1,4 @@
-"""Every field at its edges and beyond: what is refused, with which error, and what the message says."""
+"""Every field at its edges and beyond: the errors and their messages."""
 
 from __future__ import annotations
 

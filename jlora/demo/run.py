@@ -200,9 +200,9 @@ async def _ready(process: asyncio.subprocess.Process) -> str:
     if stdout is None:
         raise DemoFailed("the server has no output to read")
     while raw := await stdout.readline():
-        told = raw.decode(errors="replace").rstrip()
-        say(told)
-        if match := READY.search(told):
+        text = raw.decode(errors="replace").rstrip()
+        say(text)
+        if match := READY.search(text):
             return match[1]
     raise DemoFailed(f"the server stopped with exit code {await process.wait()} before it was ready")
 
@@ -236,5 +236,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     if (right < count and text == TEXT) or misjudged:
         print(f"jlora demo: wrong answers: {count - right}, wrong verdicts: {len(misjudged)}", file=sys.stderr)
         return 1
-    say(f"{right} of {count} answers are exactly what the task says.")
+    say(f"{right} of {count} answers equal the result of the task's function.")
     return 0

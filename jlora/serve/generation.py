@@ -29,7 +29,7 @@ class Inbox:
 
     Args:
         eager: wake the loop for every event. Otherwise only the end of a completion wakes it, which saves
-            both threads time when nobody reads earlier.
+            both threads time when no client reads earlier.
     """
 
     def __init__(self, eager: bool):
@@ -83,7 +83,7 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         if not self._answer.ended:
-            self._replica.abort(self._request.id, self._handle)  # nobody waits: the client has gone
+            self._replica.abort(self._request.id, self._handle)  # nothing to wait for: the client has gone
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:

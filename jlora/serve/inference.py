@@ -48,7 +48,7 @@ class InferenceServicer(rpc.InferenceServicer):
                 yield convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
-        """A hint; the replica copies what there is room for."""
+        """A hint: the replica copies as much as it has room for."""
         ready = await self._request(request, context)
         result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         return pb.PrefetchResponse(

@@ -47,7 +47,7 @@ SMALL: Mapping[str, Any] = {
 
 @dataclass
 class Served:
-    """Stubs over one channel to a server in this process, and what is behind it."""
+    """Stubs over one channel to a server in this process, and its replica."""
 
     backend: Backend
     channel: grpc.Channel

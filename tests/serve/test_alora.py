@@ -1,4 +1,4 @@
-"""Activated LoRA as a client sees it: who shares what, what is refused, a pipeline of several turns."""
+"""Activated LoRA as a client sees it: shared KV, refusals, a pipeline of several turns."""
 
 from __future__ import annotations
 

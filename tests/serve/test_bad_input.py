@@ -1,4 +1,4 @@
-"""Bad input: refused by name with the right status, while eight neighbours run on and answer as ever."""
+"""Bad input is refused by name with the right status; eight neighbours run on and keep their answers."""
 
 from __future__ import annotations
 

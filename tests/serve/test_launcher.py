@@ -1,4 +1,4 @@
-"""The serving process: what it says when it cannot start, and how it starts, drains and ends."""
+"""The serving process: its message when it cannot start, and how it starts, drains and ends."""
 
 from __future__ import annotations
 

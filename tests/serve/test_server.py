@@ -1,4 +1,4 @@
-"""What a supervisor, a proxy or a debugger sees: health, reflection, loading, draining, our own bugs."""
+"""Health, reflection, loading, draining and internal errors, as a supervisor or a proxy sees them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_health_answers_for_the_whole_and_each_service(served: Served):
 
 
 def test_health_follows_the_engine_loop_and_recovers(served: Served, monkeypatch: pytest.MonkeyPatch):
-    """A dead or hung engine is told to everyone who watches; a long step is forgiven."""
+    """A hung engine turns health NOT_SERVING for every watcher; after a long step it is SERVING again."""
     names = {v: k for k, v in health_pb2.HealthCheckResponse.ServingStatus.items()}
     with serving(Backend(replica=served.replica), heartbeat_s=5.0) as watched:
         wait_until(lambda: watched.status() == "SERVING")

@@ -1,4 +1,4 @@
-"""The one stream: what a client sees of a request's token events, whatever comes in one batch."""
+"""The one stream: a request's token events become the same deltas however they are batched."""
 
 from __future__ import annotations
 

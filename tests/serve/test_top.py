@@ -76,7 +76,7 @@ def test_the_server_reports_recent_times_to_first_token(served: Served):
 
 
 def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
-    """Field by field: what the engine says is what the client reads."""
+    """The client reads every field as the engine has it."""
     served.generate(request(range(50, 90), 2))
     wait_until(lambda: not served.stats().running)
     # A copy to the host may still be landing, or a round of the monitor start one.
