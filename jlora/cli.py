@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +20,15 @@ from jlora.serve.flags import Parser
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A subcommand: its summary and its function (arguments -> exit code)."""
+    """A subcommand: its summary and its function, `module:name`, imported when it runs."""
 
     summary: str
-    run: Callable[[Sequence[str]], int | None]
+    target: str
+
+    def run(self, argv: Sequence[str]) -> int | None:
+        """Runs it; returns the exit code, None for 0."""
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)(argv)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,31 +65,8 @@ def usage() -> str:
     )
 
 
-def _serve(argv: Sequence[str]) -> int:
-    from jlora.serve.__main__ import main as serve
-
-    return serve(argv)
-
-
-def _generate(argv: Sequence[str]) -> int:
-    from jlora.serve.console import generate
-
-    return generate(argv)
-
-
-def _chat(argv: Sequence[str]) -> int:
-    from jlora.serve.console import chat
-
-    return chat(argv)
-
-
-def _top(argv: Sequence[str]) -> int:
-    from jlora.serve.top import main as top
-
-    return top(argv)
-
-
-def _convert(argv: Sequence[str]) -> int:
+def convert(argv: Sequence[str]) -> int:
+    """`jlora convert`; returns the exit code."""
     parser = Parser("jlora convert", "Writes a Hugging Face model as Orbax, which loads sharded and faster.")
     parser.add_argument("source", metavar="SRC", help="model directory or hub id")
     parser.add_argument("target", metavar="DST", help="directory to make; must not exist, or be empty")
@@ -97,7 +79,8 @@ def _convert(argv: Sequence[str]) -> int:
     return 0
 
 
-def _bench(argv: Sequence[str]) -> int | None:
+def bench(argv: Sequence[str]) -> int | None:
+    """`jlora bench`: a command of the load generator, or a study of the checkout; returns the exit code."""
     from jlora.loadgen import commands
 
     if argv and argv[0] in commands.COMMANDS:
@@ -110,13 +93,8 @@ def _bench(argv: Sequence[str]) -> int | None:
     return importlib.import_module("benchmarks.__main__").main(argv)
 
 
-def _doctor(argv: Sequence[str]) -> int:
-    from jlora.doctor.cli import main as doctor
-
-    return doctor(argv)
-
-
-def _sim(argv: Sequence[str]) -> int:
+def simulate(argv: Sequence[str]) -> int:
+    """`jlora sim`; returns the exit code."""
     from jlora import machine
     from jlora.sim import cli
 
@@ -125,22 +103,16 @@ def _sim(argv: Sequence[str]) -> int:
     return cli.run(parser.parse(argv), machine.commit)
 
 
-def _demo(argv: Sequence[str]) -> int | None:
-    from jlora.demo.run import main as demo
-
-    return demo(argv)
-
-
 COMMANDS: Mapping[str, Command] = {
-    "serve": Command("serve a model and its adapters over gRPC", _serve),
-    "generate": Command("one text from a running server, streamed", _generate),
-    "chat": Command("talk to a running server", _chat),
-    "top": Command("watch a running server: tiers, adapters, requests", _top),
-    "convert": Command("write a model in the form that loads fastest", _convert),
-    "bench": Command("measure a running server; from a checkout, run a study", _bench),
-    "doctor": Command("check and measure this accelerator", _doctor),
-    "sim": Command("simulate cache policies on hardware that you name", _sim),
-    "demo": Command("start the built-in model with its adapters and show them at work", _demo),
+    "serve": Command("serve a model and its adapters over gRPC", "jlora.serve.__main__:main"),
+    "generate": Command("one text from a running server, streamed", "jlora.serve.console:generate"),
+    "chat": Command("talk to a running server", "jlora.serve.console:chat"),
+    "top": Command("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
+    "convert": Command("write a model in the form that loads fastest", "jlora.cli:convert"),
+    "bench": Command("measure a running server; from a checkout, run a study", "jlora.cli:bench"),
+    "doctor": Command("check and measure this accelerator", "jlora.doctor.cli:main"),
+    "sim": Command("simulate cache policies on hardware that you name", "jlora.cli:simulate"),
+    "demo": Command("start the built-in model with its adapters and show them at work", "jlora.demo.run:main"),
 }
 
 if __name__ == "__main__":
