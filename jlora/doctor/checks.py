@@ -22,7 +22,7 @@ from jlora.errors import ConfigError
 from jlora.pallas import cases, counts
 from jlora.pallas.cases import AttentionCase, LoraCase
 from jlora.pallas.dispatch import Site, choose
-from jlora.pallas.gpu_chip import Gpu, refusal_of
+from jlora.pallas.gpu_support import Gpu, refusal_of
 from jlora.pallas.ops import Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
 
@@ -57,7 +57,7 @@ def fitted(case: Case) -> Case:
     """The case with its units as the platform's kernels read them."""
     if isinstance(case, AttentionCase) or jax.default_backend() != "gpu":
         return case
-    from jlora.pallas.gpu_layout import fit_units
+    from jlora.pallas.gpu_support import fit_units
 
     return replace(case, fit=fit_units)
 

@@ -22,10 +22,9 @@ from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.cases import AttentionCase
 from jlora.pallas.gpu_checks import room_of
-from jlora.pallas.gpu_chip import refusal_of
-from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_lora import lora
-from jlora.pallas.gpu_tiles import GpuTiles, key_of, tiles_of
+from jlora.pallas.gpu_ops import GpuTiles, key_of, tiles_of
+from jlora.pallas.gpu_support import fit_units, refusal_of
 from jlora.pallas.tiles import load
 
 # kernel -> size -> values to try

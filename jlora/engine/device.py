@@ -17,7 +17,7 @@ from jlora.model import sampling, sharding, step
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.pallas.dispatch import Chosen, Site, choose
-from jlora.pallas.gpu_chip import Gpu
+from jlora.pallas.gpu_support import Gpu
 
 
 def device_side(
@@ -52,7 +52,7 @@ def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
     """The layout with units as the platform's kernels read them, where these are to be used."""
     if jax.default_backend() != "gpu" or kernels != "pallas":
         return layout
-    from jlora.pallas.gpu_layout import fit_units
+    from jlora.pallas.gpu_support import fit_units
 
     return fit_units(layout)
 

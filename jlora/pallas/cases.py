@@ -68,7 +68,7 @@ class LoraCase:
         group: projections that share an input.
         ranks: of each adapter, one number for all projections or one per projection of the group.
         tokens: runs of (adapter index or -1, tokens), in launch order.
-        fit: adapts the unit layout to a platform's kernels (`gpu_layout.fit_units`).
+        fit: adapts the unit layout to a platform's kernels (`gpu_support.fit_units`).
     """
 
     name: str

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout
-from jlora.pallas.gpu_chip import Gpu
+from jlora.pallas.gpu_support import Gpu
 from jlora.pallas.ops import GROUPS, Ops
 from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of
@@ -122,15 +122,15 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
 
 
 def _gpu(site: Site) -> dict[str, Offer]:
-    """Mosaic GPU kernels, for a layout from `gpu_layout.fit_units`. XLA serves the groups that they cannot read."""
-    from jlora.pallas import gpu_layout, gpu_ops, gpu_tiles
+    """Mosaic GPU kernels, for a layout from `gpu_support.fit_units`. XLA serves the groups that they cannot read."""
+    from jlora.pallas import gpu_ops, gpu_support
 
     layout = site.layout
-    tiles = gpu_tiles.tiles_of(site.kind, layout, site.heads)
+    tiles = gpu_ops.tiles_of(site.kind, layout, site.heads)
     limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
-    gap = gpu_ops.runtime_refusal() or gpu_layout.attention_refusal(layout)
+    gap = gpu_ops.runtime_refusal() or gpu_support.attention_refusal(layout)
     refused = {
-        "+".join(group): gpu_layout.lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS
+        "+".join(group): gpu_support.lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS
     }
     left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
     lora_gap = gpu_ops.runtime_refusal() or (left if all(refused.values()) else "")

@@ -35,12 +35,11 @@ from jlora.pallas.cases import (
     lora_inputs,
 )
 from jlora.pallas.gpu_decode import DecodeTiles
-from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_lora import lora
-from jlora.pallas.gpu_ops import attention_op
+from jlora.pallas.gpu_ops import GpuTiles, attention_op
 from jlora.pallas.gpu_plan import Room
 from jlora.pallas.gpu_prefill import PrefillTiles
-from jlora.pallas.gpu_tiles import GpuTiles
+from jlora.pallas.gpu_support import fit_units
 
 ATTENTION_BOUND, LORA_BOUND = 0.02, 0.03
 

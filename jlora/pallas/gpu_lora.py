@@ -35,8 +35,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jlora.layout import UnitLayout
 from jlora.pallas import gpu_common as gpu
 from jlora.pallas import gpu_plan
-from jlora.pallas.gpu_layout import UNITS, chunk_width, tile_rows
 from jlora.pallas.gpu_plan import Pairs, Room
+from jlora.pallas.gpu_support import UNITS, chunk_width, tile_rows
 from jlora.pallas.ops import Adapted, Psum
 
 
@@ -127,7 +127,7 @@ def lora(
     room: Room,
     tiles: LoraTiles = LoraTiles(),
 ) -> list[jax.Array]:
-    """`ops.Lora` in bfloat16, for units that `gpu_layout.lora_refusal` accepts.
+    """`ops.Lora` in bfloat16, for units that `gpu_support.lora_refusal` accepts.
 
     Args:
         room: limits of every launch. Blocks beyond them would be ignored, so it must be made of the

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jlora.pallas.gpu_layout import UNITS, tile_rows
+from jlora.pallas.gpu_support import UNITS, tile_rows
 from jlora.pallas.ops import ActiveBlocks, Pages
 
 NEG, TINY = -1e30, 1e-30

@@ -24,8 +24,7 @@ from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.pallas import cases, gpu_ops, tiles
 from jlora.pallas.dispatch import Site, choose
-from jlora.pallas.gpu_chip import Gpu
-from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.gpu_support import Gpu, fit_units
 from jlora.pallas.ops import GROUPS
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import AttentionShape, LoraShape, chip_of
@@ -377,7 +376,7 @@ def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default
     if reason := gpu_ops.runtime_refusal():
         pytest.skip(reason)
     from jlora.doctor import tune_gpu
-    from jlora.pallas.gpu_tiles import GpuTiles
+    from jlora.pallas.gpu_ops import GpuTiles
 
     def taken(case, inputs, tiles: GpuTiles) -> float:
         if tiles.lora.blocks == 396:

@@ -17,7 +17,7 @@ from flax import nnx
 from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.pallas import gpu_ops
-from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.gpu_support import fit_units
 from jlora.pallas.ops import Ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of

@@ -14,8 +14,7 @@ from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.dispatch import SCALAR_SHARE, Site, choose
-from jlora.pallas.gpu_chip import Gpu, refusal_of
-from jlora.pallas.gpu_layout import fit_units
+from jlora.pallas.gpu_support import Gpu, fit_units, refusal_of
 from jlora.pallas.reference import CPU, XLA
 from jlora.pallas.tiles import BUDGET, AttentionShape, Chip, LoraShape, chip_of, load
 from jlora.pallas.tpu_attention import smem_bytes
@@ -172,16 +171,14 @@ def test_attention_tiles_and_tables_fit_every_chips_fast_memories(case: cases.At
 def test_a_measured_entry_of_a_gpu_is_for_its_chip_and_shape_alone(monkeypatch: pytest.MonkeyPatch):
     if reason := gpu_ops.runtime_refusal():
         pytest.skip(reason)
-    from jlora.pallas import gpu_tiles
-
     layout = fit_units(PoolLayout.of(cases.LLAMA3_8B, 10, 32))
     entry = {"decode": {"stages": 3}, "lora": {"chunks": [8, 16]}}
     table = {**load(), "gpu": {"NVIDIA H200": {"32/8x128 B=32": entry}}}
-    monkeypatch.setattr(gpu_tiles.tiles, "load", lambda: table)
-    tuned = gpu_tiles.tiles_of("NVIDIA H200", layout, 32)
-    assert (tuned.decode.stages, tuned.lora.chunks) == (3, (8, 16)) and tuned.prefill == gpu_tiles.GpuTiles().prefill
+    monkeypatch.setattr(gpu_ops.table, "load", lambda: table)
+    tuned = gpu_ops.tiles_of("NVIDIA H200", layout, 32)
+    assert (tuned.decode.stages, tuned.lora.chunks) == (3, (8, 16)) and tuned.prefill == gpu_ops.GpuTiles().prefill
     for kind, other in (("NVIDIA H100 80GB HBM3", layout), ("NVIDIA H200", replace(layout, block_tokens=64))):
-        assert gpu_tiles.tiles_of(kind, other, 32) == gpu_tiles.GpuTiles()
+        assert gpu_ops.tiles_of(kind, other, 32) == gpu_ops.GpuTiles()
 
 
 def test_a_measured_entry_replaces_the_default_for_its_shape_alone():

@@ -27,11 +27,10 @@ from jlora.pallas.cases import (
     LoraCase,
     attention_shapes,
 )
-from jlora.pallas.gpu_layout import fit_units, lora_refusal
 from jlora.pallas.gpu_lora import lora
-from jlora.pallas.gpu_ops import Limits, attention_op, lora_op, runtime_refusal
+from jlora.pallas.gpu_ops import GpuTiles, Limits, attention_op, lora_op, runtime_refusal
 from jlora.pallas.gpu_prefill import PrefillTiles
-from jlora.pallas.gpu_tiles import GpuTiles
+from jlora.pallas.gpu_support import fit_units, lora_refusal
 from jlora.pallas.ops import ActiveBlocks, Adapted, Pages
 from tests.pallas import _gpu
 

@@ -11,8 +11,7 @@ import pytest
 from jlora.pallas import gpu_common, reference
 from jlora.pallas.cases import SMALL_ATTENTION, TINY, AttentionCase, attention_inputs, attention_valid
 from jlora.pallas.gpu_decode import DecodeTiles
-from jlora.pallas.gpu_ops import attention_op, runtime_refusal
-from jlora.pallas.gpu_tiles import GpuTiles
+from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal
 from tests.pallas import _gpu
 
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))

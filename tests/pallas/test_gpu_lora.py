@@ -12,10 +12,10 @@ import pytest
 from jlora.pallas import reference
 from jlora.pallas.cases import TINY, TINY64, LoraCase, lora_inputs
 from jlora.pallas.gpu_checks import room_of
-from jlora.pallas.gpu_layout import fit_units, lora_refusal
 from jlora.pallas.gpu_lora import LoraTiles, lora
 from jlora.pallas.gpu_ops import Limits, lora_op, runtime_refusal
 from jlora.pallas.gpu_plan import Room
+from jlora.pallas.gpu_support import fit_units, lora_refusal
 from tests.pallas import _gpu
 
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jlora.layout import PoolLayout
-from jlora.pallas import gpu_layout, gpu_plan
+from jlora.pallas import gpu_plan, gpu_support
 from jlora.pallas.cases import LLAMA2_7B, LLAMA3_8B
 from jlora.pallas.gpu_plan import Pieces, Room
 from jlora.pallas.ops import GROUPS, ActiveBlocks, Pages
@@ -157,9 +157,9 @@ def test_there_is_room_for_the_worst_launch():
 @pytest.mark.parametrize("block_tokens", [32, 64])
 @pytest.mark.parametrize("tp", [1, 4])
 def test_fitted_units_can_be_read(spec, block_tokens: int, tp: int):
-    layout = gpu_layout.fit_units(PoolLayout.of(spec, 10, block_tokens, tp))
+    layout = gpu_support.fit_units(PoolLayout.of(spec, 10, block_tokens, tp))
     for group in GROUPS:
-        assert gpu_layout.lora_refusal(layout, [layout.units[name] for name in group]) is None
+        assert gpu_support.lora_refusal(layout, [layout.units[name] for name in group]) is None
     for name, unit in layout.units.items():
         before = PoolLayout.of(spec, 10, block_tokens, tp).units[name]
         assert (unit.a, unit.b) == (before.a, before.b) and unit.slots >= before.slots
@@ -168,6 +168,6 @@ def test_fitted_units_can_be_read(spec, block_tokens: int, tp: int):
 
 def test_a_refusal_says_what_is_in_the_way():
     layout = PoolLayout.of(LLAMA3_8B, 10, 32)
-    assert "3 units of 9 slots" in str(gpu_layout.lora_refusal(layout, [layout.units["gate"], layout.units["up"]]))
-    assert "float32" in str(gpu_layout.attention_refusal(PoolLayout.of(replace(LLAMA2_7B, dtype="float32"), 10, 32)))
-    assert "block_tokens = 8" in str(gpu_layout.attention_refusal(replace(layout, block_tokens=8)))
+    assert "3 units of 9 slots" in str(gpu_support.lora_refusal(layout, [layout.units["gate"], layout.units["up"]]))
+    assert "float32" in str(gpu_support.attention_refusal(PoolLayout.of(replace(LLAMA2_7B, dtype="float32"), 10, 32)))
+    assert "block_tokens = 8" in str(gpu_support.attention_refusal(replace(layout, block_tokens=8)))

@@ -19,9 +19,8 @@ from jlora.model.sampling import empty_slots
 from jlora.model.spec import ModelSpec
 from jlora.pallas.cases import LLAMA2_7B, LLAMA3_8B
 from jlora.pallas.dispatch import Site, choose
-from jlora.pallas.gpu_chip import Gpu
-from jlora.pallas.gpu_layout import fit_units
 from jlora.pallas.gpu_ops import runtime_refusal
+from jlora.pallas.gpu_support import Gpu, fit_units
 from jlora.pallas.ops import GROUPS
 from tests.pallas import _aot, _gpu
 from tests.pallas._aot import Compiled

@@ -15,10 +15,9 @@ from jlora.pallas import reference
 from jlora.pallas.cases import TINY, AttentionCase, LoraCase, attention_inputs, attention_valid
 from jlora.pallas.gpu_checks import room_of
 from jlora.pallas.gpu_decode import DecodeTiles
-from jlora.pallas.gpu_layout import fit_units, lora_refusal
 from jlora.pallas.gpu_lora import LoraTiles, lora
-from jlora.pallas.gpu_ops import attention_op, runtime_refusal
-from jlora.pallas.gpu_tiles import GpuTiles
+from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal
+from jlora.pallas.gpu_support import fit_units, lora_refusal
 from tests.pallas import _gpu
 from tests.pallas._tp import REPLICATED, Shards, mesh_of
 

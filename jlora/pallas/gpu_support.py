@@ -1,27 +1,68 @@
-"""Pools and unit layouts that the NVIDIA kernels support.
+"""GPUs, CUDA versions, pools and unit layouts that the NVIDIA kernels support.
 
-Plain arithmetic, used before anything is allocated. `lora_refusal` and `attention_refusal` give the
-reason if XLA must serve an op.
+Plain arithmetic, used before anything is allocated. Each refusal is the reason if XLA must serve an op.
 
-One bulk copy takes a chunk of all units of a block, so 2, 4, ... or 64 units must fill a block.
-`fit_units` widens a projection's units to the next width that satisfies this. Llama-2-7B needs no
-change; in Llama-3-8B k and v grow from 3 slots to 4, and the MLP from 9 to 16. Copies and tensor
-cores take 8 rows at once, so a block of fewer units has additional rows of zeros.
+- The kernels use `wgmma`, which only compute capability 9.0 (Hopper: H100, H200) has: not an A100 (8.0),
+  nor a B200 (10.0).
+- The compilers of CUDA 12.8 to 12.9.0 miscompile causal masks of such kernels. jax reports its CUDA
+  version without the patch level, so all of 12.9 is refused, as in jax's own kernels.
+- One bulk copy takes a chunk of all units of a block, so 2, 4, ... or 64 units must fill a block.
+  `fit_units` widens a projection's units to the next width that satisfies this. Llama-2-7B needs no
+  change; in Llama-3-8B k and v grow from 3 slots to 4, and the MLP from 9 to 16.
+- Copies and tensor cores take 8 rows at once, so a block of fewer units has additional rows of zeros.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jlora.layout import PoolLayout, UnitLayout
 from jlora.pallas.ops import GROUPS
 
+CAPABILITY = "9.0"
+MISCOMPILING = range(12080, 13000)
 COPY_ROWS = 8  # rows that bulk copies and tensor cores take together
 FEWEST = 2  # fewest units of a block
 UNITS = 64  # rank units of one product
 PAGES = (16, 32, 64)  # tokens per block: divisors of a tile of 64
 WIDTHS = (64, 128)  # of a head, and of a chunk of a unit
+
+
+@dataclass(frozen=True, slots=True)
+class Gpu:
+    """A GPU's capability and CUDA version.
+
+    Attributes:
+        capability: for example "9.0", or "gfx942" for AMD; empty if unknown.
+        cuda: 1000 * major + 10 * minor version; 0 if unknown.
+    """
+
+    capability: str = ""
+    cuda: int = 0
+
+    @classmethod
+    def of(cls, device: Any) -> Gpu:
+        """The `Gpu` of a jax device; its fields are unknown for other devices."""
+        version = re.search(r"\bcuda (\d+)", device.client.platform_version)
+        return cls(str(getattr(device, "compute_capability", "")), int(version[1]) if version else 0)
+
+    def refusal(self, kind: str) -> str | None:
+        """Why the kernels cannot run on this GPU of `device_kind` `kind`; None if they can."""
+        if self.capability != CAPABILITY:
+            has = self.capability or "none that jax knows"
+            return f"{kind} has compute capability {has}; the kernels' products (wgmma) need {CAPABILITY}: H100, H200"
+        if self.cuda in MISCOMPILING:
+            version = f"{self.cuda // 1000}.{self.cuda % 1000 // 10}"
+            return f"jax was built with CUDA {version}, and 12.8 to 12.9.0 miscompile causal masks; use jax[cuda13]"
+        return None
+
+
+def refusal_of(device: Any) -> str | None:
+    """Why the kernels cannot run on a jax device; None if they can."""
+    return Gpu.of(device).refusal(device.device_kind)
 
 
 def fit_units(layout: PoolLayout) -> PoolLayout:
