@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 from benchmarks.runner import Options
 from benchmarks.studies.alora import ALONE, SHARED, Step, means
+from benchmarks.studies.pipeline_play import Answered, Pipelines, Shape, base_and_checks
 from jlora.cache import inspect
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import Sizes
@@ -30,7 +31,6 @@ from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
 from jlora.sim.hardware import CHIPS, GROUPS, MODELS, Hardware
 from jlora.sim.link import LinkSpec
-from jlora.sim.pipelines import Answered, Pipelines, Shape, base_and_checks
 from jlora.sim.replica import Replica, ReplicaSpec
 
 RANK = 32  # of every adapter, on q, k, v and o

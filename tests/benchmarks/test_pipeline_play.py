@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.studies.pipeline_play import Answered, Pipelines, Shape, base_and_checks
 from jlora.cache import inspect
-from jlora.sim.pipelines import Answered, Pipelines, Shape, base_and_checks
 from jlora.sim.replica import Replica
 from tests.sim._sim import BLOCK, MODEL, replica_of, sized
 
