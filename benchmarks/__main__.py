@@ -4,6 +4,7 @@
     llama                        R2 against llama.cpp (--llama-server)
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     lora, load                   adapters by active blocks against dense slots; weights from files to devices
+    garbage                      the longest pause of Python's garbage collector, with a big tree
     policies                     R3: every cache policy on this engine
     alora, pipelines             R6: activated against plain LoRAs, on this engine and simulated
     paper, beyond                FASTLIBRA's figures, and past them, simulated
@@ -33,6 +34,7 @@ STUDIES: Mapping[str, str] = {
     "cache": "benchmarks.micro.cache",
     "lora": "benchmarks.micro.lora",
     "load": "benchmarks.micro.load",
+    "garbage": "benchmarks.micro.garbage",
     "policies": "benchmarks.studies.policies",
     "alora": "benchmarks.studies.alora",
     "pipelines": "benchmarks.studies.pipelines",

@@ -152,10 +152,14 @@ class ServerGarbage:
 
 @dataclass(frozen=True, slots=True)
 class System:
-    """The machine as one record. `random` draws the seeds of requests that name none."""
+    """The machine as one record.
+
+    Attributes:
+        random: draws the seeds of requests that name none; None makes one from `model.seed`.
+    """
 
     clock: Clock = time.monotonic
     files: Files = field(default_factory=DiskFiles)
     threads: Threads = field(default_factory=OsThreads)
-    random: random.Random = field(default_factory=random.Random)
+    random: random.Random | None = None
     garbage: Garbage = field(default_factory=PythonGarbage)

@@ -77,7 +77,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
-    system = system or System(random=random.Random(config.model.seed))
+    system = system or System()
     _use_compile_cache(config.serve.compile_cache)
     directory = checkpoint.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
@@ -91,7 +91,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(adapter.projections) for adapter in new))
     manager = make_manager(config, layout, host_blocks, system.clock, streams=pool.groups > 1)
-    scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random)
+    scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps, system)
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap))
