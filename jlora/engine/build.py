@@ -120,7 +120,7 @@ def make_manager(config: Config, layout: PoolLayout, host_blocks: int, clock: Cl
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
-    return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams)
+    return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
 
 
 def warm_up(runner: Runner, progress: bool) -> None:

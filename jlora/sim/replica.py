@@ -58,8 +58,8 @@ class Replica:
         self.clock = VirtualClock()
         self.device = ModelledDevice(spec.model, spec.link.groups, self.clock)
         self.link = Link(spec.link, self.clock, lambda: self.device.free_at)
-        streams = spec.link.groups > 1
-        self.manager = CacheManager(spec.sizes, policy, self.clock, spec.cache.prefix_reuse, streams)
+        cache, streams = spec.cache, spec.link.groups > 1
+        self.manager = CacheManager(spec.sizes, policy, self.clock, cache.prefix_reuse, streams, cache.monitor_s)
         self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=())
         parts = Parts(self.scheduler, _Registry(), self.device, self.link, self.clock)
         longest = spec.sizes.device * spec.sizes.block_tokens

@@ -157,3 +157,14 @@ def test_an_idle_replica_moves_to_the_next_event_and_no_further():
 def test_adapters_that_do_not_fit_the_host_are_refused():
     with pytest.raises(ConfigError, match="need 8 blocks.*has 7; raise --host-gb"):
         replica_of(sized(device=16, host=7))
+
+
+@pytest.mark.parametrize("monitor_s, adapters", [(0.1, 3), (30.0, 1)])
+def test_the_monitor_has_its_rounds_as_often_as_configured(monitor_s: float, adapters: int):
+    """Of adapters that are loaded at once the first is brought in at once, and the monitor brings in the others."""
+    replica = replica_of(replace(SPEC, cache=replace(SPEC.cache, monitor_s=monitor_s)))
+    replica.idle(replica.clock.now + 0.05)  # the first round is due at once
+    replica.submit(request("r", 32, 60), replica.clock.now)
+    while replica.busy:
+        replica.step(math.inf)
+    assert sum(node.ready for uid, node in replica.manager.adapters.items() if uid) == adapters
