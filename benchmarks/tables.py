@@ -201,7 +201,7 @@ def against(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
     made = []
     for other in others:
         theirs = rows[rows["side"] == other].set_index(["cell", "rate"])
-        both = ours.join(theirs, rsuffix=" other", how="inner")
+        both = ours.merge(theirs, left_index=True, right_index=True, suffixes=("", " other"))
         ttft = both["ttft_s other"] / both["ttft_s"]
         row = {"policy": other, "points": len(both), "TTFT": f"{np.exp(np.log(ttft).mean()):.2f}"}
         row["TPOT"] = f"{np.exp(np.log(both['tpot_s other'] / both['tpot_s']).mean()):.2f}"

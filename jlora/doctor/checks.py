@@ -72,7 +72,7 @@ def interpreter() -> contextlib.AbstractContextManager[Any]:
 
 
 def small_cases() -> list[Case]:
-    """Those that are compared with the reference."""
+    """The cases that are compared with the reference."""
     return [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
 
 
@@ -84,7 +84,7 @@ def quick_cases() -> list[Case]:
 
 
 def large_cases(small: bool) -> list[Case]:
-    """Those that are timed, those of the MLP last; `small`: two of the small ones, for a CPU."""
+    """The cases that are timed, those of the MLP last; `small`: two small cases, for a CPU."""
     if small:
         return [cases.SMALL_ATTENTION[0], cases.SMALL_LORA[0]]
     lora = [c for c in cases.LARGE_LORA if c.tp == 1]
@@ -94,7 +94,7 @@ def large_cases(small: bool) -> list[Case]:
 
 
 def checklist() -> Sequence[Check]:
-    """What else to look at when the NVIDIA kernels meet a GPU (`gpu_checks`)."""
+    """Further checks of the NVIDIA kernels on a GPU (`gpu_checks`)."""
     from jlora.pallas import gpu_checks, gpu_ops
 
     if reason := gpu_ops.runtime_refusal() or refusal_of(jax.devices()[0]):
@@ -124,7 +124,7 @@ def compare(case: Case) -> dict[str, Any]:
 
 
 def _both(case: Case, ops: Ops) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Results of kernel and reference, those that mean something."""
+    """Results of kernel and reference, without padding."""
     if isinstance(case, AttentionCase):
         inputs, valid = cases.attention_inputs(case, junk=JUNK), cases.attention_valid(case)
         got, want = (np.asarray(jax.jit(f)(*inputs), np.float32)[valid] for f in (ops.attention, XLA.attention))

@@ -1,11 +1,11 @@
 """The simulator's step-time model (`jlora.sim.hardware.StepModel`), fitted to measured steps. No jax.
 
-A step's time is linear in the eight coefficients once it is known which side of each roofline
-decides. So: start from a prior, see which sides decide, solve the linear problem, look again, until
+A step's time is linear in the eight coefficients once the deciding side of each roofline is known.
+So the fit starts from a prior, finds the deciding sides, solves the linear problem and repeats until
 the sides stay. Errors are relative, coefficients positive (non-negative least squares; Lawson and
-Hanson 1974; by scipy, which jax itself needs and brings). What the steps do not tell apart (the
-fixed part and the reading of the weights; a side that never decides) stays near the prior: each
-coefficient has a weak wish to be what counting says at the measured rates.
+Hanson 1974; by scipy, which jax itself needs and brings). Coefficients that
+the steps do not tell apart stay near the prior: each has a weak wish to be what counting gives at the
+measured rates.
 
 `record` makes the file that `jlora sim --steps FILE` reads.
 """
@@ -60,7 +60,7 @@ class Rates:
 
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Rates:
-        """What `describe` gave, back again."""
+        """The inverse of `describe`."""
         links = (Link(**found[name]) for name in ("to_device", "to_host"))
         return cls(found["bytes_per_s"], found["flops_per_s"], *links)
 

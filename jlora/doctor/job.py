@@ -10,13 +10,12 @@
     kernel_speed   kernel, XLA and roofline floor on the large cases, and whether kernel and XLA agree
     checklist      what else to look at when the NVIDIA kernels meet a GPU
 
-It needs jax, numpy, flax and safetensors (and what these bring: scipy is jax's), nothing from a
-disk or a network, and one device. Each part is a process of its own (`part`), so that nothing
-that a new kernel can do ends the job: what hangs is ended and counts as failed, a device that is
-broken for one process is whole for the next, memory is free again. After each part the report so far
-is on the disk; parts write every row as they have it. The job keeps its time limit, and time for each
-part whatever those before it take: what there was no time for is listed. On a CPU all of it runs in
-miniature, TPU kernels in the interpreter.
+The job needs jax, numpy, flax, safetensors and msgspec (scipy comes with jax), one device, and
+nothing from a disk or a network. Each part is a process of its own (`part`), so no kernel can end the
+job: a part that hangs is killed and counts as failed, and the next process finds a whole device and
+free memory. Parts write every row at once, and the report is on the disk after each part. The job
+keeps its time limit and reserves time for every part; the report lists the parts that got none. On a
+CPU everything runs in miniature, TPU kernels in the interpreter.
 
 Exit code 1: a kernel differs from the reference, or a part failed.
 """
@@ -75,16 +74,16 @@ class Section:
 
     @property
     def late_s(self) -> float:
-        """How long it may go on when its time is over."""
+        """Seconds that it may go on after its time is over."""
         return OVERTIME * self.silent_s + ENDED_S
 
     @property
     def needs_s(self) -> float:
-        """What must be left for it, its end included."""
+        """Seconds that must be left to begin it, its end included."""
         return self.least_s + self.late_s
 
     def share(self, left: float, reserved: float) -> float:
-        """Seconds it gets of `left`, of which those behind it need `reserved`; negative: it is not begun."""
+        """Seconds that it gets of `left` when later parts need `reserved`; negative: it does not begin."""
         if left < self.needs_s:
             return -1.0
         return max(self.least_s, min(self.most_s, left - self.late_s - reserved))
@@ -94,7 +93,7 @@ RATES = Section("rates", least_s=25, most_s=90, silent_s=60)
 
 
 def sections(platform: str, quick: bool) -> list[Section]:
-    """What follows the rates, the most telling first; last what may spend all the time that is left."""
+    """The parts after the rates, the most telling first. The last one may spend all the time that is left."""
     models = ("tiny128",) if platform == "cpu" else ("llama-3-8b",) if quick else ("llama-3-8b", "llama-2-7b")
     checklist = Section("checklist", least_s=10, most_s=600, silent_s=45, restarts=4)
     return [
@@ -154,7 +153,7 @@ class Job:
         self.save()
 
     def _process(self, section: Section, path: Path, until: float) -> str:
-        """One process of a part; why it did not come to its end, or nothing."""
+        """Runs one process of a part; the reason why it did not end by itself, or ""."""
         seconds = max(1.0, until - time.monotonic())
         rates = json.dumps(self.found["rates"]) if "rates" in self.found else ""
         flags = {"--to": path, "--seconds": seconds, "--kernels": self.args.kernels, "--model": section.model}
@@ -172,7 +171,7 @@ class Job:
                     process.wait(ENDED_S)
 
     def _watch(self, process: subprocess.Popen[bytes], section: Section, path: Path, until: float) -> str:
-        """Waits for a part as long as it gives signs of life and has time."""
+        """Waits for a part while it writes lines and has time."""
         size, heard, silent = -1, time.monotonic(), 0.0
         while process.poll() is None:
             time.sleep(POLL_S)
@@ -194,7 +193,7 @@ class Job:
         return {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": path}
 
     def _note(self, section: Section, path: Path, reason: str, late: bool) -> None:
-        """A part that died, or that ran out of its time: the case is a row, where rows are cases."""
+        """Records that a part died or ran out of time. Where rows are cases, the open case becomes a row."""
         now = journal.read(path)
         log = (self.work / f"{section.name}.log").read_text(errors="replace").strip().splitlines()
         said = f": {log[-1][:300]}" if log and not late else ""

@@ -1,4 +1,4 @@
-"""What a part of the device job has found, written line by line: nothing is lost with its process.
+"""The findings of a part of `jlora doctor`, written line by line, so that none is lost with its process.
 
     Journal(path)              the part writes: begin a case, add a row, put a value, end
     read(path) -> Found        the job reads, also while the part runs and after it died

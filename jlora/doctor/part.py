@@ -1,9 +1,8 @@
-"""One part of the device job, in a process of its own: `python -m jlora.doctor.part PART --to FILE`.
+"""One part of `jlora doctor`, in a process of its own: `python -m jlora.doctor.part PART --to FILE`.
 
-What a part finds goes to its file line by line (`journal`). A part that meets a broken
-device (a kernel's illegal access ends everything in its process) stops there, and the job starts
-it again: a case that was begun once is not begun again. Parts: rates, kernels, steps, policies,
-kernel_speed, checklist.
+A part writes its findings to its file line by line (`journal`). A part that breaks the device stops
+there (an illegal access of a kernel ends everything in its process); the job starts it again, and a
+case that was begun once is not begun again.
 """
 
 from __future__ import annotations

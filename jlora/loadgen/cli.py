@@ -1,4 +1,4 @@
-"""`jlora bench serve`: replays a workload against gRPC servers, several configurations in turn.
+"""`jlora bench serve`: plays a workload to gRPC servers, several configurations in turn.
 
     jlora bench serve --target 127.0.0.1:50051 --workload W3 --rate 5 --shrink 4
     jlora bench serve --config ours=cache.policy=jlora --config lru=cache.policy=lru --shrink 2
@@ -6,9 +6,9 @@
 
 A `--target` runs already; a `--config` is started here, from a TOML file or from `section.key=value`
 pairs with commas between them (`NAME=` alone: the defaults). Without `--model` the servers that are
-started get a random model and random adapters, written into --work. All sides play the very same
-trace, A B A B, each time from an empty prefix cache and the trace's own history (--keep-cache: as
-the server is). Writes JSON, a page and a figure of the distributions into --out.
+started get a random model and random adapters, written into --work. All sides play the same trace,
+A B A B, each time from an empty prefix cache and the trace's own history (--keep-cache leaves the
+cache as it is). Prints a report, and writes it as JSON and HTML with a figure into --out.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def parser() -> Parser:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """One side: a server and how it came about."""
+    """One side: a server, and its settings if it was started here."""
 
     name: str
     address: str
@@ -236,7 +236,7 @@ class _Bench:
         return facts(self._trace, server.info.block_tokens, sizes)
 
     def _describe(self) -> dict[str, Any]:
-        """What makes two runs comparable."""
+        """Settings that make two runs comparable."""
         args = self._args
         return {
             "trace": trace.describe(args, self._trace),
@@ -253,7 +253,7 @@ class _Bench:
 
 
 def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
-    """What all servers can take.
+    """The limits that all servers share.
 
     Raises:
         ConfigError: a wanted adapter is not on every server, or is an activated LoRA.

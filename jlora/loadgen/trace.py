@@ -1,4 +1,4 @@
-"""The trace that a load run replays: flags -> a workload or a user's CSV, within a server's limits."""
+"""The trace that a load run plays: a built-in workload or a CSV, within the servers' limits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, clo
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
 MOST_SHRINK = 1 << 20
-# The flags that shape a built-in workload, and what they are where nobody gives them.
+# The flags that shape a built-in workload, with their defaults.
 DRAWN: Mapping[str, Any] = {
     "workload": "W7",
     "data": None,
@@ -33,7 +33,7 @@ DRAWN: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What the servers can take: tokens of prompt and answer together, token ids, adapters."""
+    """The servers' limits: tokens of prompt and answer together, token ids, adapters."""
 
     max_len: int
     vocab: int
@@ -95,7 +95,7 @@ def models(trace: Trace, limits: Limits) -> list[str]:
 
 
 def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
-    """What names the trace in a results file."""
+    """Names the trace in a results file."""
     args = flags.drawing(args, DRAWN)
     always = ("shrink", "users", "seed")
     names = ("rate", "seconds", "gap", "popularity", "arrivals", *always) if args.trace is None else always
@@ -104,7 +104,7 @@ def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
 
 
 def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
-    """A workload whose sessions end at the server's context, if that is rare enough to be the same workload."""
+    """A workload whose sessions end at the server's context. Refused when that cuts too many requests."""
     source = SOURCES[args.workload](args.data)
     load = Load(
         rate=args.rate,
@@ -134,7 +134,7 @@ def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
 
 
 def _lost(source: Source, load: Load) -> float:
-    """The share of the requests that do not fit, far longer ones apart."""
+    """The share of the requests that do not fit."""
     try:
         lengths = _lengths(play(source, replace(load, max_len=BEYOND * load.max_len)))
     except DoesNotFit:

@@ -1,4 +1,4 @@
-"""`jlora bench workloads`: what the workloads are like, before anything is measured with them.
+"""`jlora bench workloads`: facts of the workloads, before anything is measured with them.
 
     jlora bench workloads                      all of them, from their shape alone
     jlora bench workloads W1 W5 --data DIR     two of them, from the public traces
@@ -24,7 +24,7 @@ BLOCK_TOKENS = 32
 TOKENS_PER_RANK = 4  # 2 r MiB of adapter, 0.5 MiB of KV a token: 7B, q k v o, 16 bit
 SHRINK: Mapping[str, int] = {"W1b": 8, "W8": 16}
 MAX_LEN = 131072
-# The flags that shape a built-in workload, and what they are where nobody gives them.
+# The flags that shape a built-in workload, with their defaults.
 DRAWN: Mapping[str, Any] = {"data": None, "rate": 4.0, "seconds": 300.0, "adapters": 50, "popularity": None}
 
 

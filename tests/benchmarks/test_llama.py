@@ -148,6 +148,7 @@ def test_files_are_given_one_per_adapter_or_made_by_the_users_program(workload: 
         Peer("x", convert=failing).files(workload, tmp_path / "other")
 
 
+@pytest.mark.slow
 def test_both_servers_are_measured_in_turn_and_equal_outputs_counted(server_program: str, tmp_path: Path):
     work, out = tmp_path / "work", tmp_path / "out"
     folder = work / "quick" / "r2"

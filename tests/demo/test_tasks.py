@@ -6,9 +6,10 @@ from random import Random
 
 import pytest
 
-from jlora.demo.tasks import CHECKS, SKILLS, TASKS, echo
+from jlora.demo.tasks import CHECKS, TASKS, echo
 from jlora.model.spec import PROJECTIONS
 from tools.train_demo import data
+from tools.train_demo.skills import SKILLS
 
 TEXT = "Meet Alice at gate 42, OK?"
 EXPECTED = {

@@ -80,6 +80,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return out, done.stdout
 
 
+@pytest.mark.slow
 def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tuple[Path, str]):
     out, said = job
     record = json.loads((out / "device.json").read_text())
@@ -102,6 +103,7 @@ def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tupl
     assert "jlora" in said and "decode 2 x 32" in said
 
 
+@pytest.mark.slow
 def test_the_whole_engine_is_timed_beside_the_bare_step_and_the_floor(job: tuple[Path, str]):
     out, said = job
     rows = json.loads((out / "device.json").read_text())["models"]["tiny128"]["engine"]
@@ -115,6 +117,7 @@ def test_the_whole_engine_is_timed_beside_the_bare_step_and_the_floor(job: tuple
     assert said.count("compiled after warm-up (R10)") == 4 and "of the floor (R5); the device waits" in said
 
 
+@pytest.mark.slow
 def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(job: tuple[Path, str]):
     file = job[0] / "step-tiny128.json"
     spec = replace(cases.TINY, max_len=128)
@@ -131,6 +134,7 @@ def test_the_simulator_runs_on_the_steps_that_the_job_has_measured(job: tuple[Pa
     assert run["summary"]["requests"] == work.facts.requests and run["summary"]["unfinished"] == 0
 
 
+@pytest.mark.slow
 def test_steps_measured_for_one_model_are_refused_for_another(
     job: tuple[Path, str], capsys: pytest.CaptureFixture[str]
 ):

@@ -19,7 +19,8 @@ from random import Random
 
 import numpy as np
 
-from jlora.demo.tasks import SKILLS, Check, Transform, echo
+from jlora.demo.tasks import Check, Transform, echo
+from tools.train_demo.skills import SKILLS
 
 SPECIALS = ("<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>", "<|pad|>", "<|invoke|>", "<|reserved|>")
 BOS, EOS, USER, ASSISTANT, SYSTEM, PAD, INVOKE, RESERVED = range(256, 256 + len(SPECIALS))
