@@ -172,14 +172,14 @@ class Stuck(PythonGarbage):
 def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_model: Path):
     """Without warm-up the first requests compile, for longer than the heartbeat."""
     machine, seen = Stuck(), set()
-    settings = {"engine.warmup": False, "serve.heartbeat_s": 0.05, "cache.hbm_blocks": 701}  # a shape of its own
+    settings = {"engine.warmup": False, "serve.heartbeat_s": 0.3, "cache.hbm_blocks": 701}  # a shape of its own
     with serve(text_model, settings, System(garbage=machine)) as own:
         wait_until(lambda: own.status() == "SERVING")
         call = own.inference.Generate.future(request("Hello", 8))
         while not call.done():
             seen.add(own.status())
         assert seen == {"SERVING"} and len(call.result().outputs[0].token_ids) == 8
-        stream = own.inference.GenerateStream(request("Hello", 100))
+        stream = own.inference.GenerateStream(request("Hello", 3000))
         next(stream)
         machine.free.clear()
         wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
