@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "pallas": set(),
     "model": {"pallas"},
     "cache": {"model", "pallas"},
-    "adapters": {"cache", "model.hf_names"},
+    "adapters": {"cache", "model.hf_names", "model.fields"},
     "engine": {"model", "pallas", "cache", "adapters"},
     "sim": {"engine.engine", "engine.loading", "engine.plan", "engine.ports", "engine.scheduler", "adapters", "cache"},
     "serve": {"engine", "model", "adapters", "cache"},

@@ -13,12 +13,12 @@ sha256 digest with the publisher's where that matters.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -44,13 +44,6 @@ _CONFIG_LIMIT = 16 << 20  # bytes; PEFT writes a few thousand
 _SLACK = 64 << 20  # extra bytes of a weight file to read, so that an error can name the unexpected tensor
 
 Tensors = Mapping[str, np.ndarray]
-
-
-class _Pair(NamedTuple):
-    """The names of one module's two tensors."""
-
-    a: str | None = None
-    b: str | None = None
 
 
 def read_peft(
@@ -157,13 +150,13 @@ def _weights(
     where: str,
 ) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
     """Checks every target module's pair and folds the scale into B."""
-    pairs = _pairs(tensors, modules, where)
+    halves = _halves(tensors, modules, where)
     weights = {}
     for module, (layer, projection) in modules.items():
-        pair, rank = pairs[module], config.rank(module)
+        rank = config.rank(module)
         width_in, width_out = spec.projection_shapes[projection]
-        a = _matrix(tensors, pair.a, (rank, width_in), f"{where}: {module}.lora_A")
-        b = _matrix(tensors, pair.b, (width_out, rank), f"{where}: {module}.lora_B")
+        a = _matrix(tensors[halves[module, "A"]], (rank, width_in), f"{where}: {module}.lora_A")
+        b = _matrix(tensors[halves[module, "B"]], (width_out, rank), f"{where}: {module}.lora_B")
         with np.errstate(over="ignore"):  # the check below names the module
             b = np.ascontiguousarray(b.T) * np.float32(config.scale(module))
         if not np.isfinite(b).all():
@@ -172,9 +165,9 @@ def _weights(
     return weights
 
 
-def _pairs(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str) -> dict[str, _Pair]:
-    """Module -> names of its two tensors; every tensor must belong to one pair."""
-    pairs: dict[str, _Pair] = {}
+def _halves(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str) -> dict[tuple[str, str], str]:
+    """(module, "A" or "B") -> tensor's name; every tensor must be such a half, and none may be missing."""
+    halves: dict[tuple[str, str], str] = {}
     for name in sorted(tensors):
         match = _TENSOR.fullmatch(name)
         if match is None or match["module"] not in modules:
@@ -182,23 +175,17 @@ def _pairs(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str)
                 f"{where}: tensor {name!r} is not the lora_A or lora_B of a module that "
                 "target_modules selects in this base model"
             )
-        pair, half = pairs.get(match["module"], _Pair()), match["half"].lower()
-        if getattr(pair, half) is not None:
-            raise InvalidArgument(
-                f"{where}: tensors {getattr(pair, half)!r} and {name!r} are the same matrix of one module"
-            )
-        pairs[match["module"]] = pair._replace(**{half: name})
-    for module in modules:
-        for half, name in zip("AB", pairs.get(module, _Pair()), strict=True):
-            if name is None:
-                raise InvalidArgument(f"{where}: tensor base_model.model.{module}.lora_{half}.weight is missing")
-    return pairs
+        other = halves.setdefault((match["module"], match["half"]), name)
+        if other != name:
+            raise InvalidArgument(f"{where}: tensors {other!r} and {name!r} are the same matrix of one module")
+    for module, half in itertools.product(modules, "AB"):
+        if (module, half) not in halves:
+            raise InvalidArgument(f"{where}: tensor base_model.model.{module}.lora_{half}.weight is missing")
+    return halves
 
 
-def _matrix(tensors: Tensors, name: str | None, shape: tuple[int, int], where: str) -> np.ndarray:
+def _matrix(tensor: np.ndarray, shape: tuple[int, int], where: str) -> np.ndarray:
     """A float32 copy of the tensor, which must have this shape and be finite."""
-    assert name is not None  # _pairs has checked
-    tensor = tensors[name]
     if tensor.shape != shape:
         raise InvalidArgument(
             f"{where}: shape {list(tensor.shape)}: must be {list(shape)} for this base model and rank"

@@ -8,14 +8,15 @@ are those of `peft.tuners.tuners_utils.check_target_module_exists` and
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jlora.errors import DataLoss, InvalidArgument
+from jlora.errors import InvalidArgument
+from jlora.model import fields
+from jlora.model.fields import Fields, Flag, Number, Positive, Text, short
 from jlora.model.hf_names import other_modules, projections
 from jlora.model.spec import ModelSpec
 
@@ -83,24 +84,21 @@ def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
         DataLoss: not JSON.
         InvalidArgument: an option is malformed or not supported.
     """
-    try:
-        tree = json.loads(data)
-    except (ValueError, RecursionError) as e:
-        raise DataLoss(f"{where}: is not valid JSON ({type(e).__name__})") from e
+    tree = fields.parse(data, where)
     if not isinstance(tree, dict):
         raise InvalidArgument(f"{where}: must hold a JSON object, not a {type(tree).__name__}")
     options = _Options(tree, where)
     options.refuse_unsupported()
     return LoraConfig(
-        r=options.positive("r", options.get("r")),
-        alpha=options.number("lora_alpha", options.get("lora_alpha")),
-        rslora=options.flag("use_rslora"),
-        rank_pattern=options.patterns("rank_pattern", options.positive),
-        alpha_pattern=options.patterns("alpha_pattern", options.number),
+        r=options.read("r", Positive),
+        alpha=options.read("lora_alpha", Number),
+        rslora=options.read("use_rslora", Flag, False),
+        rank_pattern=options.patterns("rank_pattern", Positive),
+        alpha_pattern=options.patterns("alpha_pattern", Number),
         targets=options.targets(spec),
         excludes=_matcher(options.names_or_regex("exclude_modules", required=False)),
-        alora_invocation_tokens=options.token_ids("alora_invocation_tokens", spec.vocab),
-        base=options.text("base_model_name_or_path"),
+        alora_invocation_tokens=options.invocation(spec.vocab),
+        base=options.read("base_model_name_or_path", Text, ""),
     )
 
 
@@ -127,76 +125,28 @@ def target_modules(config: LoraConfig, spec: ModelSpec, where: str) -> dict[str,
     return chosen
 
 
-class _Options:
-    """The file's keys, with errors that name file, key and value."""
-
-    def __init__(self, tree: Mapping[str, Any], where: str):
-        self._tree = tree
-        self._where = where
-
-    def bad(self, key: str, value: Any, limit: str) -> InvalidArgument:
-        return InvalidArgument(f"{self._where}: {key} = {_short(value)}: {limit}")
-
-    def get(self, key: str) -> Any:
-        if key not in self._tree:
-            raise InvalidArgument(f"{self._where}: {key} is missing")
-        return self._tree[key]
+class _Options(Fields):
+    """The file's keys as PEFT reads them."""
 
     def refuse_unsupported(self) -> None:
-        for key, allowed in _FIXED.items():
-            value = self._tree.get(key)
-            if not any(value is a or (isinstance(a, str) and value == a) for a in allowed):
-                raise self.bad(key, value, f"not supported; must be {' or '.join(json.dumps(a) for a in allowed)}")
-        for key, value in self._tree.items():
+        self.require(_FIXED)
+        for key, value in self.tree.items():
             if key in _FIXED or key in HARMLESS or key in _HONOURED:
                 continue
             if value is None or value is False or (isinstance(value, (str, list, dict)) and not value):
                 continue
             raise self.bad(key, value, "not supported; must be absent, null, false or empty")
 
-    def positive(self, key: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.bad(key, value, "must be a whole number, at least 1")
-        return value
-
-    def number(self, key: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < 1e30:
-            raise self.bad(key, value, "must be a finite number")
-        return float(value)
-
-    def flag(self, key: str) -> bool:
-        value = self._tree.get(key)
-        if value is not None and not isinstance(value, bool):
-            raise self.bad(key, value, "must be true or false")
-        return bool(value)
-
-    def text(self, key: str) -> str:
-        value = self._tree.get(key)
-        if value is not None and not isinstance(value, str):
-            raise self.bad(key, value, "must be a string or null")
-        return value or ""
-
-    def whole_numbers(self, key: str) -> tuple[int, ...] | None:
-        """A list of numbers, or one number; None if absent or null."""
-        value = self._tree.get(key)
-        items = value if isinstance(value, list) or value is None else [value]
-        if items is not None and any(isinstance(i, bool) or not isinstance(i, int) or i < 0 for i in items):
-            raise self.bad(key, value, "must be whole numbers, at least 0")
-        return None if items is None else tuple(items)
-
-    def token_ids(self, key: str, vocab: int) -> tuple[int, ...]:
-        """() if absent, null or empty, as in PEFT."""
-        value = self._tree.get(key)
-        if not isinstance(value, list | None):
-            raise self.bad(key, value, "must be a list of token ids, or null")
-        ids = self.whole_numbers(key) or ()
-        if any(i >= vocab for i in ids):
-            raise self.bad(key, value, f"must be token ids below the vocabulary size {vocab}")
-        return ids
+    def invocation(self, vocab: int) -> tuple[int, ...]:
+        """Token ids; () if absent, null or empty, as in PEFT."""
+        key = "alora_invocation_tokens"
+        if not isinstance(self.tree.get(key), list | None):
+            raise self.bad(key, self.tree[key], "must be a list of token ids, or null")
+        return self.token_ids(key, vocab) or ()
 
     def names_or_regex(self, key: str, required: bool = True) -> frozenset[str] | re.Pattern[str]:
         """A list of module names or suffixes, or one regular expression."""
-        value = self._tree.get(key)
+        value = self.tree.get(key)
         if isinstance(value, str) and value:
             return self._regex(key, value, value)
         if isinstance(value, list) and all(isinstance(v, str) and v for v in value) and (value or not required):
@@ -205,22 +155,23 @@ class _Options:
             return frozenset()
         raise self.bad(key, value, "must be a list of module names, or a regular expression")
 
-    def patterns(self, key: str, check: Callable[[str, Any], Any]) -> tuple[tuple[re.Pattern[str], Any], ...]:
+    def patterns(self, key: str, kind: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
         """`rank_pattern` and `alpha_pattern`: {regular expression: value}."""
-        value = self._tree.get(key) or {}
+        value = self.tree.get(key) or {}
         if not isinstance(value, dict):
             raise self.bad(key, value, "must be an object {module pattern: value}")
         return tuple(
-            (self._regex(key, k, rf"(.*\.)?({k})$"), check(f"{key}[{_short(k)}]", v)) for k, v in value.items()
+            (self._regex(key, name, rf"(.*\.)?({name})$"), self.convert(f"{key}[{short(name)}]", each, kind))
+            for name, each in value.items()
         )
 
     def targets(self, spec: ModelSpec) -> Matcher:
         """`target_modules` with `layers_to_transform` and `layers_pattern`."""
-        layers = self.whole_numbers("layers_to_transform")
+        layers = self.indices("layers_to_transform")
         patterns = self.layer_patterns()
         named = self.names_or_regex("target_modules")
-        if layers is None and self._tree.get("layers_pattern"):
-            raise self.bad("layers_pattern", self._tree["layers_pattern"], "needs layers_to_transform")
+        if layers is None and self.tree.get("layers_pattern"):
+            raise self.bad("layers_pattern", self.tree["layers_pattern"], "needs layers_to_transform")
         if isinstance(named, re.Pattern):
             if layers is not None:
                 raise self.bad("layers_to_transform", list(layers), "cannot be used when target_modules is a string")
@@ -231,7 +182,7 @@ class _Options:
 
     def layer_patterns(self) -> tuple[re.Pattern[str], ...]:
         """`layers_pattern` as PEFT compiles it: each pattern finds the layer's index in a module's name."""
-        value = self._tree.get("layers_pattern") or []
+        value = self.tree.get("layers_pattern") or []
         names = [value] if isinstance(value, str) else value
         if not isinstance(names, list) or not all(isinstance(n, str) for n in names):
             raise self.bad("layers_pattern", value, "must be a name or a list of names")
@@ -264,11 +215,6 @@ def _in_layers(names: frozenset[str], layers: Collection[int], patterns: tuple[r
         return found is not None and int(found["idx"]) in layers
 
     return matches
-
-
-def _short(value: Any) -> str:
-    text = json.dumps(value)
-    return text if len(text) <= 80 else text[:77] + "..."
 
 
 _HONOURED = frozenset(

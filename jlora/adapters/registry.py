@@ -1,7 +1,7 @@
 """The adapters a replica knows, by name. Plain Python, no jax.
 
-An adapter's identity is (name, uid, digest): every load has a new uid, so a reload under the
-same name is another adapter, and what depended on the old one dies with its last user.
+An adapter's identity is (name, uid, digest). Every load has a new uid, so a reload under the same
+name is another adapter. The old version is freed with its last user.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Record:
     last_used: float = 0.0
 
     def info(self, now: float) -> AdapterInfo:
-        """What a user may know; `last_used_s` is seconds ago, -1 if never."""
+        """The public description; `last_used_s` is seconds ago, -1 if never used."""
         node = self.node
         return AdapterInfo(
             name=self.name,
@@ -63,11 +63,11 @@ class Record:
 
 
 class AdapterRegistry:
-    """Names to live versions; versions that are dying stay reachable by uid until they are gone.
+    """Live versions by name. A removed version stays reachable by uid until it is freed.
 
     Args:
-        alora_missing: what a prompt without an activated LoRA's invocation gets: "error", or "base" for
-            the base's answer, which is PEFT's way (`adapters.alora_missing`).
+        alora_missing: answer to a prompt that does not invoke its activated LoRA: "error", or "base"
+            for the base's answer, as in PEFT (`adapters.alora_missing`).
     """
 
     def __init__(self, alora_missing: str = "error") -> None:
@@ -78,7 +78,7 @@ class AdapterRegistry:
         self._next_uid = 1
 
     def new_uid(self) -> int:
-        """A uid no adapter has had."""
+        """A new uid."""
         self._next_uid += 1
         return self._next_uid - 1
 
@@ -88,24 +88,24 @@ class AdapterRegistry:
             raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
 
     def add(self, record: Record) -> None:
-        """Makes a version the one its name stands for."""
+        """Adds a version under its name."""
         self._by_name[record.name] = record
         self._by_uid[record.node.uid] = record
         self._dying.discard(record.node.uid)
 
     def remove(self, name: str) -> Record:
-        """Forgets the name; the version stays reachable by uid until `purge`."""
+        """Removes the name. The version stays reachable by uid until `purge`."""
         record = self.get(name)
         del self._by_name[name]
         self._dying.add(record.node.uid)
         return record
 
     def versions(self, name: str) -> list[int]:
-        """uids of every version of that name that still lives, dying ones too."""
+        """uids of all versions of that name, including removed ones."""
         return [uid for uid, record in self._by_uid.items() if record.name == name]
 
     def purge(self, live: Mapping[int, AdapterNode]) -> None:
-        """Forgets versions that no longer live."""
+        """Drops the removed versions that are freed."""
         for uid in [uid for uid in self._dying if uid not in live]:
             self._dying.discard(uid)
             del self._by_uid[uid]
@@ -114,7 +114,7 @@ class AdapterRegistry:
         """The live version of that name.
 
         Raises:
-            InvalidArgument: longer than any adapter's name; looking for near ones would take long.
+            InvalidArgument: longer than any adapter's name.
             NotFound: lists near names.
         """
         record = self._by_name.get(check_length(name))
@@ -130,7 +130,7 @@ class AdapterRegistry:
         return () if record is None else record.alora_invocation_tokens
 
     def touch(self, uid: int, now: float) -> None:
-        """Notes the last use of a version; the base has none."""
+        """Records the last use of a version, unless it is the base."""
         record = self._by_uid.get(uid)
         if record is not None:
             record.last_used = now
@@ -138,10 +138,10 @@ class AdapterRegistry:
     def resolve(
         self, name: str, prompt: Sequence[int], known: Invocation | None = None
     ) -> tuple[Record | None, int | None]:
-        """Which version answers a prompt, None for the base, and where its activation is, if it has one.
+        """The version that answers a prompt (None: the base), and the position of its activation, if any.
 
         Args:
-            known: what a search of the prompt has found; by now the name may stand for another version.
+            known: result of an earlier search, when the name may have stood for another version.
         Raises:
             NotFound: no adapter of that name.
             InvalidArgument: it is an activated LoRA, and the prompt does not invoke it.
@@ -161,7 +161,7 @@ class AdapterRegistry:
         )
 
     def by_uid(self, uid: int) -> Record:
-        """Any version that still lives, dying ones too."""
+        """Any version, including removed ones."""
         return self._by_uid[uid]
 
     def all(self) -> list[Record]:

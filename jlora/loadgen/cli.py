@@ -150,7 +150,7 @@ def _weights(args: argparse.Namespace) -> list[str]:
     if not (directory / "model.safetensors").exists():
         write_model(directory, spec, seed=0)
     names = tuple(f"a{i}" for i in range(args.random_adapters))
-    ranks = mixes.parse(args.ranks).of(Trace("", (), names), args.seed)
+    ranks = mixes.ranks_of(args.ranks, Trace("", (), names), args.seed)
     paths = {}
     for i, (name, rank) in enumerate(zip(names, ranks, strict=True)):
         paths[name] = str(directory / "adapters" / f"{name}-{rank}")

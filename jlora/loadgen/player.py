@@ -19,7 +19,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from jlora.sim.script import HISTORY, Script
-from jlora.sim.trace import Trace, Turn
+from jlora.sim.trace import Trace, Turn, sped_up
 from jlora.types import Timing, Usage
 
 HISTORY_AT_ONCE = 16  # turns of the history that are under way together
@@ -124,7 +124,7 @@ class Player:
         self._models = models
         self._pace = pace
         self._tick = tick
-        self._script = Script(trace.turns, pace.speed)
+        self._script = Script(sped_up(trace, pace.speed).turns)
         self._calls: list[Call] = []
         self._start = 0.0
         self._live = 0

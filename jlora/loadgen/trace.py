@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from jlora.errors import ConfigError
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace
-from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, arrivals, closed, flags, play, popularity
+from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags, play
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
@@ -42,22 +41,7 @@ class Limits:
 
 def add_flags(made: Parser) -> None:
     """The flags that choose and shape a trace."""
-    made.add_argument("--workload", choices=list(SOURCES), help="which built-in one (default W7)")
-    made.add_argument("--trace", type=Path, metavar="CSV", help="a trace of your own instead of a built-in one")
-    made.add_argument("--data", type=Path, metavar="DIR", help="public traces (default: the synthetic equivalents)")
-    made.add_argument("--rate", type=float, help="requests per second (default 1)")
-    made.add_argument("--seconds", type=float, help="length of the trace (default 60)")
-    made.add_argument("--gap", type=float, metavar="S", help="mean seconds between turns of a session")
-    made.add_argument(
-        "--popularity", metavar="LAW", help="zipf:0.9, uniform, distinct, skewed:0.1, drift:300, real ..."
-    )
-    made.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
-    made.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K")
-    made.add_argument("--speed", type=float, default=1.0, help="play the trace so many times as fast")
-    made.add_argument(
-        "--users", type=int, default=0, metavar="N", help="closed loop: N users, one thing at a time each"
-    )
-    made.add_argument("--seed", type=int, default=0)
+    flags.add(made, DRAWN)
 
 
 def draw(args: argparse.Namespace, limits: Limits) -> Trace:
@@ -106,18 +90,7 @@ def describe(args: argparse.Namespace, trace: Trace) -> dict[str, Any]:
 def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
     """A workload whose sessions end at the server's context. Refused when that cuts too many requests."""
     source = SOURCES[args.workload](args.data)
-    load = Load(
-        rate=args.rate,
-        seconds=args.seconds,
-        adapters=len(limits.adapters),
-        shrink=args.shrink,
-        vocab=limits.vocab,
-        max_len=limits.max_len,
-        seed=args.seed,
-        gap_s=args.gap,
-        popularity=popularity.parse(args.popularity, args.data) if args.popularity else None,
-        arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
-    )
+    load = flags.load_of(args, len(limits.adapters), limits.vocab, limits.max_len)
     if (lost := _lost(source, load)) > LOST:
         fitting = (k for k in _doubled(args.shrink) if _lost(source, replace(load, shrink=k)) <= LOST)
         raise ConfigError(

@@ -80,7 +80,7 @@ def parser() -> Parser:
 
 def _told(trace: Trace, shrink: int, ranks: str, seed: int) -> str:
     """The facts in a few lines."""
-    sizes = [-(-TOKENS_PER_RANK * rank // BLOCK_TOKENS) for rank in mixes.parse(ranks).of(trace, seed)]
+    sizes = [-(-TOKENS_PER_RANK * rank // BLOCK_TOKENS) for rank in mixes.ranks_of(ranks, trace, seed)]
     text = facts(trace, BLOCK_TOKENS // shrink, sizes).text(
         trace.name + (f", lengths / {shrink}" if shrink > 1 else "")
     )

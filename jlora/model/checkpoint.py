@@ -17,6 +17,7 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from tqdm import tqdm
 
 from jlora.errors import DataLoss, InvalidArgument, NotFound
 from jlora.model import orbax
-from jlora.model.config_json import CONFIG, read_json, spec_from_json
+from jlora.model.config_json import CONFIG, context, read_json, spec_from_json
 from jlora.model.hf_names import Slot, tensor_slots
 from jlora.model.llama import Params, abstract
 from jlora.model.place import Listed, Stacked
@@ -36,7 +37,7 @@ from jlora.model.spec import ModelSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# What to download from the hub, without the same weights in other formats.
+# Files to download from the hub, without the same weights in other formats.
 HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
 HUB_IGNORED = ("*/*", "consolidated*")
 
@@ -85,9 +86,13 @@ def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0
     directory = Path(directory)
     if not directory.is_dir():
         raise NotFound(f"model directory {directory.name!r}: no such directory")
-    if orbax.is_converted(directory):
-        return orbax.read_spec(directory, dtype, max_model_len)
-    return spec_from_json(directory, _model_name(directory), dtype, max_model_len)
+    if dtype not in ("auto", "float32", "bfloat16"):
+        raise InvalidArgument(f"model.dtype = {dtype!r}: must be auto, float32 or bfloat16")
+    if not orbax.is_converted(directory):
+        return spec_from_json(directory, _model_name(directory), dtype, max_model_len)
+    spec = orbax.read_spec(directory)
+    length = context(spec.max_len, max_model_len)
+    return replace(spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=length)
 
 
 def load_params(
@@ -185,7 +190,8 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
         for name in handle.offset_keys():
             if name in found:
                 raise InvalidArgument(f"{file}: tensor {name!r} is also in {found[name].file}")
-            if not _ignored(name, spec):
+            # Not read: a constant of old checkpoints, and a second copy of a tied head.
+            if not _ROTARY.fullmatch(name) and not (spec.tied and name == "lm_head.weight"):
                 found[name] = _checked(name, slots, file, handle)
     missing = [name for name in slots if name not in found]
     if missing:
@@ -210,11 +216,6 @@ def _weight_files(directory: Path) -> list[str]:
             "save the model again with transformers' save_pretrained"
         )
     raise NotFound(f"model directory {directory.name!r} has neither {SINGLE} nor {INDEX}")
-
-
-def _ignored(name: str, spec: ModelSpec) -> bool:
-    """Whether a tensor is a constant of old checkpoints, or a second copy of a tied head."""
-    return _ROTARY.fullmatch(name) is not None or (spec.tied and name == "lm_head.weight")
 
 
 def _checked(name: str, slots: Mapping[str, Slot], file: str, handle: Any) -> _Tensor:

@@ -7,7 +7,7 @@ Checkpoints, adapter files and error messages use these names. A Linear's weight
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jlora.model.spec import ModelSpec
 
@@ -38,6 +38,10 @@ class Slot(NamedTuple):
     leaf: str
     shape: tuple[int, ...]
     transposed: bool = False
+
+    def home(self, tree: Any) -> dict[str, Any]:
+        """The part of a pytree like the parameters, layers as a list, that has this leaf."""
+        return tree if self.layer is None else tree["layers"][self.layer]
 
 
 def tensor_slots(spec: ModelSpec) -> dict[str, Slot]:

@@ -135,7 +135,7 @@ def no_adapters(carry: Any, layer: Any, x: jax.Array, products: Mapping[str, jax
 
 
 class Joints(NamedTuple):
-    """What the caller of a forward pass provides."""
+    """The functions that the caller of a forward pass provides."""
 
     attend: Attend
     adapt: Adapt = no_adapters

@@ -11,17 +11,17 @@ import dataclasses
 import json
 import shutil
 from pathlib import Path
-from typing import Any
 
 import jax
+import msgspec
 import orbax.checkpoint as ocp
 
-from jlora.errors import AlreadyExists, DataLoss, InvalidArgument
+from jlora.errors import AlreadyExists, DataLoss
 from jlora.model.config_json import read_json
 from jlora.model.hf_names import tensor_slots
 from jlora.model.llama import Params, abstract
 from jlora.model.place import Listed
-from jlora.model.spec import ModelSpec, RopeScaling
+from jlora.model.spec import ModelSpec
 
 META = "jlora_model.json"
 PARAMS = "params"
@@ -63,21 +63,15 @@ def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
     (target / META).write_text(json.dumps(meta, indent=2) + "\n")
 
 
-def read_spec(directory: Path, dtype: str, max_model_len: int) -> ModelSpec:
-    """The converted spec, with `dtype` and `max_model_len` applied.
-
-    Raises:
-        DataLoss: the file is damaged or of another format.
-        InvalidArgument: `max_model_len` is above the model's own.
-    """
-    spec = _spec_from(read_json(directory / META))
-    if max_model_len > spec.max_len:
-        raise InvalidArgument(f"model.max_model_len = {max_model_len}: must be at most the model's own {spec.max_len}")
-    if dtype not in ("auto", "float32", "bfloat16"):
-        raise InvalidArgument(f"model.dtype = {dtype!r}: must be auto, float32 or bfloat16")
-    return dataclasses.replace(
-        spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=max_model_len or spec.max_len
-    )
+def read_spec(directory: Path) -> ModelSpec:
+    """The converted spec. Raises DataLoss if the file is damaged or of another format."""
+    meta = read_json(directory / META)
+    if meta.get("format") != FORMAT:
+        raise DataLoss(f"{META}: format = {meta.get('format')!r}: must be {FORMAT}; convert the model again")
+    try:
+        return msgspec.convert(meta["spec"], ModelSpec)
+    except (KeyError, msgspec.ValidationError) as e:
+        raise DataLoss(f"{META}: spec is damaged ({e})") from e
 
 
 def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:
@@ -95,17 +89,4 @@ def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params)
         raise DataLoss(f"converted model {directory.name!r}: {PARAMS} is damaged ({type(e).__name__})") from e
     # One kind of matrix after the other, so that stacking holds only one kind twice.
     for slot in sorted(tensor_slots(spec).values(), key=lambda slot: slot.leaf):
-        home = params if slot.layer is None else params["layers"][slot.layer]
-        into.adopt(slot, home.pop(slot.leaf))
-
-
-def _spec_from(meta: dict[str, Any]) -> ModelSpec:
-    if meta.get("format") != FORMAT:
-        raise DataLoss(f"{META}: format = {meta.get('format')!r}: must be {FORMAT}; convert the model again")
-    try:
-        fields = dict(meta["spec"])
-        scaling = fields.pop("rope_scaling")
-        eos_ids = tuple(fields.pop("eos_ids"))
-        return ModelSpec(**fields, eos_ids=eos_ids, rope_scaling=RopeScaling(**scaling) if scaling else None)
-    except (KeyError, TypeError, ValueError) as e:
-        raise DataLoss(f"{META}: spec is damaged ({e})") from e
+        into.adopt(slot, slot.home(params).pop(slot.leaf))

@@ -49,8 +49,7 @@ class Listed:
 
     def adopt(self, slot: Slot, weight: jax.Array) -> None:
         """Adds a weight that is already on its devices in the model's dtype and layout."""
-        home = self.params if slot.layer is None else self.params["layers"][slot.layer]
-        home[slot.leaf] = weight
+        slot.home(self.params)[slot.leaf] = weight
 
     def check_finite(self) -> None:
         """Waits for every tensor. Raises DataLoss with the name of the first that contains NaN or infinity."""
@@ -59,13 +58,11 @@ class Listed:
             raise DataLoss(f"tensor {bad[0]!r} contains NaN or infinity in {self._spec.dtype}")
 
     def _place(self, slot: Slot, where: Sharding, stored: jax.Array) -> jax.Array:
-        home = self.params if slot.layer is None else self.params["layers"][slot.layer]
-        home[slot.leaf], finite = _mover(where, self._spec.dtype, slot.transposed)(stored)
+        slot.home(self.params)[slot.leaf], finite = _mover(where, self._spec.dtype, slot.transposed)(stored)
         return finite
 
     def _sharding(self, slot: Slot) -> Sharding:
-        home = self._shardings if slot.layer is None else self._shardings["layers"][slot.layer]
-        return home[slot.leaf]
+        return slot.home(self._shardings)[slot.leaf]
 
 
 class Stacked(Listed):

@@ -114,8 +114,8 @@ def sample(logits: jax.Array, state: SlotState, batch: SampleBatch) -> tuple[Slo
 
 def _choose(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax.Array:
     adjusted = lax.cond(jnp.any(batch.tables), lambda: _with_tables(logits, state, batch), lambda: logits)
-    ban = jnp.any(batch.banned < logits.shape[1])
-    adjusted = lax.cond(ban, lambda: _without_banned(adjusted, batch.banned), lambda: adjusted)
+    ban, rows = jnp.any(batch.banned < logits.shape[1]), jnp.arange(logits.shape[0])[:, None]
+    adjusted = lax.cond(ban, lambda: adjusted.at[rows, batch.banned].set(-jnp.inf, mode="drop"), lambda: adjusted)
     greedy = _argmax(adjusted)
     drawing = batch.temperature > 0
     drawn = lax.cond(jnp.any(drawing), lambda: _draw(adjusted, batch), lambda: greedy)
@@ -154,11 +154,6 @@ def _with_tables(logits: jax.Array, state: SlotState, batch: SampleBatch) -> jax
     out = jnp.where(logits > 0, logits / repetition, logits * repetition)
     out = out - batch.frequency[:, None] * count - batch.presence[:, None] * (count > 0)
     return jnp.where(batch.tables[:, None], out + state.bias[slot], logits)
-
-
-def _without_banned(logits: jax.Array, banned: jax.Array) -> jax.Array:
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, banned].set(-jnp.inf, mode="drop")
 
 
 def _draw(logits: jax.Array, batch: SampleBatch) -> jax.Array:

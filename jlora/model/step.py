@@ -112,7 +112,9 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Callable:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
-        shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), outputs, is_leaf=_is_spec)
+        shardings = jax.tree.map(
+            lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
+        )
         return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
 
     place = _Place(layout, sharding.shard_of(mesh), ops)
@@ -131,15 +133,11 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
 
 
 class _Place(NamedTuple):
-    """What every forward pass needs."""
+    """Layout, shard and ops of every forward pass."""
 
     layout: PoolLayout
     shard: Shard
     ops: Ops
-
-
-def _is_spec(x: object) -> bool:
-    return isinstance(x, PartitionSpec)
 
 
 def _forward(spec: ModelSpec, place: _Place, params: Params, pool: jax.Array, last: jax.Array, b: Batch):

@@ -25,7 +25,6 @@ LLAMA3_8B = ModelSpec(128256, 4096, 14336, 32, 32, 8, 128, 8192, 5e5, dtype="bfl
 LLAMA2_7B = ModelSpec(32000, 4096, 11008, 32, 32, 32, 128, 4096, dtype="bfloat16", name="llama2-7b")
 TINY = ModelSpec(96, 512, 768, LAYERS, 4, 2, 128, 256, name="tiny128")  # TPU kernels need heads of 128
 TINY64 = ModelSpec(96, 256, 384, LAYERS, 8, 2, 64, 256, name="tiny64")
-MODELS = {spec.name: spec for spec in (LLAMA3_8B, LLAMA2_7B, TINY, TINY64)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +86,19 @@ class LoraCase:
 
     def blocks(self, name: str) -> list[int]:
         """Blocks of each adapter for a projection."""
-        at, unit = self.group.index(name), self.layout.units[name]
-        ranks = [r if isinstance(r, int) else r[at] for r in self.ranks]
-        return [-(-r // unit.per_block) for r in ranks]
+        unit = self.layout.units[name]
+        return [-(-rank // unit.per_block) for rank in self.ranks_of(name)]
+
+    def ranks_of(self, name: str) -> list[int]:
+        """Rank of each adapter for a projection."""
+        at = self.group.index(name)
+        return [r if isinstance(r, int) else r[at] for r in self.ranks]
 
     @property
     def layout(self) -> PoolLayout:
         """A pool with 3 blocks more than the adapters need."""
         one = self.fit(PoolLayout.of(self.spec, 1, self.block_tokens, self.tp))
-        ranks = [[r] * len(self.group) if isinstance(r, int) else r for r in self.ranks]
-        units = [one.units[name] for name in self.group]
-        used = sum(-(-r // unit.per_block) for of in ranks for r, unit in zip(of, units, strict=True))
+        used = sum(-(-rank // one.units[name].per_block) for name in self.group for rank in self.ranks_of(name))
         return replace(one, layers=LAYERS, blocks=used + 3)
 
     @property
@@ -178,10 +179,9 @@ def lora_inputs(case: LoraCase, seed: int = 0, junk: float = np.nan) -> tuple[An
     pool = np.full(_pool_shape(layout), junk, np.float32)
     pool.reshape(layout.layers, layout.blocks, -1)[:, 0] = 0
     projections = []
-    for at, (name, entries) in enumerate(zip(case.group, active, strict=True)):
+    for name, entries in zip(case.group, active, strict=True):
         unit = layout.units[name]
-        ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
-        left = [rank - first for rank in ranks for first in range(0, rank, unit.per_block)]
+        left = [rank - first for rank in case.ranks_of(name) for first in range(0, rank, unit.per_block)]
         for block, rank in zip(entries.blocks[entries.start : entries.stop], left, strict=True):
             fill_block(pool[layout.blocks + block], layout, name, rank, rng)
         base = jnp.asarray(rng.standard_normal((case.count, unit.b)), layout.dtype)

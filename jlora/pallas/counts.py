@@ -30,20 +30,6 @@ class Chip:
     flops_per_s: float
 
 
-# The makers' figures for dense products. A device report uses measured rates instead.
-CHIPS = {
-    chip.name: chip
-    for chip in (
-        Chip("H100", 3.35e12, 989e12),
-        Chip("H200", 4.8e12, 989e12),
-        Chip("TPU v4", 1.228e12, 275e12),
-        Chip("TPU v5e", 0.819e12, 197e12),
-        Chip("TPU v5p", 2.765e12, 459e12),
-        Chip("TPU v6e", 1.64e12, 918e12),
-    )
-}
-
-
 @dataclass(frozen=True, slots=True)
 class Count:
     """Bytes from and to memory, and operations of the matrix units."""
@@ -88,9 +74,9 @@ def lora(case: LoraCase) -> Count:
     used = sum(n for owner, n in case.tokens if owner >= 0)
     if not used:
         return count
-    for at, name in enumerate(case.group):
+    for name in case.group:
         unit = layout.units[name]
-        ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
+        ranks = case.ranks_of(name)
         present = {owner for owner, _ in case.tokens if owner >= 0}
         units = sum(ranks[owner] for owner in present)
         touched = sum(n for owner, n in case.tokens if owner >= 0 and ranks[owner])

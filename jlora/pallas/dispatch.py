@@ -15,7 +15,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """What `choose` decided."""
+    """The result of `choose`."""
 
     ops: Ops
     choices: tuple[Choice, ...]
@@ -111,14 +110,17 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
         return _tpu(site)
     if site.platform == "cpu":
         reason = "on a CPU the reference is the fast path"
-        return {"attention": ("xla", None, reason), "lora": ("xla", lambda: CPU.lora, f"{reason}, by tiles of tokens")}
-    reason = f"there are no kernels for {site.platform}"
-    if site.platform == "gpu":
-        refusal = site.gpu.refusal(site.kind)
-        if kernels == "pallas" and not refusal:
-            return _gpu(site)
-        reason = refusal or UNTIMED
-    return {op: ("xla", None, reason) for op in ("attention", "lora")}
+        return {"attention": _xla(reason), "lora": ("xla", lambda: CPU.lora, f"{reason}, by tiles of tokens")}
+    if site.platform != "gpu":
+        reason = f"there are no kernels for {site.platform}"
+    elif not (reason := site.gpu.refusal(site.kind) or ("" if kernels == "pallas" else UNTIMED)):
+        return _gpu(site)
+    return {"attention": _xla(reason), "lora": _xla(reason)}
+
+
+def _xla(reason: str) -> Offer:
+    """The reference."""
+    return "xla", None, reason
 
 
 def _gpu(site: Site) -> dict[str, Offer]:
@@ -128,18 +130,19 @@ def _gpu(site: Site) -> dict[str, Offer]:
     layout = site.layout
     tiles = gpu_ops.tiles_of(site.kind, layout, site.heads)
     limits = gpu_ops.Limits(max(rows for rows, _ in site.shapes), site.rank, max(chunk for _, chunk in site.shapes))
-    gap = gpu_ops.runtime_refusal() or gpu_support.attention_refusal(layout)
     refused = {
         "+".join(group): gpu_support.lora_refusal(layout, [layout.units[name] for name in group]) for group in GROUPS
     }
     left = "; ".join(f"{group} stays with XLA: {why}" for group, why in refused.items() if why)
-    lora_gap = gpu_ops.runtime_refusal() or (left if all(refused.values()) else "")
-    attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), f"serves {site.kind}")
-    op = functools.partial(gpu_ops.lora_op, layout, limits, XLA.lora, tiles)
-    lora: Offer = ("pallas-gpu", op, left or f"serves {site.kind}")
+    gap = gpu_ops.runtime_refusal()
+    attention_gap = gap or gpu_support.attention_refusal(layout)
+    lora_gap = gap or (left if all(refused.values()) else "")
+    serves = f"serves {site.kind}"
+    attention: Offer = ("pallas-gpu", lambda: gpu_ops.attention_op(tiles), serves)
+    lora: Offer = ("pallas-gpu", lambda: gpu_ops.lora_op(layout, limits, XLA.lora, tiles), left or serves)
     return {
-        "attention": ("xla", None, gap) if gap else attention,
-        "lora": ("xla", None, lora_gap) if lora_gap else lora,
+        "attention": _xla(attention_gap) if attention_gap else attention,
+        "lora": _xla(lora_gap) if lora_gap else lora,
     }
 
 
@@ -147,20 +150,19 @@ def _tpu(site: Site) -> dict[str, Offer]:
     """Mosaic kernels: our LoRA, and jax's ragged paged attention."""
     chip = chip_of(site.kind)
     if chip is None:
-        reason = f"jlora/pallas/tiles.json does not know the chip {site.kind!r}"
-        return {op: ("xla", None, reason) for op in ("attention", "lora")}
+        unknown = _xla(f"jlora/pallas/tiles.json does not know the chip {site.kind!r}")
+        return {"attention": unknown, "lora": unknown}
     # Imported here, so that other platforms do not load the TPU compiler's front end.
     from jlora.pallas.tpu_attention import TpuAttention
     from jlora.pallas.tpu_lora import TpuLora
 
-    offers: dict[str, Offer] = {}
-    for op, name, check, make in (
-        ("attention", "pallas-tpu", _attention_gap, TpuAttention),
-        ("lora", "pallas-tpu", _lora_gap, TpuLora),
-    ):
-        gap = check(site, chip)
-        offers[op] = ("xla", None, gap) if gap else (name, lambda make=make: make(chip), f"serves {chip.name}")
-    return offers
+    serves = f"serves {chip.name}"
+    attention: Offer = ("pallas-tpu", lambda: TpuAttention(chip), serves)
+    lora: Offer = ("pallas-tpu", lambda: TpuLora(chip), serves)
+    return {
+        "attention": _xla(gap) if (gap := _attention_gap(site, chip)) else attention,
+        "lora": _xla(gap) if (gap := _lora_gap(site, chip)) else lora,
+    }
 
 
 def _attention_gap(site: Site, chip: Chip) -> str:

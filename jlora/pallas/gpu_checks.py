@@ -27,7 +27,6 @@ from jlora.pallas import reference
 from jlora.pallas.cases import (
     LLAMA2_7B,
     LLAMA3_8B,
-    TINY,
     AttentionCase,
     LoraCase,
     attention_inputs,
@@ -101,17 +100,6 @@ LARGE = Sizes(
     steps=10,
     decode=(DecodeTiles(), DecodeTiles(blocks=1), DecodeTiles(stages=3)),
     prefill=(PrefillTiles(), PrefillTiles(registers=True), PrefillTiles(stages=2)),
-)
-# For an interpreter: each check takes seconds.
-SMALL = Sizes(
-    specs=(replace(TINY, width=256, mlp=256, heads=2, kv_heads=1, dtype="bfloat16"),),
-    block_tokens=(32,),
-    lengths=(100,),
-    prompts=(70,),
-    repeats=2,
-    steps=2,
-    decode=(DecodeTiles(blocks=4),),
-    prefill=(PrefillTiles(),),
 )
 
 

@@ -73,7 +73,8 @@ def attention(q: jax.Array, pool: jax.Array, first_row: jax.Array | int, pages: 
         total = (total * decay).at[target].add(p.sum(-1) * share, mode="drop")
         return new, total, (acc * decay[..., None]).at[target].add(out * share[..., None], mode="drop")
 
-    start = _softmax_start(q.shape[:-1], width)
+    zeros = jnp.zeros(q.shape, jnp.float32)
+    start = jnp.full(q.shape[:-1], NEG, jnp.float32), zeros[..., 0], zeros
     _, total, acc = lax.fori_loop(0, -(-ends[-1] // tile), body, start)
     out = (acc / jnp.maximum(total, 1e-30)[..., None]).astype(q.dtype)
     return out.reshape(rows, kv_heads, group, chunk, width).transpose(0, 3, 1, 2, 4).reshape(rows, chunk, heads, width)
@@ -102,10 +103,6 @@ def _split(kv: jax.Array) -> tuple[jax.Array, jax.Array]:
     return kv[0], kv[1]
 
 
-def _softmax_start(shape: tuple[int, ...], width: int) -> tuple[jax.Array, jax.Array, jax.Array]:
-    return jnp.full(shape, NEG, jnp.float32), jnp.zeros(shape, jnp.float32), jnp.zeros((*shape, width), jnp.float32)
-
-
 def lora(
     x: jax.Array,
     pool: jax.Array,
@@ -122,7 +119,8 @@ def lora(
             T at once, for a device on which a turn of a loop costs more than a product.
     """
     tiles = [max(1, TILE_UNITS // p.unit.per_block) for p in projections]
-    size = _tile_size(x.shape[0], token_tile)
+    most = min(token_tile or x.shape[0], x.shape[0])
+    size = max(n for n in range(1, most + 1) if x.shape[0] % n == 0)
 
     def body(i, outs):
         parts = [_tile(pool, first_row, p.active, p.unit, tile, i) for p, tile in zip(projections, tiles, strict=True)]
@@ -152,17 +150,12 @@ _Part = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def _deltas(x: jax.Array, parts: Sequence[_Part], adapters: jax.Array, psum: Psum) -> list[jax.Array]:
-    """What one tile of each projection adds to the tokens x [t, a]."""
+    """The terms that one tile of each projection adds to the tokens x [t, a]."""
     h = jnp.concatenate([x @ a.T for a, _, _ in parts], axis=1)
     h = h if psum is None else psum(h)
     ends = np.cumsum([a.shape[0] for a, _, _ in parts])[:-1]
     split = zip(jnp.split(h, ends, axis=1), parts, strict=True)
     return [jnp.where(adapters[:, None] == owner, part, 0) @ b for part, (_, b, owner) in split]
-
-
-def _tile_size(tokens: int, most: int | None) -> int:
-    """Tokens of a tile: the largest divisor of T up to `most`."""
-    return tokens if most is None else max(n for n in range(1, min(most, tokens) + 1) if tokens % n == 0)
 
 
 def _met(adapters: jax.Array, owners: Sequence[jax.Array]) -> jax.Array:

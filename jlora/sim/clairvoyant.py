@@ -1,13 +1,13 @@
-"""An evictor that knows the future: the bound for every on-line policy. No jax.
+"""A policy that knows the future, as a bound for every on-line eviction policy. No jax.
 
-Belady's rule for blocks of unequal cost: what leaves is worth least by
+Belady's rule for blocks of unequal cost. The policy evicts the block of the least value
 
     v_i(now) = load_i / blocks_i / (next use of i - now)
 
-load seconds saved, per block held, per second that the block must be held. The mechanism around
-it is the product's own, so what it gains over `jlora` is what ranking can still gain. It is no
-floor of the time to first token: it fetches nothing ahead because of what it knows, and it takes a
-turn to be asked when the trace says so, though a session that waits for an answer asks later.
+which is load seconds saved, per block held, per second of holding it. All other mechanisms are the
+product's, so its gain over `jlora` is the most that a better ranking can gain. It is no lower bound
+of the time to first token: it does not prefetch from its knowledge, and it assumes that each turn is
+sent at its time in the trace, while a session that waits for an answer sends it later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode, Key, Node, suffix_key
 
-SOONEST_S = 1e-3  # a use that is due
+SOONEST_S = 1e-3  # least time to a next use
 UNKNOWN = -1
-BASE = 0  # its uid
+BASE = 0  # uid of the base model
 
 
 class Oracle:
-    """When every block of the trace's prompts, and every adapter, is used.
+    """The times at which every block of the trace's prompts, and every adapter, is used.
 
     Prompts are known beforehand because a simulated answer is a hash of its request.
 
@@ -43,7 +43,7 @@ class Oracle:
         self._uses: dict[int, list[float]] = {}
 
     def expect(self, at: float, uid: int, tenant: str, prompt: Sequence[int], activation: int | None = None) -> None:
-        """A request at `at` of the trace, not before those expected so far; `activation` as in `Origin`."""
+        """Adds a request at `at` of the trace, in order of time; `activation` as in `Origin`."""
         use = self._start + at
         above = uid if activation is None else BASE
         suffix = -1 if activation is None else activation // self._size
@@ -63,17 +63,17 @@ class Oracle:
         return self._ids.get((above, key), UNKNOWN)
 
     def next_use(self, number: int, now: float) -> float:
-        """When it is used next after `now`; infinity if never."""
+        """Time of its next use after `now`; infinity if there is none."""
         uses = self._uses.get(number, ())
         after = bisect_right(uses, now)
         return uses[after] if after < len(uses) else math.inf
 
 
 class Clairvoyant(Policy):
-    """Evicts what is used furthest in the future, weighted by what it costs to load.
+    """Evicts the block whose next use is furthest in the future, weighted by its cost to load.
 
-    `count` of a node holds its next use, as of its last one. By that the order of blocks of equal
-    cost is exact; between adapters of unequal size it is over the `lookahead` first.
+    A node's `count` holds its next use as of its last use. So blocks of equal cost are ordered
+    exactly; adapters of unequal size are ordered among the first `lookahead` only.
     """
 
     name = "clairvoyant"
@@ -106,6 +106,6 @@ class Clairvoyant(Policy):
         if isinstance(node, AdapterNode):
             return node.uid
         above = node.parent
-        assert above is not None, "visited a node that has left the tree"
-        # Below the base hang activated LoRAs' paths too, whose requests do not visit it.
+        assert above is not None, "visited a node outside the tree"
+        # The base also holds paths of activated LoRAs, whose requests do not visit it.
         return self._oracle.number(above.uid if isinstance(above, AdapterNode) else self._numbers[above], node.key)

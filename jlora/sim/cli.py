@@ -20,7 +20,7 @@ from tqdm import tqdm
 from jlora import __version__
 from jlora import config as configuration
 from jlora.errors import ConfigError
-from jlora.sim import table
+from jlora.sim import outcome
 from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S
@@ -28,8 +28,7 @@ from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
 from jlora.sim.trace import Trace, sped_up
-from jlora.sim.workloads import SOURCES, Load, arrivals, closed, flags, mixes, play
-from jlora.sim.workloads import popularity as laws
+from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
 
 DESCRIPTION = "Simulates one replica with the product's scheduler, cache and policies on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
@@ -52,22 +51,9 @@ DRAWN: Mapping[str, Any] = {
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jlora sim`."""
     what = parser.add_argument_group("workload")
-    what.add_argument("--workload", choices=list(SOURCES), help="a named workload (default: W1)")
-    what.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead")
-    what.add_argument("--data", type=Path, metavar="DIR", help="public files for the workload (default: synthetic)")
-    what.add_argument("--rate", type=float, help="requests per second (default: 2)")
-    what.add_argument("--seconds", type=float, help="length of the trace (default: 300)")
-    what.add_argument("--gap", type=float, metavar="S", help="mean seconds between a session's turns")
+    flags.add(what, DRAWN)
     what.add_argument("--adapters", type=int, help="number of adapters (default: 100)")
-    what.add_argument("--popularity", metavar="LAW", help="uniform, zipf:0.9, drift:300, ... (default: the workload's)")
-    what.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
-    what.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K (default: 1)")
-    what.add_argument("--speed", type=float, default=1.0, metavar="X", help="play it X times as fast (default: 1)")
-    what.add_argument(
-        "--users", type=int, default=0, metavar="N", help="closed loop: N users take the sessions in turn"
-    )
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="equal shares; hot:...: highest on most popular")
-    what.add_argument("--seed", type=int, default=0)
     what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch this many seconds before a turn")
     where = parser.add_argument_group("hardware")
     where.add_argument("--chip", default="npu", choices=list(CHIPS), help="npu is the paper's (default)")
@@ -113,7 +99,7 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
         f"{setting['chips']} x {setting['chip']}, {setting['model']}: pool {setting['device_blocks']} blocks, host "
         f"{setting['host_blocks']}, of {setting['block_tokens']} tokens; link {setting['link_gbps']:g} GB/s each way\n"
     )
-    print(table.table(results))
+    print(outcome.table(results))
     print(f"\nsimulated in: {', '.join(took)}")
     if args.json is not None:
         record = {"workload": trace.name, "digest": trace.digest(), "seed": args.seed, "flags": described(args)}
@@ -172,18 +158,7 @@ def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
     if args.trace is not None:
         trace = flags.own(args, spec.vocab, spec.max_len, spec.name)
     else:
-        load = Load(
-            rate=args.rate,
-            seconds=args.seconds,
-            adapters=args.adapters,
-            shrink=args.shrink,
-            vocab=spec.vocab,
-            max_len=spec.max_len,
-            seed=args.seed,
-            gap_s=args.gap,
-            popularity=laws.parse(args.popularity, args.data) if args.popularity else None,
-            arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
-        )
+        load = flags.load_of(args, args.adapters, spec.vocab, spec.max_len)
         trace = play(SOURCES[args.workload](args.data), load)
     trace = sped_up(trace, args.speed)
     return closed(trace, args.users) if args.users else trace
@@ -191,25 +166,17 @@ def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
 
 def work_of(args: argparse.Namespace, scenario: Scenario, trace: Trace) -> Work:
     """The trace after its history has settled, and its adapters' sizes. Raises ConfigError."""
-    ranks = mixes.parse(args.ranks).of(trace, args.seed)
+    ranks = mixes.ranks_of(args.ranks, trace, args.seed)
     return Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
-
-
-class Progress:
-    """A progress bar of virtual time."""
-
-    def __init__(self, bar: tqdm, trace: Trace):
-        self._bar = bar
-        self._start = start_of(trace)
-
-    def look(self, replica: Replica) -> None:
-        """See `Observer`."""
-        done = int(replica.clock.now - self._start)
-        if done > self._bar.n:
-            self._bar.update(done - self._bar.n)
 
 
 def _play(scenario: Scenario, work: Work, policy: str) -> dict[str, Any]:
     total = None if work.trace.users else int(work.trace.turns[-1].at)
     with tqdm(total=total, desc=policy, unit="s", leave=False, delay=1.0) as bar:
-        return simulate(scenario, work, policy, [Progress(bar, work.trace)])
+        start = start_of(work.trace)
+
+        def progress(replica: Replica) -> None:
+            if replica.clock.now - start >= bar.n + 1:
+                bar.update(int(replica.clock.now - start) - bar.n)
+
+        return simulate(scenario, work, policy, [progress])

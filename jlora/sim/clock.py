@@ -1,18 +1,18 @@
-"""Virtual seconds."""
+"""The virtual clock."""
 
 from __future__ import annotations
 
 import math
 
-START_S = 1.0  # the clock at the start: 0 means "never" in the cache's records
+START_S = 1.0  # time at the start; 0 means "never" in the cache's records
 
 
 class VirtualClock:
-    """Seconds that only grow, when a model moves them on.
+    """Seconds that a model advances.
 
     Attributes:
-        now: the present.
-        horizon: an idle replica must not sleep past this moment: something happens outside then.
+        now: the current time.
+        horizon: time of the next outside event; a pause ends there at the latest.
     """
 
     def __init__(self, now: float = START_S):
@@ -23,5 +23,5 @@ class VirtualClock:
         return self.now
 
     def advance(self, to: float) -> None:
-        """Moves on to `to`, if that is later."""
+        """Moves to `to`, unless that is in the past."""
         self.now = max(self.now, to)

@@ -1,10 +1,10 @@
-"""A modelled device: the engine's runner, under a virtual clock. No jax.
+"""A modelled device, which is the engine's runner under a virtual clock. No jax.
 
     run     a step begins when the device is free, and lasts as long as `StepModel` says
     read    moves the clock to the end of the step
 
-A token is a hash of its request's seed and its position. It is the same after a preemption, it
-differs between requests, and the session's next prompt repeats it.
+A token is a hash of its request's seed and its position. So it survives a preemption, it differs
+between requests, and the session's next prompt can repeat it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NOTHING = Drawn()
 
 @dataclass(slots=True)
 class DeviceCounts:
-    """Since the start. `batch`: sum over steps of the sequences in them; `busy_s`: seconds of computing."""
+    """Totals since the start. `batch`: sum over steps of their sequences; `busy_s`: seconds of computing."""
 
     steps: int = 0
     prompt_tokens: int = 0
@@ -32,7 +32,7 @@ class DeviceCounts:
 
 @dataclass(frozen=True, slots=True)
 class ModelledStep:
-    """A step on its way: see `jlora.engine.ports.Pending`. `end`: when the device will have done it."""
+    """A dispatched step; see `jlora.engine.ports.Pending`. `end`: time at which the device finishes it."""
 
     plan: StepPlan
     dispatched: float
@@ -41,9 +41,12 @@ class ModelledStep:
     clock: VirtualClock
 
     def read(self) -> list[Drawn]:
-        """Moves the clock to the end of the step; its tokens."""
+        """Moves the clock to the end of the step. Returns its tokens."""
         self.clock.advance(self.end)
-        return [_drawn(work) for work in self.plan.work]
+        return [
+            Drawn(token(work.sequence.seed, work.start + work.count)) if work.samples else NOTHING
+            for work in self.plan.work
+        ]
 
 
 @dataclass(slots=True)
@@ -67,10 +70,10 @@ class _Load:
 
 
 class ModelledDevice:
-    """Runs plans for as long as a step model says. See `jlora.engine.ports.Runner`.
+    """Runs plans in the time of a step model. See `jlora.engine.ports.Runner`.
 
     Attributes:
-        free_at: when the device will have done all that was dispatched.
+        free_at: time at which the device finishes all dispatched steps.
     """
 
     compiling = False
@@ -80,7 +83,7 @@ class ModelledDevice:
         self.counts = DeviceCounts()
         self.free_at = 0.0
         self._model = model
-        self._groups = groups  # of layers, in which streamed copies come
+        self._groups = groups  # of layers in a streamed copy
         self._clock = clock
 
     def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
@@ -106,10 +109,10 @@ class ModelledDevice:
         return ModelledStep(plan, now, now - began, self.free_at, self._clock)
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Holds no resources."""
 
     def _stream(self, plan: StepPlan, swapper: Swapper, begin: float, seconds: float) -> float:
-        """When a step ends whose groups of layers wait for the copies that they read."""
+        """End of a step whose groups of layers wait for the streamed copies that they read."""
         end = begin
         for group in range(self._groups):
             for copy in plan.streams:
@@ -119,17 +122,11 @@ class ModelledDevice:
 
 
 def token(seed: int, position: int) -> int:
-    """The token that a request of this seed has at this position: a hash, in [0, 2^30)."""
+    """The token at this position of a request with this seed, in [0, 2^30)."""
     mixed = (seed * 0x9E3779B1 + position * 0x85EBCA6B) & 0xFFFFFFFF
     return ((mixed ^ mixed >> 15) * 0x2C1B3C6D >> 2) & 0x3FFFFFFF
 
 
 def answer(seed: int, prompt: int, count: int) -> Sequence[int]:
-    """The first `count` tokens after a prompt of so many."""
+    """The first `count` tokens after a prompt of `prompt` tokens."""
     return [token(seed, prompt + i) for i in range(count)]
-
-
-def _drawn(work: Work) -> Drawn:
-    if not work.samples:
-        return NOTHING
-    return Drawn(token(work.sequence.seed, work.start + work.count))

@@ -1,15 +1,12 @@
 """The link between host and device under a virtual clock. Plain Python, no jax.
 
-Stands where the engine has its `Swapper`: `start` takes the manager's copies, `landed` gives back
-those that are complete, and `started` and `seconds` of each are set as if they had been measured.
-Two lanes, one per direction, at full duplex; a lane carries one copy at a time, as one transfer:
+Implements `jlora.engine.ports.Swapper`. Each direction is a lane, and a lane carries one copy at a time:
 
-    seconds = latency + bytes / bandwidth          (+ fixed seconds for an adapter that comes in)
+    seconds = latency + bytes / bandwidth          (+ fixed seconds for an adapter on its way in)
 
-When a lane is free it takes up the oldest copy that a request waits for, else the oldest one: a
-backup on its way out and a write-back share their lane, a prefetch and a demand theirs. A copy in
-progress is never interrupted. A copy out is made of a snapshot that the device takes behind its
-steps already dispatched, and holds its lane until that is there.
+A free lane takes the oldest copy that a request waits for, else the oldest copy. A copy in progress
+is never interrupted. A copy out reads a snapshot, which the device takes after the steps that are
+already dispatched. The copy holds its lane from its start until it has read the snapshot.
 """
 
 from __future__ import annotations
@@ -27,12 +24,12 @@ LATENCY_S = 20e-6  # launch of a transfer
 
 @dataclass(frozen=True, slots=True)
 class LinkSpec:
-    """What a transfer costs.
+    """Cost of a transfer.
 
     Attributes:
         block_s: seconds of one block, each way.
-        latency_s: of every transfer; a streamed copy is one transfer per group of layers.
-        adapter_s: more for an adapter on its way in: a software path, many small tensors, a remote tier.
+        latency_s: of every transfer. A streamed copy is one transfer per group of layers.
+        adapter_s: additional seconds of an adapter on its way in, for a software path or a remote tier.
         groups: groups of layers of a streamed copy.
     """
 
@@ -42,7 +39,7 @@ class LinkSpec:
     groups: int = 1
 
     def seconds(self, copy: Copy) -> float:
-        """How long a copy holds its lane."""
+        """Seconds for which a copy holds its lane."""
         inward = copy.direction == "in"
         transfers = self.groups if copy.streams else 1
         fixed = self.adapter_s if inward and copy.kind == ADAPTER else 0.0
@@ -53,7 +50,7 @@ class Link:
     """Both lanes.
 
     Args:
-        drained: when the device will have done all that has been dispatched.
+        drained: gives the time at which the device finishes all dispatched steps.
     """
 
     def __init__(self, spec: LinkSpec, clock: VirtualClock, drained: Callable[[], float]):
@@ -72,7 +69,7 @@ class Link:
             lane.put(copy, now, self._drained() if copy.direction == "out" else now)
 
     def landed(self) -> list[Copy]:
-        """The copies that have become complete since the last call."""
+        """The copies completed since the last call."""
         now = self._clock.now
         for lane in self._lanes.values():
             self._done += lane.advance(now)
@@ -80,17 +77,17 @@ class Link:
         return done
 
     def next_landing(self) -> float:
-        """When the next copy will be complete; infinity if none is under way."""
+        """Time at which the next copy completes; infinity if none is in progress."""
         return min(lane.ends for lane in self._lanes.values())
 
     def place(self, copy: Copy, group: int) -> float:
-        """Moves the clock to the arrival of this group of layers; the seconds that took."""
+        """Moves the clock to the arrival of this group of layers. Returns the seconds that this took."""
         began = self._clock.now
         self._clock.advance(self.arrival(copy, group))
         return self._clock.now - began
 
     def wait(self, seconds: float) -> None:
-        """Moves the clock to the next landing, by `seconds` at most and not past its horizon."""
+        """Moves the clock to the next landing, at most by `seconds` and at most to its horizon."""
         clock = self._clock
         clock.advance(min(clock.horizon, clock.now + seconds, self.next_landing()))
 
@@ -98,16 +95,16 @@ class Link:
         """A modelled host tier holds no data."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Holds no resources."""
 
     def arrival(self, copy: Copy, group: int) -> float:
-        """When this group of layers of a streamed copy that has been taken up is on the device."""
-        if not copy.started or copy.seconds:  # not begun: nobody may wait for it; landed: it is there
+        """Time at which this group of layers of a started, streamed copy is on the device."""
+        if not copy.started or copy.seconds:  # not started: no wait is allowed; landed: available
             return 0.0 if copy.seconds else math.inf
         return copy.started + (group + 1) / self.spec.groups * self.spec.seconds(copy)
 
     def busy_s(self, direction: str) -> float:
-        """Seconds that this direction has carried copies."""
+        """Seconds for which this direction carried copies."""
         return self._lanes[direction].busy_s
 
 
@@ -116,7 +113,7 @@ class _Lane:
 
     def __init__(self, spec: LinkSpec):
         self._spec = spec
-        self._queue: list[tuple[Copy, float]] = []  # and when its data can be read
+        self._queue: list[tuple[Copy, float]] = []  # with the time from which its data can be read
         self._current: Copy | None = None
         self.ends = math.inf  # of the current copy
         self.busy_s = 0.0
@@ -128,7 +125,7 @@ class _Lane:
             self._take(now)
 
     def advance(self, now: float) -> list[Copy]:
-        """What is complete by now, in order."""
+        """The copies that are complete by now, in order."""
         done = []
         while self._current is not None and self.ends <= now:
             self._current.seconds = self.ends - self._current.started

@@ -1,46 +1,35 @@
-"""Observers of a simulated replica: they look after every event and change nothing. No jax."""
+"""Observers of a simulated replica. They read its state after every event and change nothing. No jax."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from jlora.cache import inspect
 from jlora.cache.manager import CacheManager
 from jlora.cache.tree import Node
 from jlora.sim.replica import Replica
 
-SPARSE = 10  # of so many samples one counts invalid KV where that walks the whole tree
+SPARSE = 10  # samples per count of invalid KV, where a count walks the whole tree
 
 
-class Observer(Protocol):
-    """Is called after every event of a replay."""
-
-    def look(self, replica: Replica) -> None:
-        """The replica has made a step, or a round of its monitor."""
-        ...
-
-
-class Integrity:
-    """Checks every invariant of the cache after every event. O(nodes + blocks) each: for tests."""
-
-    def look(self, replica: Replica) -> None:
-        """Raises AssertionError if an invariant is broken."""
-        inspect.check_integrity(replica.manager)
+# Called after every step of a replay, and after every round of the idle replica's monitor.
+Observer = Callable[[Replica], None]
 
 
 @dataclass(slots=True)
 class Series:
-    """The device over time, every `every_s` seconds from `start` of the clock on.
+    """Samples of the device, every `every_s` seconds after the clock's time `start`.
 
     Attributes:
-        most: so many samples at most: every other one is dropped, and they come half as often from then on.
+        most: most samples. At this number every other sample is dropped, and the interval doubles.
         at: seconds since `start`.
-        adapters, history_kv, running_kv, invalid_kv: shares of the device's blocks; invalid KV is
-            history whose prefix or adapter is not on the device. Under an ablation without dependencies
-            every `SPARSE`th sample counts it, and stands for those until the next.
-        running, waiting: sequences.
+        adapters, history_kv, running_kv, invalid_kv: shares of the device's blocks. Invalid KV is
+            history whose prefix or adapter is not on the device. For a policy without dependencies,
+            every `SPARSE`th sample counts it, and the samples between repeat that count.
+        running, waiting: number of sequences.
     """
 
     start: float
@@ -54,8 +43,8 @@ class Series:
     running: list[int] = field(default_factory=list)
     waiting: list[int] = field(default_factory=list)
 
-    def look(self, replica: Replica) -> None:
-        """Takes a sample if one is due; a long event gives one, not many."""
+    def __call__(self, replica: Replica) -> None:
+        """Takes a sample if one is due; a long event gives a single one."""
         at = replica.clock.now - self.start
         if at < 0 or (self.at and at < self.at[-1] + self.every_s):
             return
@@ -74,9 +63,9 @@ class Series:
                 del column[1::2]
 
     def _invalid(self, manager: CacheManager) -> float:
-        """The share of invalid KV; the last one where counting it again would take too long."""
+        """The share of invalid KV, or the last one if counting again would take too long."""
         policy = manager.policy
-        if policy.binds(manager.base):  # there is none
+        if policy.binds(manager.base):  # no invalid KV
             return 0.0
         walks = not policy.binds(Node(manager.base, b""))
         if walks and len(self.invalid_kv) % SPARSE:
@@ -84,11 +73,11 @@ class Series:
         return inspect.invalid_kv(manager) / manager.total
 
     def describe(self) -> dict[str, Any]:
-        """Plain lists."""
+        """The columns as plain lists."""
         names = ("at", "adapters", "history_kv", "running_kv", "invalid_kv", "running", "waiting")
         return {name: getattr(self, name) for name in names}
 
     def mean(self, name: str) -> float:
-        """The mean of a column."""
+        """Mean of a column."""
         values = getattr(self, name)
         return sum(values) / len(values) if values else 0.0

@@ -1,10 +1,9 @@
-"""Plays a trace to a replica in virtual time, and keeps what became of every request. No jax.
+"""Plays a trace to a replica in virtual time, and records the outcome of every request. No jax.
 
-When a turn is sent, and with which prompt, is the trace's own affair (`jlora.sim.script`): a real
-replay reads it the same way. Turns before time 0 are history: they are played at their times as
-all others, but no figure counts them, so what follows finds a cache as a running replica has it.
-An open loop is cut some time after its last turn was due; what has not been answered by then counts
-with the time it has waited. A closed loop goes on until all is answered, unless its answers stand still.
+`jlora.sim.script` decides when a turn is sent, and with which prompt. Turns before time 0 are
+history: they run like all others and fill the cache, but no figure counts them. An open loop ends
+some time after its last turn was due; an unanswered request counts with the time that it waited. A
+closed loop ends when all turns are answered, or when no request makes progress.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from jlora.sim.script import Script
 from jlora.sim.trace import Trace, Turn
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
 
-GRACE, LEAST_GRACE_S = 0.5, 60.0  # the run is cut this share of its length after the last turn was due, or so long
-STALLED_S = 600.0  # a closed loop is cut when no request has got on for so long
+GRACE, LEAST_GRACE_S = 0.5, 60.0  # from the last due turn to the end of a run: share of its length, and the least
+STALLED_S = 600.0  # a closed loop ends after so long without progress
 
 
 @dataclass(slots=True)
 class Ask:
-    """One turn as it went. Times are seconds of the trace.
+    """The outcome of one turn. Times are seconds of the trace.
 
     Attributes:
-        sent: when its user asked; first: when its first token came, infinity before that.
-        usage, timing: of the whole answer; None before it has come.
-        refused: the replica can never hold it.
+        sent: time at which its user sent it; first: time of its first token, infinity before that.
+        usage, timing: of the whole answer; None until it is complete.
+        refused: the replica can never hold the request.
     """
 
     turn: Turn
@@ -49,7 +48,7 @@ class Replay:
     """One pass of a trace through a replica that nothing else uses.
 
     Attributes:
-        asks: every turn sent, in order, those of the history too.
+        asks: every turn sent, in order, including the history.
     """
 
     def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), grace: float = GRACE):
@@ -58,10 +57,10 @@ class Replay:
         self._observers = observers
         self._start = start_of(trace)
         last = max((turn.at for turn in trace.turns), default=0.0)
-        # The times of a closed loop leave out how long answers take: they say nothing of when it ends.
+        # A closed loop's times assume that answers take no time, so they do not tell when it ends.
         self._end = math.inf if trace.users else last + max(grace * last, LEAST_GRACE_S)
         self._patience = STALLED_S if trace.users else math.inf
-        self._moved = 0.0  # the clock when a request was last sent or got a token
+        self._moved = 0.0  # time at which a request was last sent or got a token
         self._script = Script(trace.turns)
         self._live: dict[str, Ask] = {}
 
@@ -72,41 +71,37 @@ class Replay:
 
     @property
     def counted(self) -> list[Ask]:
-        """What is not history."""
+        """The turns that are not history."""
         return [ask for ask in self.asks if ask.turn.at >= 0]
 
     @property
     def unsent(self) -> int:
-        """Turns that have not been sent: their users still wait for answers."""
+        """Turns not sent, because their users still wait for answers."""
         return len(self._script)
 
     def history(self) -> None:
-        """Plays what is before time 0."""
+        """Plays the turns before time 0."""
         self._until(0.0)
 
     def run(self) -> None:
-        """Plays on until all is answered, or the run is cut."""
+        """Plays until all turns are answered, or the run ends."""
         self._until(self._end)
-
-    # -- inside -----------------------------------------------------------------------------
 
     def _until(self, end: float) -> None:
         replica, stop = self._replica, self._start + end
-        while replica.clock.now < stop and (self._live or self._script) and not self._stalled:
+        while replica.clock.now < stop and (self._live or self._script):
+            if self._live and replica.clock.now - self._moved > self._patience:
+                return
             wake = min(stop, self._send_due())
             if replica.busy:
                 self._receive(replica.step(wake))
             else:
                 replica.idle(wake)
             for observer in self._observers:
-                observer.look(replica)
-
-    @property
-    def _stalled(self) -> bool:
-        return bool(self._live) and self._replica.clock.now - self._moved > self._patience
+                observer(replica)
 
     def _send_due(self) -> float:
-        """Sends what is due; the clock's time of what is due next."""
+        """Sends the turns that are due. Returns the clock's time of the next one."""
         while (due := self._script.next_due()) is not None:
             at = self._start + due  # compared on the clock: `now` may be a rounding error short of `due`
             if at > self._replica.clock.now:
@@ -143,21 +138,20 @@ class Replay:
                 self._answered(ask.turn, told, now)
 
     def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
-        """The user's next turn and when it is due."""
+        """The user's next turn and its due time."""
         return self._script.answered(turn, tokens, now)
 
 
 class Hinted(Replay):
-    """A replay whose clients say when a user is about to go on: `Prefetch`, some time before the turn is sent.
+    """A replay whose clients send a hint (`Prefetch`) some time before each turn but a session's first.
 
-    The hint names the adapter and the conversation so far, not what is being typed. A session's
-    first turn comes without.
+    The hint names the adapter and the conversation so far, without the turn's own tokens.
     """
 
     def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), ahead_s: float = 1.0):
         super().__init__(replica, trace, observers)
         self._ahead_s = ahead_s
-        self._hints: list[tuple[float, int, Turn]] = []  # heap: the clock's time, order, the turn to come
+        self._hints: list[tuple[float, int, Turn]] = []  # heap: time of the hint, session, next turn
 
     def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
         coming = super()._answered(turn, tokens, now)
@@ -177,16 +171,16 @@ class Hinted(Replay):
 
 
 def _request(turn: Turn, prompt: tuple[int, ...], whole: int, sampling: SamplingParams) -> Request:
-    """A turn as a request; `whole`: tokens of its whole prompt, of which a hint knows only a part."""
+    """A turn as a request. `whole`: tokens of its whole prompt, of which a hint has only a part."""
     name = f"{turn.session}.{turn.turn}"
     return request_for(name, prompt, turn.adapter, turn.activation(whole), sampling=sampling, tenant=turn.tenant)
 
 
 def start_of(trace: Trace) -> float:
-    """The replica's clock at the trace's time 0: its history comes after the clock's start."""
+    """The replica's clock at the trace's time 0; the history lies between the clock's start and this time."""
     return START_S - min(0.0, min((turn.at for turn in trace.turns), default=0.0))
 
 
 def seed_of(turn: Turn) -> int:
-    """The seed of a turn's tokens: no two turns of a trace have the same."""
+    """The seed of a turn's tokens, different for every turn of a trace."""
     return (turn.session << 12) + turn.turn + 1

@@ -1,9 +1,8 @@
 """One replica under a virtual clock: the product's engine over a modelled device and a modelled link.
 
-What differs from a real replica is where time comes from: reading a step moves the clock to its
-end, and a pause moves it to the next copy that lands. So the engine plans step N+1 when N-1 has
-ended, while N runs; a request that comes meanwhile waits for the next plan; the cache's meter
-measures virtual seconds.
+Only the source of time differs from a real replica. Reading a step moves the clock to the step's
+end, and a pause moves it to the next copy that lands. So the engine plans step N+1 after step N-1,
+while step N runs, and the cache's meter measures virtual seconds.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from jlora.sim.hardware import StepModel
 from jlora.sim.link import Link, LinkSpec
 from jlora.types import Invocation, Request, TokenEvent
 
-IDLE_ROUNDS = 50  # rounds of an idle replica that are skipped once one has decided nothing
+IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round without a decision
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """What a replica is made of.
+    """Parts and sizes of a replica.
 
     Attributes:
         sizes: blocks of both tiers, tokens of a block.
@@ -64,26 +63,26 @@ class Replica:
         parts = Parts(self.scheduler, _Registry(), self.device, self.link, self.clock)
         longest = spec.sizes.device * spec.sizes.block_tokens
         self.engine = Engine(parts, Shape(longest, block_bytes=1, overlap=spec.engine.overlap))
-        self._settled = False  # idle, and the monitor has nothing to do
+        self._settled = False  # idle, and the monitor's last round decided nothing
         for index, size in enumerate(spec.adapters):
             self._add(index, size)
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether a step has work."""
         return self.engine.busy
 
     def submit(self, request: Request, at: float) -> None:
-        """Queues a request that came at `at`, not later than now. Raises what `Engine.submit` raises."""
+        """Queues a request that arrived at `at`, at most now. Raises the errors of `Engine.submit`."""
         self.engine.submit(request, at)
 
     def hint(self, request: Request) -> None:
-        """`Prefetch`: the request is about to come."""
+        """`Prefetch`: announces the request."""
         self._settled = False
         self.engine.prefetch(request)
 
     def step(self, until: float) -> list[TokenEvent]:
-        """One engine step. It rests, if there is nothing to run, until `until` at most."""
+        """One engine step, which pauses at most until `until` if nothing can run."""
         self._settled = False
         self.clock.horizon = until
         return self.engine.step()
@@ -91,8 +90,8 @@ class Replica:
     def idle(self, until: float) -> None:
         """Tends an idle engine at `until` or at its monitor's next round, whichever comes first.
 
-        While nothing is used and nothing lands, a round decides what the one before decided. So after
-        a round without a decision only every `IDLE_ROUNDS`th is made.
+        While nothing is used and nothing lands, every round decides the same. So after a round without
+        a decision only every `IDLE_ROUNDS`th runs.
         """
         pause = self.spec.cache.monitor_s * (IDLE_ROUNDS if self._settled else 1)
         self.clock.advance(min(until, self.clock.now + pause, self.link.next_landing()))
@@ -100,7 +99,7 @@ class Replica:
         self._settled = not started and not self.engine.copying
 
     def _add(self, index: int, size: int) -> None:
-        """Puts an adapter into service, also one too large for the device: its requests are refused."""
+        """Adds an adapter. One that is too large for the device is added too; its requests are refused."""
         blocks = self.manager.reserve(size)
         if blocks is None:
             raise ConfigError(
@@ -112,7 +111,7 @@ class Replica:
 
 
 class _Registry(AdapterRegistry):
-    """Adapters whose activation each request brings along: a trace says where it is."""
+    """Adapters whose activation comes with each request, from the trace."""
 
     def resolve(self, name: str, prompt: object, known: Invocation | None = None) -> tuple[Record, int | None]:
         return self.get(name), None if known is None else known.at
@@ -121,6 +120,6 @@ class _Registry(AdapterRegistry):
 def request_for(
     name: str, prompt: tuple[int, ...], adapter: int | None, activation: int | None, **fields: Any
 ) -> Request:
-    """A request for the adapter of this index, which a trace says to act from position `activation` on."""
+    """A request for the adapter of this index, which acts from position `activation` on."""
     invocation = None if activation is None else Invocation((), activation)
     return Request(name, prompt, adapter=None if adapter is None else str(adapter), invocation=invocation, **fields)

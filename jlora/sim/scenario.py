@@ -108,7 +108,11 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     block_bytes = scenario.hardware.layout.block_bytes
     replica = Replica(spec, _policy(policy, spec, work))
     series = _series(work.trace)
-    replay = _replay(scenario, replica, work.trace, (series, *observers))
+    observers = (series, *observers)
+    if scenario.hint_s:
+        replay = Hinted(replica, work.trace, observers, scenario.hint_s)
+    else:
+        replay = Replay(replica, work.trace, observers)
     replay.history()
     before, counts = inspect.state(replica.manager, block_bytes), replace(replica.device.counts)
     generated = replica.engine.stats().generated_tokens
@@ -196,12 +200,6 @@ def _series(trace: Trace) -> Series:
     return Series(start, max(trace.turns[-1].at, 1e-9) / SAMPLES)
 
 
-def _replay(scenario: Scenario, replica: Replica, trace: Trace, observers: Sequence[Observer]) -> Replay:
-    if scenario.hint_s:
-        return Hinted(replica, trace, observers, scenario.hint_s)
-    return Replay(replica, trace, observers)
-
-
 def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
     """The cache's configuration for a policy's name.
 
@@ -231,7 +229,7 @@ def _policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
 
 
 def foresee(trace: Trace, block_tokens: int) -> Oracle:
-    """When the trace uses what, if answers take no time."""
+    """The times at which the trace uses each block and adapter, if answers take no time."""
     oracle = Oracle(start_of(trace), block_tokens)
     script = Script(trace.turns)
     while (due := script.next_due()) is not None:

@@ -24,13 +24,12 @@ HISTORY = -math.ulp(0.0)  # the last moment before 0
 
 
 class Script:
-    """Plays `turns` in the order of their trace, `speed` times as fast.
+    """Plays `turns` in the order of their trace.
 
     All times are seconds of the replay; 0 is the start of the trace.
     """
 
-    def __init__(self, turns: Iterable[Turn], speed: float = 1.0):
-        self._speed = speed
+    def __init__(self, turns: Iterable[Turn]):
         self._count = itertools.count()  # ties go in the order of the trace
         self._coming: dict[int, deque[Turn]] = {}
         self._contexts: dict[int, list[int]] = {}
@@ -38,7 +37,7 @@ class Script:
         for turn in turns:
             self._coming.setdefault(user_of(turn), deque()).append(turn)
         for queue in self._coming.values():
-            self._push(queue.popleft(), -float("inf"))
+            self._push(queue.popleft(), -math.inf)
         self._left = sum(map(len, self._coming.values())) + len(self._due)
 
     def __len__(self) -> int:
@@ -79,9 +78,9 @@ class Script:
 
     def _push(self, turn: Turn, answered: float) -> tuple[float, Turn]:
         if turn.after is not None and answered >= 0:
-            due = answered + turn.after / self._speed
+            due = answered + turn.after
         else:
-            due = max(turn.at / self._speed, answered)
+            due = max(turn.at, answered)
         heapq.heappush(self._due, (due, next(self._count), turn))
         return due, turn
 

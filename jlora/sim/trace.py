@@ -1,7 +1,7 @@
 """Traces: a workload as a list of turns, and its facts. No jax.
 
 A *turn* is one request of a session. It states what it adds to the session's context. Its prompt is
-the context so far, with the answers that the replaying engine really gave, then what it adds.
+the context so far, with the answers of the engine that plays it, then its own tokens.
 
     prompt of turn n = adds 0 + answer 0 + adds 1 + answer 1 + ... + adds n
 
@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import math
 import statistics
+import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from jlora.errors import ConfigError
 
@@ -157,21 +160,20 @@ def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
         ConfigError: the file cannot be read, a column is missing, or a number is wrong.
     """
     rng = np.random.default_rng(seed)
-    rows = _rows(path)
-    rows.sort(key=lambda row: row.at)
-    start = rows[0].at if rows else 0.0
+    rows = sorted(_rows(path), key=lambda row: row.arrival_s)
+    start = rows[0].arrival_s if rows else 0.0
     names = {name: i for i, name in enumerate(dict.fromkeys(row.adapter for row in rows if row.adapter))}
     live: dict[tuple[str, str], tuple[int, int, int]] = {}  # session, adapter -> its number, turns, context
     turns = []
     for count, row in enumerate(rows):
         key = (row.session or f"#{count}", row.adapter)
         session, turn, context = live.get(key, (count, 0, 0))
-        if row.prompt <= context:
+        if row.prompt_tokens <= context:
             session, turn, context = count, 0, 0
-        adds = tuple(rng.integers(FIRST_ID, vocab, row.prompt - context).tolist())
+        adds = tuple(rng.integers(FIRST_ID, vocab, row.prompt_tokens - context).tolist())
         adapter = names[row.adapter] if row.adapter else None
-        turns.append(Turn(row.at - start, session, turn, adds, row.output, adapter))
-        live[key] = (session, turn + 1, row.prompt + row.output)
+        turns.append(Turn(row.arrival_s - start, session, turn, adds, row.output_tokens, adapter))
+        live[key] = (session, turn + 1, row.prompt_tokens + row.output_tokens)
     return Trace(path.stem, tuple(turns), tuple(names))
 
 
@@ -247,7 +249,7 @@ def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
 
 
 def sped_up(trace: Trace, speed: float) -> Trace:
-    """The same turns `speed` times as fast, with shorter times to think, as `Script` plays them."""
+    """The same turns `speed` times as fast, with shorter times to think."""
 
     def sooner(turn: Turn) -> Turn:
         return replace(turn, at=turn.at / speed, after=None if turn.after is None else turn.after / speed)
@@ -264,15 +266,6 @@ def shrunk(trace: Trace, divisor: int) -> Trace:
         return replace(turn, adds=turn.adds[:kept], output=max(1, round(turn.output / divisor)), acts_from=acts_from)
 
     return replace(trace, turns=tuple(map(less, trace.turns)))
-
-
-@dataclass(frozen=True, slots=True)
-class _Row:
-    at: float
-    prompt: int
-    output: int
-    adapter: str
-    session: str
 
 
 class _Spans:
@@ -358,33 +351,33 @@ def _lengths(values: Sequence[int]) -> tuple[float, float, float]:
     return statistics.fmean(values), statistics.median(values), float(np.percentile(values, 95))
 
 
-def _rows(path: Path) -> list[_Row]:
+class _Row(msgspec.Struct):
+    """A line of a trace's CSV, with the columns of `COLUMNS`."""
+
+    arrival_s: Annotated[float, Meta(ge=-1e15, le=1e15, description="must be a number")]
+    prompt_tokens: Annotated[int, Meta(ge=1, description="must be a whole number of at least 1")]
+    output_tokens: Annotated[int, Meta(ge=1, description="must be a whole number of at least 1")]
+    adapter: str
+    session: str
+
+
+def _rows(path: Path) -> Iterator[_Row]:
     try:
         with path.open(newline="", encoding="utf-8") as file:
-            return list(_parse(csv.DictReader(file), path))
+            reader = csv.DictReader(file, restval="")
+            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            if missing:
+                raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
+            for line, row in enumerate(reader, 2):
+                yield _row(row, f"trace {path}: line {line}")
     except OSError as e:
         raise ConfigError(f"trace {path}: {e.strerror}") from e
 
 
-def _parse(reader: csv.DictReader[str], path: Path) -> Iterator[_Row]:
-    missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
-    for line, row in enumerate(reader, 2):
-        at, prompt, output = (_number(row, column, f"trace {path}: line {line}") for column in COLUMNS[:3])
-        if min(prompt, output) < 1 or prompt % 1 or output % 1:
-            raise ConfigError(
-                f"trace {path}: line {line}: prompt_tokens and output_tokens must be whole numbers of at least 1"
-            )
-        yield _Row(at, int(prompt), int(output), row["adapter"] or "", row["session"] or "")
-
-
-def _number(row: Mapping[str, str | None], column: str, where: str) -> float:
-    text = row[column] or ""
+def _row(row: dict[str, str], where: str) -> _Row:
     try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{where}: {column} = {text!r}: must be a number")
-    return value
+        return msgspec.convert(row, _Row, strict=False)
+    except msgspec.ValidationError as e:
+        column = str(e).rpartition("$.")[2].strip("`")
+        limit = typing.get_type_hints(_Row, include_extras=True)[column].__metadata__[0].description
+        raise ConfigError(f"{where}: {column} = {row[column]!r}: {limit}") from e

@@ -2,17 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import jax.numpy as jnp
 import pytest
 
 from jlora.pallas import gpu_checks, reference
-from jlora.pallas.gpu_checks import LARGE, SMALL, checks
+from jlora.pallas.cases import TINY
+from jlora.pallas.gpu_checks import LARGE, Sizes, checks
+from jlora.pallas.gpu_decode import DecodeTiles
 from jlora.pallas.gpu_ops import runtime_refusal
+from jlora.pallas.gpu_prefill import PrefillTiles
 from tests.pallas import _gpu
 
 pytestmark = pytest.mark.skipif(runtime_refusal() is not None, reason=str(runtime_refusal()))
 
 
+SMALL = Sizes(
+    specs=(replace(TINY, width=256, mlp=256, heads=2, kv_heads=1, dtype="bfloat16"),),
+    block_tokens=(32,),
+    lengths=(100,),
+    prompts=(70,),
+    repeats=2,
+    steps=2,
+    decode=(DecodeTiles(blocks=4),),
+    prefill=(PrefillTiles(),),
+)
 # One of each kind; the list has more shapes of the same, which `test_gpu_attention` and `test_gpu_lora` have too.
 KINDS = ("decode: 2 runs", "few units", "no adapter", "in place")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
+from jlora.cache import inspect
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import Sizes
 from jlora.cache.policies import Policy
@@ -36,6 +37,11 @@ def policy_of(name: str, spec: ReplicaSpec) -> Policy:
 
 def replica_of(spec: ReplicaSpec = SPEC, policy: str = "jlora") -> Replica:
     return Replica(spec, policy_of(policy, spec))
+
+
+def sound(replica: Replica) -> None:
+    """An observer that checks every invariant of the cache."""
+    inspect.check_integrity(replica.manager)
 
 
 def request(

@@ -13,13 +13,12 @@ from jlora.cache.tree import Origin
 from jlora.config import POLICIES
 from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.clock import START_S
-from jlora.sim.observe import Integrity
 from jlora.sim.replay import Ask, Hinted, Replay
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import foresee
 from jlora.sim.trace import Trace, Turn, facts, shrunk
 from jlora.sim.workloads import SOURCES, Load, play
-from tests.sim._sim import BLOCK, MODEL, SPEC, policy_of, replica_of, request, sized
+from tests.sim._sim import BLOCK, MODEL, SPEC, policy_of, replica_of, request, sized, sound
 
 EARLY = 1e-9
 TALK = tuple(range(3, 24))  # five blocks and a token
@@ -42,7 +41,7 @@ def run(replica: Replica) -> list[float]:
 
 
 def replayed(trace: Trace, replica: Replica, checked: bool = True) -> list[Ask]:
-    replay = Replay(replica, trace, [Integrity()] if checked else [])
+    replay = Replay(replica, trace, [sound] if checked else [])
     replay.history()
     replay.run()
     return replay.asks
@@ -93,7 +92,7 @@ def test_base_and_activated_loras_find_each_others_kv_and_a_plain_lora_does_not(
 
 def test_a_hint_for_an_activated_lora_names_the_bases_kv():
     replica = replica_of(sized(device=20))
-    replay = Hinted(replica, pipeline(), [Integrity()], ahead_s=0.5)
+    replay = Hinted(replica, pipeline(), [sound], ahead_s=0.5)
     replay.run()
     assert cached(replay.asks) == [0, 28, 28, 0, 28]
 

@@ -35,7 +35,7 @@ class Recount:
     def __init__(self) -> None:
         self.found: list[int] = []
 
-    def look(self, replica: Replica) -> None:
+    def __call__(self, replica: Replica) -> None:
         """Raises AssertionError if they differ."""
         self.found.append(inspect.invalid_kv(replica.manager))
         assert self.found[-1] == counted(replica.manager)

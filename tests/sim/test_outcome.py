@@ -6,7 +6,6 @@ import pytest
 
 from jlora.sim import outcome
 from jlora.sim.replay import Ask
-from jlora.sim.table import COLUMNS, table
 from jlora.sim.trace import Turn
 from jlora.types import Timing, Usage
 
@@ -72,9 +71,9 @@ def test_floats_are_cut_and_nothing_else_is():
 
 def test_the_table_has_a_row_per_policy_and_lines_up():
     parts: dict[str, dict[str, float]] = {}
-    for part, key, _, _ in COLUMNS.values():
+    for part, key, _, _ in outcome.TABLE.values():
         parts.setdefault(part, {})[key] = 0.5
-    text = table([{"policy": "lru", **parts}, {"policy": "a-longer-name", **parts}])
+    text = outcome.table([{"policy": "lru", **parts}, {"policy": "a-longer-name", **parts}])
     head, *rows = text.splitlines()
     assert len(rows) == 2 and len({len(line) for line in (head, *rows)}) == 1
     assert rows[0].split()[:2] == ["lru", "500"]

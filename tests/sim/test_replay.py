@@ -15,13 +15,13 @@ import pytest
 from jlora.cache.transfer import Meter
 from jlora.sim import replay as replays
 from jlora.sim.clairvoyant import Clairvoyant
-from jlora.sim.observe import Integrity, Series
+from jlora.sim.observe import Series
 from jlora.sim.replay import Ask, Hinted, Replay, seed_of, start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, foresee
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.workloads import closed
-from tests.sim._sim import BLOCK, NPU, SPEC, chats, replica_of, sized
+from tests.sim._sim import BLOCK, NPU, SPEC, chats, replica_of, sized, sound
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -48,7 +48,7 @@ def test_the_cache_is_sound_after_every_event_under_every_policy(policy: str):
         replica = Replica(spec, Clairvoyant(Meter(spec.link.block_s), foresee(trace, BLOCK)))
     else:
         replica = replica_of(spec, policy)
-    replay = Replay(replica, trace, [Integrity()])
+    replay = Replay(replica, trace, [sound])
     replay.history()
     replay.run()
     assert all(ask.usage is not None for ask in replay.asks) and len(replay.asks) == len(trace.turns)
@@ -216,7 +216,7 @@ def test_a_hint_in_time_brings_in_what_the_turn_needs():
     waits, found = {}, {}
     for ahead in (0.0, 3.0):
         replica = replica_of(sized(device=64), "lru")
-        replay = Hinted(replica, trace, (Integrity(),), ahead) if ahead else Replay(replica, trace)
+        replay = Hinted(replica, trace, (sound,), ahead) if ahead else Replay(replica, trace)
         replay.run()
         timings = [ask.timing for ask in replay.asks if ask.turn.session == 0 and ask.timing is not None]
         waits[ahead] = sum(max(timing.adapter_cold_start, timing.kv_cold_start) for timing in timings[1:])

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from jlora.sim.script import HISTORY, Script, user_of
-from jlora.sim.trace import Turn
+from jlora.sim.trace import Trace, Turn, sped_up
 
 
 def turn(at: float, session: int = 0, number: int = 0, **fields) -> Turn:
     return Turn(at, session, number, (10 * session + number + 3,), 2, None, **fields)
+
+
+def fast(speed: float, *turns: Turn) -> Script:
+    return Script(sped_up(Trace("", turns, ()), speed).turns)
 
 
 def taken(script: Script, now: float) -> list[tuple[float, int, int]]:
@@ -50,7 +54,7 @@ def test_a_user_asks_one_thing_at_a_time_over_its_sessions():
 
 
 def test_speed_divides_times_and_thoughts():
-    script = Script([turn(4.0), turn(8.0, number=1, after=4.0)], speed=2.0)
+    script = fast(2.0, turn(4.0), turn(8.0, number=1, after=4.0))
     assert script.next_due() == 2.0
     script.answered(script.take(2.0)[0][1], [7], 3.0)
     assert script.next_due() == 5.0
@@ -87,9 +91,10 @@ def test_history_is_taken_first_and_does_not_move_the_clock():
 
 def test_history_is_history_at_any_speed():
     past, again = turn(-1e-6, number=-1), turn(-1e-7, session=1, number=-1, user=0)
-    script = Script([past, again, turn(0.0, user=0)], speed=1e6)
-    for one in (past, again):
-        assert [t for _, t in script.take(HISTORY)] == [one]
+    script = fast(1e6, past, again, turn(0.0, user=0))
+    for session in (0, 1):
+        ((_, one),) = script.take(HISTORY)
+        assert one.session == session
         script.answered(one, [8], 2 * HISTORY)
     assert script.take(HISTORY) == [] and script.next_due() == 0.0
 

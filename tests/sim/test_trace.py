@@ -41,7 +41,7 @@ def test_a_prompt_shorter_than_its_session_starts_anew(tmp_path: Path):
         ("arrival_s,prompt_tokens\n0,1\n", "no column 'output_tokens'"),
         (f"{HEAD}\n0,1,1,a,s\n1,many,1,a,s\n", "line 3"),
         (f"{HEAD}\n0,0,1,a,s\n", "at least 1"),
-        (f"{HEAD}\n0,1.5,1,a,s\n", "whole numbers"),
+        (f"{HEAD}\n0,1.5,1,a,s\n", "must be a whole number"),
         (f"{HEAD}\nnan,1,1,a,s\n", "line 2: arrival_s = 'nan': must be a number"),
     ],
 )

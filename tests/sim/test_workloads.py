@@ -13,9 +13,9 @@ import pytest
 from jlora.errors import ConfigError
 from jlora.sim.script import Script, user_of
 from jlora.sim.trace import Trace, Turn, facts
-from jlora.sim.workloads import SERVICE_PROMPT, SOURCES, EqualShares, HighOnHot, Load, closed, mixes, play, ranks
-from jlora.sim.workloads.arrivals import Gamma
-from jlora.sim.workloads.popularity import Distinct, Identical, Uniform
+from jlora.sim.workloads import SERVICE_PROMPT, SOURCES, Load, closed, mixes, play, ranks
+from jlora.sim.workloads.arrivals import gamma
+from jlora.sim.workloads.popularity import distinct, identical, uniform
 
 LOAD = Load(rate=5, seconds=60, gap_s=6, adapters=20, shrink=8, vocab=300, max_len=600)
 ONE_REQUEST = ["W2", "W4", "W4b", "W5", "W7"]
@@ -115,17 +115,17 @@ def test_coding_agents_think_after_the_answer():
 
 
 def test_the_same_sessions_can_have_another_popularity():
-    a, b = draw("W1"), draw("W1", replace(LOAD, popularity=Identical()))
+    a, b = draw("W1"), draw("W1", replace(LOAD, popularity=identical))
     assert [(t.at, t.session, len(t.adds), t.output) for t in a.turns] == [
         (t.at, t.session, len(t.adds), t.output) for t in b.turns
     ]
     assert len({t.adapter for t in b.turns}) == 1 < len({t.adapter for t in a.turns})
-    taking_turns = draw("W7", replace(LOAD, popularity=Distinct()))
+    taking_turns = draw("W7", replace(LOAD, popularity=distinct))
     assert len({turn.adapter for turn in taking_turns.turns[:20]}) == 20
 
 
 def test_arrivals_can_be_burstier():
-    calm, bursty = (draw("W7", replace(LOAD, seconds=200, arrivals=Gamma(cv))) for cv in (1.0, 6.0))
+    calm, bursty = (draw("W7", replace(LOAD, seconds=200, arrivals=gamma(cv))) for cv in (1.0, 6.0))
     sizes = [1] * LOAD.adapters
     assert facts(bursty, 4, sizes).burstiness > 2 * facts(calm, 4, sizes).burstiness
 
@@ -159,25 +159,23 @@ def test_users_ask_one_thing_at_a_time_and_lose_none():
 
 def test_half_of_the_adapters_have_the_large_rank():
     assert Counter(ranks(LOAD)) == {4: 10, 8: 10}
-    trace = draw("W7", replace(LOAD, popularity=Uniform(), adapters=50))
-    assert Counter(EqualShares((8, 16, 32, 64, 128)).of(trace, 0)) == dict.fromkeys((8, 16, 32, 64, 128), 10)
-    assert EqualShares((8, 16)).of(trace, 0) != EqualShares((8, 16)).of(trace, 1)
+    trace = draw("W7", replace(LOAD, popularity=uniform, adapters=50))
+    assert Counter(mixes.ranks_of("8,16,32,64,128", trace, 0)) == dict.fromkeys((8, 16, 32, 64, 128), 10)
+    assert mixes.ranks_of("8,16", trace, 0) != mixes.ranks_of("8,16", trace, 1)
 
 
 def test_hot_adapters_can_have_the_high_ranks():
     trace = draw("W7")
-    dealt = HighOnHot((8, 64)).of(trace, 0)
+    dealt = mixes.ranks_of("hot:8,64", trace, 0)
     low = [trace.asked[a] for a, rank in enumerate(dealt) if rank == 8]
     high = [trace.asked[a] for a, rank in enumerate(dealt) if rank == 64]
     assert len(low) == len(high) == 10 and max(low) <= min(high)
 
 
-def test_a_mix_of_ranks_is_named_on_the_command_line():
-    assert mixes.parse("32,64") == EqualShares((32, 64))
-    assert mixes.parse("hot:8") == HighOnHot((8,))
+def test_a_wrong_mix_of_ranks_is_one_clear_line():
     for text in ("", "a,b", "0", "cold:8", "8,,16"):
         with pytest.raises(ConfigError, match="ranks"):
-            mixes.parse(text)
+            mixes.ranks_of(text, Trace("", (), ("a",)), 0)
 
 
 def test_a_load_that_leaves_little_says_why():

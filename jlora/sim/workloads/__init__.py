@@ -29,11 +29,12 @@ stand for a large one on an accelerator: adapters, prompts and the pool keep the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 from jlora.sim.workloads import scenarios
 from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
-from jlora.sim.workloads.mixes import EqualShares, HighOnHot, RankMix, deal
+from jlora.sim.workloads.mixes import deal
 from jlora.sim.workloads.play import closed, play
 from jlora.sim.workloads.scenarios import SERVICE_PROMPT
 
@@ -41,11 +42,8 @@ __all__ = [
     "SERVICE_PROMPT",
     "SOURCES",
     "DoesNotFit",
-    "EqualShares",
     "Exchange",
-    "HighOnHot",
     "Load",
-    "RankMix",
     "Source",
     "closed",
     "play",
@@ -59,9 +57,9 @@ SOURCES: Mapping[str, Callable[[Path | None], Source]] = {
     "W3": scenarios.agents,
     "W4": scenarios.tenants,
     "W4b": scenarios.recorded_tenants,
-    "W5": scenarios.drift,
+    "W5": scenarios.shifting,
     "W6": scenarios.pipelines,
-    "W6a": scenarios.activated_pipelines,
+    "W6a": partial(scenarios.pipelines, activated=True),
     "W7": scenarios.synthetic,
     "W8": scenarios.coding,
 }

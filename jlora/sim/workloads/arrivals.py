@@ -7,15 +7,16 @@ the pattern (FASTLIBRA 6.2, S-LoRA Sec. 7).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TypeVar
 
 import numpy as np
 
 from jlora.errors import ConfigError
 
 Random = np.random.Generator
+Law = TypeVar("Law")
 WINDOW_S = 600.0  # ServeGen's windows
 
 
@@ -43,23 +44,18 @@ class Span:
         return self.end - self.begin
 
 
-class Arrivals(Protocol):
-    """A process of session starts."""
-
-    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
-        """Session starts in `span`, `rate` per second on average."""
-        ...
+# (rate, span, rng) -> session starts in the span, `rate` per second on average.
+Arrivals = Callable[[float, Span, Random], SessionStarts]
 
 
-@dataclass(frozen=True, slots=True)
-class Gamma:
+def gamma(cv: float) -> Arrivals:
     """Independent gaps of a Gamma law with coefficient of variation `cv` (1: a Poisson process)."""
+    shape = 1 / cv**2
 
-    cv: float = 1.0
-
-    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
-        shape = 1 / self.cv**2
+    def draw(rate: float, span: Span, rng: Random) -> SessionStarts:
         return SessionStarts(span.begin + _renew(lambda n: rng.gamma(shape, 1 / shape, n), rate * span.seconds) / rate)
+
+    return draw
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +73,7 @@ class Recorded:
     times: np.ndarray
     clients: np.ndarray | None = None
 
-    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
+    def __call__(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         gaps = np.diff(self.times)
         wanted = max(1, round(rate * span.seconds))
         keep = min(1.0, rate * (self.times[-1] - self.times[0]) / len(gaps))
@@ -106,7 +102,7 @@ class Clients:
     shapes: np.ndarray
     weibull: np.ndarray
 
-    def draw(self, rate: float, span: Span, rng: Random) -> SessionStarts:
+    def __call__(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         count = math.ceil(span.seconds / WINDOW_S)
         first = int(rng.integers(self.rates.shape[1]))
         rates = self.rates[:, (first + np.arange(count)) % self.rates.shape[1]]
@@ -140,18 +136,26 @@ def typical_clients(count: int) -> Clients:
     return Clients(level * windows, np.full(count, 0.7), np.zeros(count, bool))
 
 
+def named(what: str, text: str, laws: Mapping[str, Callable[..., Law]]) -> Law:
+    """A law from a command line: a name of `laws`, and for some a number above 0, as in `zipf:0.9`.
+
+    Raises:
+        ConfigError: another name, or a number that the law does not take.
+    """
+    name, _, number = text.partition(":")
+    if name not in laws:
+        raise ConfigError(f"{what} {text!r}: must be one of {', '.join(laws)}")
+    try:
+        if number and not float(number) > 0:
+            raise ValueError("must be above 0")
+        return laws[name](float(number)) if number else laws[name]()
+    except (TypeError, ValueError) as e:
+        raise ConfigError(f"{what} {text!r}: {name} does not take the number {number!r}") from e
+
+
 def parse(text: str) -> Arrivals:
     """Arrivals from a command line: `poisson` or `gamma:CV`. Raises ConfigError for other texts."""
-    name, _, number = text.partition(":")
-    if name == "poisson" and not number:
-        return Gamma()
-    try:
-        cv = float(number)
-    except ValueError:
-        cv = 0.0
-    if name != "gamma" or not cv > 0:
-        raise ConfigError(f"arrivals {text!r}: must be poisson, or gamma:CV with a number above 0")
-    return Gamma(cv)
+    return named("arrivals", text, {"poisson": lambda: gamma(1.0), "gamma": gamma})
 
 
 def _renew(gaps: Callable[[int], np.ndarray], length: float) -> np.ndarray:
@@ -162,6 +166,5 @@ def _renew(gaps: Callable[[int], np.ndarray], length: float) -> np.ndarray:
         part = reached + np.cumsum(gaps(int(length - reached) + 16))
         parts.append(part)
         reached = float(part[-1])
-    points: Sequence[np.ndarray] = parts or [np.empty(0)]
-    joined = np.concatenate(points)
+    joined = np.concatenate(parts or [np.empty(0)])
     return joined[joined < length]

@@ -86,7 +86,7 @@ def mooncake(data: Path) -> tuple[np.ndarray, list[list[Step]]]:
     starts: list[float] = []
     holder: dict[int, int] = {}  # prefix -> the last request with it
     known: list[tuple[int, float, int, int]] = []  # per request: its session, time, prompt, prompt and answer
-    with _lines(data, "mooncake_conversation_0_40min.jsonl.gz") as rows:
+    with _rows(data, "mooncake_conversation_0_40min.jsonl.gz") as rows:
         for number, row in enumerate(rows):
             at = row["timestamp"] / 1000 + MOONCAKE_TICK_S * (number * 0.618034 % 1)
             length, output = row["input_length"], row["output_length"]
@@ -122,7 +122,7 @@ def coding_sessions(data: Path) -> tuple[int, list[list[Step]]]:
     the session ends there.
     """
     sessions, heads = [], []
-    with _lines(data, "agentic_coding_sessions.jsonl.gz") as rows:
+    with _rows(data, "agentic_coding_sessions.jsonl.gz") as rows:
         for row in rows:
             head = row["system_tokens"] + row["tool_tokens"]
             heads.append(head)
@@ -185,14 +185,14 @@ def clients(data: Path, model: str) -> Clients:
 
 def topical(data: Path) -> list[list[Step]]:
     """Topical-Chat: the first speaker asks, the second answers."""
-    with _lines(data, "topical_chat_dialogs.jsonl.gz") as rows:
+    with _rows(data, "topical_chat_dialogs.jsonl.gz") as rows:
         return [_exchanges([_words(message["message"]) for message in row["content"]]) for row in rows]
 
 
 def sgd(data: Path) -> dict[str, list[list[Step]]]:
     """Schema-guided dialogs (SGD) by first service."""
     services: dict[str, list[list[Step]]] = {}
-    with _lines(data, "sgd_dialogs.jsonl.gz") as rows:
+    with _rows(data, "sgd_dialogs.jsonl.gz") as rows:
         for row in rows:
             steps = _exchanges([_words(turn["utterance"]) for turn in row["turns"]])
             services.setdefault(row["services"][0], []).append(steps)
@@ -202,7 +202,7 @@ def sgd(data: Path) -> dict[str, list[list[Step]]]:
 def taskmaster(data: Path) -> list[list[Step]]:
     """Taskmaster-4: user and assistant in turn; questions include tool calls and their results."""
     dialogs = []
-    with _lines(data, "taskmaster4_dialogs.jsonl.gz") as rows:
+    with _rows(data, "taskmaster4_dialogs.jsonl.gz") as rows:
         for row in rows:
             said = [(_words(u["text"]), _annotations(u)) for u in row["utterances"]]
             dialog = [Step(user + tool, told) for (user, tool), (told, _) in zip(said[::2], said[1::2], strict=False)]
@@ -214,7 +214,7 @@ def taskmaster(data: Path) -> list[list[Step]]:
 def tatoeba(data: Path) -> dict[str, list[tuple[float, float]]]:
     """Tokens of a sentence and of its translation, by language."""
     pairs: dict[str, list[tuple[float, float]]] = {}
-    with _lines(data, "tatoeba_pairs.jsonl.gz") as rows:
+    with _rows(data, "tatoeba_pairs.jsonl.gz") as rows:
         for row in rows:
             sizes = len(row["eng"].encode()) / BYTES_PER_TOKEN, len(row["tgt"].encode()) / BYTES_PER_TOKEN
             pairs.setdefault(row["lang"], []).append(sizes)
@@ -236,26 +236,12 @@ def _annotations(utterance: dict[str, Any]) -> float:
 
 
 @contextmanager
-def _rows(data: Path, name: str) -> Iterator[Iterator[dict[str, str]]]:
-    """The rows of a CSV file."""
-    with _open(data, name) as file:
-        yield iter(csv.DictReader(file))
-
-
-@contextmanager
-def _lines(data: Path, name: str) -> Iterator[Iterator[dict[str, Any]]]:
-    """The records of a file of JSON lines."""
-    with _open(data, name) as file:
-        yield (json.loads(line) for line in file)
-
-
-@contextmanager
-def _open(data: Path, name: str) -> Iterator[Any]:
-    """Opens a text file, also with gzip. Any error in reading it becomes a ConfigError with its name."""
+def _rows(data: Path, name: str) -> Iterator[Iterator[dict[str, Any]]]:
+    """The rows of a CSV, or of a file of JSON lines. Any error in reading them becomes a ConfigError with its name."""
     path = data / name
     try:
         with gzip.open(path, "rt", encoding="utf-8") if name.endswith(".gz") else path.open(encoding="utf-8") as file:
-            yield file
+            yield map(json.loads, file) if ".jsonl" in name else iter(csv.DictReader(file))
     except OSError as e:
         raise ConfigError(f"data directory {data}: {name}: {e.strerror or e}") from e
     except (KeyError, ValueError, TypeError, IndexError, EOFError) as e:

@@ -8,10 +8,44 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from jlora.errors import ConfigError
 from jlora.sim.trace import Trace, longest, read_csv, shrunk
+from jlora.sim.workloads import SOURCES, Load, arrivals, popularity
+
+
+def add(parser: argparse._ActionsContainer, defaults: Mapping[str, Any]) -> None:
+    """Adds the flags of a workload; `defaults` are of those that shape a named one."""
+    parser.add_argument("--workload", choices=list(SOURCES), help=f"a named one (default: {defaults['workload']})")
+    parser.add_argument("--trace", type=Path, metavar="CSV", help="your own trace instead")
+    parser.add_argument("--data", type=Path, metavar="DIR", help="public files for the workload (default: synthetic)")
+    parser.add_argument("--rate", type=float, help=f"requests per second (default: {defaults['rate']:g})")
+    parser.add_argument("--seconds", type=float, help=f"length of the trace (default: {defaults['seconds']:g})")
+    parser.add_argument("--gap", type=float, metavar="S", help="mean seconds between a session's turns")
+    parser.add_argument("--popularity", metavar="LAW", help="zipf:0.9, uniform, ... (default: the workload's)")
+    parser.add_argument("--arrivals", metavar="LAW", help="poisson, gamma:CV (default: the workload's)")
+    parser.add_argument("--shrink", type=int, default=1, metavar="K", help="divide all lengths by K (default: 1)")
+    parser.add_argument("--speed", type=float, default=1.0, metavar="X", help="play it X times as fast (default: 1)")
+    parser.add_argument("--users", type=int, default=0, metavar="N", help="closed loop: N users take sessions in turn")
+    parser.add_argument("--seed", type=int, default=0)
+
+
+def load_of(args: argparse.Namespace, adapters: int, vocab: int, max_len: int) -> Load:
+    """The load that the flags ask for. Raises ConfigError."""
+    return Load(
+        rate=args.rate,
+        seconds=args.seconds,
+        adapters=adapters,
+        shrink=args.shrink,
+        vocab=vocab,
+        max_len=max_len,
+        seed=args.seed,
+        gap_s=args.gap,
+        popularity=popularity.parse(args.popularity, args.data) if args.popularity else None,
+        arrivals=arrivals.parse(args.arrivals) if args.arrivals else None,
+    )
 
 
 def drawing(args: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:

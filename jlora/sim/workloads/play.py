@@ -1,7 +1,7 @@
 """Draws a trace from a workload and a load, and makes a closed loop of any trace.
 
-Some sessions are running at time 0. What such a session has said by then is one turn before time 0,
-its history. Arrivals, popularity and each session have their own random numbers, so a change of one
+Some sessions are running at time 0. Such a session's exchanges before time 0 are one turn, its
+history. Arrivals, popularity and each session have their own random numbers, so a change of one
 parameter changes nothing else: the same dialogs under another law of popularity, for example.
 """
 
@@ -17,6 +17,8 @@ from jlora.sim.script import user_of
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.sim.workloads.arrivals import Span
 from jlora.sim.workloads.load import DoesNotFit, Exchange, Load, Source
+
+Random = np.random.Generator
 
 # Streams of random numbers; that of a session or group also has its number.
 ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
@@ -37,12 +39,12 @@ def play(source: Source, load: Load) -> Trace:
     arrivals, popularity = load.arrivals or source.arrivals, load.popularity or source.popularity
     groups = max(1, load.adapters // source.roles)
     rate = load.rate / source.turns
-    starts = arrivals.draw(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
-    chosen = popularity.draw(groups, starts, np.random.default_rng((load.seed, POPULARITY)))
+    starts = arrivals(rate, Span(-past, load.seconds), np.random.default_rng((load.seed, ARRIVALS)))
+    chosen = popularity(groups, starts, np.random.default_rng((load.seed, POPULARITY)))
     turns: list[Turn] = []
     lost = 0
     for number, (start, group) in enumerate(zip(starts.times.tolist(), chosen.tolist(), strict=True)):
-        session = _Session(source, load, gap_s, _Place(number, len(starts), group))
+        session = _Session(source, load, gap_s, number, len(starts), group)
         turns += session.turns(start)
         lost += session.lost
     turns.sort(key=lambda turn: turn.at)
@@ -58,7 +60,7 @@ def play(source: Source, load: Load) -> Trace:
 
 
 def closed(trace: Trace, users: int) -> Trace:
-    """The same sessions as a closed loop of `users`, each of whom takes one session after the other.
+    """The same sessions as a closed loop. Each of `users` users takes one session after the other.
 
     The gap between two turns becomes the time to think between answer and question.
     """
@@ -80,15 +82,6 @@ def closed(trace: Trace, users: int) -> Trace:
     return replace(trace, name=f"{trace.name}, {users} users", turns=tuple(turns), users=users)
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """A session's number, the number of sessions, and the group of adapters."""
-
-    number: int
-    sessions: int
-    group: int
-
-
 @dataclass(slots=True)
 class _Context:
     """A context of a session while its turns are drawn; `said` is its history, `last` the history's time."""
@@ -101,29 +94,38 @@ class _Context:
     turns: int = 0
 
 
+@dataclass(slots=True)
 class _Session:
     """One session: its dialog with times, token ids and adapters.
 
     Attributes:
+        number, sessions, group: the session's number, the number of sessions, and its group of adapters.
         lost: requests after time 0 whose context exceeds the limit.
     """
 
-    def __init__(self, source: Source, load: Load, gap_s: float, place: _Place):
-        self._source, self._load, self._gap_s, self._place = source, load, gap_s, place
-        self._rng = np.random.default_rng((load.seed, SESSION, place.number))
-        self._contexts: dict[int, _Context] = {}
-        self.lost = 0
+    source: Source
+    load: Load
+    gap_s: float
+    number: int
+    sessions: int
+    group: int
+    contexts: dict[int, _Context] = field(default_factory=dict)
+    lost: int = 0
+    rng: Random = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.rng = np.random.default_rng((self.load.seed, SESSION, self.number))
 
     def turns(self, start: float) -> list[Turn]:
         """The session's turns, history first; none if it ended before time 0."""
         at, turns, full = start, [], False
-        for index, exchange in enumerate(self._source.dialog(self._rng, self._place.group)):
-            at += exchange.gap * self._gap_s
-            if at >= self._load.seconds:
+        for index, exchange in enumerate(self.source.dialog(self.rng, self.group)):
+            at += exchange.gap * self.gap_s
+            if at >= self.load.seconds:
                 break
             context = self._context(exchange.context)
-            question, output = self._ids(exchange.asked), max(1, round(exchange.told / self._load.shrink))
-            full = full or context.length + len(question) + output > self._load.max_len
+            question, output = self._ids(exchange.asked), max(1, round(exchange.told / self.load.shrink))
+            full = full or context.length + len(question) + output > self.load.max_len
             if full:
                 self.lost += at >= 0
                 continue
@@ -131,23 +133,28 @@ class _Session:
             if at < 0:
                 self._remember(context, exchange, question, at)
             else:
-                think = exchange.gap * self._gap_s if self._source.thinks and index else None
+                think = exchange.gap * self.gap_s if self.source.thinks and index else None
                 turns.append(replace(self._turn(context, exchange, question, at), output=output, after=think))
-        latest = max((context.last for context in self._contexts.values()), default=-math.inf)
-        if latest < -self._gap_s and not turns:
+        latest = max((context.last for context in self.contexts.values()), default=-math.inf)
+        if latest < -self.gap_s and not turns:
             return []
-        return [*self._history(), *turns]
+        history = [
+            Turn(context.last, context.session, -1, tuple(context.said), 1, context.adapter, user=self.number)
+            for context in self.contexts.values()
+            if context.last > -math.inf
+        ]
+        return [*history, *turns]
 
     def _context(self, number: int) -> _Context:
         """A context by number. The first starts with the group's prompt, a sub-agent's is empty."""
-        if number not in self._contexts:
-            context = _Context(self._place.number + number * self._place.sessions)
+        if number not in self.contexts:
+            context = _Context(self.number + number * self.sessions)
             if number == 0:
-                rng = np.random.default_rng((self._load.seed, PROMPT, self._place.group))
-                context.said = self._ids(self._source.prompt, rng)
+                rng = np.random.default_rng((self.load.seed, PROMPT, self.group))
+                context.said = self._ids(self.source.prompt, rng)
                 context.length = len(context.said)
-            self._contexts[number] = context
-        return self._contexts[number]
+            self.contexts[number] = context
+        return self.contexts[number]
 
     def _remember(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> None:
         """Adds an exchange before time 0 to the history."""
@@ -160,22 +167,14 @@ class _Session:
         fresh = not context.turns and context.last == -math.inf
         adds = (*context.said, *question) if fresh else tuple(question)
         number, context.turns = context.turns, context.turns + 1
-        adapter, user = self._adapter(exchange.role), self._place.number
+        adapter, user = self._adapter(exchange.role), self.number
         acts_from = len(adds) - len(question) if exchange.activated else None
         return Turn(at, context.session, number, adds, 1, adapter, user=user, aside=exchange.aside, acts_from=acts_from)
 
-    def _history(self) -> list[Turn]:
-        """The history of each context, as one turn."""
-        return [
-            Turn(context.last, context.session, -1, tuple(context.said), 1, context.adapter, user=self._place.number)
-            for context in self._contexts.values()
-            if context.last > -math.inf
-        ]
-
     def _adapter(self, role: int | None) -> int | None:
-        return None if role is None else (self._place.group * self._source.roles + role) % self._load.adapters
+        return None if role is None else (self.group * self.source.roles + role) % self.load.adapters
 
-    def _ids(self, tokens: float, rng: np.random.Generator | None = None) -> list[int]:
+    def _ids(self, tokens: float, rng: Random | None = None) -> list[int]:
         """Random token ids for `tokens` before shrinking; at least one, unless `tokens` is 0."""
-        count = max(1, round(tokens / self._load.shrink)) if tokens else 0
-        return (rng or self._rng).integers(FIRST_ID, self._load.vocab, count).tolist()
+        count = max(1, round(tokens / self.load.shrink)) if tokens else 0
+        return (rng or self.rng).integers(FIRST_ID, self.load.vocab, count).tolist()

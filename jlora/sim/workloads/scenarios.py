@@ -13,10 +13,10 @@ from pathlib import Path
 import numpy as np
 
 from jlora.sim.workloads import files
-from jlora.sim.workloads.arrivals import Gamma, Recorded, typical_clients
+from jlora.sim.workloads.arrivals import Recorded, gamma, typical_clients
 from jlora.sim.workloads.files import Lengths, Step
 from jlora.sim.workloads.load import Exchange, Source
-from jlora.sim.workloads.popularity import ByClient, Drift, Power, Recent, Zipf
+from jlora.sim.workloads.popularity import by_client, drift, power, recent, zipf
 
 Random = np.random.Generator
 
@@ -45,7 +45,7 @@ def chat(data: Path | None = None) -> Source:
             steps = [Step(_words(rng, 2.84, 0.59), _lognormal(rng, 5.02, 0.86, 1000)) for _ in range(turns)]
             return _talk(steps, _soon(rng))
 
-        return Source("W1 synthetic", dialog, Gamma(1.09), Zipf(0.9), 10.5, 200.0)
+        return Source("W1 synthetic", dialog, gamma(1.09), zipf(0.9), 10.5, 200.0)
     talks, requests = files.topical(data), files.azure(data)
 
     def real(rng: Random, group: int) -> list[Exchange]:
@@ -53,7 +53,7 @@ def chat(data: Path | None = None) -> Source:
         told = requests.outputs[rng.integers(len(requests.outputs), size=len(asked))].tolist()
         return _talk([Step(step.asked, answer) for step, answer in zip(asked, told, strict=True)], _soon(rng))
 
-    return Source("W1", real, Recorded(requests.times), Zipf(0.9), _mean(talks), 200.0)
+    return Source("W1", real, Recorded(requests.times), zipf(0.9), _mean(talks), 200.0)
 
 
 def long_chat(data: Path | None = None) -> Source:
@@ -65,7 +65,7 @@ def long_chat(data: Path | None = None) -> Source:
             asked = [first, *(_lognormal(rng, 4.48, 2.45, 16_000) for _ in range(rng.geometric(0.72) - 1))]
             return _talk([Step(a, _lognormal(rng, 5.34, 1.37, 2000)) for a in asked], _soon(rng))
 
-        return Source("W1b synthetic", dialog, Gamma(1.0), Zipf(0.9), 1.39, 200.0, MOONCAKE_PROMPT)
+        return Source("W1b synthetic", dialog, gamma(1.0), zipf(0.9), 1.39, 200.0, MOONCAKE_PROMPT)
     starts, sessions = files.mooncake(data)
     gap_s = _mean_gap(sessions)
 
@@ -74,7 +74,7 @@ def long_chat(data: Path | None = None) -> Source:
         head = Exchange(max(first.asked - MOONCAKE_PROMPT, 1), first.told)
         return [head, *(Exchange(step.asked, step.told, step.gap_s / gap_s) for step in others)]
 
-    return Source("W1b", real, Recorded(starts), Zipf(0.9), _mean(sessions), gap_s, MOONCAKE_PROMPT)
+    return Source("W1b", real, Recorded(starts), zipf(0.9), _mean(sessions), gap_s, MOONCAKE_PROMPT)
 
 
 def translation(data: Path | None = None) -> Source:
@@ -88,7 +88,7 @@ def translation(data: Path | None = None) -> Source:
             asked = sum(_lognormal(rng, 2.06, 0.43, 60) for _ in range(rng.integers(2, 6)))
             return [Exchange(asked, asked * max(rng.normal(1.4, 0.5), 0.5))]
 
-        return Source("W2 synthetic", dialog, typical_clients(LANGUAGES), ByClient(), prompt=INSTRUCTION)
+        return Source("W2 synthetic", dialog, typical_clients(LANGUAGES), by_client, prompt=INSTRUCTION)
     languages = list(files.tatoeba(data).values())
 
     def real(rng: Random, group: int) -> list[Exchange]:
@@ -96,7 +96,7 @@ def translation(data: Path | None = None) -> Source:
         chosen = [pairs[i] for i in rng.integers(len(pairs), size=rng.integers(2, 6))]
         return [Exchange(sum(asked for asked, _ in chosen), sum(told for _, told in chosen))]
 
-    return Source("W2", real, files.clients(data, "m-small"), ByClient(), prompt=INSTRUCTION)
+    return Source("W2", real, files.clients(data, "m-small"), by_client, prompt=INSTRUCTION)
 
 
 def agents(data: Path | None = None) -> Source:
@@ -112,85 +112,37 @@ def agents(data: Path | None = None) -> Source:
     def timed(rng: Random, group: int) -> list[Exchange]:
         return _talk(dialog(rng, group), lambda: rng.exponential(1.0))
 
-    return Source(name, timed, arrivals, Zipf(0.9), turns, 8.0, SERVICE_PROMPT)
+    return Source(name, timed, arrivals, zipf(0.9), turns, 8.0, SERVICE_PROMPT)
 
 
 def tenants(data: Path | None = None) -> Source:
     """W4, many tenants: Azure conv's lengths, an adapter per client of ServeGen m-mid (like MAF1 in dLoRA)."""
     arrivals = files.clients(data, "m-mid") if data else typical_clients(92)
-    return Source("W4" if data else "W4 synthetic", _single(data), arrivals, ByClient())
+    return Source("W4" if data else "W4 synthetic", _single(data), arrivals, by_client)
 
 
 def recorded_tenants(data: Path | None = None) -> Source:
     """W4b: Azure conv's lengths, adapters and clock of GenTD26, much faster (like MAF2)."""
     if data is None:
-        return Source("W4b synthetic", _single(None), Gamma(8.0), Recent())
-    return Source("W4b", _single(data), files.lora_clock(data), ByClient())
+        return Source("W4b synthetic", _single(None), gamma(8.0), recent())
+    return Source("W4b", _single(data), files.lora_clock(data), by_client)
 
 
-def drift(data: Path | None = None) -> Source:
+def shifting(data: Path | None = None) -> Source:
     """W5: Azure conv; the popular adapters change every 5 minutes (LoRAServe's shifting skew, GenTD26's drift)."""
-    arrivals = Recorded(files.azure(data).times) if data else Gamma(1.09)
-    return Source("W5" if data else "W5 synthetic", _single(data), arrivals, Drift(300.0, 1.0, keep=2))
+    arrivals = Recorded(files.azure(data).times) if data else gamma(1.09)
+    return Source("W5" if data else "W5 synthetic", _single(data), arrivals, drift(300.0, 1.0, keep=2))
 
 
-def pipelines(data: Path | None = None) -> Source:
+def pipelines(data: Path | None = None, activated: bool = False) -> Source:
     """W6: the base answers each question, one to three checkers read the answer, the base concludes.
 
     The pipeline of activated LoRA's evaluation, on the dialogs of W3. A checker is an aside that adds a
     few tokens and answers with 10 to 50. An adapter group is a pipeline of three checkers.
+
+    Args:
+        activated: W6a, whose checkers are activated LoRAs, each invoked by its few tokens.
     """
-    return _pipelines(data, "W6")
-
-
-def activated_pipelines(data: Path | None = None) -> Source:
-    """W6a: W6 with checkers that are activated LoRAs, each invoked by its few tokens."""
-    return _pipelines(data, "W6a", activated=True)
-
-
-def synthetic(data: Path | None = None) -> Source:
-    """W7: lengths uniform in [8, 512), Gamma arrivals, power-law adapters (S-LoRA Sec. 7). Needs no files.
-
-    S-LoRA's and Punica's other settings: `Load.arrivals` Gamma(2), Gamma(4), ...; `Load.popularity`
-    Power(0.1), ..., Identical, Distinct, Uniform, Geometric.
-    """
-
-    def dialog(rng: Random, group: int) -> list[Exchange]:
-        asked, told = rng.integers(*SYNTHETIC_RANGE, 2).tolist()
-        return [Exchange(asked, told)]
-
-    return Source("W7", dialog, Gamma(1.0), Power(0.3))
-
-
-def coding(data: Path | None = None) -> Source:
-    """W8, coding agents: long growing contexts, with think times between an answer and the next request.
-
-    An adapter per session and a second one for its sub-agents, which have separate contexts.
-    """
-    if data is None:
-
-        def dialog(rng: Random, group: int) -> list[Exchange]:
-            turns = min(150, 5 + int(rng.exponential(32.0)))
-            first, later = _lognormal(rng, 8.56, 1.6, 100_000), partial(_lognormal, rng, 5.0, 1.8, 20_000)
-            steps = [Step(a, _lognormal(rng, 5.5, 0.91, 8000)) for a in (first, *(later() for _ in range(turns - 1)))]
-            return _talk(steps, lambda: float(rng.lognormal(-1.385, 1.664)))
-
-        return Source("W8 synthetic", dialog, Gamma(1.0), Zipf(0.9), 36.7, 65.0, 14_900, 2, thinks=True)
-    prompt, sessions = files.coding_sessions(data)
-    gap_s = _mean_gap(sessions)
-
-    def real(rng: Random, group: int) -> list[Exchange]:
-        first, *others = sessions[rng.integers(len(sessions))]
-        return [
-            Exchange(first.asked, first.told),
-            *(Exchange(s.asked, s.told, s.gap_s / gap_s, min(s.agent, 1), s.agent) for s in others),
-        ]
-
-    return Source("W8", real, Gamma(1.0), Zipf(0.9), _mean(sessions), gap_s, prompt, 2, thinks=True)
-
-
-def _pipelines(data: Path | None, name: str, activated: bool = False) -> Source:
-    """Pipelines with checkers that are activated LoRAs or plain ones."""
     dialog, turns = _services(data)
 
     def piped(rng: Random, group: int) -> list[Exchange]:
@@ -206,9 +158,50 @@ def _pipelines(data: Path | None, name: str, activated: bool = False) -> Source:
         return exchanges
 
     arrivals = files.clients(data, "m-small") if data else typical_clients(34)
-    name = name if data else f"{name} synthetic"
+    name = ("W6a" if activated else "W6") + ("" if data else " synthetic")
     turns = turns * PIPELINE_STEPS
-    return Source(name, piped, arrivals, Zipf(0.9), turns, 8.0 / PIPELINE_STEPS, SERVICE_PROMPT, CHECKERS)
+    return Source(name, piped, arrivals, zipf(0.9), turns, 8.0 / PIPELINE_STEPS, SERVICE_PROMPT, CHECKERS)
+
+
+def synthetic(data: Path | None = None) -> Source:
+    """W7: lengths uniform in [8, 512), Gamma arrivals, power-law adapters (S-LoRA Sec. 7). Needs no files.
+
+    S-LoRA's and Punica's other settings: `Load.arrivals` gamma(2), gamma(4), ...; `Load.popularity`
+    power(0.1), ..., identical, distinct, uniform, geometric.
+    """
+
+    def dialog(rng: Random, group: int) -> list[Exchange]:
+        asked, told = rng.integers(*SYNTHETIC_RANGE, 2).tolist()
+        return [Exchange(asked, told)]
+
+    return Source("W7", dialog, gamma(1.0), power(0.3))
+
+
+def coding(data: Path | None = None) -> Source:
+    """W8, coding agents: long growing contexts, with think times between an answer and the next request.
+
+    An adapter per session and a second one for its sub-agents, which have separate contexts.
+    """
+    if data is None:
+
+        def dialog(rng: Random, group: int) -> list[Exchange]:
+            turns = min(150, 5 + int(rng.exponential(32.0)))
+            first, later = _lognormal(rng, 8.56, 1.6, 100_000), partial(_lognormal, rng, 5.0, 1.8, 20_000)
+            steps = [Step(a, _lognormal(rng, 5.5, 0.91, 8000)) for a in (first, *(later() for _ in range(turns - 1)))]
+            return _talk(steps, lambda: float(rng.lognormal(-1.385, 1.664)))
+
+        return Source("W8 synthetic", dialog, gamma(1.0), zipf(0.9), 36.7, 65.0, 14_900, 2, thinks=True)
+    prompt, sessions = files.coding_sessions(data)
+    gap_s = _mean_gap(sessions)
+
+    def real(rng: Random, group: int) -> list[Exchange]:
+        first, *others = sessions[rng.integers(len(sessions))]
+        return [
+            Exchange(first.asked, first.told),
+            *(Exchange(s.asked, s.told, s.gap_s / gap_s, min(s.agent, 1), s.agent) for s in others),
+        ]
+
+    return Source("W8", real, gamma(1.0), zipf(0.9), _mean(sessions), gap_s, prompt, 2, thinks=True)
 
 
 def _services(data: Path | None) -> tuple[Callable[[Random, int], Sequence[Step]], float]:
