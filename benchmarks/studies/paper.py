@@ -22,7 +22,7 @@ import gc
 import math
 import multiprocessing
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
@@ -39,7 +39,7 @@ from jlora import machine
 from jlora.loadgen.rounds import Journal
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
-from jlora.sim.trace import Trace, retimed
+from jlora.sim.trace import Trace
 from jlora.sim.workloads import SOURCES, Load, play, ranks
 from jlora.sim.workloads.popularity import parse as parse_popularity
 
@@ -74,6 +74,11 @@ KEPT = (
 )  # fmt: skip
 SHOWN = ("adapters", "history_kv", "running_kv")  # and these as means over time
 YOUNG = 100_000  # objects between two looks of the garbage collector: a simulation makes no cycles before its end
+
+
+def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
+    """The same turns at other times."""
+    return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
 
 
 @dataclass(frozen=True, slots=True)

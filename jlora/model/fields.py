@@ -19,7 +19,8 @@ Number = Annotated[float, Meta(gt=-1e30, lt=1e30, description="a finite number")
 AboveZero = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number above 0")]
 Flag = Annotated[bool, Meta(description="true or false")]
 Text = Annotated[str, Meta(description="a string or null")]
-Indices = Annotated[list[Annotated[int, Meta(ge=0)]], Meta(description="whole numbers, at least 0")]
+Index = Annotated[int, Meta(ge=0)]
+Indices = Annotated[list[Index] | Index, Meta(description="whole numbers, at least 0")]
 
 
 def parse(data: bytes, where: str) -> Any:
@@ -61,10 +62,10 @@ class Fields:
 
     def indices(self, key: str) -> tuple[int, ...] | None:
         """One index or a list of them; None if absent."""
-        value = self.tree.get(key)
-        if value is None:
+        if self.tree.get(key) is None:
             return None
-        return tuple(self.convert(key, value if isinstance(value, list) else [value], Indices))
+        value = self.convert(key, self.tree[key], Indices)
+        return tuple(value) if isinstance(value, list) else (value,)
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...] | None:
         """The same, of tokens of the vocabulary."""

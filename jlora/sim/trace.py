@@ -16,7 +16,7 @@ import hashlib
 import statistics
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -241,11 +241,6 @@ def longest(trace: Trace) -> int:
         most = max(most, total)
         lengths[turn.session] += 0 if turn.aside else len(turn.adds) + turn.output
     return most
-
-
-def retimed(trace: Trace, clock: Callable[[float], float]) -> Trace:
-    """The same turns at other times."""
-    return replace(trace, turns=tuple(replace(turn, at=clock(turn.at)) for turn in trace.turns))
 
 
 def sped_up(trace: Trace, speed: float) -> Trace:
