@@ -29,7 +29,7 @@ train-demo: setup  ## train the embedded model and its adapters from scratch
 	@$(PYTHON) -m tools.train_demo.train --out jlora/demo/assets
 
 proto: setup  ## the generated gRPC code, after a change of jlora.proto
-	$(PYTHON) -m jlora.serve.proto.generate
+	$(PYTHON) -m tools.proto
 
 clean:
 	rm -rf .venv .venv-oracle build *.egg-info

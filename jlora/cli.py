@@ -9,33 +9,51 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from jlora import __version__
 from jlora.config import nearest
-from jlora.errors import JloraError
+from jlora.errors import FailedPrecondition, JloraError
 from jlora.serve.flags import Parser
 
+# Command -> its summary and its function, `module:name`, imported when it runs.
+COMMANDS: Mapping[str, tuple[str, str]] = {
+    "serve": ("serve a model and its adapters over gRPC", "jlora.serve.launcher:main"),
+    "generate": ("one text from a running server, streamed", "jlora.serve.console:generate"),
+    "chat": ("talk to a running server", "jlora.serve.console:chat"),
+    "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
+    "convert": ("write a model in the form that loads fastest", "jlora.cli:convert"),
+    "bench": ("measure a running server; from a checkout, run a study", "jlora.cli:bench"),
+    "doctor": ("check and measure this accelerator", "jlora.doctor.cli:main"),
+    "sim": ("simulate cache policies on hardware that you name", "jlora.cli:simulate"),
+    "demo": ("start the built-in model with its adapters and show them at work", "jlora.demo.run:main"),
+}
+USAGE = """usage: jlora COMMAND [flags]
 
-@dataclass(frozen=True, slots=True)
-class Command:
-    """A subcommand: its summary and its function, `module:name`, imported when it runs."""
+One Llama, many LoRA adapters, one process.
 
-    summary: str
-    target: str
+commands:
+{commands}
 
-    def run(self, argv: Sequence[str]) -> int | None:
-        """Runs it; returns the exit code, None for 0."""
-        module, _, name = self.target.partition(":")
-        return getattr(importlib.import_module(module), name)(argv)
+jlora COMMAND --help shows a command's flags; jlora --version the version."""
+
+# What `jlora bench` can do without a checkout.
+BENCH: Mapping[str, str] = {"serve": "jlora.loadgen.cli:main", "workloads": "jlora.loadgen.workloads:main"}
+BENCH_USAGE = """usage: jlora bench COMMAND [flags]
+
+  serve      play a workload to running servers, or to several configurations in turn
+  workloads  print what the workloads are like
+
+The studies behind docs/results (throughput, latency, policies, ...) are no part of the package.
+Clone the repository, run `make setup`, then `.venv/bin/jlora bench STUDY` there."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jlora COMMAND ...`; returns the exit code (2: the command line is wrong)."""
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or args[0] in ("-h", "--help", "help"):
-        print(usage())
+        lines = (f"  {name:<10} {summary}" for name, (summary, _) in COMMANDS.items())
+        print(USAGE.format(commands="\n".join(lines)))
         return 0 if args else 2
     if args[0] in ("-V", "--version"):
         print(f"jlora {__version__}")
@@ -46,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"jlora: unknown command {name!r}: the nearest valid one is {near!r} (see jlora --help)", file=sys.stderr)
         return 2
     try:
-        return COMMANDS[name].run(rest) or 0
+        return _run(COMMANDS[name][1], rest)
     except JloraError as e:
         print(f"jlora {name}: {e}", file=sys.stderr)
         return 1
@@ -55,14 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def usage() -> str:
-    """The text of `jlora --help`."""
-    lines = [f"  {name:<10} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join(
-        ["usage: jlora COMMAND [flags]", "", "One Llama, many LoRA adapters, one process.", "", "commands:"]
-        + lines
-        + ["", "jlora COMMAND --help shows a command's flags; jlora --version the version."]
-    )
+def _run(target: str, argv: Sequence[str]) -> int:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)(argv) or 0
 
 
 def convert(argv: Sequence[str]) -> int:
@@ -79,18 +92,21 @@ def convert(argv: Sequence[str]) -> int:
     return 0
 
 
-def bench(argv: Sequence[str]) -> int | None:
+def bench(argv: Sequence[str]) -> int:
     """`jlora bench`: a command of the load generator, or a study of the checkout; returns the exit code."""
-    from jlora.loadgen import commands
-
-    if argv and argv[0] in commands.COMMANDS:
-        return commands.COMMANDS[argv[0]](argv[1:])
+    if argv and argv[0] in BENCH:
+        return _run(BENCH[argv[0]], argv[1:])
     checkout = Path(__file__).resolve().parents[1]
     if not (checkout / "benchmarks").is_dir():
-        print(commands.usage())
+        print(BENCH_USAGE)
         return 0 if argv and argv[0] in ("-h", "--help") else 2
     sys.path.insert(0, str(checkout))  # the studies lie beside the package
-    return importlib.import_module("benchmarks.__main__").main(argv)
+    try:
+        return _run("benchmarks.__main__:main", argv)
+    except ModuleNotFoundError as e:
+        if (e.name or "").partition(".")[0] in ("", "jlora", "benchmarks"):  # a fault of ours
+            raise
+        raise FailedPrecondition(f"needs {e.name}: run `pip install -e '.[bench]'` in {checkout}") from e
 
 
 def simulate(argv: Sequence[str]) -> int:
@@ -102,18 +118,6 @@ def simulate(argv: Sequence[str]) -> int:
     cli.add_flags(parser)
     return cli.run(parser.parse(argv), machine.commit)
 
-
-COMMANDS: Mapping[str, Command] = {
-    "serve": Command("serve a model and its adapters over gRPC", "jlora.serve.__main__:main"),
-    "generate": Command("one text from a running server, streamed", "jlora.serve.console:generate"),
-    "chat": Command("talk to a running server", "jlora.serve.console:chat"),
-    "top": Command("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
-    "convert": Command("write a model in the form that loads fastest", "jlora.cli:convert"),
-    "bench": Command("measure a running server; from a checkout, run a study", "jlora.cli:bench"),
-    "doctor": Command("check and measure this accelerator", "jlora.doctor.cli:main"),
-    "sim": Command("simulate cache policies on hardware that you name", "jlora.cli:simulate"),
-    "demo": Command("start the built-in model with its adapters and show them at work", "jlora.demo.run:main"),
-}
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -26,7 +26,6 @@ from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -66,16 +65,9 @@ _STALL_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One answer.
+    """One whole answer; fields as in `Delta`.
 
-    Attributes:
-        text: the answer without its end token and stop string (see `SamplingParams.include_stop`); empty
-            if the model has no tokenizer.
-        token_ids: all output tokens, the end token included.
-        logprobs: one per output token, if asked for.
-        finish_reason: "stop", "length" or "abort".
-        index: which of the prompt's n completions.
-        prompt_logprobs: one per prompt token, the first None, if asked for; on index 0 only.
+    The text has neither the end token nor the stop string (see `SamplingParams.include_stop`).
     """
 
     text: str
@@ -189,9 +181,7 @@ class LLM:
     def __enter__(self) -> LLM:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
@@ -205,8 +195,8 @@ class LLM:
     def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
         """A valid request for each prompt; an error says which prompt is wrong."""
         count = len(prompts)
-        samplings = _for_each("sampling", SamplingParams() if sampling is None else sampling, count, SamplingParams)
-        adapters = _for_each("adapter", adapter, count, str | None)
+        samplings = _for_each("sampling", SamplingParams() if sampling is None else sampling, count)
+        adapters = _for_each("adapter", adapter, count)
         for name in {a for a in adapters if isinstance(a, str)}:
             self._replica.adapter(name).result()  # before the prompts: it is no fault of one of them
         requests = []
@@ -352,15 +342,10 @@ def _conversations(messages: Any) -> Sequence[Any]:
     return messages if several else [messages]
 
 
-def _for_each(field: str, value: Any, count: int, kind: Any) -> Sequence[Any]:
+def _for_each(field: str, value: Any, count: int) -> Sequence[Any]:
     """`value` once for each prompt, or itself if it is a list with one entry for each prompt."""
-    if isinstance(value, kind):
-        return [value] * count
     if not isinstance(value, list | tuple):
-        raise InvalidArgument(f"{field}: must be one value for all prompts or a list, got {type(value).__name__}")
+        return [value] * count
     if len(value) != count:
         raise InvalidArgument(f"{field}: has {len(value)} entries, must have one for each of {count} prompts")
-    for i, one in enumerate(value):
-        if not isinstance(one, kind):
-            raise InvalidArgument(f"{field}[{i}]: must not be {type(one).__name__}")
     return value

@@ -27,6 +27,7 @@ class ReplicaInfo:
         limits: for `jlora.validation.validate`.
         eos_ids: the model's own end tokens.
         block_tokens: tokens of one block of the pool.
+        platform, devices: where it runs; each device is its kind and number.
     """
 
     model: str
@@ -34,6 +35,8 @@ class ReplicaInfo:
     limits: Limits
     eos_ids: tuple[int, ...]
     block_tokens: int
+    platform: str
+    devices: tuple[str, ...]
     config: Config
 
 

@@ -130,14 +130,9 @@ class Timing:
 
 @dataclass(frozen=True, slots=True)
 class TokenEvent:
-    """One output token of a submitted request, or the end of one completion.
+    """One output token of a submitted request, or the end of one completion; fields as in `Delta`.
 
-    Attributes:
-        index: which of the request's n completions.
-        token_id: the new token; None on a final event without a token (an abort).
-        logprob: the token's, if asked for.
-        prompt_logprobs: on the first event of completion 0, if asked for; entry 0 is None.
-        finish_reason: set on the completion's last event, with usage and timing.
+    `token_id` is None on a final event without a token (an abort).
     """
 
     request_id: str

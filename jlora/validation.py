@@ -16,7 +16,7 @@ import dataclasses
 import math
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,8 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
     """Checks every field of `s` by itself."""
     temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
     top_k = _integer("top_k", s.top_k, 0)
+    stop = _sequence("stop", s.stop, "strings", MAX_STOP_STRINGS)
+    stop_ids = _sequence("stop_token_ids", s.stop_token_ids, "token ids", MAX_STOP_TOKENS)
     return SamplingParams(
         temperature=temperature if temperature >= MIN_TEMPERATURE else 0.0,
         top_k=top_k if top_k < vocab else 0,
@@ -104,8 +106,8 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
         n=_integer("n", s.n, 1, MAX_COMPLETIONS),
         max_tokens=None if s.max_tokens is None else _integer("max_tokens", s.max_tokens, 1),
         min_tokens=_integer("min_tokens", s.min_tokens, 0),
-        stop=_stop_strings(s.stop),
-        stop_token_ids=_stop_tokens(s.stop_token_ids, vocab),
+        stop=tuple(_text(f"stop[{i}]", x, MAX_STOP_CHARS) for i, x in enumerate(stop)),
+        stop_token_ids=_token_ids("stop_token_ids", stop_ids, vocab),
         include_stop=_boolean("include_stop", s.include_stop),
         ignore_eos=_boolean("ignore_eos", s.ignore_eos),
         logprobs=_logprobs("logprobs", s.logprobs, vocab),
@@ -122,12 +124,9 @@ def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
         raise OutOfRange(
             f"prompt: has {len(ids)} tokens, must leave room for output in the context of {limits.max_len}"
         )
-    if set(map(type, ids)) != {int}:
-        ids = tuple(_token_id(f"prompt[{i}]", x, vocab) for i, x in enumerate(ids))
-    elif min(ids) < 0 or max(ids) >= vocab:
-        at, bad = next((i, x) for i, x in enumerate(ids) if not 0 <= x < vocab)
-        raise _refuse(f"prompt[{at}]", bad, f"a token id in [0, {vocab})")
-    return ids
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
+        return ids
+    return _token_ids("prompt", ids, vocab)
 
 
 def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
@@ -158,20 +157,6 @@ def _logit_bias(bias: Any, vocab: int) -> dict[int, float]:
     }
 
 
-def _stop_strings(stop: Any) -> tuple[str, ...]:
-    strings = _sequence("stop", stop, "strings")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidArgument(f"stop: has {len(strings)} strings, must have at most {MAX_STOP_STRINGS}")
-    return tuple(_text(f"stop[{i}]", x, MAX_STOP_CHARS) for i, x in enumerate(strings))
-
-
-def _stop_tokens(stop: Any, vocab: int) -> tuple[int, ...]:
-    ids = _sequence("stop_token_ids", stop, "token ids")
-    if len(ids) > MAX_STOP_TOKENS:
-        raise InvalidArgument(f"stop_token_ids: has {len(ids)} ids, must have at most {MAX_STOP_TOKENS}")
-    return tuple(_token_id(f"stop_token_ids[{i}]", x, vocab) for i, x in enumerate(ids))
-
-
 def _logprobs(field: str, value: Any, vocab: int) -> int | None:
     return None if value is None else min(_integer(field, value, 0, MAX_LOGPROBS), vocab)
 
@@ -193,13 +178,17 @@ def _text(field: str, value: Any, longest: int, empty: bool = False) -> str:
     return value
 
 
-def _sequence(field: str, value: Any, of: str) -> tuple[Any, ...]:
+def _sequence(field: str, value: Any, of: str, most: int | None = None) -> tuple[Any, ...]:
     """A tuple of the items. A string is a sequence too, but always a mistake here."""
-    if isinstance(value, tuple):
-        return value
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise _refuse(field, value, f"a tuple or list of {of}")
+    if most is not None and len(value) > most:
+        raise InvalidArgument(f"{field}: has {len(value)} {of}, must have at most {most}")
     return tuple(value)
+
+
+def _token_ids(field: str, ids: Iterable[Any], vocab: int) -> tuple[int, ...]:
+    return tuple(_token_id(f"{field}[{i}]", x, vocab) for i, x in enumerate(ids))
 
 
 def _token_id(field: str, value: Any, vocab: int) -> int:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import _thread
 import dataclasses
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -107,15 +105,6 @@ def test_n_completions_of_a_prompt_follow_each_other_and_repeat_with_the_seed(ll
     assert len({c.token_ids for c in first[:3]}) > 1
 
 
-def test_logprobs_come_with_their_tokens(llm: LLM):
-    c = alone(llm, PROMPTS[0], logprobs=2, prompt_logprobs=0, ignore_eos=True)
-    assert c.logprobs is not None and c.prompt_logprobs is not None
-    assert [x.token_id for x in c.logprobs] == list(c.token_ids)
-    assert all(len(x.top) == 2 and x.top[0] == (x.token_id, x.logprob) for x in c.logprobs)
-    assert c.prompt_logprobs[0] is None
-    assert [x.token_id for x in c.prompt_logprobs[1:]] == llm.tokenizer.encode(PROMPTS[0])[1:]
-
-
 def test_a_stream_has_the_text_and_tokens_of_generate(llm: LLM):
     expected = alone(llm, PROMPTS[1], "one")
     events = list(llm.stream(PROMPTS[1], GREEDY, adapter="one"))
@@ -148,13 +137,9 @@ def stop_in(text: str) -> str:
 def test_a_stop_string_ends_the_answer_and_is_cut_from_it(llm: LLM):
     full = alone(llm, PROMPTS[0], max_tokens=40, ignore_eos=True)
     stop = stop_in(full.text)
-    for include in (False, True):
-        c = alone(llm, PROMPTS[0], max_tokens=40, ignore_eos=True, stop=(stop,), include_stop=include)
-        assert c.text == full.text.split(stop)[0] + (stop if include else "")
-        assert c.finish_reason == "stop"
-        assert c.token_ids == full.token_ids[: len(c.token_ids)]
-        assert stop in llm.tokenizer.decode(c.token_ids) and stop not in llm.tokenizer.decode(c.token_ids[:-1])
-        assert c.usage.completion_tokens == len(c.token_ids)
+    c = alone(llm, PROMPTS[0], max_tokens=40, ignore_eos=True, stop=(stop,))
+    assert (c.text, c.finish_reason) == (full.text.split(stop)[0], "stop")
+    assert c.token_ids == full.token_ids[: c.usage.completion_tokens]
     shown = list(llm.stream(PROMPTS[0], SamplingParams(0, max_tokens=40, ignore_eos=True, stop=(stop,))))
     assert "".join(e.text for e in shown) == full.text.split(stop)[0]
     assert [e.finish_reason for e in shown if e.finish_reason] == ["stop"]
@@ -178,21 +163,16 @@ def test_a_chat_goes_through_the_template(llm: LLM):
         (["ok", "ok"], [GREEDY, SamplingParams(top_p=2)], InvalidArgument, r"prompts\[1\]: top_p"),
         (["ok", None], GREEDY, InvalidArgument, r"prompts\[1\]: prompt = None"),
         (3, GREEDY, InvalidArgument, "prompts: must be text"),
-        ("ok", {"top_p": 1}, InvalidArgument, "sampling: must be"),
+        ("ok", {"top_p": 1}, InvalidArgument, "sampling = .*: must be a SamplingParams"),
     ],
 )
 def test_one_bad_prompt_refuses_the_call_before_anything_runs(llm: LLM, prompts, sampling, error, message):
     before = llm.cache_stats().kv_lookup_tokens
     with pytest.raises(error, match=message):
         llm.generate(prompts, sampling)
-    assert llm.cache_stats().kv_lookup_tokens == before
-
-
-def test_an_unknown_adapter_is_refused_before_anything_runs(llm: LLM):
     with pytest.raises(NotFound, match="one"):
         llm.generate(PROMPTS, GREEDY, adapter=[None, "oen", None, None])
-    with pytest.raises(InvalidArgument, match="adapter: has 1"):
-        llm.generate(PROMPTS, GREEDY, adapter=["one"])
+    assert llm.cache_stats().kv_lookup_tokens == before
 
 
 def test_more_prompts_than_the_queue_takes_all_get_their_answer(llm: LLM):
@@ -264,26 +244,3 @@ def test_tenants_do_not_share_cached_tokens(llm: LLM):
     *_, last = llm.stream(prompt[0], GREEDY, tenant="a")
     assert last.usage is not None
     assert (first.usage.cached_tokens, other.usage.cached_tokens, last.usage.cached_tokens) == (0, 0, 32)
-
-
-def test_importing_jlora_does_not_load_jax():
-    code = "import sys, jlora, jlora.types; jlora.SamplingParams(); assert 'jax' not in sys.modules"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-
-
-def test_an_activated_lora_reads_along_over_the_base_s_kv(files: Path, llm: LLM, tmp_path: Path):
-    spec = _make.tiny_spec(vocab=llm.tokenizer.vocab_size)
-    path = _make.make_adapter(tmp_path / "check", spec, seed=3, alora_invocation_tokens=[7, 8])
-    llm.load_adapter("check", path)
-    try:
-        talk = list(range(20, 60))
-        told = alone(llm, talk).token_ids[:4]
-        verdict = alone(llm, [*talk, *told, 7, 8], "check")
-        assert verdict.usage.cached_tokens == 40 and llm.cache_stats().kv_base_hit_tokens >= 40
-        assert alone(llm, [*talk, *told, 9]).usage.cached_tokens == 40
-        with pytest.raises(InvalidArgument, match=r"'check'.*\[7, 8\]"):
-            llm.generate([[*talk, 7, 8], talk], GREEDY, "check")
-    finally:
-        llm.unload_adapter("check")
-    assert_idle(llm)

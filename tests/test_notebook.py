@@ -14,7 +14,6 @@ nbformat = pytest.importorskip("nbformat")
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
-TRANSFORMS = {name: task.transform for name, task in TASKS.items()}
 TEXT = "the quick brown fox"
 
 
@@ -40,7 +39,7 @@ def executed():
 
 def test_every_adapter_of_the_batch_answers_with_its_own_transform(executed: dict[str, str]):
     answers = dict(line.strip().split(": ", 1) for line in cell(executed, "question").splitlines())
-    expected = {name: TRANSFORMS[name](TEXT) for name in ("upper", "rot13", "leet")}
+    expected = {name: TASKS[name](TEXT) for name in ("upper", "rot13", "leet")}
     assert answers == {"base": TEXT, **expected}
     assert answers["upper"] == "THE QUICK BROWN FOX"
 

@@ -164,6 +164,7 @@ def test_lists_and_numpy_ids_become_plain_ints():
         ("deadline", NAN),
         ("deadline", "soon"),
         ("sampling", None),
+        *(("id", x) for x in ("", "x" * 257, "a b", "a\nb", "é", "\x00", None, 7)),
     ],
 )
 def test_the_requests_own_fields_are_checked(field: str, value):
@@ -171,26 +172,17 @@ def test_the_requests_own_fields_are_checked(field: str, value):
         validate(dataclasses.replace(Request("r", (1,)), **{field: value}), LIMITS)
 
 
-@pytest.mark.parametrize("name", ["", "x" * 257, "a b", "a\nb", "é", "\x00", None, 7])
-def test_a_bad_request_id_is_refused(name):
-    with pytest.raises(InvalidArgument, match="request_id"):
-        validate(Request(name, (1,)), LIMITS)
-
-
 def test_good_request_fields_pass_unchanged():
     request = Request("a/b:c-1", (1,), SamplingParams(max_tokens=2), "sql", -5, True, "tenant", 12.5)
     assert validate(request, LIMITS) == request
 
 
-@pytest.mark.parametrize("prompt, max_tokens", [(64, None), (65, 1), (64, 1), (3, 62), (3, 2**70)])
+@pytest.mark.parametrize(
+    "prompt, max_tokens", [(64, None), (65, 1), (64, 1), (3, 62), pytest.param(3, 10**5000, id="digits")]
+)
 def test_past_the_context_is_out_of_range(prompt: int, max_tokens: int | None):
     with pytest.raises(OutOfRange, match="64"):
         check((1,) * prompt, max_tokens=max_tokens)
-
-
-def test_a_max_tokens_without_a_decimal_form_is_still_out_of_range():
-    with pytest.raises(OutOfRange, match="max_tokens = an integer of"):
-        check(max_tokens=10**5000)
 
 
 @pytest.mark.parametrize("prompt, max_tokens", [(3, 46), (48, 1), (48, None), (50, None)])
@@ -209,9 +201,6 @@ def test_min_tokens_is_held_against_what_context_and_pool_leave_to_an_unset_max_
     assert least(room).sampling.max_tokens is None  # for the engine to fill in, beside the adapter
     with pytest.raises(InvalidArgument, match=f"must be at most max_tokens, here {room}"):
         least(room + 1)
-
-
-def test_min_tokens_is_held_against_max_tokens():
     with pytest.raises(InvalidArgument, match="min_tokens = 5: must be at most max_tokens, here 4"):
         check(min_tokens=5, max_tokens=4)
 

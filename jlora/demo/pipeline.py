@@ -53,6 +53,16 @@ def message(role: str, content: str) -> Any:
     return jlora_pb2.ChatMessage(role=role, content=content)
 
 
+def greedy(model: str, messages: Sequence[Any], max_tokens: int) -> jlora_pb2.GenerateRequest:
+    """A request for the likeliest answer to a chat."""
+    return jlora_pb2.GenerateRequest(
+        model=model,
+        chat=jlora_pb2.Chat(messages=messages),
+        sampling=jlora_pb2.Sampling(temperature=0.0),
+        stopping=jlora_pb2.Stopping(max_tokens=max_tokens),
+    )
+
+
 def invocation_messages(texts: Sequence[str], answers: Sequence[str]) -> list[Any]:
     """A conversation with the base, and the message that asks a check for its verdict."""
     pairs = zip(texts, answers, strict=True)
@@ -114,10 +124,4 @@ async def _verdict(inference: Any, model: str, texts: list[str], answers: list[s
 
 
 async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int) -> Any:
-    request = jlora_pb2.GenerateRequest(
-        model=model,
-        chat=jlora_pb2.Chat(messages=messages),
-        sampling=jlora_pb2.Sampling(temperature=0.0),
-        stopping=jlora_pb2.Stopping(max_tokens=max_tokens),
-    )
-    return await inference.Generate(request, timeout=ANSWER_S)
+    return await inference.Generate(greedy(model, messages, max_tokens), timeout=ANSWER_S)

@@ -83,7 +83,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
-    info = _info(config, spec, layout)
+    info = _info(config, spec, layout, mesh.devices.flat)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
     new = _read_adapters(config, reader, progress)  # before the weights: a wrong path shows at once
@@ -167,10 +167,19 @@ def _read_adapters(config: Config, reader: Reader, progress: bool) -> list[NewAd
     return found
 
 
-def _info(config: Config, spec: ModelSpec, layout: PoolLayout) -> ReplicaInfo:
+def _info(config: Config, spec: ModelSpec, layout: PoolLayout, devices: Iterable[jax.Device]) -> ReplicaInfo:
     limits = Limits(spec.vocab, spec.max_len, (layout.blocks - 1) * layout.block_tokens)
-    name = config.model.name or spec.name
-    return ReplicaInfo(name, spec.dtype, limits, tuple(spec.eos_ids), layout.block_tokens, config)
+    devices = tuple(devices)
+    return ReplicaInfo(
+        model=config.model.name or spec.name,
+        dtype=spec.dtype,
+        limits=limits,
+        eos_ids=tuple(spec.eos_ids),
+        block_tokens=layout.block_tokens,
+        platform=devices[0].platform,
+        devices=tuple(f"{d.device_kind} {d.id}" for d in devices),
+        config=config,
+    )
 
 
 def _use_compile_cache(where: str) -> None:

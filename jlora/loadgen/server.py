@@ -111,11 +111,17 @@ class ServerProcess:
         self.address = self._ready()
 
     def stop(self) -> None:
-        """Ends the process as an operator would."""
+        """Ends the process as an operator would. Raises RuntimeError if it does not end by itself, with code 0."""
         self._process.terminate()
-        self._process.wait(60)
+        try:
+            code = self._process.wait(60)
+        except subprocess.TimeoutExpired as e:
+            self._process.kill()
+            raise RuntimeError("the server did not stop within 60 s of SIGTERM") from e
         assert self._process.stdout is not None
         self._process.stdout.close()
+        if code != 0:
+            raise RuntimeError(f"the server's exit code after SIGTERM was {code}")
 
     def _ready(self) -> str:
         assert self._process.stdout is not None

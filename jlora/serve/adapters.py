@@ -27,13 +27,12 @@ log = logging.getLogger(__name__)
 
 
 class AdaptersServicer(rpc.AdaptersServicer):
-    """Each call is one command of the replica."""
+    """Each call, described in `jlora.proto`, is one command of the replica."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
-        """Reads, checks and serves a PEFT directory; answers when requests may use it."""
         replica = self._backend.loaded
         name = check_name(request.name)
         if name == replica.info.model:
@@ -48,20 +47,16 @@ class AdaptersServicer(rpc.AdaptersServicer):
             raise
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.AdapterInfo:
-        """Answers when the adapter's running requests have ended and its blocks are free."""
         return await _info(self._backend.loaded.unload_adapter(request.name))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        """In order of name."""
         infos = await asyncio.wrap_future(self._backend.loaded.adapters())
         return pb.ListAdaptersResponse(adapters=map(convert.adapter_info, infos))
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
-        """One adapter, or NOT_FOUND with near names."""
         return await _info(self._backend.loaded.adapter(request.name))
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.AdapterInfo:
-        """Pins an adapter on the device, or unpins it."""
         return await _info(self._backend.loaded.pin_adapter(request.name, request.pinned))
 
 

@@ -66,17 +66,22 @@ class Backend:
             raise InvalidArgument(f"model = {model!r}: names no adapter after the colon")
         return check_length(name, "model")
 
-    async def encode(self, text: str) -> Sequence[int]:
-        """Text as token ids, special tokens included."""
-        tokenizer = self.text_tokenizer("prompt.text")
-        if not text:
-            raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
-        if len(text) <= INLINE_CHARS:
-            return tokenizer.encode(text)
-        return await asyncio.to_thread(tokenizer.encode, text)
-
-    async def encode_chat(self, chat: pb.Chat) -> Sequence[int]:
-        """A conversation as token ids, through the model's chat template."""
-        tokenizer = self.text_tokenizer("prompt.chat")
-        messages = [{"role": m.role, "content": m.content} for m in chat.messages]
-        return await asyncio.to_thread(tokenizer.chat, messages)
+    async def encode(self, message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str) -> Sequence[int]:
+        """The token ids of a message's prompt: its text, its chat through the template, or its own ids."""
+        match message.WhichOneof(oneof):
+            case "text":
+                tokenizer = self.text_tokenizer("prompt.text")
+                if not message.text:
+                    raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
+                if len(message.text) <= INLINE_CHARS:
+                    return tokenizer.encode(message.text)
+                return await asyncio.to_thread(tokenizer.encode, message.text)
+            case "chat":
+                tokenizer = self.text_tokenizer("prompt.chat")
+                messages = [{"role": m.role, "content": m.content} for m in message.chat.messages]
+                return await asyncio.to_thread(tokenizer.chat, messages)
+            case None:
+                choices = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+                raise InvalidArgument(f"{oneof}: is not set; give {' or '.join(choices)}")
+            case _:
+                return message.token_ids.ids

@@ -7,12 +7,12 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TextIO
 
 import grpc
 
-from jlora.errors import InvalidArgument
+from jlora.errors import InvalidArgument, JloraError
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -40,11 +40,8 @@ def generate(argv: Sequence[str]) -> int:
             parser.error(f"--ids: the prompt must be 32-bit whole numbers ({e})")
     else:
         request.text = text
-    try:
-        with connect(args.server) as channel:
-            _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args, sys.stdout)
-    except grpc.RpcError as e:
-        return complain("generate", args.server, e)
+    with connect(args.server) as channel:
+        _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args)
     return 0
 
 
@@ -56,14 +53,11 @@ def chat(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # gives input() line editing
-    try:
-        with connect(args.server) as channel:
-            conversation = Conversation(channel, args)
-            print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
-            while conversation.turn(sys.stdin, sys.stdout):
-                continue
-    except grpc.RpcError as e:
-        return complain("chat", args.server, e)
+    with connect(args.server) as channel:
+        conversation = Conversation(channel, args)
+        print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
+        while (line := _read_line()) is not None and line not in ("/quit", "/exit"):
+            conversation.turn(line)
     return 0
 
 
@@ -92,50 +86,43 @@ class Conversation:
         listed = rpc.AdaptersStub(self.channel).ListAdapters(pb.ListAdaptersRequest())
         return [info.model, *(a.name for a in listed.adapters)]
 
-    def turn(self, source: TextIO, out: TextIO) -> bool:
-        """Reads one line and acts on it. False: the user leaves."""
-        line = _read_line(source, out)
-        if line is None or line in ("/quit", "/exit"):
-            return False
-        if line.startswith("/"):
-            self._command(line, out)
-        elif line:
-            self._answer(line, out)
-        return True
+    def turn(self, line: str) -> None:
+        """Acts on one line of the user's."""
+        match line.split(maxsplit=1):
+            case []:
+                pass
+            case ["/reset", *_]:
+                self._reset()
+            case ["/model"]:
+                print("\n".join(self.models()))
+            case ["/model", name]:
+                self._switch(name)
+            case _ if line.startswith("/"):
+                print(HELP)
+            case _:
+                self._answer(line)
 
-    def _command(self, line: str, out: TextIO) -> None:
-        word, _, name = line.partition(" ")
-        name = name.strip()
-        if word == "/reset":
-            self._reset()
-        elif word == "/model" and name:
-            self._switch(name, out)
-        elif word == "/model":
-            print("\n".join(self.models()), file=out)
-        else:
-            print(HELP, file=out)
-
-    def _switch(self, name: str, out: TextIO) -> None:
+    def _switch(self, name: str) -> None:
         known = self.models()
         if name in known or name.removeprefix(f"{known[0]}:") in known:
             self.model = name
         else:
             near = difflib.get_close_matches(name, known, n=3) or known[:8]
-            print(f"no model {name!r}; there is {', '.join(near)}", file=out)
+            print(f"no model {name!r}; there is {', '.join(near)}")
 
-    def _answer(self, line: str, out: TextIO) -> None:
+    def _answer(self, line: str) -> None:
         """Streams the answer. A refused or interrupted turn does not enter the history."""
         asked = [*self.history, pb.ChatMessage(role="user", content=line)]
         request = _request(self.args, self.model)
         request.chat.messages.extend(asked)
         call = rpc.InferenceStub(self.channel).GenerateStream(request, timeout=self.args.timeout)
         try:
-            text = _show(call, self.args, out)
+            text = _show(call, self.args)
         except grpc.RpcError as e:
-            complain("chat", self.args.server, e)
+            print(f"jlora chat: {told(self.args.server, e)}", file=sys.stderr)
         except KeyboardInterrupt:
             call.cancel()
-            print("\n(stopped)", file=out)
+            print("\n(stopped)")
         else:
             self.history = [*asked, pb.ChatMessage(role="assistant", content=text)]
 
@@ -161,19 +148,18 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 def _request(args: argparse.Namespace, model: str | None = None) -> pb.GenerateRequest:
     """The request without its prompt. Flags that are not given stay unset."""
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p", "seed", "n")}
-    stopping = {"max_tokens": args.max_tokens, "stop": args.stop}
-    try:
+    try:  # protobuf takes None as unset
         return pb.GenerateRequest(
             model=args.model if model is None else model,
             tenant=args.tenant,
-            sampling=pb.Sampling(**{k: v for k, v in sampling.items() if v is not None}),
-            stopping=pb.Stopping(**{k: v for k, v in stopping.items() if v is not None}),
+            sampling=pb.Sampling(**sampling),
+            stopping=pb.Stopping(max_tokens=args.max_tokens, stop=args.stop),
         )
     except ValueError as e:  # protobuf refuses numbers beyond 32 bits
         raise InvalidArgument(f"a number is out of range: {e}") from e
 
 
-def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: TextIO) -> str:
+def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace) -> str:
     """Prints the answer as it arrives and returns it; several completions are printed in turn at the end."""
     ids, many = getattr(args, "ids", False), (getattr(args, "n", None) or 1) > 1
     parts: dict[int, list[str]] = {}
@@ -183,11 +169,11 @@ def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: Te
             piece = "".join(f"{token} " for token in output.token_ids) if ids else output.text
             parts.setdefault(output.index, []).append(piece)
             if not many:
-                print(piece, end="", file=out, flush=True)
+                print(piece, end="", flush=True)
     for index in sorted(parts) if many else ():
-        print(f"[{index}] {''.join(parts[index])}", file=out)
+        print(f"[{index}] {''.join(parts[index])}")
     if not many:
-        print(file=out, flush=True)
+        print(flush=True)
     if getattr(args, "timing", False):
         usage, timing = last.usage, last.timing
         print(
@@ -198,29 +184,29 @@ def _show(call: Iterator[pb.GenerateResponse], args: argparse.Namespace, out: Te
     return "".join(parts.get(0, ()))
 
 
-def _read_line(source: TextIO, out: TextIO) -> str | None:
-    """One line without its end; None at the end of input. A terminal has editing and history."""
+def _read_line() -> str | None:
+    """The user's next line; None at the end of input. A terminal has a prompt, editing and history."""
+    terminal = sys.stdin.isatty()
     try:
-        if source is sys.stdin and source.isatty():
-            return input("> ").strip()
-        line = source.readline()
+        return input("> " if terminal else "").strip()
     except (EOFError, KeyboardInterrupt):
-        print(file=out)
+        print(end="\n" if terminal else "")
         return None
-    return line.strip() if line else None
 
 
-def connect(server: str) -> grpc.Channel:
-    """A channel to `server`, HOST:PORT."""
-    return grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)])
+@contextmanager
+def connect(server: str) -> Iterator[grpc.Channel]:
+    """A channel to `server`, HOST:PORT. Raises JloraError in place of grpc.RpcError."""
+    try:
+        with grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]) as channel:
+            yield channel
+    except grpc.RpcError as e:
+        raise JloraError(told(server, e)) from e
 
 
-def complain(command: str, server: str, error: grpc.RpcError) -> int:
-    """Prints one line on stderr; returns exit code 1."""
+def told(server: str, error: grpc.RpcError) -> str:
+    """The error in one line."""
     code, details = error.code(), error.details()
     if code == grpc.StatusCode.UNAVAILABLE and "connect" in (details or "").lower():
-        text = f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
-    else:
-        text = f"{code.name}: {details}"
-    print(f"jlora {command}: {text}", file=sys.stderr)
-    return 1
+        return f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
+    return f"{code.name}: {details}"

@@ -9,12 +9,10 @@ import time
 from collections.abc import Mapping
 
 import grpc
-import jax
 
 from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
-from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -26,22 +24,20 @@ PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve
 
 
 class ControlServicer(rpc.ControlServicer):
-    """Each call is one command of the replica."""
+    """Each call, described in `jlora.proto`, is one command of the replica."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """Constants of the server, and the numbers that show its health."""
         replica, tokenizer = self._backend.loaded, self._backend.tokenizer
         state = await asyncio.wrap_future(replica.state())
         info, stats, recent = replica.info, state.stats, self._backend.recent.summary()
-        devices = jax.devices()[: info.config.model.tp]
         return pb.ServerInfo(
             version=__version__,
             model=info.model,
-            platform=devices[0].platform,
-            devices=[f"{d.device_kind} {d.id}" for d in devices],
+            platform=info.platform,
+            devices=info.devices,
             tp=info.config.model.tp,
             dtype=info.dtype,
             max_model_len=info.limits.max_len,
@@ -64,21 +60,18 @@ class ControlServicer(rpc.ControlServicer):
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
-        """A snapshot of both tiers."""
-        return convert.cache_state((await asyncio.wrap_future(self._backend.loaded.state())).cache)
+        state = await asyncio.wrap_future(self._backend.loaded.state())
+        return pb.CacheState(**dataclasses.asdict(state.cache))  # the message has the record's fields
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
-        """Ends a live request; its blocks are free within two steps."""
         if not request.request_id:
             raise InvalidArgument("request_id: is empty, must name a live request")
         return pb.AbortResponse(aborted=await asyncio.wrap_future(self._backend.loaded.abort(request.request_id)))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
-        """Drops KV that no live request uses."""
         return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
-        """Health turns NOT_SERVING at once. The process runs until a signal ends it."""
         replica = self._backend.loaded
         timeout = request.timeout_s if request.HasField("timeout_s") else None
         if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):

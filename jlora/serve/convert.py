@@ -6,11 +6,11 @@ An unset `optional` field takes the record's default, so each default is written
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import AdapterInfo, CacheState, Delta, Request, SamplingParams, Timing, TokenLogprob, Usage
+from jlora.types import AdapterInfo, Delta, SamplingParams, Timing, TokenLogprob, Usage
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
@@ -23,22 +23,6 @@ def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
             if field.name in _SAMPLING and (not field.has_presence or message.HasField(field.name)):
                 values[field.name] = getattr(message, field.name)
     return SamplingParams(**values)
-
-
-def engine_request(
-    message: pb.GenerateRequest, request_id: str, prompt: Sequence[int], adapter: str | None, deadline: float | None
-) -> Request:
-    """The message as a record, not validated; `deadline` is on the monotonic clock."""
-    return Request(
-        id=request_id,
-        prompt=tuple(prompt),
-        sampling=sampling_params(message),
-        adapter=adapter,
-        priority=message.priority,
-        bypass_prefix_cache=message.bypass_prefix_cache,
-        tenant=message.tenant,
-        deadline=deadline,
-    )
 
 
 def token_logprob(entry: TokenLogprob | None) -> pb.TokenLogprob:
@@ -74,8 +58,3 @@ def response(
 def adapter_info(info: AdapterInfo) -> pb.AdapterInfo:
     """The message has the record's fields."""
     return pb.AdapterInfo(**dataclasses.asdict(info))
-
-
-def cache_state(state: CacheState) -> pb.CacheState:
-    """The message has the record's fields; `asdict` makes dicts of the tiers, which protobuf takes."""
-    return pb.CacheState(**dataclasses.asdict(state))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from jlora import config as configuration
@@ -62,27 +61,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
-@dataclass(frozen=True, slots=True)
-class Flag:
-    """A flag that sets one configuration key. Later names are those of other servers."""
-
-    key: str
-    names: tuple[str, ...]
-    metavar: str
-    help: str
-
-
+# Configuration key, names of its flag (the later ones are those of other servers), metavar, help.
 FLAGS = (
-    Flag("model.path", ("--model",), "DIR_OR_ID", "model directory (Hugging Face or converted), or hub id"),
-    Flag("model.name", ("--served-model-name",), "NAME", "the base model's name for clients (default: from --model)"),
-    Flag("model.dtype", ("--dtype",), "TYPE", "auto (the checkpoint's own), float32 or bfloat16 (default auto)"),
-    Flag("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
-    Flag("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
-    Flag("model.seed", ("--seed",), "N", "seed of requests without one (default 0)"),
-    Flag("adapters.dir", ("--adapter-dir",), "DIR", "load every subdirectory with an adapter_config.json"),
-    Flag("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
-    Flag("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
-    Flag("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
+    ("model.path", ("--model",), "DIR_OR_ID", "model directory (Hugging Face or converted), or hub id"),
+    ("model.name", ("--served-model-name",), "NAME", "the base model's name for clients (default: from --model)"),
+    ("model.dtype", ("--dtype",), "TYPE", "auto (the checkpoint's own), float32 or bfloat16 (default auto)"),
+    ("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
+    ("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
+    ("model.seed", ("--seed",), "N", "seed of requests without one (default 0)"),
+    ("adapters.dir", ("--adapter-dir",), "DIR", "load every subdirectory with an adapter_config.json"),
+    ("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
+    ("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
+    ("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
 )
 
 DESCRIPTION = """Serves one Llama with many LoRA adapters over gRPC.
@@ -94,8 +84,8 @@ Ctrl-C lets running requests end within serve.drain_s seconds (default 30); a se
 def parser(prog: str = "jlora serve") -> Parser:
     """The parser of `jlora serve`."""
     made = Parser(prog, DESCRIPTION)
-    for flag in FLAGS:
-        made.add_argument(*flag.names, dest=flag.key, metavar=flag.metavar, help=f"{flag.help} [{flag.key}]")
+    for key, names, metavar, help in FLAGS:
+        made.add_argument(*names, dest=key, metavar=metavar, help=f"{help} [{key}]")
     made.add_argument(
         "--adapter",
         "--lora-modules",
@@ -149,4 +139,4 @@ def _overrides(args: dict[str, Any]) -> dict[str, str]:
             if prefix + name in overrides:
                 raise ConfigError(f"{flag} {name}: is given twice")
             overrides[prefix + name] = value
-    return overrides | {flag.key: args[flag.key] for flag in FLAGS if args[flag.key] is not None}
+    return overrides | {key: args[key] for key, *_ in FLAGS if args[key] is not None}

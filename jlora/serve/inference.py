@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 
 import grpc
 
@@ -23,7 +23,7 @@ Context = grpc.aio.ServicerContext
 
 
 class InferenceServicer(rpc.InferenceServicer):
-    """Turns messages into requests, submits them, and sends their deltas.
+    """Turns messages into requests, submits them, and sends their deltas. `jlora.proto` describes the calls.
 
     A call that ends early, by cancellation or deadline, leaves its `Generation`, which aborts the
     request.
@@ -33,7 +33,6 @@ class InferenceServicer(rpc.InferenceServicer):
         self._backend = backend
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        """One message with the whole answer."""
         ready = await self._request(request, context)
         # Without stop strings nothing needs to be read before the end.
         async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
@@ -41,14 +40,12 @@ class InferenceServicer(rpc.InferenceServicer):
             return convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        """Deltas, as soon as they arrive and the client reads."""
         ready = await self._request(request, context)
         async with Generation(self._backend, ready, eager=True) as generation:
             async for deltas in generation.deltas():
                 yield convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
-        """A hint: the replica copies as much as it has room for."""
         ready = await self._request(request, context)
         result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         return pb.PrefetchResponse(
@@ -58,19 +55,11 @@ class InferenceServicer(rpc.InferenceServicer):
         )
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
-        """The ids that Generate would take as the prompt."""
         limits = self._backend.loaded.info.limits
-        match request.WhichOneof("input"):
-            case "text":
-                ids = await self._backend.encode(request.text)
-            case "chat":
-                ids = await self._backend.encode_chat(request.chat)
-            case _:
-                raise InvalidArgument("input: is not set; give text or chat")
+        ids = await self._backend.encode(request, "input")
         return pb.TokenizeResponse(token_ids=ids, max_model_len=limits.max_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        """Text of ids inside the vocabulary."""
         vocab = self._backend.loaded.info.limits.vocab
         tokenizer = self._backend.text_tokenizer("Detokenize")
         for i, token in enumerate(request.token_ids):
@@ -89,17 +78,14 @@ class InferenceServicer(rpc.InferenceServicer):
         if message.stopping.stop and backend.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         adapter = backend.adapter_of(message.model)
-        request_id = message.request_id or uuid.uuid4().hex
-        prompt = await self._prompt(message)
-        return validate(convert.engine_request(message, request_id, prompt, adapter, deadline), limits)
-
-    async def _prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
-        match message.WhichOneof("prompt"):
-            case "text":
-                return await self._backend.encode(message.text)
-            case "token_ids":
-                return message.token_ids.ids
-            case "chat":
-                return await self._backend.encode_chat(message.chat)
-            case _:
-                raise InvalidArgument("prompt: is not set; give text, token_ids or chat")
+        request = Request(
+            id=message.request_id or uuid.uuid4().hex,
+            prompt=tuple(await backend.encode(message, "prompt")),
+            sampling=convert.sampling_params(message),
+            adapter=adapter,
+            priority=message.priority,
+            bypass_prefix_cache=message.bypass_prefix_cache,
+            tenant=message.tenant,
+            deadline=deadline,
+        )
+        return validate(request, limits)

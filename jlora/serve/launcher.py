@@ -15,12 +15,14 @@ import logging
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config
 from jlora.errors import JloraError
+from jlora.serve import flags
 
 if TYPE_CHECKING:
     from jlora.engine.local import LocalReplica
@@ -34,8 +36,9 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0
 
 
-def run(config: Config) -> int:
-    """Serves until a signal; returns the process's exit code."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs `jlora serve` until a signal; returns the process's exit code."""
+    config = flags.parse(argv)
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jlora").setLevel(config.serve.log_level.upper())
     try:

@@ -1,4 +1,4 @@
-"""One completion's text, token by token: characters, spacing and stop strings.
+"""Text token by token: characters, spacing and stop strings.
 
 `decode(token)` alone is wrong for three reasons:
 
@@ -19,27 +19,8 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection
-from dataclasses import dataclass
 
 from jlora.serve.tokenizer import Tokenizer
-from jlora.types import FinishReason, SamplingParams, TokenEvent
-
-
-@dataclass(frozen=True, slots=True)
-class TextDelta:
-    """New text of a completion.
-
-    Attributes:
-        text: may be empty.
-        stopped: a stop string matched while the engine still runs this completion, so the front must
-            call `Replica.stop`. True at most once.
-        finish_reason: set on the completion's last event. It is the event's own, but "stop" after a stop
-            string, even one in the last token that max_tokens allowed.
-    """
-
-    text: str
-    stopped: bool = False
-    finish_reason: FinishReason | None = None
 
 
 class Detokenizer:
@@ -50,10 +31,10 @@ class Detokenizer:
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
         self._last: int | None = None  # the last token with text
 
-    def push(self, token_id: int) -> str:
-        """The text that `token_id` completes."""
+    def push(self, token_id: int, special: bool = False) -> str:
+        """The text that `token_id` completes. A special token has one only with `special`: its name."""
         if self._tokenizer.is_silent(token_id):
-            return ""
+            return self.flush() + self._tokenizer.decode([token_id], skip_special=False) if special else ""
         raw = self._tokenizer.token_bytes(token_id)
         last, self._last = self._last, token_id
         if last is None and (raw is None or raw.isascii()):
@@ -115,62 +96,3 @@ class StopFinder:
                 if any(len(tail) < len(s) and s.startswith(tail) for s in self._stops):
                     return at
         return len(text)
-
-
-class TextStream:
-    """The text of one completion. Not thread-safe."""
-
-    def __init__(self, tokenizer: Tokenizer, sampling: SamplingParams, eos_ids: Collection[int]) -> None:
-        """`sampling` as validated; `eos_ids` are the model's own end tokens."""
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._eos = frozenset(eos_ids)
-        self._detokenizer = Detokenizer(tokenizer)
-        self._finder = StopFinder(sampling.stop)
-        self._tokens = 0
-        self._stopped = False
-
-    @property
-    def completion_tokens(self) -> int:
-        """Output tokens so far, including the one that completed a stop string."""
-        return self._tokens
-
-    @property
-    def stopped(self) -> bool:
-        """Whether a stop string has matched. Later tokens are not part of the output."""
-        return self._stopped
-
-    def push(self, event: TokenEvent) -> TextDelta:
-        """The text that `event` adds; none after a stop string."""
-        if self._stopped:
-            return TextDelta("", finish_reason="stop" if event.finish_reason else None)
-        text = ""
-        if event.token_id is not None:
-            self._tokens += 1
-            text = self._token_text(event.token_id, event.finish_reason)
-        final = event.finish_reason is not None
-        if final:
-            text += self._detokenizer.flush()
-        shown, stop = self._finder.push(text, matching=self._tokens >= self._sampling.min_tokens)
-        if stop is not None:
-            self._stopped = True
-            shown += stop if self._sampling.include_stop else ""
-            return TextDelta(shown, stopped=not final, finish_reason="stop" if final else None)
-        if final:
-            shown += self._finder.flush()
-        return TextDelta(shown, finish_reason=event.finish_reason)
-
-    def _token_text(self, token_id: int, finish_reason: FinishReason | None) -> str:
-        """The token's text. An end token has one only if include_stop asks for it."""
-        if finish_reason == "stop":
-            if token_id in self._sampling.stop_token_ids:
-                return self._end_text(token_id) if self._sampling.include_stop else ""
-            if token_id in self._eos:
-                return ""
-        return self._detokenizer.push(token_id)
-
-    def _end_text(self, token_id: int) -> str:
-        """The text of a stop token under include_stop, even of a special token."""
-        if self._tokenizer.is_silent(token_id):
-            return self._detokenizer.flush() + self._tokenizer.decode([token_id], skip_special=False)
-        return self._detokenizer.push(token_id)

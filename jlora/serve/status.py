@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -86,25 +85,20 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), parse, write)
 
 
-@dataclass(frozen=True, slots=True)
-class _Malformed:
-    """Takes the place of a request that cannot be parsed."""
-
-
 def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A parser that never raises: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
+    """A parser that returns its error: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
 
     def read(data: bytes) -> Any:
         try:
             return parse(data)
-        except DecodeError:
-            return _Malformed()
+        except DecodeError as e:
+            return e
 
     return read
 
 
 def _check(request: Any) -> None:
-    if isinstance(request, _Malformed):
+    if isinstance(request, DecodeError):
         raise errors.InvalidArgument("request: is not a valid protobuf message of its type (strings are UTF-8)")
 
 

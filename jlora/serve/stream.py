@@ -15,9 +15,9 @@ from itertools import chain
 from typing import NamedTuple
 
 from jlora.errors import Unavailable
-from jlora.serve.output import TextStream
+from jlora.serve.output import Detokenizer, StopFinder
 from jlora.serve.tokenizer import Tokenizer
-from jlora.types import Delta, Request, Timing, TokenEvent, TokenLogprob, Usage
+from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
 
 class Stop(NamedTuple):
@@ -33,8 +33,7 @@ class Answer:
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
         """`request` as validated; without a `tokenizer` the deltas have no text."""
         self._completions = [
-            _Completion(i, TextStream(tokenizer, request.sampling, eos_ids) if tokenizer else None)
-            for i in range(request.sampling.n)
+            _Completion(i, request.sampling, tokenizer, frozenset(eos_ids)) for i in range(request.sampling.n)
         ]
         self._ends: list[Delta] = []
 
@@ -96,10 +95,16 @@ def joined(deltas: Sequence[Delta]) -> Delta:
 class _Completion:
     """One completion: its text, and what is new since the last `take`."""
 
-    def __init__(self, index: int, text: TextStream | None) -> None:
+    def __init__(
+        self, index: int, sampling: SamplingParams, tokenizer: Tokenizer | None, eos_ids: Collection[int]
+    ) -> None:
         self.tokens = 0  # that the client sees
         self._index = index
-        self._text = text
+        self._sampling = sampling
+        self._eos_ids = eos_ids
+        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._finder = StopFinder(sampling.stop)
+        self._stopped = False  # by a stop string: later tokens are neither shown nor counted
         self._clear()
 
     def _clear(self) -> None:
@@ -110,23 +115,37 @@ class _Completion:
         self._end: TokenEvent | None = None
 
     def add(self, event: TokenEvent) -> bool:
-        """Adds one event; whether the engine must stop this completion now."""
-        text, stopped, reason = self._text, False, event.finish_reason
-        late = text is not None and text.stopped  # tokens after a stop string are not shown
+        """Adds one event; whether a stop string ends the completion while the engine still runs it."""
+        late = self._stopped
+        if event.prompt_logprobs is not None:
+            self._prompt_logprobs = event.prompt_logprobs
         if event.token_id is not None and not late:
             self.tokens += 1
             self._ids.append(event.token_id)
             if event.logprob is not None:
                 self._logprobs.append(event.logprob)
-        if text is not None:
-            shown = text.push(event)
-            self._shown += shown.text
-            stopped, reason = shown.stopped, shown.finish_reason
-        if event.prompt_logprobs is not None:
-            self._prompt_logprobs = event.prompt_logprobs
-        if reason is not None:
-            self._end = replace(event, finish_reason=reason)
-        return stopped
+        if self._detokenizer is not None and not late:
+            self._shown += self._text(event, self._detokenizer)
+        if event.finish_reason is not None:  # "stop" even if the stop string is in the last token allowed
+            self._end = replace(event, finish_reason="stop" if self._stopped else event.finish_reason)
+        return self._stopped and not late and self._end is None
+
+    def _text(self, event: TokenEvent, detokenizer: Detokenizer) -> str:
+        """What the event adds to the text, up to a stop string."""
+        sampling, final = self._sampling, event.finish_reason is not None
+        text = ""
+        if event.token_id is not None:
+            ended = event.finish_reason == "stop"
+            by_id = ended and event.token_id in sampling.stop_token_ids
+            hidden = not sampling.include_stop if by_id else ended and event.token_id in self._eos_ids
+            text = "" if hidden else detokenizer.push(event.token_id, special=by_id)
+        if final:
+            text += detokenizer.flush()
+        text, stop = self._finder.push(text, matching=self.tokens >= sampling.min_tokens)
+        if stop is not None:
+            self._stopped = True
+            return text + stop if sampling.include_stop else text
+        return text + self._finder.flush() if final else text
 
     def take(self) -> Delta | None:
         """What is new, None if nothing is."""

@@ -17,13 +17,14 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
 import jinja2.sandbox
+import msgspec
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
@@ -34,6 +35,16 @@ _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token
 
 # Tokenizer classes that obey add_bos_token and add_eos_token.
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
+
+
+class _Message(msgspec.Struct):
+    """What every message of a conversation has; a template may read more."""
+
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    content: str
+
+
+_Messages = Annotated[list[_Message], msgspec.Meta(min_length=1)]
 
 
 class Tokenizer:
@@ -116,7 +127,11 @@ class Tokenizer:
         """The conversation as the model's text; errors as in `chat`."""
         if self._template is None:
             raise FailedPrecondition("chat: the model has no chat template; send text or token ids")
-        _check_messages(messages)
+        try:
+            msgspec.convert(messages, _Messages)
+        except msgspec.ValidationError as e:
+            problem, _, where = str(e).partition(" - at `$")
+            raise InvalidArgument(f"messages{where.rstrip('`')}: {problem[0].lower()}{problem[1:]}") from e
         values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, **self._specials}
         try:
             return self._template.render(**values, add_generation_prompt=True)
@@ -188,17 +203,20 @@ def _byte_scheme(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
     return "ByteLevel" in steps, "ByteFallback" in steps
 
 
+def _read(file: Path) -> str | None:
+    """The file's text; None if there is no such file."""
+    try:
+        return file.read_text(encoding="utf-8") if file.is_file() else None
+    except (OSError, UnicodeDecodeError) as e:
+        raise DataLoss(f"{file.name}: cannot be read: {e}") from e
+
+
 def _read_json(file: Path) -> dict[str, Any]:
     """The object in `file`; empty if there is no such file."""
-    if not file.is_file():
-        return {}
     try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+        return msgspec.json.decode(_read(file) or "{}", type=dict[str, Any])
+    except msgspec.DecodeError as e:
         raise DataLoss(f"{file.name}: cannot be read: {e}") from e
-    if not isinstance(value, dict):
-        raise DataLoss(f"{file.name}: must be a JSON object, got {type(value).__name__}")
-    return value
 
 
 def _token_text(value: Any) -> str | None:
@@ -210,12 +228,8 @@ def _token_text(value: Any) -> str | None:
 
 def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     """The default chat template: its own file first, then `tokenizer_config.json`."""
-    file = directory / "chat_template.jinja"
-    if file.is_file():
-        try:
-            return file.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as e:
-            raise DataLoss(f"{file.name}: cannot be read: {e}") from e
+    if (own := _read(directory / "chat_template.jinja")) is not None:
+        return own
     found = config.get("chat_template")
     if isinstance(found, list):
         found = next((t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == "default"), None)
@@ -253,18 +267,3 @@ def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
-
-
-def _check_messages(messages: Any) -> None:
-    if isinstance(messages, str | bytes | Mapping) or not isinstance(messages, Sequence):
-        raise InvalidArgument(f"messages: must be a list of messages, got {type(messages).__name__}")
-    if not messages:
-        raise InvalidArgument("messages: is empty, must have at least 1 message")
-    for i, message in enumerate(messages):
-        if not isinstance(message, Mapping):
-            raise InvalidArgument(f"messages[{i}]: must have role and content, got {type(message).__name__}")
-        for key in ("role", "content"):
-            if not isinstance(message.get(key), str):
-                raise InvalidArgument(f"messages[{i}].{key}: must be a string, got {type(message.get(key)).__name__}")
-        if not message["role"]:
-            raise InvalidArgument(f"messages[{i}].role: is empty, must have at least 1 character")

@@ -14,16 +14,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TextIO
 
 import grpc
-from rich import box
+from rich import box, filesize
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jlora.serve.console import complain, connect
+from jlora.serve.console import connect
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -41,7 +42,7 @@ CLASSES = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Watches until q or Ctrl-C; returns the exit code (1: no server answers)."""
+    """Watches until q or Ctrl-C; returns the exit code. Raises JloraError if no server answers."""
     parser = Parser("jlora top", "Shows a running server: tiers by class, adapters by tier, requests. q quits.")
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="HOST:PORT")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
@@ -51,16 +52,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--interval {args.interval}: must be in [0.1, 3600] seconds")
     tty = sys.stdout.isatty()
     console = Console(highlight=False, width=None if tty else FILE_COLUMNS)
-    try:
-        with connect(args.address) as channel:
-            if args.once or not (tty and sys.stdin.isatty()):
-                console.print(picture(Reading.take(channel), None, console.height if tty else FILE_ROWS))
-            else:
-                watch(channel, args.interval, console)
-    except grpc.RpcError as e:
-        return complain("top", args.address, e)
-    except KeyboardInterrupt:
-        return 0
+    with connect(args.address) as channel, contextlib.suppress(KeyboardInterrupt):
+        if args.once or not (tty and sys.stdin.isatty()):
+            console.print(picture(Reading.take(channel), None, console.height if tty else FILE_ROWS))
+        else:
+            watch(channel, args.interval, console)
     return 0
 
 
@@ -217,15 +213,8 @@ def _seconds(seconds: float) -> str:
 
 
 def _age(seconds: float) -> str:
-    for limit, unit, size in ((60, "s", 1), (3600, "min", 60), (86400, "h", 3600)):
-        if seconds < limit:
-            return f"{int(seconds // size)} {unit}"
-    return f"{int(seconds // 86400)} d"
+    return str(timedelta(seconds=int(seconds)))
 
 
 def _bytes(count: float) -> str:
-    for unit in ("B", "kB", "MB"):
-        if count < 1000:
-            return f"{count:.3g} {unit}"
-        count /= 1000
-    return f"{count:.3g} GB"
+    return filesize.decimal(round(count))

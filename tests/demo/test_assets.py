@@ -11,10 +11,11 @@ from tokenizers import Tokenizer
 
 from jlora.adapters.peft import read_peft
 from jlora.demo import assets, pipeline
-from jlora.demo.tasks import CHECKS, TASKS
+from jlora.demo.tasks import CHECKS
 from jlora.model.checkpoint import read_spec
 from jlora.model.spec import ModelSpec
 from tools.train_demo import data, export
+from tools.train_demo.plans import PLANS
 from tools.train_demo.train import BASE, SPEC
 
 LIMIT = 8 * 1024 * 1024
@@ -69,12 +70,9 @@ def test_chat_template_writes_a_check_s_invocation_after_the_base_s_conversation
     assert tokenizer.encode(told, add_special_tokens=False).ids == data.check_prompt(["a", "b"])
 
 
-ADAPTERS = {**TASKS, **CHECKS}
-
-
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", PLANS)
 def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec: ModelSpec, caplog):
-    shape = ADAPTERS[name].lora
+    shape = PLANS[name].lora
     adapter = read_peft(assets.adapter_path(name), spec, max_rank=64, base_names=(spec.name,))
     assert not caplog.records, "the reader warned"
     assert set(adapter.target_modules) == set(shape.targets)
@@ -84,9 +82,9 @@ def test_adapter_is_a_correct_peft_adapter_of_its_declared_shape(name: str, spec
     assert adapter.alora_invocation_tokens == (data.INVOCATION if name in CHECKS else ())
 
 
-@pytest.mark.parametrize("name", ADAPTERS)
+@pytest.mark.parametrize("name", PLANS)
 def test_adapter_folds_the_scale_that_training_used(name: str, spec: ModelSpec):
-    shape, trained = ADAPTERS[name].lora, export.read_adapter(assets.adapter_path(name), spec.layers)
+    shape, trained = PLANS[name].lora, export.read_adapter(assets.adapter_path(name), spec.layers)
     adapter = read_peft(assets.adapter_path(name), spec, max_rank=64)
     projection = shape.targets[0]
     a, b = trained[0][projection]
@@ -97,8 +95,8 @@ def test_adapter_folds_the_scale_that_training_used(name: str, spec: ModelSpec):
 def test_training_record_says_how_the_files_were_made():
     record = json.loads((assets.ASSETS / "training.json").read_text())
     stages = record["stages"]
-    assert list(stages) == ["base", *ADAPTERS]
+    assert list(stages) == ["base", *PLANS]
     assert stages["base"]["steps"] == BASE.steps
-    assert {name: stages[name]["steps"] for name in ADAPTERS} == {name: a.steps for name, a in ADAPTERS.items()}
+    assert {name: stages[name]["steps"] for name in PLANS} == {name: a.steps for name, a in PLANS.items()}
     assert all(stage["exact"] >= 0.95 for stage in stages.values())
     assert sum(stage["seconds"] for stage in stages.values()) < 3600

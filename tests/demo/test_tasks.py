@@ -9,6 +9,7 @@ import pytest
 from jlora.demo.tasks import CHECKS, TASKS, echo
 from jlora.model.spec import PROJECTIONS
 from tools.train_demo import data
+from tools.train_demo.plans import PLANS
 from tools.train_demo.skills import SKILLS
 
 TEXT = "Meet Alice at gate 42, OK?"
@@ -25,19 +26,18 @@ EXPECTED = {
 
 @pytest.mark.parametrize("name", TASKS)
 def test_task_does_what_it_is_named_for(name: str):
-    assert TASKS[name].transform(TEXT) == EXPECTED[name]
-    assert TASKS[name].name == name
+    assert TASKS[name](TEXT) == EXPECTED[name]
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_task_keeps_text_outside_ascii_valid(name: str):
-    answer = TASKS[name].transform("¿2 señores, 東京 🙂?")
+    answer = TASKS[name]("¿2 señores, 東京 🙂?")
     assert answer.encode().decode() == answer
     assert "東京 🙂" in answer
 
 
 def test_adapters_differ_in_rank_and_targets():
-    shapes = [task.lora for task in TASKS.values()]
+    shapes = [PLANS[name].lora for name in TASKS]
     ranks = [shape.rank for shape in shapes]
     assert len(shapes) >= 6 and min(ranks) == 4 and max(ranks) == 64 and len(set(ranks)) >= 6
     assert len({shape.targets for shape in shapes}) >= 5
@@ -47,7 +47,7 @@ def test_adapters_differ_in_rank_and_targets():
 
 
 def test_scale_is_alpha_over_rank_or_over_its_root():
-    plain, rooted = TASKS["piglatin"].lora, TASKS["reverse"].lora
+    plain, rooted = PLANS["piglatin"].lora, PLANS["reverse"].lora
     assert plain.scale_of("q") == plain.alpha / 32 and plain.scale_of("up") == plain.alpha / 8
     assert rooted.scale_of("q") == rooted.alpha / 8
 
@@ -61,7 +61,7 @@ def test_training_texts_are_never_held_out_and_evaluated_ones_always_are():
 
 
 def test_same_seed_gives_the_same_training_rows():
-    turn = data.task_turns(TASKS["upper"].transform)
+    turn = data.task_turns(TASKS["upper"])
     first, second, other = (data.batch(Random(seed), turn, 2, 64) for seed in (1, 1, 2))
     assert (first[0] == second[0]).all() and (first[1] == second[1]).all()
     assert (first[0] != other[0]).any()

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jlora.demo.tasks import TASKS
 from jlora.model import llama
 from tools.train_demo import data, export, train
+from tools.train_demo.plans import PLANS
 
 
 def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):
@@ -19,7 +19,7 @@ def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):
     record = json.loads((tmp_path / "training.json").read_text())
     assert list(record["stages"]) == ["base", "upper"] and record["parameters"] == train.SPEC.parameters
     lora = export.read_adapter(tmp_path / "adapters" / "upper", train.SPEC.layers)
-    assert [set(layer) for layer in lora] == [set(TASKS["upper"].lora.targets)] * train.SPEC.layers
+    assert [set(layer) for layer in lora] == [set(PLANS["upper"].lora.targets)] * train.SPEC.layers
     assert all(np.any(b) for layer in lora for _, b in layer.values()), "B starts at zero and must have moved"
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import shutil
-import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -13,9 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
@@ -69,25 +66,26 @@ def crowd(served: Served, alone: list[pb.GenerateResponse]) -> Iterator[Served]:
 
 # -- fields of a request ------------------------------------------------------------------------
 
+# One or two per field: `test_validation` has the edges.
 BAD = {
-    "temperature": [-0.001, -math.inf, math.inf, math.nan, 100.5, 1e308],
-    "top_k": [-1, -INT32 - 1],
-    "top_p": [0.0, -0.1, 1.0001, math.nan, math.inf],
-    "min_p": [-0.01, 1.01, math.nan, -math.inf],
-    "repetition_penalty": [0.0, -1.0, 1e-4, 1e4, math.nan, math.inf],
-    "presence_penalty": [-2.01, 2.01, math.nan, math.inf],
-    "frequency_penalty": [-2.01, 2.01, math.nan, -math.inf],
-    "n": [0, -1, 65, INT32],
-    "max_tokens": [0, -1, -INT32],
-    "min_tokens": [-1, 9, INT32],
-    "logprobs": [-1, 21, INT32],
-    "prompt_logprobs": [-1, 21, INT32],
-    "stop_token_ids": [[-1], [VOCAB], [5, INT32], [5] * 65],
-    "stop": [[""], ["x" * 1025], ["x"] * 17],
-    "logit_bias": [{-1: 1.0}, {VOCAB: 1.0}, {5: 100.1}, {5: math.nan}, {5: -math.inf}, {t: 1.0 for t in range(1025)}],
-    "request_id": ["x" * 257, "a b", "é", "a\nb"],
-    "tenant": ["x" * 257, HUGE],
-    "model": ["x" * 129, "base:" + "x" * 129, "base:", HUGE],
+    "temperature": [-0.001, math.nan],
+    "top_k": [-1],
+    "top_p": [0.0, math.inf],
+    "min_p": [1.01],
+    "repetition_penalty": [0.0, math.nan],
+    "presence_penalty": [-2.01],
+    "frequency_penalty": [2.01],
+    "n": [0, INT32],
+    "max_tokens": [0, -INT32],
+    "min_tokens": [-1, 9],
+    "logprobs": [21],
+    "prompt_logprobs": [-1],
+    "stop_token_ids": [[5, VOCAB]],
+    "stop": [[""], ["x"] * 17],
+    "logit_bias": [{VOCAB: 1.0}, {5: math.nan}, {t: 1.0 for t in range(1025)}],
+    "request_id": ["é"],
+    "tenant": [HUGE],
+    "model": ["base:", "x" * 129, "base:" + HUGE],
 }
 
 
@@ -187,24 +185,8 @@ def test_what_passes_the_context_is_out_of_range(crowd: Served):
 # -- adapters -----------------------------------------------------------------------------------
 
 
-def edit(name: str, change: Callable[[dict[str, np.ndarray]], None]) -> Callable[[Path], None]:
-    """Changes the tensors of an adapter's weight file."""
-
-    def run(directory: Path) -> None:
-        file = directory / name
-        tensors = load_file(file)
-        change(tensors)
-        save_file(tensors, file)
-
-    return run
-
-
-def config(**changes: Any) -> Callable[[Path], None]:
-    return lambda directory: _make.edit_json(directory / "adapter_config.json", **changes)
-
-
 WEIGHTS = "adapter_model.safetensors"
-FIRST = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+CONFIG = "adapter_config.json"
 
 
 def truncate(directory: Path) -> None:
@@ -212,71 +194,12 @@ def truncate(directory: Path) -> None:
     (directory / WEIGHTS).write_bytes(data[:-100])
 
 
-def truncate_in_header(directory: Path) -> None:
-    (directory / WEIGHTS).write_bytes((directory / WEIGHTS).read_bytes()[:20])
-
-
-def flip_header(directory: Path) -> None:
-    data = bytearray((directory / WEIGHTS).read_bytes())
-    data[data.index(b"data_offsets") + 16] ^= 0x08
-    (directory / WEIGHTS).write_bytes(bytes(data))
-
-
-def flip_length(directory: Path) -> None:
-    data = bytearray((directory / WEIGHTS).read_bytes())
-    data[:8] = struct.pack("<Q", struct.unpack("<Q", data[:8])[0] ^ (1 << 40))
-    (directory / WEIGHTS).write_bytes(bytes(data))
-
-
-def flip_exponent(directory: Path) -> None:
-    """One weight becomes infinite or NaN: all exponent bits set."""
-    data = bytearray((directory / WEIGHTS).read_bytes())
-    data[-1] |= 0x7F
-    data[-2] |= 0x80
-    (directory / WEIGHTS).write_bytes(bytes(data))
-
-
-def pickle_only(directory: Path) -> None:
-    (directory / WEIGHTS).rename(directory / "adapter_model.bin")
-
-
-def no_weights(directory: Path) -> None:
-    (directory / WEIGHTS).unlink()
-
-
-def not_json(directory: Path) -> None:
-    (directory / "adapter_config.json").write_text('{"r": 4,')
-
-
-def set_value(value: float) -> Callable[[dict[str, np.ndarray]], None]:
-    def change(tensors: dict[str, np.ndarray]) -> None:
-        tensors[FIRST][0, 0] = value
-
-    return change
-
-
-def reshape(tensors: dict[str, np.ndarray]) -> None:
-    tensors[FIRST] = np.ascontiguousarray(tensors[FIRST].T)
-
-
-BROKEN = {
+# One for each status; `tests/adapters` has every way to be broken.
+BROKEN: dict[str, tuple[Callable[[Path], object], grpc.StatusCode, str]] = {
     "truncated": (truncate, CODE.DATA_LOSS, WEIGHTS),
-    "truncated in the header": (truncate_in_header, CODE.DATA_LOSS, WEIGHTS),
-    "bit flipped in the header": (flip_header, CODE.DATA_LOSS, WEIGHTS),
-    "bit flipped in the length": (flip_length, CODE.DATA_LOSS, WEIGHTS),
-    "bits flipped in a weight": (flip_exponent, CODE.DATA_LOSS, "NaN or infinity"),
-    "NaN": (edit(WEIGHTS, set_value(math.nan)), CODE.DATA_LOSS, "NaN or infinity"),
-    "infinity": (edit(WEIGHTS, set_value(-math.inf)), CODE.DATA_LOSS, "NaN or infinity"),
-    "wrong shape": (edit(WEIGHTS, reshape), CODE.INVALID_ARGUMENT, "shape"),
-    "missing tensor": (edit(WEIGHTS, lambda t: t.pop(FIRST)), CODE.INVALID_ARGUMENT, "missing"),
-    "huge rank": (config(r=10**9), CODE.INVALID_ARGUMENT, "1000000000"),
-    "rank zero": (config(r=0), CODE.INVALID_ARGUMENT, "r = 0"),
-    "DoRA": (config(use_dora=True), CODE.INVALID_ARGUMENT, "use_dora"),
-    "unknown option": (config(frobnicate=3), CODE.INVALID_ARGUMENT, "frobnicate"),
-    "no such module": (config(target_modules=["c_attn"]), CODE.INVALID_ARGUMENT, "target_modules"),
-    "pickle": (pickle_only, CODE.INVALID_ARGUMENT, "adapter_model.bin"),
-    "no weights": (no_weights, CODE.NOT_FOUND, WEIGHTS),
-    "not JSON": (not_json, CODE.DATA_LOSS, "adapter_config.json"),
+    "not JSON": (lambda directory: (directory / CONFIG).write_text('{"r": 4,'), CODE.DATA_LOSS, CONFIG),
+    "DoRA": (lambda directory: _make.edit_json(directory / CONFIG, use_dora=True), CODE.INVALID_ARGUMENT, "use_dora"),
+    "no weights": (lambda directory: (directory / WEIGHTS).unlink(), CODE.NOT_FOUND, WEIGHTS),
 }
 
 
@@ -304,14 +227,6 @@ def test_a_replacement_that_is_broken_leaves_the_old_one(crowd: Served, text_mod
     assert crowd.adapters.GetAdapter(pb.GetAdapterRequest(name="upper")).uid == before
 
 
-def test_an_adapter_of_another_base_is_refused(crowd: Served, tmp_path: Path):
-    for shape in ({"width": 48}, {"layers": 3}, {"heads": 8, "kv_heads": 4}):
-        other = _make.tiny_spec("other", **shape)
-        path = _make.make_adapter(tmp_path / str(len(list(tmp_path.iterdir()))), other, targets=("q", "v"))
-        with refused(CODE.INVALID_ARGUMENT, WEIGHTS):
-            crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="other", path=str(path)))
-
-
 def test_an_adapter_of_too_high_a_rank_is_refused(crowd: Served, tmp_path: Path):
     path = _make.make_adapter(tmp_path / "big", crowd.spec, r=300, targets=tuple(_make.MODULES))
     with refused(CODE.INVALID_ARGUMENT, "300", "adapters.max_rank"):
@@ -331,7 +246,7 @@ def test_what_can_never_fit_the_pool_is_refused_by_the_key_to_change(text_model:
         assert small.generate(request((5, 6, 7))).usage.completion_tokens == 8
 
 
-@pytest.mark.parametrize("name", ["", "..", "../x", "a..b", ".a", "a b", "a/b", "a:b", "a\n", "é", "x" * 129, "a\x00"])
+@pytest.mark.parametrize("name", ["", "../x"])
 def test_an_odd_adapter_name_is_refused(crowd: Served, text_model: Path, name: str):
     path = str(text_model.parent / "adapters" / "upper")
     with refused(CODE.INVALID_ARGUMENT, "name = "):
@@ -375,11 +290,6 @@ def test_names_of_any_length_are_refused_in_few_words(crowd: Served):
         with refused(CODE.INVALID_ARGUMENT, "name = ", "at most 128", "got 100000") as error:
             call()
         assert len(error.value.details()) <= 500
-    for model in (HUGE, "base:" + HUGE):
-        for call in (crowd.generate, crowd.streamed, crowd.inference.Prefetch):
-            with refused(CODE.INVALID_ARGUMENT, "model = ", "at most 128", "got 100000") as error:
-                call(request(model=model))
-            assert len(error.value.details()) <= 500
 
 
 def test_a_message_that_quotes_a_long_value_keeps_its_ends(crowd: Served):

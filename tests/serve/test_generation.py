@@ -17,7 +17,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Request
-from tests.serve._server import Served, request, serving, wait_until
+from tests.serve._server import Served, refused, request, serving, wait_until
 
 LONG = 3000  # tokens: never reached
 BLOCKS = 40  # of the prompt of a request that ends early
@@ -112,6 +112,8 @@ def test_unloads_that_wait_hold_up_no_request(served: Served, text_model: Path):
     unloads = [served.adapters.UnloadAdapter.future(pb.UnloadAdapterRequest(name=name)) for name in names]
     wait_until(lambda: not {info.name for info in served.replica.adapters().result()} & set(names))
     assert served.generate(request("Hello")).usage.completion_tokens == 8
+    with refused(grpc.StatusCode.NOT_FOUND, names[0]):
+        served.generate(request(model=names[0]))
     assert not any(unload.done() for unload in unloads)
     for stream, unload, name in zip(streams, unloads, names, strict=True):
         stream.cancel()

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jlora.serve.output import StopFinder, TextStream
+from jlora.serve.output import StopFinder
+from jlora.serve.stream import Answer
 from jlora.serve.tokenizer import Tokenizer
-from jlora.types import FinishReason, SamplingParams, TokenEvent
+from jlora.types import Delta, FinishReason, Request, SamplingParams, Timing, TokenEvent, Usage
 from tests.serve import _tokenizers
 
 EOS = 2
@@ -31,21 +32,28 @@ texts = st.lists(
 ).map("".join)
 
 
-def event(token: int | None, finish: FinishReason | None = None) -> TokenEvent:
-    return TokenEvent("r", 0, token, finish_reason=finish)
+class Completion:
+    """One completion through the stream; `stopped` once a stop string has matched."""
+
+    def __init__(self, tokenizer: Tokenizer, **sampling) -> None:
+        self._answer = Answer(Request("r", (1,), SamplingParams(**sampling)), tokenizer, (EOS,))
+        self.stopped = False
+
+    def push(self, token: int | None, finish: FinishReason | None = None) -> Delta:
+        end = {"usage": Usage(1, 0, 0), "timing": Timing()} if finish else {}
+        deltas, stops = self._answer.push([TokenEvent("r", 0, token, finish_reason=finish, **end)])
+        self.stopped |= bool(stops)
+        return deltas[0] if deltas else Delta(0)
 
 
 def stream(tokenizer: Tokenizer, ids: Sequence[int], finish: FinishReason = "length", **sampling) -> list[str]:
-    """The deltas of a completion of `ids`, as a front reads them: until a stop string or the last token."""
-    text = TextStream(tokenizer, SamplingParams(**sampling), (EOS,))
-    deltas = []
+    """The text of each token of a completion of `ids`, until a stop string or the last token."""
+    text, shown = Completion(tokenizer, **sampling), []
     for i, token in enumerate(ids):
-        delta = text.push(event(token, finish if i == len(ids) - 1 else None))
-        deltas.append(delta.text)
-        if delta.stopped:
-            assert text.push(event(None, "stop")).text == ""
+        shown.append(text.push(token, finish if i == len(ids) - 1 else None).text)
+        if text.stopped:
             break
-    return deltas
+    return shown
 
 
 def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -170,10 +178,10 @@ def test_a_stop_string_begun_before_min_tokens_is_still_cut_whole():
 
 @both
 def test_the_end_token_is_counted_but_not_shown(tokenizer: Tokenizer):
-    text = TextStream(tokenizer, SamplingParams(), (EOS,))
-    ids = [*ids_of(tokenizer, "Hello"), EOS]
-    shown = "".join(text.push(event(t, "stop" if t == EOS else None)).text for t in ids)
-    assert (shown, text.completion_tokens) == ("Hello", len(ids))
+    text, ids = Completion(tokenizer), [*ids_of(tokenizer, "Hello"), EOS]
+    deltas = [text.push(token, "stop" if token == EOS else None) for token in ids]
+    assert "".join(d.text for d in deltas) == "Hello"
+    assert deltas[-1].usage == Usage(1, 0, len(ids))
 
 
 @both
@@ -192,41 +200,29 @@ def test_a_special_stop_token_shows_its_name_when_asked_for():
 
 def test_held_text_comes_out_when_the_completion_ends_without_the_stop_string():
     tokenizer = KINDS["byte_level"]
-    text = TextStream(tokenizer, SamplingParams(stop=("!!!",)), (EOS,))
-    shown = [text.push(event(t)).text for t in [*ids_of(tokenizer, "a"), *ids_of(tokenizer, "!")]]
-    assert shown == ["a", ""]
-    last = text.push(event(None, "abort"))
-    assert (last.text, last.finish_reason, last.stopped) == ("!", "abort", False)
+    text = Completion(tokenizer, stop=("!!!",))
+    assert [text.push(t).text for t in ids_of(tokenizer, "a") + ids_of(tokenizer, "!")] == ["a", ""]
+    last = text.push(None, "abort")
+    assert (last.text, last.finish_reason, text.stopped) == ("!", "abort", False)
 
 
 def test_a_stop_string_in_the_last_allowed_token_reports_stop_and_nothing_to_call():
     tokenizer = KINDS["byte_level"]
-    a, b = ids_of(tokenizer, "a")[0], ids_of(tokenizer, "!")[0]
-    text = TextStream(tokenizer, SamplingParams(stop=("!",)), (EOS,))
-    text.push(event(a))
-    last = text.push(event(b, "length"))
-    assert (last.text, last.stopped, last.finish_reason) == ("", False, "stop")
-
-
-def test_tokens_already_on_their_way_after_a_stop_string_are_dropped():
-    tokenizer = KINDS["byte_level"]
-    a, b = ids_of(tokenizer, "a")[0], ids_of(tokenizer, "!")[0]
-    text = TextStream(tokenizer, SamplingParams(stop=("!",)), (EOS,))
-    assert [text.push(event(t)).stopped for t in (a, b, a, a)] == [False, True, False, False]
-    assert text.completion_tokens == 2
-    last = text.push(event(a, "length"))
-    assert (last.text, last.finish_reason) == ("", "stop")
+    text = Completion(tokenizer, stop=("!",))
+    text.push(ids_of(tokenizer, "a")[0])
+    last = text.push(ids_of(tokenizer, "!")[0], "length")
+    assert (last.text, text.stopped, last.finish_reason) == ("", False, "stop")
 
 
 @both
 def test_a_token_costs_the_same_late_in_a_long_output(tokenizer: Tokenizer):
-    text = TextStream(tokenizer, SamplingParams(stop=("never", "ever")), (EOS,))
+    text = Completion(tokenizer, stop=("never", "ever"))
     ids = ids_of(tokenizer, "Hello world 🙂 ") * 400
 
     def seconds() -> float:
         start = time.perf_counter()
         for token in ids:
-            text.push(event(token))
+            text.push(token)
         return time.perf_counter() - start
 
     first, *_, last = [seconds() for _ in range(6)]

@@ -33,29 +33,6 @@ def test_health_answers_for_the_whole_and_each_service(served: Served):
         served.status("no.such.Service")
 
 
-def test_health_follows_the_engine_loop_and_recovers(served: Served, monkeypatch: pytest.MonkeyPatch):
-    """A hung engine turns health NOT_SERVING for every watcher; after a long step it is SERVING again."""
-    names = {v: k for k, v in health_pb2.HealthCheckResponse.ServingStatus.items()}
-    with serving(Backend(replica=served.replica), heartbeat_s=5.0) as watched:
-        wait_until(lambda: watched.status() == "SERVING")
-        watch = watched.health.Watch(health_pb2.HealthCheckRequest(service="jlora.v1.Inference"))
-        assert names[next(watch).status] == "SERVING"
-        with monkeypatch.context() as hung:
-            hung.setattr(served.replica, "heartbeat_age", lambda: 5.1)
-            assert names[next(watch).status] == "NOT_SERVING"
-            assert watched.status() == "NOT_SERVING"
-        assert names[next(watch).status] == "SERVING"
-        watch.cancel()
-
-
-def test_heartbeat_is_fresh_when_idle_and_when_busy(served: Served):
-    assert served.replica.heartbeat_age() < 2
-    stream = served.inference.GenerateStream(request("Hello", 400))
-    next(stream)
-    assert served.replica.heartbeat_age() < 2
-    stream.cancel()
-
-
 def test_while_loading_the_port_answers_unavailable(served: Served):
     backend = Backend()
     with serving(backend) as early:
@@ -181,10 +158,13 @@ def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_mod
         assert seen == {"SERVING"} and len(call.result().outputs[0].token_ids) == 8
         stream = own.inference.GenerateStream(request("Hello", 3000))
         next(stream)
+        watch = own.health.Watch(health_pb2.HealthCheckRequest(service="jlora.v1.Inference"), timeout=20)
         machine.free.clear()
-        wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+        assert any(seen.status == health_pb2.HealthCheckResponse.NOT_SERVING for seen in watch)
+        assert own.status() == "NOT_SERVING"
         machine.free.set()
-        wait_until(lambda: own.status() == "SERVING", timeout_s=5)
+        assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
+        watch.cancel()
         stream.cancel()
 
 

@@ -111,22 +111,18 @@ def test_templates_have_what_transformers_gives_them(tmp_path: Path, template: s
     ],
 )
 def test_what_a_template_refuses_or_cannot_do_is_the_callers_argument(tmp_path: Path, template: str):
-    with pytest.raises(InvalidArgument, match="chat template"):
+    said = "roles must alternate" if "alternate" in template else "chat template"
+    with pytest.raises(InvalidArgument, match=said):
         load(tmp_path, template=template).chat(MESSAGES)
-
-
-def test_the_templates_own_words_reach_the_caller(tmp_path: Path):
-    with pytest.raises(InvalidArgument, match="unknown role tool"):
-        load(tmp_path).chat([{"role": "tool", "content": "x"}])
 
 
 @pytest.mark.parametrize(
     "messages, message",
     [
-        ([], "at least 1"),
-        ("hello", "list of messages"),
+        ([], "messages: .*length >= 1"),
+        ("hello", "messages: .*array"),
         ([None], r"messages\[0\]"),
-        ([{"role": "user"}], r"messages\[0\].content"),
+        ([{"role": "user"}], r"messages\[0\]: .*content"),
         ([*MESSAGES, {"role": "user", "content": 3}], r"messages\[4\].content"),
         ([{"role": "", "content": "x"}], r"messages\[0\].role"),
     ],

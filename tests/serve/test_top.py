@@ -58,21 +58,14 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
     for name, tier in (("HBM", state.hbm), ("host", state.host)):
         counts = [tier.total, tier.adapters, tier.running_kv, tier.history_kv, tier.free]
         assert line(lines, name).split()[2:] == [str(count) for count in counts]
-    assert "in the last minute" in line(lines, "TTFT") and "ms" in line(lines, "TTFT")
+    info = served.control.GetServerInfo(pb.GetServerInfoRequest())
+    assert f"({info.recent_requests} in the last minute)" in line(lines, "TTFT") and info.recent_requests >= 2
+    assert info.recent_ttft_p99_s >= info.recent_ttft_mean_s > 0
     assert "invalid KV 0" in line(lines, "evictions")
     assert line(lines, "3 adapters")
     assert line(lines, "upper").split()[1] == "HBM"
     names = [text.split()[0] for text in lines if text.split() and text.split()[0] in ("upper", "lower", "wide")]
     assert names[0] == "upper", "the adapter used last comes first"
-
-
-def test_the_server_reports_recent_times_to_first_token(served: Served):
-    before = served.control.GetServerInfo(pb.GetServerInfoRequest()).recent_requests
-    answer = served.generate(request((5, 6, 7), 4))
-    info = served.control.GetServerInfo(pb.GetServerInfoRequest())
-    assert info.recent_requests == before + 1
-    assert info.recent_ttft_p99_s >= info.recent_ttft_mean_s > 0
-    assert info.recent_ttft_p99_s >= answer.timing.ttft_s - 1e-9
 
 
 def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
@@ -132,12 +125,9 @@ def test_no_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]):
     assert said.out == "" and said.err == (
         f"jlora top: no server answers at {address}; start one with `jlora serve --model DIR_OR_ID`\n"
     )
-
-
-def test_an_interval_that_makes_no_sense_is_refused(capsys: pytest.CaptureFixture[str]):
-    with pytest.raises(SystemExit) as e:
+    with pytest.raises(SystemExit, match="2"):
         cli.main(["top", "--interval", "0"])
-    assert e.value.code == 2 and "--interval" in capsys.readouterr().err
+    assert "--interval" in capsys.readouterr().err
 
 
 # -- the picture ----------------------------------------------------------------------------------
@@ -147,13 +137,9 @@ def test_rates_are_differences_of_two_readings():
     before = reading(at=10.0, bytes_swapped_in=1_000_000, bytes_swapped_out=0)
     now = reading(at=12.0, bytes_swapped_in=5_000_000, bytes_swapped_out=3_000, in_flight=7)
     swapped = line(render(now, before), "swapped")
-    assert "in 2 MB/s" in swapped and "out 1.5 kB/s" in swapped and "in flight 7 blocks" in swapped
-    assert "in 50 kB/s  out 30 B/s (mean since start)" in line(render(now, None), "swapped")
-
-
-def test_a_server_that_started_again_has_no_negative_rates():
-    before, now = reading(at=1.0, bytes_swapped_in=900), reading(at=2.0, bytes_swapped_in=100)
-    assert "in 1 B/s" in line(render(now, before), "swapped")
+    assert "in 2.0 MB/s" in swapped and "out 1.5 kB/s" in swapped and "in flight 7 blocks" in swapped
+    assert "in 50.0 kB/s  out 30 bytes/s (mean since start)" in line(render(now, None), "swapped")
+    assert "in 2.5 MB/s" in line(render(now, reading(at=10.0, bytes_swapped_in=9_000_000)), "swapped")  # started again
 
 
 def test_hit_rates_tell_device_from_host():
@@ -203,10 +189,6 @@ def test_recent_times_are_of_the_last_minute_only():
     assert recent.summary() == (100, pytest.approx(0.505), 0.99)
     now[0] = 10 * WINDOW_S
     assert recent.summary().count == 0
-
-
-def test_recent_times_are_bounded():
-    recent = Recent(lambda: 0.0)
     for _ in range(MOST + 5):
         recent.add(1.0)
     assert recent.summary() == (MOST, 1.0, 1.0)

@@ -17,9 +17,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
-from jlora.demo.tasks import LoraShape
 from jlora.model.spec import ModelSpec
 from tools.train_demo.data import ASSISTANT, BOS, EOS, PAD, SPECIALS, USER
+from tools.train_demo.plans import LoraShape
 
 MODULES = {
     "q": "self_attn.q_proj",

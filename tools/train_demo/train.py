@@ -1,4 +1,4 @@
-"""Trains the demo's base model and adapters from nothing: `python -m jlora.demo.train --out DIR`.
+"""Trains the demo's base model and adapters from nothing: `python -m tools.train_demo.train --out DIR`.
 
 The base (0.8 million weights) learns to repeat the user's text, and `tasks.SKILLS` under tags
 that no chat uses. Each adapter then learns its task with the base frozen: only A and B move,
@@ -30,10 +30,11 @@ import optax
 from flax import nnx
 from tqdm import tqdm
 
-from jlora.demo.tasks import CHECKS, TASKS, Check, LoraShape, Task, echo
+from jlora.demo.tasks import CHECKS, TASKS, echo
 from jlora.model import llama
 from jlora.model.spec import ModelSpec
 from tools.train_demo import data, export
+from tools.train_demo.plans import PLANS, LoraShape
 
 SPEC = ModelSpec(
     vocab=data.VOCAB, width=128, mlp=384, layers=4, heads=4, kv_heads=2, head_dim=32, max_len=1024,
@@ -215,38 +216,40 @@ def train_base(run: Run) -> None:
     _report(run, stage, {"loss": loss, "exact": exact, "seconds": time.monotonic() - started})
 
 
-def train_adapter(run: Run, params: Any, task: Task) -> None:
+def train_adapter(run: Run, params: Any, name: str) -> None:
     """Trains one adapter on the frozen base and writes it."""
-    seed = run.seed + task.seed
-    recipe = run.recipe(replace(ADAPTER, steps=task.steps))
-    stage = Stage(task.name, turns_of(data.task_turns(task.transform)), recipe, seed)
+    plan, transform = PLANS[name], TASKS[name]
+    seed = run.seed + plan.seed
+    recipe = run.recipe(replace(ADAPTER, steps=plan.steps))
+    stage = Stage(name, turns_of(data.task_turns(transform)), recipe, seed)
     started = time.monotonic()
 
     def loss(lora: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        return loss_of(params, lora_joint(lora, task.lora), ids, mask)
+        return loss_of(params, lora_joint(lora, plan.lora), ids, mask)
 
-    lora, last = fit(stage, new_lora(task.lora, seed), loss)
-    export.write_adapter(run.out / "adapters" / task.name, task.lora, lora, BASE_PATH)
-    asked = [(data.prompt_ids((), text), task.transform(text)) for text in data.held_out_texts(seed, run.texts)]
-    exact = exact_share(params, lambda ids: lora_joint(lora, task.lora), asked)
+    lora, last = fit(stage, new_lora(plan.lora, seed), loss)
+    export.write_adapter(run.out / "adapters" / name, plan.lora, lora, BASE_PATH)
+    asked = [(data.prompt_ids((), text), transform(text)) for text in data.held_out_texts(seed, run.texts)]
+    exact = exact_share(params, lambda ids: lora_joint(lora, plan.lora), asked)
     _report(run, stage, {"loss": last, "exact": exact, "seconds": time.monotonic() - started})
 
 
-def train_check(run: Run, params: Any, check: Check) -> None:
+def train_check(run: Run, params: Any, name: str) -> None:
     """Trains one activated adapter on the frozen base and writes it."""
-    seed = run.seed + check.seed
-    recipe = run.recipe(replace(ADAPTER, steps=check.steps))
-    stage = Stage(check.name, lambda rng, rows, length: data.check_batch(rng, check, rows, length), recipe, seed)
+    plan, check = PLANS[name], CHECKS[name]
+    seed = run.seed + plan.seed
+    recipe = run.recipe(replace(ADAPTER, steps=plan.steps))
+    stage = Stage(name, lambda rng, rows, length: data.check_batch(rng, check, rows, length), recipe, seed)
     started = time.monotonic()
 
     def loss(lora: Any, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        return loss_of(params, lora_joint(lora, check.lora, activated(ids)), ids, mask)
+        return loss_of(params, lora_joint(lora, plan.lora, activated(ids)), ids, mask)
 
-    lora, last = fit(stage, new_lora(check.lora, seed), loss)
-    export.write_adapter(run.out / "adapters" / check.name, check.lora, lora, BASE_PATH, data.INVOCATION)
+    lora, last = fit(stage, new_lora(plan.lora, seed), loss)
+    export.write_adapter(run.out / "adapters" / name, plan.lora, lora, BASE_PATH, data.INVOCATION)
     talks = data.held_out_conversations(seed, max(2, run.texts // 4), check)  # each is many texts
     asked = [(data.check_prompt(talk), check.verdict(talk)) for talk in talks]
-    exact = exact_share(params, lambda ids: lora_joint(lora, check.lora, activated(ids)), asked)
+    exact = exact_share(params, lambda ids: lora_joint(lora, plan.lora, activated(ids)), asked)
     seconds = time.monotonic() - started
     _report(run, stage, {"texts": len(asked), "loss": last, "exact": exact, "seconds": seconds})
 
@@ -265,7 +268,7 @@ def _versions() -> dict[str, str]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains what `--only` names, or everything; returns the exit code."""
     parser = argparse.ArgumentParser(
-        prog="python -m jlora.demo.train", description="Train the demo's base and adapters"
+        prog="python -m tools.train_demo.train", description="Train the demo's base and adapters"
     )
     parser.add_argument("--out", type=Path, required=True, help="folder for model/, adapters/ and training.json")
     parser.add_argument("--seed", type=int, default=0)
@@ -282,9 +285,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     params = jax.tree.map(jnp.asarray, export.read_model(args.out / "model", SPEC.layers))
     for name in stages:
         if name in TASKS:
-            train_adapter(run, params, TASKS[name])
+            train_adapter(run, params, name)
         if name in CHECKS:
-            train_check(run, params, CHECKS[name])
+            train_check(run, params, name)
     return 0
 
 
