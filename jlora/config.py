@@ -191,10 +191,8 @@ def nearest(word: str, options: Iterable[str]) -> str:
 def _read_toml(path: str | Path) -> dict[str, Any]:
     try:
         return tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as e:
-        raise ConfigError(f"config file {path}: {e.strerror}") from e
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
-        raise ConfigError(f"config file {path}: {e}") from e
+    except (OSError, ValueError) as e:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise ConfigError(f"config file {path}: {getattr(e, 'strerror', e)}") from e
 
 
 def _split(dotted: str) -> tuple[str, str, str]:

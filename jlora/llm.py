@@ -145,7 +145,10 @@ class LLM:
         Returns a list in both cases. Arguments and errors are those of `generate`, and FailedPrecondition
         for a model without a chat template.
         """
-        prompts = [self._chat_ids(c) for c in _conversations(messages)]
+        if self.tokenizer is None:
+            raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
+        several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
+        prompts = [self.tokenizer.chat(conversation) for conversation in (messages if several else [messages])]
         return self._generate(self._requests(prompts, sampling, adapter, tenant))
 
     def stream(
@@ -187,11 +190,6 @@ class LLM:
     def __repr__(self) -> str:
         return f"LLM({self._replica.info.model!r})"
 
-    def _chat_ids(self, messages: Sequence[Message]) -> list[int]:
-        if self.tokenizer is None:
-            raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
-        return self.tokenizer.chat(messages)
-
     def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
         """A valid request for each prompt; an error says which prompt is wrong."""
         count = len(prompts)
@@ -226,20 +224,19 @@ class LLM:
         return request
 
     def _generate(self, requests: Sequence[Request]) -> list[Completion]:
-        parts: list[list[list[Delta]]] = [[[] for _ in range(r.sampling.n)] for r in requests]
+        parts: list[list[Delta]] = [[] for _ in requests]
         hidden = not self._progress or len(requests) == 1
         bar = tqdm(total=len(requests), desc="generate", unit="prompt", delay=1.0, disable=hidden)
         tokens = 0
         # `closing`: an interrupt here must abort now, not when the generator is collected.
         with bar, closing(self._run(requests)) as running:
             for i, deltas, ended in running:
-                for delta in deltas:
-                    parts[i][delta.index].append(delta)
-                    tokens += len(delta.token_ids)
+                parts[i] += deltas
+                tokens += sum(len(delta.token_ids) for delta in deltas)
                 if ended:
                     bar.set_postfix(tokens=tokens, refresh=False)
                     bar.update()
-        return [_completion(joined(deltas)) for completions in parts for deltas in completions]
+        return [_completion(whole) for deltas in parts for whole in joined(deltas)]
 
     def _stream(self, requests: Sequence[Request]) -> Generator[Delta, None, None]:
         with closing(self._run(requests)) as running:
@@ -334,12 +331,6 @@ def _prompt_list(prompts: Any) -> Sequence[Any]:
     if prompts and all(isinstance(x, numbers.Number) for x in prompts):
         return [prompts]
     return prompts
-
-
-def _conversations(messages: Any) -> Sequence[Any]:
-    """One conversation as a list of one."""
-    several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
-    return messages if several else [messages]
 
 
 def _for_each(field: str, value: Any, count: int) -> Sequence[Any]:

@@ -92,7 +92,7 @@ async def converse(inference: Any) -> list[Verdict]:
     for part in CHAT:
         for text in part:
             chat = invocation_messages(texts, answers)[:-1]
-            reply = await _ask(inference, "", [*chat, message("user", text)], 64)
+            reply = await inference.Generate(greedy("", [*chat, message("user", text)], 64), timeout=ANSWER_S)
             texts.append(text)
             answers.append(reply.outputs[0].text)
         for model in (CHECK, PLAIN):
@@ -117,11 +117,7 @@ def lines(verdicts: Sequence[Verdict]) -> list[str]:
 
 
 async def _verdict(inference: Any, model: str, texts: list[str], answers: list[str]) -> Verdict:
-    reply = await _ask(inference, model, invocation_messages(texts, answers), 32)
+    reply = await inference.Generate(greedy(model, invocation_messages(texts, answers), 32), timeout=ANSWER_S)
     want, usage, text = CHECKS[CHECK].verdict(texts), reply.usage, reply.outputs[0].text
     promised = model == CHECK
     return Verdict(model, text, want, promised, usage.prompt_tokens, usage.cached_tokens, reply.timing.ttft_s)
-
-
-async def _ask(inference: Any, model: str, messages: list[Any], max_tokens: int) -> Any:
-    return await inference.Generate(greedy(model, messages, max_tokens), timeout=ANSWER_S)

@@ -69,15 +69,13 @@ HELP = """  /model         list the base model and its adapters
 
 @dataclass
 class Conversation:
-    """The state of `jlora chat`: the model and the conversation so far."""
+    """The state of `jlora chat`: its flags, among them the model, and the conversation so far."""
 
     channel: grpc.Channel
     args: argparse.Namespace
     history: list[pb.ChatMessage] = field(default_factory=list)
-    model: str = field(init=False)
 
     def __post_init__(self) -> None:
-        self.model = self.args.model
         self._reset()
 
     def models(self) -> list[str]:
@@ -105,7 +103,7 @@ class Conversation:
     def _switch(self, name: str) -> None:
         known = self.models()
         if name in known or name.removeprefix(f"{known[0]}:") in known:
-            self.model = name
+            self.args.model = name
         else:
             near = difflib.get_close_matches(name, known, n=3) or known[:8]
             print(f"no model {name!r}; there is {', '.join(near)}")
@@ -113,7 +111,7 @@ class Conversation:
     def _answer(self, line: str) -> None:
         """Streams the answer. A refused or interrupted turn does not enter the history."""
         asked = [*self.history, pb.ChatMessage(role="user", content=line)]
-        request = _request(self.args, self.model)
+        request = _request(self.args)
         request.chat.messages.extend(asked)
         call = rpc.InferenceStub(self.channel).GenerateStream(request, timeout=self.args.timeout)
         try:
@@ -145,12 +143,12 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
     add("--timeout", type=float, metavar="S", help="give up after so many seconds (default: never)")
 
 
-def _request(args: argparse.Namespace, model: str | None = None) -> pb.GenerateRequest:
+def _request(args: argparse.Namespace) -> pb.GenerateRequest:
     """The request without its prompt. Flags that are not given stay unset."""
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p", "seed", "n")}
     try:  # protobuf takes None as unset
         return pb.GenerateRequest(
-            model=args.model if model is None else model,
+            model=args.model,
             tenant=args.tenant,
             sampling=pb.Sampling(**sampling),
             stopping=pb.Stopping(max_tokens=args.max_tokens, stop=args.stop),

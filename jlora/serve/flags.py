@@ -81,9 +81,8 @@ Prints `jlora ready grpc=HOST:PORT model=... adapters=N blocks=N` when it is rea
 Ctrl-C lets running requests end within serve.drain_s seconds (default 30); a second one exits at once."""
 
 
-def parser(prog: str = "jlora serve") -> Parser:
-    """The parser of `jlora serve`."""
-    made = Parser(prog, DESCRIPTION)
+def _parser() -> Parser:
+    made = Parser("jlora serve", DESCRIPTION)
     for key, names, metavar, help in FLAGS:
         made.add_argument(*names, dest=key, metavar=metavar, help=f"{help} [{key}]")
     made.add_argument(
@@ -109,12 +108,12 @@ def parser(prog: str = "jlora serve") -> Parser:
     return made
 
 
-def parse(argv: Sequence[str] | None = None, prog: str = "jlora serve") -> Config:
+def parse(argv: Sequence[str] | None = None) -> Config:
     """The configuration of a command line. An error exits with code 2 and one line on stderr.
 
     `adapters.paths` holds every adapter to load, including those of `adapters.dir`.
     """
-    made = parser(prog)
+    made = _parser()
     args = vars(made.parse(sys.argv[1:] if argv is None else argv))
     try:
         config = configuration.load(args["config"], _overrides(args))

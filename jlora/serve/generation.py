@@ -107,11 +107,7 @@ class Generation:
 
     async def whole(self) -> list[Delta]:
         """The whole answer: one delta per completion; errors as in `deltas`."""
-        parts: list[list[Delta]] = [[] for _ in range(self._request.sampling.n)]
-        async for deltas in self.deltas():
-            for delta in deltas:
-                parts[delta.index].append(delta)
-        return [joined(part) for part in parts]
+        return joined([delta async for deltas in self.deltas() for delta in deltas])
 
     def _finish(self) -> None:
         deadline = self._request.deadline

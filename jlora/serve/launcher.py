@@ -16,19 +16,17 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config
 from jlora.errors import JloraError
+from jlora.ports import ServerGarbage, System
+from jlora.replica import Replica
 from jlora.serve import flags
-
-if TYPE_CHECKING:
-    from jlora.engine.local import LocalReplica
-    from jlora.serve.backend import Backend
-    from jlora.serve.server import GrpcServer
-    from jlora.serve.tokenizer import Tokenizer
+from jlora.serve.backend import Backend
+from jlora.serve.server import GrpcServer, address
+from jlora.serve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -54,9 +52,6 @@ async def serve(config: Config) -> int:
     Raises:
         JloraError: the server cannot start; the message is one line.
     """
-    from jlora.serve.backend import Backend  # these import jax: only after the flags are checked
-    from jlora.serve.server import GrpcServer, address
-
     stop = _stop_on_signal()
     backend = Backend()
     server = GrpcServer(backend, config.serve.heartbeat_s)
@@ -88,12 +83,10 @@ async def _load_or_stop(backend: Backend, config: Config, stop: asyncio.Event) -
     backend.replica, backend.tokenizer = loading.result()
 
 
-def load(config: Config) -> tuple[LocalReplica, Tokenizer | None]:
+def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     """The replica, and the tokenizer if the model has one. Blocks, with progress bars on stderr."""
-    from jlora.engine.local import LocalReplica
+    from jlora.engine.local import LocalReplica  # these import jax: only after the flags are checked
     from jlora.model.checkpoint import read_spec, resolve
-    from jlora.ports import ServerGarbage, System
-    from jlora.serve.tokenizer import Tokenizer
 
     directory = resolve(config.model.path)
     config = configuration.replace(config, {"model.path": str(directory)})  # so that a hub id is resolved once

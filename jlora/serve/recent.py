@@ -6,6 +6,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
+from statistics import fmean
 from typing import NamedTuple
 
 WINDOW_S = 60.0
@@ -35,7 +36,5 @@ class Recent:
         """The last minute's summary, in O(n log n)."""
         while self._ended and self._ended[0][0] < self._clock() - WINDOW_S:
             self._ended.popleft()
-        times = sorted(ttft for _, ttft in self._ended)
-        if not times:
-            return Summary(0, 0.0, 0.0)
-        return Summary(len(times), sum(times) / len(times), times[math.ceil(0.99 * len(times)) - 1])
+        times = sorted(ttft for _, ttft in self._ended) or [0.0]
+        return Summary(len(self._ended), fmean(times), times[math.ceil(0.99 * len(times)) - 1])

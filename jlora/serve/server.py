@@ -20,11 +20,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jlora.errors import ConfigError
-from jlora.serve.adapters import AdaptersServicer
 from jlora.serve.backend import Backend
-from jlora.serve.control import ControlServicer
-from jlora.serve.inference import InferenceServicer
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
+from jlora.serve.services import AdaptersServicer, ControlServicer, InferenceServicer
 from jlora.serve.status import StatusInterceptor
 
 log = logging.getLogger(__name__)
@@ -94,18 +92,13 @@ class GrpcServer:
         """Sets health whenever it changes."""
         last = False
         while True:
-            well = self._is_well()
+            replica = self.backend.replica
+            well = replica is not None and not self.backend.draining and replica.heartbeat_age() <= self._heartbeat_s
             if well != last:
                 await self._set_health(well)
                 log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
                 last = well
             await asyncio.sleep(HEALTH_PERIOD_S)
-
-    def _is_well(self) -> bool:
-        backend = self.backend
-        if backend.replica is None or backend.draining:
-            return False
-        return backend.replica.heartbeat_age() <= self._heartbeat_s
 
     async def _set_health(self, well: bool) -> None:
         for name in ("", *SERVICES):

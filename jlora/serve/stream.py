@@ -9,6 +9,7 @@ gRPC, `LLM` and the console only convert the deltas.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
@@ -80,8 +81,15 @@ class Answer:
         )
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """All deltas of one completion, in order, as one."""
+def joined(deltas: Iterable[Delta]) -> list[Delta]:
+    """One delta for each completion, in order of index."""
+    parts: dict[int, list[Delta]] = defaultdict(list)
+    for delta in deltas:
+        parts[delta.index].append(delta)
+    return [_whole(parts[index]) for index in sorted(parts)]
+
+
+def _whole(deltas: Sequence[Delta]) -> Delta:
     logprobs = tuple(chain.from_iterable(d.logprobs or () for d in deltas))
     return replace(
         deltas[-1],

@@ -16,9 +16,9 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from jlora.ports import PythonGarbage, System
 from jlora.serve.backend import Backend
-from jlora.serve.inference import InferenceServicer
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.server import SERVICES
+from jlora.serve.services import InferenceServicer
 from jlora.serve.status import DeadlineExceeded
 from tests.serve._server import Served, refused, request, serve, serving, wait_until
 

@@ -34,7 +34,7 @@ def test_a_token_after_a_stop_string_is_neither_shown_nor_counted(batches: int):
     events = [event(A), event(STOP), event(A, logprob=TokenLogprob(A, -1.0)), event(A, "length")]
     made = answer(stop=("!",))
     pushed = [made.push(events)] if batches == 1 else [made.push([e]) for e in events]
-    whole = joined([d for deltas, _ in pushed for d in deltas])
+    [whole] = joined(d for deltas, _ in pushed for d in deltas)
     assert [stop for _, stops in pushed for stop in stops] == [(0, 2)]
     assert (whole.text, whole.token_ids, whole.finish_reason) == ("a", (A, STOP), "stop")
     assert whole.logprobs is None and whole.usage == Usage(7, 3, 2) and made.ended
@@ -57,7 +57,7 @@ def test_without_a_tokenizer_there_are_tokens_and_logprobs():
     made = answer(None, logprobs=1)
     deltas = made.push([event(A, logprob=first, prompt_logprobs=(None,))])[0]
     deltas += made.push([event(STOP, "length", logprob=second)])[0]
-    whole = joined(deltas)
+    [whole] = joined(deltas)
     assert (whole.text, whole.token_ids, whole.logprobs) == ("", (A, STOP), (first, second))
     assert whole.prompt_logprobs == (None,)
 

@@ -1,0 +1,208 @@
+"""The three services of `jlora.proto`, which describes their calls.
+
+`LoadAdapter.path` is read on the server's machine with the server's rights. Open this port only to
+clients that may choose such a path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import math
+import time
+import uuid
+from collections.abc import AsyncIterator, Mapping
+from concurrent.futures import Future
+
+import grpc
+
+from jlora import __version__
+from jlora.adapters.names import check_name
+from jlora.config import Config
+from jlora.errors import AlreadyExists, FailedPrecondition, InvalidArgument, JloraError
+from jlora.serve import convert
+from jlora.serve.backend import Backend
+from jlora.serve.generation import Generation
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.serve.status import DeadlineExceeded, shortened
+from jlora.types import AdapterInfo, Request
+from jlora.validation import validate
+
+Context = grpc.aio.ServicerContext
+
+log = logging.getLogger(__name__)
+
+# Keys whose values are paths on the server: clients do not see them.
+PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache"})
+
+
+class _Servicer:
+    def __init__(self, backend: Backend):
+        self._backend = backend
+
+
+class InferenceServicer(_Servicer, rpc.InferenceServicer):
+    """Turns messages into requests, submits them, and sends their deltas.
+
+    A call that ends early, by cancellation or deadline, leaves its `Generation`, which aborts the
+    request.
+    """
+
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+        ready = await self._request(request, context)
+        # Without stop strings nothing needs to be read before the end.
+        async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
+            whole = await generation.whole()
+            return convert.response(ready.id, whole, generation.totals)
+
+    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+        ready = await self._request(request, context)
+        async with Generation(self._backend, ready, eager=True) as generation:
+            async for deltas in generation.deltas():
+                yield convert.response(ready.id, deltas, generation.totals)
+
+    async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
+        ready = await self._request(request, context)
+        result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
+        return pb.PrefetchResponse(
+            adapter_resident=result.resident_adapter,
+            cached_tokens=result.cached_tokens,
+            coming_bytes=result.coming_bytes,
+        )
+
+    async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
+        limits = self._backend.loaded.info.limits
+        ids = await self._backend.encode(request, "input")
+        return pb.TokenizeResponse(token_ids=ids, max_model_len=limits.max_len)
+
+    async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
+        vocab = self._backend.loaded.info.limits.vocab
+        tokenizer = self._backend.text_tokenizer("Detokenize")
+        for i, token in enumerate(request.token_ids):
+            if not 0 <= token < vocab:
+                raise InvalidArgument(f"token_ids[{i}] = {token}: must be in [0, {vocab})")
+        return pb.DetokenizeResponse(text=tokenizer.decode(request.token_ids, skip_special=not request.keep_special))
+
+    async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
+        """The message as a valid request; the call's deadline becomes the request's."""
+        backend = self._backend
+        limits = backend.loaded.info.limits  # first: while loading there is nothing to validate against
+        left = context.time_remaining()
+        if left is not None and left <= 0:
+            raise DeadlineExceeded("the deadline had passed when the request arrived")
+        deadline = None if left is None else time.monotonic() + left
+        if message.stopping.stop and backend.tokenizer is None:
+            raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
+        adapter = backend.adapter_of(message.model)
+        request = Request(
+            id=message.request_id or uuid.uuid4().hex,
+            prompt=tuple(await backend.encode(message, "prompt")),
+            sampling=convert.sampling_params(message),
+            adapter=adapter,
+            priority=message.priority,
+            bypass_prefix_cache=message.bypass_prefix_cache,
+            tenant=message.tenant,
+            deadline=deadline,
+        )
+        return validate(request, limits)
+
+
+class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
+    """Loads, unloads, lists and pins adapters; each call is one command of the replica."""
+
+    async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
+        replica = self._backend.loaded
+        name = check_name(request.name)
+        if name == replica.info.model:
+            raise AlreadyExists(f"name = {name!r}: is the base model's name")
+        if not request.path:
+            raise InvalidArgument("path: is empty, must name a directory on the server")
+        try:
+            return await _info(replica.load_adapter(name, request.path, request.pinned, request.replace))
+        except JloraError as e:
+            # The client's message names a file by its directory and name; only the log has the whole path.
+            log.warning("adapter %s is not loaded from %.4096r: %s", name, request.path, shortened(str(e)))
+            raise
+
+    async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.AdapterInfo:
+        return await _info(self._backend.loaded.unload_adapter(request.name))
+
+    async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
+        infos = await asyncio.wrap_future(self._backend.loaded.adapters())
+        return pb.ListAdaptersResponse(adapters=map(convert.adapter_info, infos))
+
+    async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
+        return await _info(self._backend.loaded.adapter(request.name))
+
+    async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.AdapterInfo:
+        return await _info(self._backend.loaded.pin_adapter(request.name, request.pinned))
+
+
+async def _info(future: Future[AdapterInfo]) -> pb.AdapterInfo:
+    return convert.adapter_info(await asyncio.wrap_future(future))
+
+
+class ControlServicer(_Servicer, rpc.ControlServicer):
+    """The server's constants and counters, abort, flush and drain."""
+
+    async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        replica, tokenizer = self._backend.loaded, self._backend.tokenizer
+        state = await asyncio.wrap_future(replica.state())
+        info, stats, recent = replica.info, state.stats, self._backend.recent.summary()
+        return pb.ServerInfo(
+            version=__version__,
+            model=info.model,
+            platform=info.platform,
+            devices=info.devices,
+            tp=info.config.model.tp,
+            dtype=info.dtype,
+            max_model_len=info.limits.max_len,
+            vocab=info.limits.vocab,
+            block_tokens=info.block_tokens,
+            blocks=state.cache.hbm.total,
+            config=public_config(info.config),
+            uptime_s=time.monotonic() - self._backend.started,
+            compiles_after_warmup=stats.compiles_after_warmup,
+            host_s_per_step=stats.host_step_s,
+            steps=stats.steps,
+            running=stats.running,
+            waiting=stats.waiting,
+            draining=self._backend.draining,
+            text=tokenizer is not None,
+            chat=tokenizer is not None and tokenizer.has_chat,
+            recent_requests=recent.count,
+            recent_ttft_mean_s=recent.mean_s,
+            recent_ttft_p99_s=recent.p99_s,
+        )
+
+    async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
+        state = await asyncio.wrap_future(self._backend.loaded.state())
+        return pb.CacheState(**dataclasses.asdict(state.cache))  # the message has the record's fields
+
+    async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
+        if not request.request_id:
+            raise InvalidArgument("request_id: is empty, must name a live request")
+        return pb.AbortResponse(aborted=await asyncio.wrap_future(self._backend.loaded.abort(request.request_id)))
+
+    async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
+        return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))
+
+    async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
+        replica = self._backend.loaded
+        timeout = request.timeout_s if request.HasField("timeout_s") else None
+        if timeout is not None and not (timeout >= 0 and math.isfinite(timeout)):
+            raise InvalidArgument(f"timeout_s = {timeout}: must be a finite number of seconds, at least 0")
+        self._backend.draining = True
+        return pb.DrainResponse(drained=await asyncio.wrap_future(replica.drain(timeout)))
+
+
+def public_config(config: Config) -> Mapping[str, str]:
+    """`section.key` -> value for every key that is not a path."""
+    values = {
+        f"{section}.{key}": str(value)
+        for section, keys in dataclasses.asdict(config).items()
+        for key, value in keys.items()
+    }
+    return {key: value for key, value in values.items() if key not in PRIVATE_KEYS}
