@@ -93,11 +93,6 @@ class Tokenizer:
         """Whether `chat` can be called."""
         return self._template is not None
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of tokens, including added ones. The model's vocabulary may be larger."""
-        return self._core.get_vocab_size(with_added_tokens=True)
-
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`, with the special tokens that transformers adds."""
         return self._encode(text, add_special_tokens=True)
