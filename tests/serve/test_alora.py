@@ -1,4 +1,4 @@
-"""Activated LoRA as a client sees it: shared KV, refusals, how an adapter is invoked. `tests/engine/test_alora` has more."""
+"""Activated LoRA as a client sees it: shared KV, refusals, how an adapter is invoked."""
 
 from __future__ import annotations
 
