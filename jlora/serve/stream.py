@@ -146,7 +146,8 @@ class _Completion:
             ended = event.finish_reason == "stop"
             by_id = ended and event.token_id in sampling.stop_token_ids
             hidden = not sampling.include_stop if by_id else ended and event.token_id in self._eos_ids
-            text = "" if hidden else detokenizer.push(event.token_id, special=by_id)
+            if not hidden:
+                text = detokenizer.push(event.token_id, special=by_id)
         if final:
             text += detokenizer.flush()
         text, stop = self._finder.push(text, matching=self.tokens >= sampling.min_tokens)
