@@ -80,6 +80,15 @@ def test_the_command_is_there_as_a_module_too():
     assert done.returncode == 0 and done.stdout.decode().strip() == f"jlora {__version__}"
 
 
+def test_a_study_without_its_packages_says_what_to_install(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    monkeypatch.delitem(sys.modules, "benchmarks.report", raising=False)
+    code, _, err = run(["bench", "report"], capsys)
+    assert code == 1 and err.startswith("jlora bench: needs pandas: ") and "[bench]" in err and err.count("\n") == 1
+
+
 def test_convert_says_what_it_wrote_or_why_not(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     _make.make_model(tmp_path / "plain")
     code, out, _ = run(["convert", str(tmp_path / "plain"), str(tmp_path / "fast")], capsys)
