@@ -55,7 +55,7 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(served: Served, method
         neighbour = front.inference.Generate.future(request("Hello", LONG))  # keeps the steps coming
         asked = request(PROMPT, LONG, bypass_prefix_cache=True)
         start = front.inference.Generate.future if method == "Generate" else front.inference.GenerateStream
-        call = start(asked, timeout=4.0 if why == "deadline" else None)
+        call = start(asked, timeout=2.0 if why == "deadline" else None)
         wait_until(lambda: served.cache().hbm.running_kv > BLOCKS)
         if why == "cancelled":
             call.cancel()
