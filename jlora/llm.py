@@ -148,7 +148,8 @@ class LLM:
         if self.tokenizer is None:
             raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
         several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
-        prompts = [self.tokenizer.chat(conversation) for conversation in (messages if several else [messages])]
+        conversations: Sequence[Any] = messages if several else [messages]
+        prompts = [self.tokenizer.chat(conversation) for conversation in conversations]
         return self._generate(self._requests(prompts, sampling, adapter, tenant))
 
     def stream(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jlora.adapters.names import at_start, check_name
@@ -83,7 +84,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
-    info = _info(config, spec, layout, mesh.devices.flat)
+    info = _info(config, spec, layout, mesh)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
     new = _read_adapters(config, reader, progress)  # before the weights: a wrong path shows at once
@@ -167,9 +168,9 @@ def _read_adapters(config: Config, reader: Reader, progress: bool) -> list[NewAd
     return found
 
 
-def _info(config: Config, spec: ModelSpec, layout: PoolLayout, devices: Iterable[jax.Device]) -> ReplicaInfo:
+def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> ReplicaInfo:
     limits = Limits(spec.vocab, spec.max_len, (layout.blocks - 1) * layout.block_tokens)
-    devices = tuple(devices)
+    devices = list(mesh.devices.flat)
     return ReplicaInfo(
         model=config.model.name or spec.name,
         dtype=spec.dtype,

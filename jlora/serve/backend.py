@@ -84,4 +84,4 @@ class Backend:
                 choices = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
                 raise InvalidArgument(f"{oneof}: is not set; give {' or '.join(choices)}")
             case _:
-                return message.token_ids.ids
+                return message.token_ids.ids  # pyright: ignore[reportAttributeAccessIssue]
