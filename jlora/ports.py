@@ -71,51 +71,46 @@ class Garbage(Protocol):
         ...
 
 
-class DiskFiles:
+class DiskFiles(Files):
     """The machine's own files."""
 
     def names(self, directory: str) -> list[str]:
-        """See `Files.names`."""
         return sorted(os.listdir(directory))
 
     def size(self, path: str) -> int | None:
-        """See `Files.size`."""
         return os.path.getsize(path) if os.path.isfile(path) else None
 
     def read(self, path: str, size: int) -> bytes:
-        """See `Files.read`."""
         with open(path, "rb") as stream:
             return stream.read(size)
 
 
-class OsThreads:
+class OsThreads(Threads):
     """The operating system's threads."""
 
     def start(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        """See `Threads.start`."""
         thread = threading.Thread(target=run, name=name, daemon=True)
         thread.start()
         return thread
 
     def pool(self, name: str, size: int) -> Executor:
-        """See `Threads.pool`."""
         return ThreadPoolExecutor(size, thread_name_prefix=name)
 
 
-class PythonGarbage:
+class PythonGarbage(Garbage):
     """Leaves garbage to Python: right for a notebook, whose process is its user's."""
 
     def begin(self) -> None:
-        """Does nothing."""
+        pass
 
     def after_step(self) -> None:
-        """Does nothing."""
+        pass
 
     def idle(self) -> None:
-        """Does nothing."""
+        pass
 
 
-class ServerGarbage:
+class ServerGarbage(Garbage):
     """Keeps full collections off the steps: a big dependency tree makes one last a large part of a second.
 
     The loaded program is frozen. Python collects young objects as always, and old ones only when the
@@ -130,18 +125,15 @@ class ServerGarbage:
         self._collected = clock()
 
     def begin(self) -> None:
-        """Freezes what is there."""
         gc.collect()
         gc.freeze()
         young, middle, _ = gc.get_threshold()
         gc.set_threshold(young, middle, self.NEVER)
 
     def after_step(self) -> None:
-        """Collects if the engine has not been idle for `BUSY_S`."""
         self._collect_after(self.BUSY_S)
 
     def idle(self) -> None:
-        """Collects if the last time was `IDLE_S` ago."""
         self._collect_after(self.IDLE_S)
 
     def _collect_after(self, seconds: float) -> None:

@@ -183,7 +183,7 @@ class BatchBuilder:
         starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         table = np.zeros((rows, self._width), np.int32)
         row_of = np.full(rows, -1, np.int32)  # index of the row's work
-        last = np.zeros(max(2, rows), np.int32)  # at least two: one-row products are slow on CPU
+        last = np.zeros(max(2, rows), np.int32)  # at least two: see docs/notes/platforms.md
         row = 0
         for i, (seq, start, count, _) in enumerate(works):
             blocks = seq.lease.blocks if seq.lease else ()

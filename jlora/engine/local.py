@@ -22,7 +22,7 @@ from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.ports import System
-from jlora.replica import ReplicaInfo, ReplicaState, Sink
+from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, PrefetchResult, Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -35,11 +35,11 @@ LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
 
 
-class LocalReplica:
+class LocalReplica(Replica):
     """One engine, ready to serve; see `start`."""
 
     def __init__(self, built: Built, system: System):
-        self.info: ReplicaInfo = built.info
+        self._info = built.info
         self._built = built
         self._engine: Engine = built.engine
         self._system = system
@@ -63,15 +63,17 @@ class LocalReplica:
         system = system or System()
         return cls(build(config, progress, system), system)
 
+    @property
+    def info(self) -> ReplicaInfo:
+        return self._info
+
     # -- requests ---------------------------------------------------------------------------
 
     def check(self, request: Request) -> Future[None]:
-        """See `Replica.check`."""
         request = self._searched(request)
         return self.between_steps(lambda: self._engine.check(request))
 
     def submit(self, request: Request, sink: Sink) -> Future[int]:
-        """See `Replica.submit`."""
         arrived = self._system.clock()
         request = self._searched(request)
 
@@ -87,22 +89,18 @@ class LocalReplica:
         return self.between_steps(admit)
 
     def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
-        """See `Replica.abort`."""
         return self.between_steps(lambda: self._engine.abort(request_id, handle))
 
     def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
-        """See `Replica.stop`."""
         return self.between_steps(lambda: self._engine.stop(request_id, index, outputs, handle))
 
     def prefetch(self, request: Request) -> Future[PrefetchResult]:
-        """See `Replica.prefetch`."""
         request = self._searched(request)
         return self.between_steps(lambda: self._engine.prefetch(request))
 
     # -- adapters ---------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
-        """See `Replica.load_adapter`. Fails with what `read_adapter`, `Adapters.reserve` and `publish` raise."""
         return _chained(self._loaders.submit(self._load, name, path, pinned, replace), lambda _: self._settled(name))
 
     def _load(self, name: str, path: str, pinned: bool, replace: bool) -> None:
@@ -120,7 +118,6 @@ class LocalReplica:
         self.between_steps(lambda: adapters.publish(new, blocks, pinned, replace)).result()
 
     def unload_adapter(self, name: str) -> Future[AdapterInfo]:
-        """See `Replica.unload_adapter`."""
         adapters = self._engine.adapters
 
         def gone(found: tuple[AdapterInfo, list[int]]) -> Future[AdapterInfo]:
@@ -130,17 +127,14 @@ class LocalReplica:
         return _chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        """See `Replica.pin_adapter`."""
         return _chained(
             self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name)
         )
 
     def adapters(self) -> Future[list[AdapterInfo]]:
-        """See `Replica.adapters`."""
         return self.between_steps(self._engine.adapters.all)
 
     def adapter(self, name: str) -> Future[AdapterInfo]:
-        """See `Replica.adapter`."""
         return self.between_steps(lambda: self._engine.adapters.get(name))
 
     def _settled(self, name: str) -> Future[AdapterInfo]:
@@ -159,11 +153,9 @@ class LocalReplica:
     # -- the cache, counters, life ------------------------------------------------------------
 
     def state(self) -> Future[ReplicaState]:
-        """See `Replica.state`."""
         return self.between_steps(lambda: ReplicaState(self._engine.cache_state(), self._engine.stats()))
 
     def flush_cache(self) -> Future[int]:
-        """See `Replica.flush_cache`."""
         return self.between_steps(self._engine.flush_cache)
 
     def check_integrity(self) -> Future[None]:
@@ -171,12 +163,11 @@ class LocalReplica:
         return self.between_steps(self._engine.check_integrity)
 
     def heartbeat_age(self) -> float:
-        """See `Replica.heartbeat_age`. A step that compiles is alive for `COMPILE_S`."""
         age = self._system.clock() - self._beat
+        # A step that compiles is alive for `COMPILE_S`.
         return 0.0 if self._engine.compiling and age < COMPILE_S and not self._failed else age
 
     def drain(self, timeout_s: float | None = None) -> Future[bool]:
-        """See `Replica.drain`."""
         self._draining = True
         end = None if timeout_s is None else self._system.clock() + timeout_s
 
@@ -188,7 +179,6 @@ class LocalReplica:
         return self._when(look)
 
     def close(self) -> None:
-        """See `Replica.close`."""
         self._draining = self._stopping = True
         self._work.set()
         self._thread.join()
