@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import datetime
 import json
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from jlora import machine
-from jlora.loadgen import rounds
 from jlora.sim.outcome import rounded
 
 Sample = dict[str, Any]
@@ -64,7 +65,7 @@ class Records:
             file.write(json.dumps(line) + "\n")
 
     def of(self, cell: str) -> Cell:
-        """The rounds of one cell, for `jlora.loadgen.rounds.interleave`."""
+        """The rounds of one cell, for `runner.measure`."""
         return Cell(self, cell)
 
 
@@ -88,6 +89,27 @@ class Cell:
         for side, sample in finished.items():
             self.records.add(self.name, side, len(self.rounds), sample)
         self.rounds.append(dict(finished))
+
+
+class Journal:
+    """Finished runs in a file of JSON lines; the first line holds the settings. Other settings begin it anew."""
+
+    def __init__(self, path: Path, settings: Mapping[str, Any]):
+        self._path = path
+        head = json.dumps(settings, sort_keys=True, default=str)
+        lines = path.read_text().splitlines() if path.exists() else []
+        self.rounds: list[dict[str, Any]] = []
+        if lines and lines[0] == head:
+            self.rounds = [json.loads(line) for line in lines[1:]]
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(head + "\n")
+
+    def add(self, finished: dict[str, Any]) -> None:
+        """Keeps one finished run, on disk too."""
+        self.rounds.append(finished)
+        with self._path.open("a") as file:
+            file.write(json.dumps(finished) + "\n")
 
 
 @dataclass(frozen=True)
@@ -122,5 +144,7 @@ def told(values: pd.Series) -> str:
 
 
 def control(rows: pd.DataFrame, side: str, key: str) -> float:
-    """The median of one side over itself a round later; NaN with one round."""
-    return rounds.control(rows[rows["side"] == side][key].tolist())
+    """The median of one side over itself a round later, which slow drift hardly moves; NaN with one round."""
+    values = rows[rows["side"] == side][key].tolist()
+    pairs = [later / value for value, later in pairwise(values)]
+    return statistics.median(pairs) if pairs else float("nan")

@@ -41,7 +41,7 @@ jlora COMMAND --help shows a command's flags; jlora --version the version."""
 BENCH: Mapping[str, str] = {"serve": "jlora.loadgen.cli:main", "workloads": "jlora.loadgen.workloads:main"}
 BENCH_USAGE = """usage: jlora bench COMMAND [flags]
 
-  serve      play a workload to running servers, or to several configurations in turn
+  serve      play a workload to running servers, in turn
   workloads  print what the workloads are like
 
 The studies behind docs/results (throughput, latency, policies, ...) are no part of the package.

@@ -28,8 +28,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"model", "pallas", "cache", "adapters"},
     "sim": {"engine.engine", "engine.loading", "engine.plan", "engine.ports", "engine.scheduler", "adapters", "cache"},
     "serve": {"engine", "model", "adapters", "cache"},
-    "loadgen": {"sim", "serve.flags", "serve.proto", "engine.engine"},
-    "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim", "loadgen"},
+    "loadgen": {"sim", "serve.flags", "serve.proto"},
+    "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim"},
     "demo": {"serve", "loadgen.server"},
 }
 # Tops: what a user starts. They may import every room, and no room imports them.

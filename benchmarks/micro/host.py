@@ -10,14 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from benchmarks.checkpoints import TINY
 from benchmarks.jobs import Plan, prepare
 from benchmarks.peers.ours import configure
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
+from benchmarks.runner import Options, Side, measure
 from jlora.engine.build import build
 from jlora.engine.engine import Engine
-from jlora.loadgen.checkpoints import TINY
-from jlora.loadgen.rounds import Side
 from jlora.types import Request, SamplingParams
 
 PROMPT = 16

@@ -23,11 +23,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
+from benchmarks.checkpoints import LLAMA_100M, TINY, write_model
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
+from benchmarks.runner import Options, Side, measure
 from jlora.engine.device import uses_scan
-from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_model
-from jlora.loadgen.rounds import Side
 from jlora.model import checkpoint, sharding
 from jlora.model.spec import ModelSpec
 

@@ -24,10 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.checkpoints import LLAMA_100M, TINY
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
-from jlora.loadgen.checkpoints import LLAMA_100M, TINY
-from jlora.loadgen.rounds import Side
+from benchmarks.runner import Options, Side, measure
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, reference
 from jlora.pallas.cases import LoraCase

@@ -12,8 +12,7 @@ from benchmarks.jobs import R1, R1_QUICK, Job, prepare
 from benchmarks.peers import peft
 from benchmarks.peers.ours import InProcess, configure
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
-from jlora.loadgen.rounds import Side
+from benchmarks.runner import Options, Side, measure
 
 HOWS = ("generate", "loop")
 

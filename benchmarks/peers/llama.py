@@ -19,16 +19,15 @@ from typing import Any, Protocol
 
 import grpc
 
+from benchmarks.checkpoints import LLAMA_100M
 from benchmarks.jobs import R1_QUICK, Job, Plan, output_tokens, prepare
 from benchmarks.peers import llama_server
 from benchmarks.peers.ours import OverGrpc, Run, request_of
 from benchmarks.peers.peft import compare
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
+from benchmarks.runner import Options, Side, measure
 from jlora import machine
 from jlora.errors import ConfigError
-from jlora.loadgen.checkpoints import LLAMA_100M
-from jlora.loadgen.rounds import Side
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 R2 = Plan(LLAMA_100M, requests=32, prompt_tokens=(16, 512), output_tokens=(8, 256))

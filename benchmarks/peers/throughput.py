@@ -8,8 +8,7 @@ from typing import Any
 from benchmarks.jobs import R1, R1_QUICK, output_tokens, prepare
 from benchmarks.peers import peft
 from benchmarks.peers.ours import InProcess, OverGrpc, configure
-from benchmarks.runner import Options, measure
-from jlora.loadgen.rounds import Side
+from benchmarks.runner import Options, Side, measure
 
 
 def run(options: Options) -> None:

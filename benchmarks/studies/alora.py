@@ -25,14 +25,13 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.checkpoints import write_adapter, write_model
 from benchmarks.jobs import Job
 from benchmarks.peers.ours import InProcess
 from benchmarks.records import Sample
-from benchmarks.runner import Options, measure
+from benchmarks.runner import Options, Side, measure
 from jlora import config as configuration
 from jlora.config import Config
-from jlora.loadgen.checkpoints import write_adapter, write_model
-from jlora.loadgen.rounds import Side
 from jlora.model.spec import ModelSpec
 
 SPEC = ModelSpec(

@@ -32,11 +32,10 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.records import Records, Sample
+from benchmarks.records import Journal, Records, Sample
 from benchmarks.runner import Options
 from benchmarks.studies.peaks import Bracket, find_best, find_peak, rounded
 from jlora import machine
-from jlora.loadgen.rounds import Journal
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
 from jlora.sim.trace import Trace

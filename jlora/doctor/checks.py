@@ -116,21 +116,12 @@ def compare(case: Case) -> dict[str, Any]:
         ops = kernels_for(case)
     except ConfigError as e:
         return {**row, "ok": None, "reason": str(e)}
+    attends = isinstance(case, AttentionCase)
+    inputs = cases.attention_inputs(case, junk=JUNK) if attends else cases.lora_inputs(case, junk=JUNK)
     with interpreter():
-        pairs = _both(case, ops)
-    error = max(float(np.abs(a - b).max() / max(1.0, np.abs(b).max())) for a, b in pairs)
-    finite = all(np.isfinite(a).all() for a, _ in pairs)
-    return {**row, "ok": bool(finite and error < TOLERANCE[case.spec.dtype]), "error": error}
-
-
-def _both(case: Case, ops: Ops) -> list[tuple[np.ndarray, np.ndarray]]:
-    """Results of kernel and reference, without padding."""
-    if isinstance(case, AttentionCase):
-        inputs, valid = cases.attention_inputs(case, junk=JUNK), cases.attention_valid(case)
-        got, want = (np.asarray(jax.jit(f)(*inputs), np.float32)[valid] for f in (ops.attention, XLA.attention))
-        return [(got, want)]
-    inputs = cases.lora_inputs(case, junk=JUNK)
-    return list(zip(*(_lora(f, inputs) for f in (ops.lora, XLA.lora)), strict=True))
+        got, want = (run(*args) for run, args in (launch(case, each, inputs) for each in (ops, XLA)))
+    error = difference(case, got, want, least=1.0)
+    return {**row, "ok": error < TOLERANCE[case.spec.dtype], "error": error}  # NaN is not less
 
 
 def first_line(error: BaseException) -> str:
@@ -138,24 +129,17 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
 
 
-def _lora(op: Callable[..., Any], inputs: tuple[Any, ...]) -> list[np.ndarray]:
-    return [np.asarray(out, np.float32) for out in jitted(op, inputs)(*flat(inputs))]
-
-
-def jitted(op: Callable[..., Any], inputs: tuple[Any, ...]) -> Callable[..., Any]:
-    """A LoRA op over `flat` inputs."""
-    units = [p.unit for p in inputs[3]]
+def launch(case: Case, ops: Ops, inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The case's op as a compiled function, and its arguments: arrays only."""
+    if isinstance(case, AttentionCase):
+        return jax.jit(ops.attention), inputs
+    x, pool, first, projections, adapters = inputs
+    units = [p.unit for p in projections]
 
     def call(x: Any, pool: Any, first: Any, bases: Any, active: Any, adapters: Any) -> Any:
-        return op(x, pool, first, [Adapted(*p) for p in zip(bases, active, units, strict=True)], adapters)
+        return ops.lora(x, pool, first, [Adapted(*p) for p in zip(bases, active, units, strict=True)], adapters)
 
-    return jax.jit(call)
-
-
-def flat(inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A LoRA case's inputs as arrays only."""
-    x, pool, first, projections, adapters = inputs
-    return x, pool, first, [p.base for p in projections], [p.active for p in projections], adapters
+    return jax.jit(call), (x, pool, first, [p.base for p in projections], [p.active for p in projections], adapters)
 
 
 def timed(case: Case, rates: Rates) -> dict[str, Any]:
@@ -168,9 +152,7 @@ def timed(case: Case, rates: Rates) -> dict[str, Any]:
     for name in ("kernel", "xla"):
         try:
             ops = XLA if name == "xla" else kernels_for(case)
-            attends = isinstance(case, AttentionCase)
-            run = jax.jit(ops.attention) if attends else jitted(ops.lora, inputs)
-            args = inputs if attends else flat(inputs)
+            run, args = launch(case, ops, inputs)
             with interpreter():
                 taken = seconds(calls(run, args), REPEATS[jax.default_backend()], 3)
                 made[name] = run(*args)
@@ -186,15 +168,18 @@ def timed(case: Case, rates: Rates) -> dict[str, Any]:
     return row
 
 
-def difference(case: Case, got: Any, want: Any) -> float:
-    """The largest difference as a share of the largest value wanted; NaN where a result is. Found on the device."""
+def difference(case: Case, got: Any, want: Any, least: float = 0.0) -> float:
+    """The largest difference as a share of the largest value wanted, `least` at least. Found on the device.
+
+    NaN where a result is NaN.
+    """
     if isinstance(case, AttentionCase):
         valid = jnp.asarray(cases.attention_valid(case))[:, :, None, None]
         got, want = ([jnp.where(valid, x, 0)] for x in (got, want))
 
     def worst(a: jax.Array, b: jax.Array) -> jax.Array:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
-        return jnp.max(jnp.abs(a - b)) / jnp.max(jnp.abs(b))
+        return jnp.max(jnp.abs(a - b)) / jnp.maximum(jnp.max(jnp.abs(b)), least)
 
     return float(jnp.max(jnp.stack([jax.jit(worst)(a, b) for a, b in zip(got, want, strict=True)])))
 

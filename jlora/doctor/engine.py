@@ -1,23 +1,19 @@
-"""The whole engine on random weights: full decode steps through it, and cache policies under pressure.
-
-`full_steps` runs the scheduler, the cache and the runner over decode steps of full batches; beside
-the same step called alone (`steps`) it says what the engine adds. `Contest` plays a short W1
-(chat) to several policies with a pool that holds a fraction of the working set; the model is
-shallow, because what is compared is the cache.
-"""
+"""The whole engine on random weights: single steps by its runner, and full decode steps through all of it."""
 
 from __future__ import annotations
 
-import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jlora import config as configuration
 from jlora.adapters.registry import AdapterRegistry
@@ -27,82 +23,109 @@ from jlora.cache.pool import HostPool
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
-from jlora.doctor.model import TARGETS, adapter_blocks, weights
+from jlora.doctor.model import TARGETS, StepCase, plan_of, projections, weights
 from jlora.engine import device
+from jlora.engine.batch import BatchBuilder, Buckets, Launch
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
+from jlora.engine.plan import StepPlan
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
-from jlora.layout import PoolLayout, smallest_block_tokens
-from jlora.loadgen.local import EngineTarget
-from jlora.loadgen.player import Call, Pace, Player
-from jlora.model.llama import Params
+from jlora.layout import PoolLayout
+from jlora.model import sampling, sharding, step
 from jlora.model.spec import ModelSpec
-from jlora.sim import outcome
-from jlora.sim.trace import facts
-from jlora.sim.workloads import SOURCES, Load, play, ranks
 from jlora.types import Request, SamplingParams
 
-POLICIES = ("jlora", "fastlibra", "lru", "vllm")
 ASSUMED_BYTES_PER_S = 10e9  # of the link, until copies have been measured
+COMPILERS = 4  # programs that are compiled at a time
 
 
 class World:
-    """The device side of an engine on random weights; a new cache and scheduler for every run.
+    """The device side of an engine on random weights; every engine on it has a new cache and scheduler.
 
     Args:
-        params: stacked or listed as `device.uses_scan` says; the world owns them from here on.
+        layout: its pool must hold the largest case.
     """
 
-    def __init__(self, spec: ModelSpec, config: Config, layout: PoolLayout, params: Params):
+    def __init__(self, spec: ModelSpec, config: Config, layout: PoolLayout):
         self.spec, self.config, self.layout = spec, config, layout
         self._registry = AdapterRegistry()
-        self.runner, self.pool = device.device_side(
-            config, spec, layout, lambda uid: self._registry.by_uid(uid).projections, params
-        )
+        self._planned: dict[int, tuple[str, ...]] = {}  # adapters of `plan`: uid -> projection of each block
+        self._stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
+        self._params = weights(spec, self._stacked)
+        self.chosen = device.choose_ops(config, spec, layout, tuple(Buckets.of(config.engine).shapes))
+        self.runner, self._pool = device.device_side(config, spec, layout, self._projections, self._params)
+        self._swapper = Swapper(self._pool, HostPool(layout, 1))
 
-    @classmethod
-    def of(cls, spec: ModelSpec, config: Config, blocks: int) -> World:
-        """With weights of its own and a pool of `blocks`."""
-        block = smallest_block_tokens(spec, 32 if jax.default_backend() != "cpu" else 16)
-        layout = replace(device.fitted(PoolLayout.of(spec, 1, block), config.engine.kernels), blocks=blocks)
-        stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
-        return cls(spec, config, layout, weights(spec, stacked))
+    def plan(self, case: StepCase) -> StepPlan:
+        """The case as a plan for `repeated`."""
+        uids = [-1 - len(self._planned) - i for i in range(len(case.ranks))]  # an engine's are positive
+        self._planned |= {uid: projections(self.layout, rank) for uid, rank in zip(uids, case.ranks, strict=True)}
+        return plan_of(self.layout, case, iter(uids))
+
+    def repeated(self, plan: StepPlan) -> Callable[[int], Any]:
+        """A function that dispatches so many steps of the plan, one after the other, and gives what to wait for."""
+
+        def run(count: int) -> Any:
+            return [self.runner.run(plan, self._swapper).sampled for _ in range(count)][-1]
+
+        return run
+
+    def compile(self, plans: Sequence[StepPlan]) -> None:
+        """Compiles the programs of some plans side by side; the runner finds them in jax's cache on the disk."""
+        bare = device.has_bare(jax.default_backend())
+        builder = BatchBuilder(self.layout, self.config.engine, self.spec, self._projections, bare)
+        launches = {}
+        for plan in plans:
+            for launch in builder.launches(plan.decode, plan.prefill):
+                launches[launch.batch.tokens.shape, len(launch.batch.blocks)] = launch
+        programs = step.build(self.spec, self.layout, sharding.make_mesh(1), self._stacked, self.chosen.ops)
+        with ThreadPoolExecutor(COMPILERS) as threads:
+            list(threads.map(lambda launch: self._compile(programs, launch), launches.values()))
+
+    def _compile(self, programs: step.Programs, launch: Launch) -> None:
+        replicated = NamedSharding(sharding.make_mesh(1), sharding.REPLICATED)
+        state = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
+            jax.eval_shape(lambda: sampling.empty_slots(self.config.engine.max_seqs, self.spec.vocab)),
+        )
+        rows = jax.ShapeDtypeStruct((len(launch.batch.last), self.spec.width), jnp.dtype(self.spec.dtype))
+        programs.forward.lower(self._params, self._pool.array, state.last, launch.batch).compile()
+        programs.sample.lower(self._params, rows, state, launch.sampling).compile()
 
     @contextmanager
-    def engine(self, policy: str, blocks: int, host_blocks: int) -> Iterator[tuple[Engine, CacheManager]]:
-        """An engine whose cache has `blocks` device blocks."""
-        config = configuration.replace(self.config, {"cache.policy": policy})
+    def engine(self, host_blocks: int) -> Iterator[Engine]:
+        """An engine whose cache has all blocks of the pool but one."""
         meter = Meter(self.layout.block_bytes / ASSUMED_BYTES_PER_S)
-        sizes = Sizes(blocks, host_blocks, self.layout.block_tokens)
-        streams = self.pool.groups > 1
-        manager = CacheManager(sizes, make_policy(config.cache, meter), time.monotonic, streams=streams)
-        scheduler = Scheduler(manager, config.engine, self.spec.eos_ids)
-        swapper = Swapper(self.pool, HostPool(self.layout, host_blocks))
+        sizes = Sizes(self.layout.blocks - 1, host_blocks, self.layout.block_tokens)
+        streams = self._pool.groups > 1
+        manager = CacheManager(sizes, make_policy(self.config.cache, meter), time.monotonic, streams=streams)
+        scheduler = Scheduler(manager, self.config.engine, self.spec.eos_ids)
+        swapper = Swapper(self._pool, HostPool(self.layout, host_blocks))
         self._registry = AdapterRegistry()
         try:
-            yield (
-                Engine(
-                    Parts(scheduler, self._registry, self.runner, swapper, time.monotonic),
-                    Shape(self.spec.max_len, self.layout.block_bytes, config.engine.overlap),
-                ),
-                manager,
+            yield Engine(
+                Parts(scheduler, self._registry, self.runner, swapper, time.monotonic),
+                Shape(self.spec.max_len, self.layout.block_bytes, self.config.engine.overlap),
             )
         finally:
             swapper.close()
 
     def adapter(self, name: str, rank: int) -> NewAdapter:
         """An adapter of q, k, v, o: one block of small random numbers, repeated; nothing is packed."""
-        count = adapter_blocks(self.layout, rank)
-        projections = tuple(n for n in TARGETS for _ in range(-(-rank // self.layout.units[n].per_block)))
+        units = projections(self.layout, rank)
         rng = np.random.default_rng(rank)
-        row = (0.01 * rng.standard_normal((1, *self.layout.block_shape[1:]))).astype(jax.numpy.dtype(self.spec.dtype))
-        data = np.broadcast_to(row, (count, *self.layout.block_shape))
-        return NewAdapter(name, name, {"all": rank}, TARGETS, (), projections, data, data.nbytes, 0.0)
+        row = (0.01 * rng.standard_normal((1, *self.layout.block_shape[1:]))).astype(jnp.dtype(self.spec.dtype))
+        data = np.broadcast_to(row, (len(units), *self.layout.block_shape))
+        return NewAdapter(name, name, {"all": rank}, TARGETS, (), units, data, data.nbytes, 0.0)
 
     def close(self) -> None:
         """Frees the device."""
+        self._swapper.close()
         self.runner.close()
+
+    def _projections(self, uid: int) -> tuple[str, ...]:
+        return self._planned[uid] if uid < 0 else self._registry.by_uid(uid).projections
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,10 +176,9 @@ def full_steps(world: World, busy: Busy, say: Callable[[str], None]) -> dict[str
     rng = np.random.default_rng(0)
     prompts = [tuple(row) for row in rng.integers(3, world.spec.vocab, (busy.sequences, busy.prompt)).tolist()]
     names = [f"a{i}" for i in range(len(busy.ranks))] or [None]
-    blocks = world.layout.blocks - 1
     adapters = [world.adapter(str(name), rank) for name, rank in zip(names, busy.ranks, strict=False)]
-    # The host tier holds the adapters and no KV: what copies cost is the policies' affair.
-    with world.engine("jlora", blocks, 1 + sum(len(new.projections) for new in adapters)) as (engine, _):
+    # The host tier holds the adapters and no KV: no copy runs beside the steps.
+    with world.engine(1 + sum(len(new.projections) for new in adapters)) as engine:
         for new in adapters:
             engine.adapters.add(new)
         while engine.copying:
@@ -200,59 +222,3 @@ def _full(engine: Engine, sequences: int) -> _Taken:
             host.append(after.host_step_s * after.steps - before.host_step_s * before.steps)
     middle = slice(len(steps) // 4, -(len(steps) // 4) or None)
     return _Taken(steps[middle], host[middle])
-
-
-class Contest:
-    """A short W1, played to one policy after the other; the pool holds `share` of the working set.
-
-    Args:
-        speed: seconds of the trace per second.
-    """
-
-    def __init__(self, world: World, load: Load, share: float, speed: float):
-        self.seconds = 1.5 * load.seconds / speed  # a run's, with its history
-        self._world, self._speed = world, speed
-        self._trace = play(SOURCES["W1"](None), load)
-        self._adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(ranks(load))]
-        sizes = [len(new.projections) for new in self._adapters]
-        self._working = facts(self._trace, world.layout.block_tokens, sizes).working_set
-        largest = world.layout.blocks_for(world.spec.max_len) + max(sizes)
-        self._blocks = min(max(int(share * self._working), 2 * largest), world.layout.blocks - 1)
-        self._host_blocks = 2 * self._working + sum(sizes)
-
-    def warm_up(self) -> Iterator[str]:
-        """Compiles every program; its name after each."""
-        return self._world.runner.warm_up()
-
-    def play(self, policy: str) -> dict[str, Any]:
-        """One run: what requests waited, what the cache found, and all compilations since `warm_up` (R10)."""
-        with self._world.engine(policy, self._blocks, self._host_blocks) as (engine, _):
-            for new in self._adapters:
-                engine.adapters.add(new)
-            calls, cache, seconds = asyncio.run(self._played(engine))
-        ttft = [call.ttft for call in calls if call.ok]
-        return {
-            "policy": policy,
-            "device_blocks": self._blocks,
-            "working_set": self._working,
-            "ttft_s": statistics.fmean(ttft),
-            "ttft_p99_s": float(np.percentile(ttft, 99)),
-            "tpot_s": statistics.fmean(call.tpot for call in calls if call.ok and len(call.tokens) > 1),
-            "tokens_per_s": sum(len(call.tokens) for call in calls) / seconds,
-            "unfinished": sum(not call.ok for call in calls),
-            **{key: cache[key] for key in ("kv_device_hits", "adapter_hits")},
-            "compiles_after_warmup": self._world.runner.compiles_after_warmup,
-        }
-
-    async def _played(self, engine: Engine) -> tuple[list[Call], dict[str, float], float]:
-        """The calls, what the cache did meanwhile, and how many seconds it took."""
-        async with EngineTarget(engine) as target:
-            player = Player(target, self._trace, self._trace.adapters, Pace(self._speed))
-            await player.history()
-            await target.settled()
-            before, began = engine.cache_state(), time.perf_counter()
-            calls = await player.play()
-            seconds = time.perf_counter() - began
-            await target.settled()
-        engine.check_integrity()
-        return calls, outcome.hits_and_bytes(before, engine.cache_state()), seconds

@@ -1,10 +1,8 @@
-"""The findings of a part of `jlora doctor`, written line by line, so that none is lost with its process.
-
-    Journal(path)              the part writes: begin a case, add a row, put a value, end
-    read(path) -> Found        the job reads, also while the part runs and after it died
+"""What a part of `jlora doctor` is asked, and its findings, written line by line. No jax.
 
 A line is one JSON object: {"begin": case}, {"row": [list, row]}, {"value": [key, value]},
-{"skipped": reason}, {"end": true}. No jax.
+{"skipped": reason}, {"end": true}. Every line is on the disk at once, so no finding is lost with the
+process that made it.
 """
 
 from __future__ import annotations
@@ -17,11 +15,26 @@ from pathlib import Path
 from typing import Any
 
 
-class Journal:
-    """Appends to a part's file; every line is on the disk when its call returns.
+@dataclass(frozen=True, slots=True)
+class Order:
+    """What a part is started with.
 
-    What a process that died left of a line is dropped.
+    Attributes:
+        to: its file; seconds: it begins no case later than this; model: of the part `steps`.
+        rates: as the part `rates` measured them.
     """
+
+    part: str
+    to: str
+    seconds: float
+    kernels: str
+    quick: bool
+    model: str = ""
+    rates: Mapping[str, Any] | None = None
+
+
+class Journal:
+    """Appends to a part's file. Drops the unfinished line of a process that died."""
 
     def __init__(self, path: Path):
         self._path = path
@@ -30,7 +43,7 @@ class Journal:
             path.write_text(whole + "\n" if whole else "")
 
     def begin(self, case: str) -> None:
-        """What is tried next: if nothing follows, it is what the part died of."""
+        """Names what is tried next: if nothing follows, the part died of it."""
         self._write({"begin": case})
 
     def row(self, rows: str, row: Mapping[str, Any]) -> None:
@@ -38,11 +51,11 @@ class Journal:
         self._write({"row": [rows, row]})
 
     def put(self, key: str, value: Any) -> None:
-        """A value of the report."""
+        """Sets a value of the report."""
         self._write({"value": [key, value]})
 
     def skip(self, reason: str) -> None:
-        """Something was left out, and why."""
+        """Says that something was left out, and why."""
         self._write({"skipped": reason})
 
     def end(self) -> None:
@@ -61,11 +74,8 @@ class Found:
     """A part's file as it is now.
 
     Attributes:
-        values: lists of rows, and values.
-        skipped: what was left out.
-        begun: every case that was begun, in order.
-        open: the last of them, while nothing of it is known.
-        died: those of which nothing was ever known.
+        values: lists of rows, and values; skipped: what was left out.
+        begun: every case that was begun, in order; open: the last of them, while nothing of it is known.
         ended: the part said that it was done.
     """
 
@@ -73,7 +83,6 @@ class Found:
     skipped: list[str] = field(default_factory=list)
     begun: list[str] = field(default_factory=list)
     open: str | None = None
-    died: list[str] = field(default_factory=list)
     ended: bool = False
 
 
@@ -82,12 +91,10 @@ def read(path: Path) -> Found:
     found = Found()
     for text in path.read_text().split("\n")[:-1] if path.exists() else ():
         line = json.loads(text)
+        found.open = line.get("begin")
         if "begin" in line:
-            found.died += [found.open] if found.open is not None else []
             found.begun.append(line["begin"])
-            found.open = line["begin"]
-            continue
-        if "row" in line:
+        elif "row" in line:
             name, row = line["row"]
             found.values.setdefault(name, []).append(row)
         elif "value" in line:
@@ -96,12 +103,4 @@ def read(path: Path) -> Found:
         elif "skipped" in line:
             found.skipped.append(line["skipped"])
         found.ended = found.ended or "end" in line
-        found.open = None
-    return found
-
-
-def before(path: Path) -> Found:
-    """The same for a process that goes on where another ended: what was under way then has died."""
-    found = read(path)
-    found.died += [found.open] if found.open is not None else []
     return found

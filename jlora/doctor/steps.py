@@ -1,10 +1,9 @@
 """A model's steps, timed: without adapters against the roofline's floor, with adapters against the same step without.
 
-Compiled in groups, the most telling shapes first, so that a job that runs out of time has those.
-A group is compiled to its end before anything of it is timed: a GPU's compiler tries its products
-on the device. Last, and with time kept for it, the whole engine takes over the weights, and its
-decode steps are timed against the same steps called alone. Its programs are the bare steps' own,
-found in the cache of compiled programs.
+Steps are compiled in groups, the most telling shapes first, so that a job that runs out of time has those.
+A group is compiled to its end before any of it is timed, because a GPU's compiler tries its products
+on the device. Last, and with time kept for it, decode steps of the whole engine are timed against the
+same steps dispatched alone.
 """
 
 from __future__ import annotations
@@ -17,25 +16,21 @@ from typing import Any
 
 import jax
 
-from jlora.config import Config
 from jlora.doctor import engine, fit
 from jlora.doctor.engine import Busy, World
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal
 from jlora.doctor.model import (
-    DeviceModel,
     StepCase,
-    StepKey,
     count_of,
     decode,
+    layout_for,
     load_of,
     mixed,
     prefill,
     those_that_fit,
 )
 from jlora.doctor.rates import seconds
-from jlora.engine import device
-from jlora.engine.plan import ROW
 from jlora.model.spec import ModelSpec
 
 GROUP = 4  # shapes that are compiled together
@@ -97,7 +92,7 @@ class Bench:
 
     plan: Steps
     rates: Rates
-    model: DeviceModel
+    world: World
     journal: Journal
     left: Callable[[], float]
 
@@ -111,32 +106,29 @@ def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callabl
     """
     base, reasons = those_that_fit(plan.spec, plan.base(), kernels)
     adapted, more = those_that_fit(plan.spec, plan.adapted(), kernels)
-    for reason in (*reasons, *more):
+    rooms = {n: those_that_fit(plan.spec, [plan.room(n)], kernels) for n in plan.decode}
+    for reason in (*reasons, *more, *(f"the engine: {r}" for _, found in rooms.values() for r in found)):
         journal.skip(reason)
     if not base:
         return
     journal.put("prior", asdict(fit.hardware(plan.spec, rates).step_model()))
     journal.begin("weights and pool")
-    most = max(case.shape[0] for case in base if case.shape[1] == 1)
-    rooms = {n: those_that_fit(plan.spec, [plan.room(n)], kernels) for n in plan.decode}
     served = max((n for n, (held, _) in rooms.items() if held), default=0)
-    for reason in (reason for _, reasons in rooms.values() for reason in reasons):
-        journal.skip(f"the engine: {reason}")
-    cases = [*base, *adapted, *(rooms[served][0] if served else ())]
-    model = DeviceModel(plan.spec, cases, engine.settings(most, ROW, kernels))
+    layout = layout_for(plan.spec, [*base, *adapted, *(rooms[served][0] if served else ())], kernels)
+    world = World(plan.spec, engine.settings(plan.decode[-1], plan.prefill[-1], kernels), layout)
     try:
-        journal.put("ops", [[c.op, c.implementation, c.reason] for c in model.chosen.choices])
-        journal.put("pool_blocks", model.layout.blocks)
-        journal.put("block_bytes", model.layout.block_bytes)
-        bench = Bench(plan, rates, model, journal, lambda: left() - (ENGINE_S if served else 0))
+        journal.put("ops", [[c.op, c.implementation, c.reason] for c in world.chosen.choices])
+        journal.put("pool_blocks", layout.blocks)
+        journal.put("block_bytes", layout.block_bytes)
+        bench = Bench(plan, rates, world, journal, lambda: left() - (ENGINE_S if served else 0))
         for group in _groups(base):
             _group(bench, group, [case for case in adapted if case.shape in {c.shape for c in group}], before)
         if served and left() < LEAST_S:
             journal.skip(f"{plan.spec.name}: the engine: no time left")
         elif served:
-            _engine(bench, served, engine.settings(most, served * ROW, kernels), before)
+            _engine(bench, served, before)
     finally:
-        model.close()
+        world.close()
 
 
 def _groups(base: Sequence[StepCase]) -> Iterator[list[StepCase]]:
@@ -150,16 +142,14 @@ def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], 
     todo = [case for case in (*base, *adapted) if case.name not in before.begun]
     shapes = list(dict.fromkeys(case.shape for case in base))
     compilation = "compile " + ", ".join(f"{rows}x{chunk}" for rows, chunk in shapes)
-    if not todo or compilation in before.died:
+    if not todo or compilation == before.open:  # a compiler that crashed would again
         return
     if bench.left() < LEAST_S:
         bench.journal.skip(f"{bench.plan.spec.name}: no time for {', '.join(case.name for case in todo)}")
         return
     began = time.monotonic()
     bench.journal.begin(compilation)
-    keys = [StepKey(case.shape) for case in base]
-    keys += [StepKey(case.shape, True) for case in adapted if case.shape[1] == 1]
-    bench.model.compile(keys)
+    bench.world.compile([bench.world.plan(case) for case in todo])
     bench.journal.row("compile", {"shapes": shapes, "seconds": time.monotonic() - began})
     for case in todo:
         if bench.left() < LEAST_S:
@@ -170,28 +160,17 @@ def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], 
         bench.journal.row("adapters" if case.ranks else "steps", row)
 
 
-def _engine(bench: Bench, count: int, config: Config, before: Found) -> None:
-    """The whole engine over `count` sequences; it takes the weights, so that no bare step runs after it."""
-    plan, model, say = bench.plan, bench.model, bench.journal.begin
-    cases = plan.through_engine(count)
-    bare = device.has_bare(jax.default_backend())
-    keys = {case.name: StepKey(case.shape, bare and not case.ranks) for case in cases}
-    todo = [case for case in cases if f"engine, {case.name}" not in before.begun]
-    if not todo:
-        return
-    say("the engine's steps alone")
-    model.compile([keys[case.name] for case in todo])
-    runners = {case.name: model.runner(case, keys[case.name].bare) for case in todo}
-    alone_s = {name: seconds(run, plan.repeats, plan.rounds) for name, run in runners.items()}
-    world = World(plan.spec, config, model.layout, model.hand_over())
-    try:
-        for case in todo:
-            say(f"engine, {case.name}")
-            busy = Busy(count, plan.context, plan.tokens, case.ranks)
-            found = engine.full_steps(world, busy, lambda what: say(f"engine, {what}"))
-            bench.journal.row("engine", beside(bench, case, found, alone_s[case.name]))
-    finally:
-        world.close()
+def _engine(bench: Bench, count: int, before: Found) -> None:
+    """The whole engine over `count` sequences."""
+    plan, world, say = bench.plan, bench.world, bench.journal.begin
+    for case in plan.through_engine(count):
+        if f"engine, {case.name}" in before.begun:
+            continue
+        say(f"engine, {case.name}")
+        alone_s = seconds(world.repeated(world.plan(case)), plan.repeats, plan.rounds)
+        busy = Busy(count, plan.context, plan.tokens, case.ranks)
+        found = engine.full_steps(world, busy, lambda what: say(f"engine, {what}"))
+        bench.journal.row("engine", beside(bench, case, found, alone_s))
 
 
 def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: float) -> dict[str, Any]:
@@ -202,7 +181,7 @@ def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: floa
         engine's over that; `gap_s`: their difference, what of the host's work the device waits for;
         `tokens_per_s`; `floor_s` and `floor_share`, the R5 of the whole engine.
     """
-    step_s, floor = found["step_s"], count_of(bench.plan.spec, bench.model.layout, case).floor(bench.rates.chip)
+    step_s, floor = found["step_s"], count_of(bench.plan.spec, bench.world.layout, case).floor(bench.rates.chip)
     return {
         "case": case.name,
         **found,
@@ -218,8 +197,8 @@ def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: floa
 def alone(bench: Bench, case: StepCase) -> dict[str, Any]:
     """Seconds of a step beside the roofline's floor (R5)."""
     plan, rates = bench.plan, bench.rates
-    taken = seconds(bench.model.runner(case), plan.repeats, plan.rounds)
-    count = count_of(plan.spec, bench.model.layout, case)
+    taken = seconds(bench.world.repeated(bench.world.plan(case)), plan.repeats, plan.rounds)
+    count = count_of(plan.spec, bench.world.layout, case)
     floor = count.floor(rates.chip)
     return {
         "case": case.name,
@@ -236,15 +215,12 @@ def alone(bench: Bench, case: StepCase) -> dict[str, Any]:
 def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
     """R4: the step with adapters over the same step without, turn by turn; a control runs the base twice.
 
-    The base is the same program with nothing active in its lists. Where the program without any
-    adapters is compiled as well, both are put beside it too: `ratio_to_own_program` with adapters,
-    `idle_to_own_program` with none in the batch.
+    The base runs the program that the engine gives it: on a GPU, decode without adapters has one of its own.
     """
     idle = replace(case, parts=tuple(replace(p, adapter=-1) for p in case.parts), ranks=())
-    model, repeats = bench.model, bench.plan.repeats
-    sides = {"base": model.runner(idle), "adapters": model.runner(case), "control": model.runner(idle)}
-    if case.shape[1] == 1:
-        sides["bare"] = model.runner(idle, bare=True)
+    world, repeats = bench.world, bench.plan.repeats
+    base, adapted = (world.repeated(world.plan(each)) for each in (idle, case))
+    sides = {"base": base, "adapters": adapted, "control": base}
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for call in sides.values():
         jax.block_until_ready(call(1))
@@ -254,14 +230,16 @@ def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
             jax.block_until_ready(call(repeats))
             taken[name].append((time.perf_counter() - began) / repeats)
 
-    def over(name: str, base: str) -> float:
-        return statistics.median(x / y for x, y in zip(taken[name], taken[base], strict=True))
+    def over_base(name: str) -> float:
+        return statistics.median(x / y for x, y in zip(taken[name], taken["base"], strict=True))
 
-    row = {"case": case.name, "seconds": statistics.median(taken["adapters"]), "load": _load(bench, case)}
-    row |= {"ratio": over("adapters", "base"), "control": over("control", "base")}
-    if "bare" in sides:
-        row |= {"ratio_to_own_program": over("adapters", "bare"), "idle_to_own_program": over("base", "bare")}
-    return row
+    return {
+        "case": case.name,
+        "seconds": statistics.median(taken["adapters"]),
+        "load": _load(bench, case),
+        "ratio": over_base("adapters"),
+        "control": over_base("control"),
+    }
 
 
 def _load(bench: Bench, case: StepCase) -> dict[str, float]:

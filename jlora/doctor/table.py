@@ -2,38 +2,73 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
 Record = Mapping[str, Any]
+# column -> key of a row, factor, format
+Columns = Mapping[str, tuple[str, float, str]]
+STEPS: Columns = {
+    "ms": ("seconds", 1e3, ".2f"),
+    "of the floor (R5)": ("floor_share", 1, ".2f"),
+    "of the measured matmul rate": ("matmul_share", 1, ".2f"),
+}
+ADAPTERS: Columns = {"over the base (R4)": ("ratio", 1, ".3f"), "control": ("control", 1, ".3f")}
+ENGINE: Columns = {
+    "ms": ("step_s", 1e3, ".2f"),
+    "over the step alone": ("ratio", 1, ".3f"),
+    "of the floor (R5)": ("floor_share", 1, ".2f"),
+    "the device waits, us": ("gap_s", 1e6, ".0f"),
+    "host, us": ("host_s", 1e6, ".0f"),
+    "compiled after warm-up (R10)": ("compiles_after_warmup", 1, "d"),
+}
+SPEED: Columns = {
+    "floor us": ("floor_us", 1, ".0f"),
+    "kernel us": ("kernel_us", 1, ".0f"),
+    "of the floor": ("kernel_share", 1, ".2f"),
+    "XLA us": ("xla_us", 1, ".0f"),
+    "error": ("error", 1, ".1e"),
+}
 
 
 def table(record: Record) -> str:
     """What was found, a line for each row, then what failed and what was left out."""
-    lines = [*_device(record)]
+    console = Console(file=io.StringIO(), width=160, highlight=False)
+    for line in _device(record):
+        console.print(line, markup=False)
     for name, model in record.get("models", {}).items():
-        lines += _model(name, model)
-    for row in record.get("kernel_speed", []):
-        lines.append(f"  {row['case']:60} {_speed(row)}")
-    for row in record.get("checklist", []):
-        if row["ok"] is not True:
-            lines.append(f"  checklist: {row['case']}: {row.get('seen') or row.get('reason')}")
-    for row in record.get("policies", []):
-        lines.append(
-            f"  {row['policy']:12} TTFT {row['ttft_s'] * 1e3:.1f} ms, KV hits {row['kv_device_hits']:.2f}, "
-            f"{row['compiles_after_warmup']} compiled after warm-up (R10)"
-        )
-    lines += [f"failed: {reason}" for reason in record["failed"]]
-    lines += [f"left out: {reason}" for reason in record["skipped"]]
-    return "\n".join(lines)
+        console.print(_rows(f"{name}: steps", model.get("steps", []), STEPS))
+        console.print(_rows(f"{name}: steps with adapters", model.get("adapters", []), ADAPTERS))
+        console.print(_rows(f"{name}: the whole engine", model.get("engine", []), ENGINE))
+        if fit := model.get("fit"):
+            errors = fit["errors"]
+            console.print(f"step-time model: median error {errors['median']:.1%}, worst {errors['worst']:.1%}")
+    console.print(_rows("kernels, timed", record.get("kernel_speed", []), SPEED))
+    for line in _complaints(record):
+        console.print(line, markup=False)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def _rows(title: str, rows: Sequence[Record], columns: Columns) -> Table | str:
+    """A table; nothing if there is no row."""
+    if not rows:
+        return ""
+    made = Table("case", *columns, title=title, title_justify="left", box=None)
+    for row in rows:
+        cells = [format(row[key] * factor, form) if key in row else "-" for key, factor, form in columns.values()]
+        made.add_row(row["case"], *cells)
+    return made
 
 
 def _device(record: Record) -> Iterator[str]:
     kernels = record.get("kernels", [])
-    wrong = [row["case"] for row in kernels if row["ok"] is False]
     unserved = sum(row["ok"] is None for row in kernels)
-    kind = record.get("device", {}).get("kind", "no device")
-    yield f"{kind}: {len(kernels)} kernel cases, {unserved} not served, wrong: {wrong or 'none'}"
+    yield f"{record.get('device', {}).get('kind', 'no device')}: {len(kernels)} kernel cases, {unserved} not served"
     if rates := record.get("rates"):
         link = rates["to_device"]["bytes_per_s"], rates["to_host"]["bytes_per_s"]
         yield (
@@ -42,36 +77,14 @@ def _device(record: Record) -> Iterator[str]:
         )
 
 
-def _model(name: str, model: Record) -> Iterator[str]:
-    yield f"\n{name}: ms, share of the roofline floor (R5), share of the measured matmul rate"
-    for row in model.get("steps", []):
-        yield f"  {row['case']:32} {row['seconds'] * 1e3:9.2f} {row['floor_share']:6.2f} {row['matmul_share']:6.2f}"
-    yield "  with adapters over the same step without (R4), control"
-    for row in model.get("adapters", []):
-        yield f"  {row['case']:44} {row['ratio']:6.3f} {row['control']:6.3f}{_own(row)}"
-    for row in model.get("engine", []):
-        yield (
-            f"  engine, {row['case']}: {row['step_s'] * 1e3:.2f} ms, {row['ratio']:.3f} of the step alone, "
-            f"{row['floor_share']:.2f} of the floor (R5); the device waits {row['gap_s'] * 1e6:.0f} us for the host, "
-            f"whose part is {row['host_s'] * 1e6:.0f} us, {row['compiles_after_warmup']} compiled after warm-up (R10)"
-        )
-    if fit := model.get("fit"):
-        errors = fit["errors"]
-        yield f"  step-time model: median error {errors['median']:.1%}, worst {errors['worst']:.1%}"
-
-
-def _own(row: Record) -> str:
-    """R4 beside the program that knows no adapters: with them, and with LoRA on and none in the batch."""
-    if "idle_to_own_program" not in row:
-        return ""
-    with_them, idle = row["ratio_to_own_program"], row["idle_to_own_program"]
-    return f", over the base's own program {with_them:.3f}, with no adapter in the batch {idle:.3f}"
-
-
-def _speed(row: Record) -> str:
-    if "floor_us" not in row:
-        return str(row.get("reason"))
-    sides = [f"{n} {row[f'{n}_us']:.0f} us ({row[f'{n}_share']:.2f})" for n in ("kernel", "xla") if f"{n}_us" in row]
-    why = [f"{n}: {row[f'{n}_reason']}" for n in ("kernel", "xla") if f"{n}_reason" in row]
-    agree = [f"error {row['error']:.1e}{'' if row['ok'] else ' WRONG'}"] if "error" in row else []
-    return f"floor {row['floor_us']:.0f} us; {', '.join([*sides, *agree, *why])}"
+def _complaints(record: Record) -> Iterator[str]:
+    """Every case that is wrong or has no kernel, then what failed and what was left out."""
+    for name in ("kernels", "kernel_speed", "checklist"):
+        for row in record.get(name, []):
+            reasons = [str(row[key]) for key in ("reason", "seen", "kernel_reason", "xla_reason") if row.get(key)]
+            if row.get("ok") is False:
+                yield f"WRONG: {row['case']}: {', '.join(reasons)}"
+            elif reasons and name != "kernels" and row.get("ok") is not True:
+                yield f"{row['case']}: {', '.join(reasons)}"
+    yield from (f"failed: {reason}" for reason in record["failed"])
+    yield from (f"left out: {reason}" for reason in record["skipped"])

@@ -1,17 +1,13 @@
 """`jlora doctor tune`: measures block sizes of the kernels on this chip, for `jlora/pallas/tiles.json`.
 
-Here the TPU's; an NVIDIA GPU's are in `tune_gpu`.
-
-Each shape starts from what the table has; one number at a time is varied, and what is fastest is
-kept (coordinate descent, two passes). Sizes that do not fit or do not compile are passed over. The
-result is the table with a `tuned` part for this chip: a file to put in the package's place after
-looking at it. On a CPU the kernels run in the interpreter on small cases, which tests the way and
-says nothing about speed.
+The TPU's sizes are tuned here, an NVIDIA GPU's in `tune_gpu`. The result is the table with this chip's
+part: a file to put in the package's place after review. On a CPU the kernels run in the interpreter on
+small cases, which says nothing about speed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,6 +19,8 @@ from jlora.errors import ConfigError
 from jlora.layout import BYTES
 from jlora.pallas import cases
 from jlora.pallas.cases import AttentionCase
+from jlora.pallas.ops import Ops
+from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of, load
 from jlora.pallas.tpu_attention import TpuAttention
 from jlora.pallas.tpu_lora import TpuLora
@@ -35,16 +33,48 @@ QUICK: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "lora": {"units": (16, 32)},
     "attention": {"kv_tokens": (32, 64)},
 }
-PASSES = 2
+PASSES, ROUNDS = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """One shape's search: every size that ran with its seconds, and the best."""
+    """One search: every choice of sizes that ran with its seconds, and the fastest."""
 
-    key: str
     times: Mapping[str, float]
-    best: Mapping[str, int]
+    best: Mapping[str, Any]
+
+
+def descend(
+    start: Mapping[str, Any], candidates: Mapping[str, Sequence[Any]], time: Callable[[Mapping[str, Any]], float]
+) -> Tried:
+    """Coordinate descent: varies one size at a time and keeps the fastest.
+
+    Args:
+        time: seconds of a choice; infinite if it does not compile.
+    """
+    best, times = dict(start), {}
+
+    def known(sizes: Mapping[str, Any]) -> float:
+        name = ", ".join(f"{key}={value}" for key, value in sizes.items())
+        if name not in times:
+            times[name] = time(sizes)
+        return times[name]
+
+    for _ in range(PASSES):
+        for name, values in candidates.items():
+            best = min(({**best, name: value} for value in (best[name], *values)), key=known)
+    return Tried({name: taken for name, taken in times.items() if taken < float("inf")}, best)
+
+
+def launch_seconds(case: checks.Case, ops: Ops, inputs: tuple[Any, ...]) -> float:
+    """Seconds of a kernel's launch on the case; infinite where its sizes do not fit or do not compile."""
+    run, args = checks.launch(case, ops, inputs)
+    try:
+        with checks.interpreter():
+            return seconds(checks.calls(run, args), checks.REPEATS[jax.default_backend()], ROUNDS)
+    except (ConfigError, *checks.FAILURES) as e:
+        print(f"passed over: {checks.first_line(e)}", flush=True)
+        return float("inf")
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -64,33 +94,25 @@ def run(quick: bool) -> dict[str, Any]:
         raise ConfigError(f"tiles.json has no TPU {device.device_kind!r}: add its memory sizes first")
     found: dict[str, Tried] = {}
     for case in _cases(quick or small, small):
-        tried = tune(case, chip, QUICK if small else CANDIDATES)
-        if tried.key not in found:
-            found[tried.key] = tried
-            print(f"{tried.key}: {dict(tried.best)}", flush=True)
+        key, _ = _start(case, chip)
+        if key not in found:
+            found[key] = tune(case, chip, QUICK if small else CANDIDATES)
+            print(f"{key}: {dict(found[key].best)}", flush=True)
     tuned = {key: dict(tried.best) for key, tried in found.items()}
     table = {**load(), "tuned": {**load()["tuned"], chip.name: tuned}}
     return {"chip": chip.name, "times": {key: dict(t.times) for key, t in found.items()}, "tiles": table}
 
 
 def tune(case: checks.Case, chip: Chip, candidates: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Tried:
-    """Coordinate descent over one shape's sizes."""
+    """Searches one shape's sizes."""
     inputs = checks.random_inputs(case)
-    kind = "attention" if isinstance(case, AttentionCase) else "lora"
-    key, best = _start(case, chip)
-    times: dict[str, float] = {}
+    key, start = _start(case, chip)
 
-    def time(sizes: Mapping[str, int]) -> float:
-        name = ", ".join(f"{k}={v}" for k, v in sizes.items())
-        if name not in times:
-            times[name] = _seconds(case, inputs, replace(chip, tuned={key: sizes}))
-        return times[name]
+    def time(sizes: Mapping[str, Any]) -> float:
+        sized = replace(chip, tuned={key: sizes})
+        return launch_seconds(case, replace(XLA, attention=TpuAttention(sized), lora=TpuLora(sized)), inputs)
 
-    for _ in range(PASSES):
-        for field, values in candidates[kind].items():
-            best = min(({**best, field: value} for value in (best[field], *values)), key=time)
-    ran = {name: taken for name, taken in times.items() if taken < float("inf")}
-    return Tried(key, ran, best)
+    return descend(start, candidates["attention" if isinstance(case, AttentionCase) else "lora"], time)
 
 
 def _start(case: checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:
@@ -108,21 +130,6 @@ def _start(case: checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:
     shape = LoraShape(case.count, case.input_width, outputs, slots, per_block, slot, size)
     tiles = chip.lora(shape)
     return shape.key, {"tokens": tiles.tokens, "rows": tiles.rows, "units": tiles.units}
-
-
-def _seconds(case: checks.Case, inputs: tuple[Any, ...], chip: Chip) -> float:
-    """Seconds of a launch; infinite where these sizes do not fit or do not compile."""
-    if isinstance(case, AttentionCase):
-        run: Callable[..., Any] = jax.jit(TpuAttention(chip))
-        args = inputs
-    else:
-        run, args = checks.jitted(TpuLora(chip), inputs), checks.flat(inputs)
-    try:
-        with checks.interpreter():
-            return seconds(checks.calls(run, args), checks.REPEATS[jax.default_backend()], 3)
-    except (ConfigError, *checks.FAILURES) as e:
-        print(f"passed over: {checks.first_line(e)}", flush=True)
-        return float("inf")
 
 
 def _cases(few: bool, small: bool) -> list[checks.Case]:

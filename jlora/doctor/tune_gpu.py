@@ -1,21 +1,19 @@
 """`jlora doctor tune` on an NVIDIA GPU: block sizes of the Mosaic GPU kernels, by chip and model shape.
 
-For each model and kernel the shared large cases are timed together, and one number at a time is
-varied from what the table has (coordinate descent, two passes); what does not compile is passed
-over. The result is `tiles.json` with this chip's part under `gpu`: a file to put in the package's
-place after looking at it. A size that is the default is not written.
+For each model and kernel the shared large cases are timed together. The result is `tiles.json` with
+this chip's part under `gpu`; a size that is the default is not written.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields, replace
 from typing import Any
 
 import jax
 
 from jlora.doctor import checks
-from jlora.doctor.rates import seconds
+from jlora.doctor.tune import Tried, descend, launch_seconds
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
@@ -25,6 +23,8 @@ from jlora.pallas.gpu_checks import room_of
 from jlora.pallas.gpu_lora import lora
 from jlora.pallas.gpu_ops import GpuTiles, key_of, tiles_of
 from jlora.pallas.gpu_support import fit_units, refusal_of
+from jlora.pallas.ops import Ops
+from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import load
 
 # kernel -> size -> values to try
@@ -33,15 +33,6 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "prefill": {"stages": (2, 3), "registers": (False, True)},
     "lora": {"chunks": ((2, 4), (4, 8), (8, 16)), "blocks": (132, 264, 396), "stages": ((2, 3, 3), (3, 3, 4))},
 }
-PASSES, REPEATS, ROUNDS = 2, 20, 3
-
-
-@dataclass(frozen=True, slots=True)
-class Tried:
-    """A kernel's search on one model: sizes that ran with their seconds, and the best."""
-
-    times: Mapping[str, float]
-    best: Any
 
 
 def run(quick: bool) -> dict[str, Any]:
@@ -61,9 +52,9 @@ def run(quick: bool) -> dict[str, Any]:
         key, best = key_of(layout, spec.heads), tiles_of(kind, layout, spec.heads)
         for kernel in CANDIDATES:
             tried = tune(best, kernel, cases_of(spec, kernel))
-            best = replace(best, **{kernel: tried.best})
+            best = replace(best, **{kernel: replace(getattr(best, kernel), **tried.best)})
             times[f"{key} {kernel}"] = dict(tried.times)
-            print(f"{key}: {tried.best}", flush=True)
+            print(f"{key}: {kernel}: {dict(tried.best)}", flush=True)
         found[key] = {name: changed for name in CANDIDATES if (changed := _changed(getattr(best, name)))}
     table = load()
     return {"chip": kind, "times": times, "tiles": {**table, "gpu": {**table["gpu"], kind: found}}}
@@ -78,36 +69,23 @@ def cases_of(spec: ModelSpec, kernel: str) -> list[checks.Case]:
 
 
 def tune(start: GpuTiles, kernel: str, todo: Sequence[checks.Case]) -> Tried:
-    """Coordinate descent over one kernel's sizes, from `start`."""
+    """Searches one kernel's sizes, from `start`."""
     inputs = [checks.random_inputs(case) for case in todo]
-    best, times = getattr(start, kernel), {}
+    sizes_now = getattr(start, kernel)
 
-    def time(sizes: Any) -> float:
-        if str(sizes) not in times:
-            tiles = replace(start, **{kernel: sizes})
-            times[str(sizes)] = sum(_seconds(c, x, tiles) for c, x in zip(todo, inputs, strict=True))
-        return times[str(sizes)]
+    def time(sizes: Mapping[str, Any]) -> float:
+        tiles = replace(start, **{kernel: replace(sizes_now, **sizes)})
+        return sum(launch_seconds(c, ops_of(c, tiles), x) for c, x in zip(todo, inputs, strict=True))
 
-    for _ in range(PASSES):
-        for name, values in CANDIDATES[kernel].items():
-            best = min([best, *(replace(best, **{name: value}) for value in values)], key=time)
-    return Tried({name: taken for name, taken in times.items() if taken < float("inf")}, best)
+    return descend({name: getattr(sizes_now, name) for name in CANDIDATES[kernel]}, CANDIDATES[kernel], time)
 
 
-def _seconds(case: checks.Case, inputs: tuple[Any, ...], tiles: GpuTiles) -> float:
-    """Seconds of a launch; infinite where these sizes do not compile."""
+def ops_of(case: checks.Case, tiles: GpuTiles) -> Ops:
+    """The kernels with these sizes."""
     if isinstance(case, AttentionCase):
-        run: Callable[..., Any] = jax.jit(gpu_ops.attention_op(tiles))
-        args = inputs
-    else:
-        room = room_of(case)
-        run = checks.jitted(lambda *launch: lora(*launch, room=room, tiles=tiles.lora), inputs)
-        args = checks.flat(inputs)
-    try:
-        return seconds(checks.calls(run, args), REPEATS, ROUNDS)
-    except checks.FAILURES as e:
-        print(f"passed over: {checks.first_line(e)}", flush=True)
-        return float("inf")
+        return replace(XLA, attention=gpu_ops.attention_op(tiles))
+    room = room_of(case)
+    return replace(XLA, lora=lambda *launch: lora(*launch, room=room, tiles=tiles.lora))
 
 
 def _changed(sizes: Any) -> dict[str, Any]:

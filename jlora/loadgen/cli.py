@@ -1,14 +1,10 @@
-"""`jlora bench serve`: plays a workload to gRPC servers, several configurations in turn.
+"""`jlora bench serve`: plays a workload to running gRPC servers, in turn.
 
     jlora bench serve --target 127.0.0.1:50051 --workload W3 --rate 5 --shrink 4
-    jlora bench serve --config ours=cache.policy=jlora --config lru=cache.policy=lru --shrink 2
     jlora bench serve --target old=host:50051 new=host:50052 --trace mine.csv --users 8
 
-A `--target` runs already; a `--config` is started here, from a TOML file or from `section.key=value`
-pairs with commas between them (`NAME=` alone: the defaults). Without `--model` the servers that are
-started get a random model and random adapters, written into --work. All sides play the same trace,
-A B A B, each time from an empty prefix cache and the trace's own history (--keep-cache leaves the
-cache as it is). Prints a report, and writes it as JSON and HTML with a figure into --out.
+All servers play the same trace, A B A B, each time from an empty prefix cache and the trace's own
+history (--keep-cache leaves the cache as it is). Prints tables, and writes JSON and a figure into --out.
 """
 
 from __future__ import annotations
@@ -16,12 +12,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import datetime
-import math
 import statistics
 import sys
+import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -30,31 +26,22 @@ from tqdm import tqdm
 
 from jlora import machine
 from jlora.errors import ConfigError, JloraError
-from jlora.loadgen import report, rounds, trace
-from jlora.loadgen.checkpoints import LLAMA_100M, SMALL, TINY, write_adapter, write_model
+from jlora.loadgen import report, trace
 from jlora.loadgen.player import Pace, Player, differing
-from jlora.loadgen.rounds import Budget, Journal, Sample, Side
-from jlora.loadgen.sample import Slo, cache, known, sample
-from jlora.loadgen.server import GrpcTarget, Server, ServerProcess, flags_of, look
+from jlora.loadgen.sample import Sample, Slo, cache, known, sample
+from jlora.loadgen.server import GrpcTarget, Server, look
 from jlora.loadgen.trace import Limits
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
-from jlora.sim.trace import Facts, Trace, facts
-from jlora.sim.workloads import mixes
-
-RANDOM = {"random-tiny": TINY, "random-small": SMALL, "random-100m": LLAMA_100M}
+from jlora.sim.trace import Trace, facts
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs it; returns the exit code."""
     args = parser().parse(list(argv))
     try:
-        with ExitStack() as stack:
-            sides = [*_targets(args.target), *_started(args, stack)]
-            if not sides:
-                raise ConfigError("nothing to measure: give --target HOST:PORT or --config NAME=...")
-            result = _Bench(args, sides).run()
+        result = run(args)
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench serve: {e}", file=sys.stderr)
         return 1
@@ -68,188 +55,104 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     """The flags of `jlora bench serve`."""
     made = Parser("jlora bench serve", __doc__ or "")
+    made.add_argument("--target", nargs="+", action="extend", required=True, metavar="[NAME=]HOST:PORT", help="servers")
     made.add_argument(
-        "--target", nargs="+", action="extend", default=[], metavar="[NAME=]HOST:PORT", help="running servers"
+        "--adapters", nargs="+", metavar="NAME", help="which of the server's (default: all but activated LoRAs)"
     )
-    made.add_argument("--config", action="append", default=[], metavar="NAME=FILE|SETS", help="a server to start here")
-    made.add_argument(
-        "--model", default="random-small", metavar="DIR", help=f"for --config: a directory or {', '.join(RANDOM)}"
-    )
-    made.add_argument(
-        "--set", nargs="+", action="extend", default=[], metavar="SECTION.KEY=VALUE", help="for every --config"
-    )
-    made.add_argument(
-        "--adapters",
-        nargs="+",
-        metavar="NAME",
-        help="which of the server's (default: all but activated LoRAs)",
-    )
-    made.add_argument("--random-adapters", type=int, default=8, metavar="N", help="of a random model (default 8)")
-    made.add_argument("--ranks", default="4,8", metavar="MIX", help="of random adapters: 4,8 or hot:4,8 (default 4,8)")
     trace.add_flags(made)
     made.add_argument("--warmup", type=float, default=0.0, metavar="S", help="do not count what is due before")
     made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600)")
     made.add_argument("--keep-cache", action="store_true", help="do not flush the prefix cache before each run")
     made.add_argument("--slo-ttft", type=float, default=0.5, metavar="S", help="goodput: first token (default 0.5)")
     made.add_argument("--slo-tpot", type=float, default=0.1, metavar="S", help="goodput: mean later gap (default 0.1)")
-    made.add_argument("--rounds", type=int, default=0, help="of all sides in turn (default 5; one side alone: 1)")
+    made.add_argument("--rounds", type=int, default=0, help="of all servers in turn (default 5; one server alone: 1)")
     made.add_argument("--minutes", type=float, default=60.0, help="start no round that would end later than this")
     made.add_argument("--out", type=Path, default=Path("build/bench/serve"), help="where results go")
-    made.add_argument("--work", type=Path, default=Path("build/bench"), help="random weights and unfinished runs")
     return made
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
-    """One side: a server, and its settings if it was started here."""
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Plays the trace to all servers in turn; returns what goes into the results file."""
+    servers = _servers(args.target)
+    limits = limits_of(list(servers.values()), args.adapters)
+    drawn = trace.draw(args, limits)
+    models = trace.models(drawn, limits)
+    first = next(iter(servers.values()))
+    known_facts = facts(drawn, first.info.block_tokens, [first.adapters[name] for name in models])
+    print(known_facts.text(drawn.name), flush=True)
+    rounds = _rounds(args, servers, drawn, models)
+    return {
+        "benchmark": "serve",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "command": machine.command("jlora bench"),
+        "settings": {
+            "trace": trace.describe(args, drawn),
+            "sides": {name: server.describe() for name, server in servers.items()},
+            "adapters": models,
+            "slo": asdict(Slo(args.slo_ttft, args.slo_tpot)),
+            "pace": asdict(Pace(args.speed, args.timeout)),
+            "warmup_s": args.warmup,
+            "kept_cache": args.keep_cache,
+        },
+        "machine": machine.describe(),
+        "versions": machine.versions(),
+        "commit": machine.commit(),
+        "facts": known_facts.describe(),
+        "rounds": rounds,
+        "summary": {name: summarise(rounds, name, next(iter(servers))) for name in servers},
+    }
 
-    name: str
-    address: str
-    settings: Mapping[str, Any] = field(default_factory=dict)
 
-
-def _targets(texts: Sequence[str]) -> list[Target]:
-    """Running servers."""
-    found = []
-    for text in texts:
+def _servers(targets: Sequence[str]) -> dict[str, Server]:
+    """Each target's name, and what its server says of itself."""
+    found: dict[str, Server] = {}
+    for text in targets:
         name, equals, address = text.rpartition("=")
         if ":" not in address:
             raise ConfigError(f"--target {text}: must be HOST:PORT or NAME=HOST:PORT")
-        found.append(Target(name if equals else address, address))
+        name = name if equals else address
+        if name in found:
+            raise ConfigError(f"--target {text}: another target has this name")
+        found[name] = asyncio.run(look(address))
     return found
 
 
-def _started(args: argparse.Namespace, stack: ExitStack) -> list[Target]:
-    """Servers of our own; `stack` ends them."""
-    wanted = {}
-    for text in args.config:
-        name, equals, rest = text.partition("=")
-        if not name or not equals or name in wanted:
-            raise ConfigError(f"--config {text}: must be NAME=FILE or NAME=section.key=value,..., each name once")
-        wanted[name] = rest
-    if not wanted:
-        return []
-    base = _weights(args)
-    common = _pairs(args.set)
-    targets = []
-    for name, rest in wanted.items():
-        is_file = rest.endswith(".toml")
-        settings = common if is_file else {**common, **_pairs([item for item in rest.split(",") if item])}
-        print(f"starting {name}", flush=True)
-        server = ServerProcess([*base, *(["--config", rest] if is_file else []), *flags_of({}, settings)])
-        stack.callback(server.stop)
-        targets.append(Target(name, server.address, {"file": Path(rest).name} if is_file else settings))
-    return targets
+def _rounds(
+    args: argparse.Namespace, servers: Mapping[str, Server], drawn: Trace, models: Sequence[str]
+) -> list[dict[str, Sample]]:
+    """Rounds of all servers, in turn; from the third on, only those that end within `--minutes`."""
+    done: list[dict[str, Sample]] = []
+    reference: dict[str, int] = {}  # the first run's answers: all others should give the same
+    start, longest = time.monotonic(), 0.0
+    while len(done) < (args.rounds or (5 if len(servers) > 1 else 1)):
+        began = time.monotonic()
+        if len(done) >= 2 and began - start + longest > 60 * args.minutes:
+            break
+        finished = {}
+        for name, server in servers.items():
+            found = asyncio.run(_play(args, server, drawn, models))
+            answers = found.pop("answers")
+            finished[name] = {**found, "different": differing(answers, reference)}
+            reference = {**answers, **reference}
+        done.append(finished)
+        longest = max(longest, time.monotonic() - began)
+    return done
 
 
-def _weights(args: argparse.Namespace) -> list[str]:
-    """`--model` and `--adapter` flags; writes what is random, unless it is there."""
-    if args.model not in RANDOM:
-        return ["--model", args.model]
-    spec, directory = RANDOM[args.model], args.work / args.model
-    if not (directory / "model.safetensors").exists():
-        write_model(directory, spec, seed=0)
-    names = tuple(f"a{i}" for i in range(args.random_adapters))
-    ranks = mixes.ranks_of(args.ranks, Trace("", (), names), args.seed)
-    paths = {}
-    for i, (name, rank) in enumerate(zip(names, ranks, strict=True)):
-        paths[name] = str(directory / "adapters" / f"{name}-{rank}")
-        if not (Path(paths[name]) / "adapter_model.safetensors").exists():
-            write_adapter(Path(paths[name]), spec, rank, seed=1000 + i)
-    return ["--model", str(directory), "--served-model-name", args.model, *flags_of(paths, {})]
-
-
-def _pairs(items: Sequence[str]) -> dict[str, str]:
-    found = {}
-    for item in items:
-        key, equals, value = item.partition("=")
-        if not equals or "." not in key:
-            raise ConfigError(f"setting {item!r}: must be section.key=value")
-        found[key] = value
-    return found
-
-
-class _Bench:
-    """All sides on one trace."""
-
-    def __init__(self, args: argparse.Namespace, targets: Sequence[Target]):
-        self._args = args
-        self._targets = targets
-        self._servers = {target.name: asyncio.run(look(target.address)) for target in targets}
-        if len(self._servers) < len(targets):
-            raise ConfigError("two sides have one name")
-        limits = limits_of(list(self._servers.values()), args.adapters)
-        self._trace = trace.draw(args, limits)
-        self._models = trace.models(self._trace, limits)
-        self._slo = Slo(args.slo_ttft, args.slo_tpot)
-        self._pace = Pace(args.speed, args.timeout)
-        self._answers: dict[str, int] = {}  # of the first run: all others should give the same
-
-    def run(self) -> dict[str, Any]:
-        """The rounds; what goes into the results file."""
-        args, settings = self._args, self._describe()
-        print(self._facts().text(self._trace.name), flush=True)
-        unfinished = args.work / f"serve-{self._trace.digest()}.jsonl"
-        journal = Journal(unfinished, settings)
-        budget = Budget(args.rounds or (5 if len(self._targets) > 1 else 1), args.minutes)
-        sides = [Side(target.name, lambda t=target: self._measure(t)) for target in self._targets]
-        done = rounds.interleave(sides, journal, budget, "rounds")
-        unfinished.unlink()  # the same command again measures again
-        return {
-            "benchmark": "serve",
-            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-            "command": machine.command("jlora bench"),
-            "settings": settings,
-            "machine": machine.describe(),
-            "versions": machine.versions(),
-            "commit": machine.commit(),
-            "facts": self._facts().describe(),
-            "rounds": done,
-            "summary": {target.name: summarise(done, target.name, self._targets[0].name) for target in self._targets},
-        }
-
-    def _measure(self, target: Target) -> Sample:
-        found = asyncio.run(self._play(target))
-        answers = found.pop("answers")
-        found["different"] = differing(answers, self._answers)
-        self._answers = {**answers, **self._answers}
-        return found
-
-    async def _play(self, target: Target) -> dict[str, Any]:
-        """One pass of the trace."""
-        total = sum(turn.at >= 0 for turn in self._trace.turns)
-        async with grpc.aio.insecure_channel(target.address) as channel:
-            control = rpc.ControlStub(channel)
-            if not self._args.keep_cache:
-                await control.FlushCache(pb.FlushCacheRequest())
-            before = await control.GetCacheState(pb.GetCacheStateRequest())
-            with tqdm(total=total, desc=target.name, unit="req", leave=False) as bar:
-                player = Player(GrpcTarget(channel), self._trace, self._models, self._pace, bar.update)
-                await player.history()
-                calls = await player.play()
-            after = await control.GetCacheState(pb.GetCacheStateRequest())
-        return {**sample(calls, self._slo, self._args.warmup), "cache": cache(before, after)}
-
-    def _facts(self) -> Facts:
-        server = self._servers[self._targets[0].name]
-        sizes = [server.adapters[name] for name in self._models]
-        return facts(self._trace, server.info.block_tokens, sizes)
-
-    def _describe(self) -> dict[str, Any]:
-        """Settings that make two runs comparable."""
-        args = self._args
-        return {
-            "trace": trace.describe(args, self._trace),
-            "sides": {
-                target.name: {"set": dict(target.settings), **self._servers[target.name].describe()}
-                for target in self._targets
-            },
-            "adapters": self._models,
-            "slo": asdict(self._slo),
-            "pace": asdict(self._pace),
-            "warmup_s": args.warmup,
-            "kept_cache": args.keep_cache,
-        }
+async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:
+    """One pass of the trace."""
+    total = sum(turn.at >= 0 for turn in drawn.turns)
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        control = rpc.ControlStub(channel)
+        if not args.keep_cache:
+            await control.FlushCache(pb.FlushCacheRequest())
+        before = await control.GetCacheState(pb.GetCacheStateRequest())
+        with tqdm(total=total, desc=server.address, unit="req", leave=False) as bar:
+            player = Player(GrpcTarget(channel), drawn, models, Pace(args.speed, args.timeout), bar.update)
+            await player.history()
+            calls = await player.play()
+        after = await control.GetCacheState(pb.GetCacheStateRequest())
+    return {**sample(calls, Slo(args.slo_ttft, args.slo_tpot), args.warmup), "cache": cache(before, after)}
 
 
 def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
@@ -273,22 +176,21 @@ def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits
     )
 
 
-def summarise(done: Sequence[Mapping[str, Sample]], side: str, base: str) -> dict[str, Any]:
-    """Medians over the rounds, ratios to the first side inside a round, and the side against itself.
+def summarise(rounds: Sequence[Mapping[str, Sample]], side: str, base: str) -> dict[str, Any]:
+    """Medians over the rounds, ratios to `base` inside a round, and the side over itself a round later.
 
-    A round without an answer has no times, and is left out of theirs; NaN if there is no other.
+    A round without an answer has no times and is left out of theirs. Without any, a value is NaN.
     """
+
+    def ratio(key: str) -> dict[str, float]:
+        pairs = [(r[side][key], r[base][key]) for r in rounds]
+        values = known([value / over for value, over in pairs if over])
+        return {"median": statistics.median(values), "low": min(values), "high": max(values)}
+
     plain = ("requests_per_s", "tokens_per_s", "goodput_per_s", "attained", "ttft_s", "tpot_s")
-    ratios = {
-        key: asdict(rounds.spread(known([_over(r[side][key], r[base][key]) for r in done])))
-        for key in ("ttft_s", "tpot_s", "goodput_per_s")
-    }
+    later = [after[side]["ttft_s"] / before[side]["ttft_s"] for before, after in pairwise(rounds)]
     return {
-        **{key: statistics.median(known([r[side][key] for r in done])) for key in plain},
-        "ratio": ratios,
-        "control": rounds.control([r[side]["ttft_s"] for r in done]),
+        **{key: statistics.median(known([r[side][key] for r in rounds])) for key in plain},
+        "ratio": {key: ratio(key) for key in ("ttft_s", "tpot_s", "goodput_per_s")},
+        "control": statistics.median(known(later)),
     }
-
-
-def _over(value: float, base: float) -> float:
-    return value / base if base else math.nan

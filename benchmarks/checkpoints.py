@@ -6,24 +6,16 @@ Every weight is representable in bfloat16: runs in bfloat16 and in float32 use t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 from safetensors.numpy import save_file
 
+from jlora.model.hf_names import MODULES, tensor_slots
 from jlora.model.spec import ModelSpec
 
-MODULES: Mapping[str, str] = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
 ADAPTED = ("q", "k", "v", "o")
 
 # 124.7 million weights.
@@ -61,19 +53,12 @@ def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
         "dtype": "float32",
     }
     (directory / "config.json").write_text(json.dumps(config, indent=1))
-    rng = np.random.default_rng(seed)
-    tensors = {
-        "model.embed_tokens.weight": _normal(rng, (spec.vocab, spec.width), 1.0),
-        "model.norm.weight": np.ones(spec.width, np.float32),
-        # Wide enough that greedy choices are rarely close.
-        "lm_head.weight": _normal(rng, (spec.vocab, spec.width), 2 * spec.width**-0.5),
-    }
-    for layer in range(spec.layers):
-        prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.input_layernorm.weight"] = np.ones(spec.width, np.float32)
-        tensors[f"{prefix}.post_attention_layernorm.weight"] = np.ones(spec.width, np.float32)
-        for name, (width_in, width_out) in spec.projection_shapes.items():
-            tensors[f"{prefix}.{MODULES[name]}.weight"] = _normal(rng, (width_out, width_in), width_in**-0.5)
+    rng, tensors = np.random.default_rng(seed), {}
+    for name, slot in tensor_slots(spec).items():
+        # The head is wide enough that greedy choices are rarely close.
+        scale = {"embed": 1.0, "head": 2 * spec.width**-0.5}.get(slot.leaf, slot.shape[-1] ** -0.5)
+        norm = len(slot.shape) == 1
+        tensors[name] = np.ones(slot.shape, np.float32) if norm else _normal(rng, slot.shape, scale)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
