@@ -91,27 +91,6 @@ class Cell:
         self.rounds.append(dict(finished))
 
 
-class Journal:
-    """Finished runs in a file of JSON lines; the first line holds the settings. Other settings begin it anew."""
-
-    def __init__(self, path: Path, settings: Mapping[str, Any]):
-        self._path = path
-        head = json.dumps(settings, sort_keys=True, default=str)
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.rounds: list[dict[str, Any]] = []
-        if lines and lines[0] == head:
-            self.rounds = [json.loads(line) for line in lines[1:]]
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(head + "\n")
-
-    def add(self, finished: dict[str, Any]) -> None:
-        """Keeps one finished run, on disk too."""
-        self.rounds.append(finished)
-        with self._path.open("a") as file:
-            file.write(json.dumps(finished) + "\n")
-
-
 @dataclass(frozen=True)
 class Study:
     """A finished file: its environment, its settings, a row per measurement."""

@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.records import Journal, Records, Sample
+from benchmarks.records import Records, Sample
 from benchmarks.runner import Options
 from benchmarks.studies.peaks import Bracket, find_best, find_peak, rounded
 from jlora import machine
@@ -294,11 +294,11 @@ class Runs:
         plan = study.plan
         self._study = study
         self.deadline = deadline
-        self._journal = Journal(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
+        self._records = Records(plan.work / f"{study.name}.jsonl", {**plan.settings(), "case": asdict(study.case)})
         self._works: dict[float, Work] = {}
-        kept: list[dict[str, Any]] = self._journal.rounds
         self.known: dict[tuple[float, str], Sample] = {
-            (r["rate"], r["policy"]): {**r["run"], "commit": r["commit"]} for r in kept
+            (line["rate"], line["side"]): {key: line[key] for key in line if key not in ("cell", "side", "round")}
+            for line in self._records.lines
         }
         self._commit = machine.commit()
 
@@ -310,8 +310,8 @@ class Runs:
                 raise TimeoutError
             result = simulate(self._study.case.scenario, self._played(rate), policy)
             self.known[rate, policy] = self._study.keep(result)
-            finished: dict[str, Any] = {"rate": rate, "policy": policy, "run": self.known[rate, policy]}
-            self._journal.add({**finished, "commit": self._commit})
+            made = {"rate": rate, "commit": self._commit, **self.known[rate, policy]}
+            self._records.add(self._study.case.name, policy, 0, made)
         return self.known[rate, policy]
 
     def over(self, rate: float, policy: str) -> bool:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -128,28 +127,6 @@ class World:
         return self._planned[uid] if uid < 0 else self._registry.by_uid(uid).projections
 
 
-@dataclass(frozen=True, slots=True)
-class Busy:
-    """Full decode steps.
-
-    Attributes:
-        sequences: that decode together, each with a prompt of its own.
-        context: mean tokens of context in the steps that are timed.
-        tokens: that each sequence generates.
-        ranks: of adapters, dealt out to the sequences in turn; none: the base model alone.
-    """
-
-    sequences: int
-    context: int
-    tokens: int
-    ranks: tuple[int, ...] = ()
-
-    @property
-    def prompt(self) -> int:
-        """Tokens of a prompt."""
-        return self.context - self.tokens // 2
-
-
 def settings(sequences: int, step_tokens: int, kernels: str) -> Config:
     """A configuration with few compiled shapes."""
     values = {
@@ -161,22 +138,24 @@ def settings(sequences: int, step_tokens: int, kernels: str) -> Config:
     return configuration.load(None, values)
 
 
-def full_steps(world: World, busy: Busy, say: Callable[[str], None]) -> dict[str, Any]:
+def full_steps(world: World, case: StepCase, tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Decode steps of full batches through scheduler, cache and runner.
 
-    The prompts are computed into the cache first. Then they are asked twice, and found there, so that
+    The prompts are computed into the cache first. Then they are asked twice and found there, so that
     all sequences decode from the same step on: the first time warms up, the second is timed.
 
     Args:
+        case: decode steps; their context is the mean of the steps that are timed.
+        tokens: that each sequence generates.
         say: is told what is under way.
     Returns:
         Medians over the steps in the middle of the answers: `step_s`, and `host_s`, Python's part of
-        it; `steps`, how many these are; `compiles_after_warmup`; `warm_up_s`, with what had to be compiled.
+        it; `steps`, their number; `compiles_after_warmup`; `warm_up_s`, with what had to be compiled.
     """
-    rng = np.random.default_rng(0)
-    prompts = [tuple(row) for row in rng.integers(3, world.spec.vocab, (busy.sequences, busy.prompt)).tolist()]
-    names = [f"a{i}" for i in range(len(busy.ranks))] or [None]
-    adapters = [world.adapter(str(name), rank) for name, rank in zip(names, busy.ranks, strict=False)]
+    rng, count = np.random.default_rng(0), len(case.parts)
+    length = case.parts[0].context + 1 - tokens // 2
+    prompts = [tuple(row) for row in rng.integers(3, world.spec.vocab, (count, length)).tolist()]
+    adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(case.ranks)]
     # The host tier holds the adapters and no KV: no copy runs beside the steps.
     with world.engine(1 + sum(len(new.projections) for new in adapters)) as engine:
         for new in adapters:
@@ -185,40 +164,37 @@ def full_steps(world: World, busy: Busy, say: Callable[[str], None]) -> dict[str
             engine.tend()
             engine.rest()
 
-        def ask(turn: str, tokens: int) -> _Taken:
-            say(f"{turn}: {busy.sequences} sequences, {len(adapters)} adapters")
-            sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-            for i, prompt in enumerate(prompts):
-                engine.submit(Request(f"{turn}.{i}", prompt, sampling, names[i % len(names)]))
-            return _full(engine, busy.sequences)
+        def ask(turn: str, most: int) -> list[tuple[float, float]]:
+            say(f"{turn}: {case.name}")
+            sampling = SamplingParams(temperature=0.0, max_tokens=most, ignore_eos=True)
+            for i, (prompt, part) in enumerate(zip(prompts, case.parts, strict=True)):
+                name = adapters[part.adapter].name if adapters else None
+                engine.submit(Request(f"{turn}.{i}", prompt, sampling, name))
+            return _full(engine, count)
 
         began = time.perf_counter()
         ask("prompts", 1)
-        ask("warm-up", busy.tokens)
+        ask("warm-up", tokens)
         warmed, warm_up_s = engine.stats().compiles_after_warmup, time.perf_counter() - began
-        taken = ask("decode", busy.tokens)
+        taken = ask("decode", tokens)
         compiles = engine.stats().compiles_after_warmup - warmed
-    medians = {"step_s": statistics.median(taken.steps), "host_s": statistics.median(taken.host)}
-    return {**medians, "steps": len(taken.steps), "compiles_after_warmup": compiles, "warm_up_s": warm_up_s}
+    step_s, host_s = (statistics.median(side) for side in zip(*taken, strict=True))
+    return {
+        "step_s": step_s,
+        "host_s": host_s,
+        "steps": len(taken),
+        "compiles_after_warmup": compiles,
+        "warm_up_s": warm_up_s,
+    }
 
 
-@dataclass(frozen=True, slots=True)
-class _Taken:
-    """Seconds of steps, and of Python in each."""
-
-    steps: list[float]
-    host: list[float]
-
-
-def _full(engine: Engine, sequences: int) -> _Taken:
-    """Runs to the end; the steps in the middle of those in which all sequences run."""
-    steps, host = [], []
+def _full(engine: Engine, sequences: int) -> list[tuple[float, float]]:
+    """Runs to the end; seconds and Python's seconds of the middle half of the steps in which all sequences run."""
+    taken = []
     while engine.busy:
         before, began = engine.stats(), time.perf_counter()
         engine.step()
         seconds, after = time.perf_counter() - began, engine.stats()
         if before.running == after.running == sequences:
-            steps.append(seconds)
-            host.append(after.host_step_s * after.steps - before.host_step_s * before.steps)
-    middle = slice(len(steps) // 4, -(len(steps) // 4) or None)
-    return _Taken(steps[middle], host[middle])
+            taken.append((seconds, after.host_step_s * after.steps - before.host_step_s * before.steps))
+    return taken[len(taken) // 4 : -(len(taken) // 4) or None]

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from jlora.doctor import engine, fit
-from jlora.doctor.engine import Busy, World
+from jlora.doctor.engine import World
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal
 from jlora.doctor.model import (
@@ -168,8 +168,7 @@ def _engine(bench: Bench, count: int, before: Found) -> None:
             continue
         say(f"engine, {case.name}")
         alone_s = seconds(world.repeated(world.plan(case)), plan.repeats, plan.rounds)
-        busy = Busy(count, plan.context, plan.tokens, case.ranks)
-        found = engine.full_steps(world, busy, lambda what: say(f"engine, {what}"))
+        found = engine.full_steps(world, case, plan.tokens, lambda what: say(f"engine, {what}"))
         bench.journal.row("engine", beside(bench, case, found, alone_s))
 
 
