@@ -31,7 +31,7 @@ POLICIES = (
 
 
 def _one_of(*words: str) -> Meta:
-    return Meta(pattern=f"^({'|'.join(words)})$", description=f"one of {', '.join(words)}")
+    return Meta(pattern=rf"^({'|'.join(words)})\Z", description=f"one of {', '.join(words)}")
 
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -226,7 +226,8 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as e:
-        kind, bound = re.match(r"Expected `(\w+)`([^,]*)", str(e)).groups()  # pyright: ignore[reportOptionalMemberAccess]
+        found = re.match(r"Expected `(\w+)`([^,]*)", str(e))  # a number beyond float's range has a message of its own
+        kind, bound = found.groups() if found else ("float", f" ({e})")
         described = next((meta.description for meta in typing.get_args(hint)[1:] if meta.description), None)
         shown = repr(value) if kind == "str" else repr(value).strip("'")
         raise ConfigError(f"{dotted} = {shown}: must be {described or _KINDS[kind] + bound}") from e

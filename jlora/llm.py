@@ -198,14 +198,19 @@ class LLM:
         adapters = _for_each("adapter", adapter, count)
         for name in {a for a in adapters if isinstance(a, str)}:
             self._replica.adapter(name).result()  # before the prompts: it is no fault of one of them
-        requests = []
-        for i, (prompt, one, name) in enumerate(zip(prompts, samplings, adapters, strict=True)):
-            try:
+        requests: list[Request] = []
+        checks: list[Future[None]] = []
+        try:
+            for prompt, one, name in zip(prompts, samplings, adapters, strict=True):
                 requests.append(self._request(prompt, one, name, tenant))
-            except JloraError as e:
-                if count == 1:
-                    raise
-                raise type(e)(f"prompts[{i}]: {e}") from e
+            checks += map(self._replica.check, requests)  # all at once: each waits for the end of a step
+            for check in checks:
+                check.result()
+        except JloraError as e:
+            if count == 1:
+                raise
+            wrong = len(requests) if not checks else next(i for i, check in enumerate(checks) if check.exception())
+            raise type(e)(f"prompts[{wrong}]: {e}") from e
         return requests
 
     def _request(self, prompt: Any, sampling: SamplingParams, adapter: str | None, tenant: str) -> Request:
@@ -219,7 +224,6 @@ class LLM:
             prompt = prompt.tolist()
         request = Request(f"llm-{uuid.uuid4().hex}", prompt, sampling, adapter, tenant=tenant)
         request = validate(request, self._replica.info.limits)
-        self._replica.check(request).result()
         if request.sampling.stop and self.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         return request
@@ -253,18 +257,23 @@ class LLM:
         inbox: _Inbox = queue.SimpleQueue()
         waiting = deque(range(len(requests)))
         live: dict[int, Answer] = {}
-        room = self._replica.info.config.engine.max_queue  # completions
+        settings = self._replica.info.config.engine
+        room = settings.max_queue + settings.max_seqs  # completions
+        pause_s, again = 0.01, 0.0  # when the queue was full: no earlier than `again`
         try:
             while waiting or live:
-                while waiting and (room >= requests[waiting[0]].sampling.n or not live):
+                while waiting and time.monotonic() >= again and (room >= requests[waiting[0]].sampling.n or not live):
                     i = waiting.popleft()
                     room -= requests[i].sampling.n
                     live[i] = Answer(requests[i], self.tokenizer, self._replica.info.eos_ids)
                     self._submit(i, requests[i], inbox)
+                if not live:
+                    time.sleep(pause_s)
+                    continue
                 i, came = self._receive(inbox)
                 if isinstance(came, QueueFull):  # other threads' requests fill the queue
-                    waiting.append(i)
-                    time.sleep(0.01)
+                    waiting.appendleft(i)
+                    again = time.monotonic() + pause_s
                 elif isinstance(came, BaseException):
                     raise came
                 else:

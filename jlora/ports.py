@@ -44,30 +44,30 @@ class Thread(Protocol):
 
 
 class Threads(Protocol):
-    """Starts threads. They are daemons: they never keep the process alive."""
+    """Starts threads."""
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
-        """Runs `run` on a thread of its own."""
+        """Runs `run` on a thread of its own, a daemon: it never keeps the process alive."""
         ...
 
     def pool(self, name: str, size: int) -> Executor:
-        """Runs submitted calls on at most `size` threads."""
+        """Runs submitted calls on at most `size` threads; the process waits for those under way when it ends."""
         ...
 
 
 class Garbage(Protocol):
-    """When Python collects garbage. The engine's thread calls every method."""
+    """When Python collects garbage."""
 
     def begin(self) -> None:
         """Everything is loaded."""
         ...
 
     def after_step(self) -> None:
-        """The engine is between two steps."""
+        """The engine is between two steps; its thread calls."""
         ...
 
     def idle(self) -> None:
-        """The engine has nothing to do."""
+        """The engine has nothing to do; its thread calls."""
         ...
 
 

@@ -13,7 +13,7 @@ from jlora.cache.tree import Origin
 from jlora.engine.loading import Adapters
 from jlora.engine.plan import ROW, Drawn
 from jlora.engine.ports import Parts, Pending
-from jlora.errors import ResourceExhausted
+from jlora.errors import InvalidArgument, ResourceExhausted
 from jlora.types import CacheState, EngineStats, PrefetchResult, Request, TokenEvent
 
 WAIT_S = 0.002  # the longest pause of a step that has nothing to run
@@ -102,6 +102,11 @@ class Engine:
         """Whether the step under way has to compile a program first. Any thread may ask."""
         return self._runner.compiling
 
+    @property
+    def compiled_at(self) -> float:
+        """When the last step that compiled was dispatched; 0 if none has. Any thread may ask."""
+        return self._runner.compiled_at
+
     def rest(self) -> None:
         """Pauses until a copy lands, for `WAIT_S` at most."""
         self._swapper.wait(WAIT_S)
@@ -156,6 +161,7 @@ class Engine:
     def prefetch(self, request: Request) -> PrefetchResult:
         """A hint: starts the copies that the request would need, over idle blocks and an idle link."""
         origin = self._origin(request)
+        self._fitted(request, origin)
         resident = origin.adapter.ready
         cached = self._manager.cached_tokens(origin, request.prompt)
         coming = self._manager.hint(origin, request.prompt)
@@ -173,8 +179,10 @@ class Engine:
         sampling, prompt = request.sampling, len(request.prompt)
         capacity = self._manager.capacity(origin.adapter)
         if sampling.max_tokens is None:
-            most = min(capacity, self._shape.max_len) - prompt
-            sampling = replace(sampling, max_tokens=max(1, sampling.min_tokens, most))
+            most = max(1, min(capacity, self._shape.max_len) - prompt)
+            if sampling.min_tokens > most:
+                raise InvalidArgument(f"min_tokens = {sampling.min_tokens}: must be at most max_tokens, here {most}")
+            sampling = replace(sampling, max_tokens=most)
             request = replace(request, sampling=sampling)
         length = prompt + (sampling.max_tokens or 1)
         if length > capacity:

@@ -101,7 +101,11 @@ class LocalReplica(Replica):
     # -- adapters ---------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
-        return _chained(self._loaders.submit(self._load, name, path, pinned, replace), lambda _: self._settled(name))
+        try:
+            loading = self._loaders.submit(self._load, name, path, pinned, replace)
+        except RuntimeError:  # the pool is shut down
+            return self.between_steps(lambda: self._engine.adapters.get(name))  # fails: the replica is closed
+        return _chained(loading, lambda _: self._settled(name))
 
     def _load(self, name: str, path: str, pinned: bool, replace: bool) -> None:
         """Runs on a loader's thread; waits for the engine's thread, never the other way round."""
@@ -163,9 +167,10 @@ class LocalReplica(Replica):
         return self.between_steps(self._engine.check_integrity)
 
     def heartbeat_age(self) -> float:
-        age = self._system.clock() - self._beat
-        # A step that compiles is alive for `COMPILE_S`.
-        return 0.0 if self._engine.compiling and age < COMPILE_S and not self._failed else age
+        now, engine = self._system.clock(), self._engine
+        if engine.compiling and not self._failed and now - self._beat < COMPILE_S:
+            return 0.0
+        return now - max(self._beat, engine.compiled_at)
 
     def drain(self, timeout_s: float | None = None) -> Future[bool]:
         self._draining = True
@@ -176,7 +181,14 @@ class LocalReplica(Replica):
                 return True
             return False if end is not None and self._system.clock() >= end else None
 
-        return self._when(look)
+        drained = _running()
+
+        def answer(done: Future[bool]) -> None:
+            if not drained.done():
+                drained.set_result(done.exception() is not None or done.result())  # a dead engine has no live request
+
+        self._when(look).add_done_callback(answer)
+        return drained
 
     def close(self) -> None:
         self._draining = self._stopping = True
@@ -211,7 +223,7 @@ class LocalReplica(Replica):
 
     def _obey(self) -> None:
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
-        while not self._commands.empty():
+        for _ in range(self._commands.qsize()):  # those that come meanwhile wait for the next step
             command, future = self._commands.get()
             _settle(future, command)
         self._answer_waits()
@@ -320,11 +332,15 @@ def _running() -> Future[Any]:
     return future
 
 
+def _error_of(done: Future) -> BaseException | None:
+    return Unavailable("the server has stopped") if done.cancelled() else done.exception()
+
+
 def _follow(source: Future, target: Future) -> None:
     """Gives `target` the result of `source` when it is there."""
 
     def copy(done: Future) -> None:
-        error = done.exception()
+        error = _error_of(done)
         if error is not None:
             target.set_exception(error)
         else:
@@ -338,7 +354,7 @@ def _chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
     whole = _running()
 
     def go_on(done: Future[S]) -> None:
-        error = done.exception()
+        error = _error_of(done)
         if error is not None:
             whole.set_exception(error)
         else:

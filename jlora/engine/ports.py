@@ -110,6 +110,11 @@ class Runner(Protocol):
         ...
 
     @property
+    def compiled_at(self) -> float:
+        """When the last dispatch that compiled ended, seconds of the clock."""
+        ...
+
+    @property
     def compiles_after_warmup(self) -> int:
         """Programs compiled since warm-up."""
         ...

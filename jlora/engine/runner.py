@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from threading import get_ident
 
 import jax
 import numpy as np
@@ -84,8 +86,9 @@ class Runner:
         self._clock = clock
         self._vocab = state.seen.shape[1]
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
-        self._compiled = 0
+        self._warmed = get_ident(), COMPILES.count  # by thread: compilations before it began to serve
         self.compiling = False
+        self.compiled_at = 0.0
 
     @property
     def weights(self) -> Weights:
@@ -108,47 +111,52 @@ class Runner:
 
     def run(self, plan: StepPlan, swapper: Swapper) -> Dispatched:
         """Dispatches a step. See `jlora.engine.ports.Runner`."""
-        for work in plan.work:
+        for work in plan.work:  # first: a launch reads its sequences' slots
             if not work.sequence.set_up:
                 self._set_up(work.sequence)
         launches = self._builder.launches(plan.decode, plan.prefill)
         arrivals = _Arrivals(swapper)
         results = []
-        for launch in launches:
-            streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
-            results.append(self._watched(launch, streams, arrivals))
+        with self._watched(launches, bool(plan.streams)):
+            for launch in launches:
+                streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
+                results.append(self._dispatch(launch, streams, arrivals))
         sampled, scores = [s for s, _ in results], [s for _, s in results]
         return Dispatched(plan, self._clock(), arrivals.waited_s, self._weights.version, launches, sampled, scores)
 
-    def _watched(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
-        """Dispatches a launch; says so while it compiles, and counts what it compiles."""
-        kind = _programs_of(launch, bool(streams))
-        before = COMPILES.count
-        self.compiling = kind not in self._met
+    @contextmanager
+    def _watched(self, launches: Sequence[Launch], streamed: bool = False) -> Iterator[None]:
+        """Says so while launches compile programs that no launch has run yet."""
+        programs = {program for launch in launches for program in _programs_of(launch, streamed)}
+        self.compiling = not programs <= self._met
         try:
-            return self._dispatch(launch, streams, arrivals)
+            yield
         finally:
+            if self.compiling:
+                self._met |= programs
+                self.compiled_at = self._clock()
             self.compiling = False
-            self._met.add(kind)
-            self._compiled += COMPILES.count - before
 
     def warm_up(self) -> Iterator[str]:
         """Compiles and calls every program; yields a name after each. Touches no live block."""
         buckets = self._builder.buckets
         for rows, chunk in buckets.shapes:
             blank = self._builder.blank(rows, chunk)
-            self._watched(blank, (), _Arrivals(None))
-            if chunk > 1 and self.pool.groups > 1:
-                self._streamed(blank, (), _Arrivals(None))
-                self._met.add(_programs_of(blank, streamed=True))
+            streams = chunk > 1 and self.pool.groups > 1
+            with self._watched([blank], streams):
+                self._dispatch(blank, (), _Arrivals(None))
+                if streams:
+                    self._streamed(blank, (), _Arrivals(None))
             yield f"{rows}x{chunk}"
         for rows in buckets.bare:
-            self._watched(self._builder.blank(rows, 1, bare=True), (), _Arrivals(None))
+            bare = self._builder.blank(rows, 1, bare=True)
+            with self._watched([bare]):
+                self._dispatch(bare, (), _Arrivals(None))
             yield f"{rows}x1 without adapters"
         self._reset(0, (), (), {})
         self.pool.warm_up()
         jax.block_until_ready(self.pool.array)
-        self._compiled = 0
+        self._warmed = get_ident(), COMPILES.count
         yield "copies"
 
     def close(self) -> None:
@@ -163,8 +171,9 @@ class Runner:
 
     @property
     def compiles_after_warmup(self) -> int:
-        """Programs compiled since warm-up: 0, or a shape was missed."""
-        return self._compiled
+        """Programs compiled since warm-up: 0, or a shape was missed. Counts the calling thread's, the engine's."""
+        thread, count = self._warmed
+        return COMPILES.count - (count if thread == get_ident() else 0)
 
     def _dispatch(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
         sampled = scores = None
@@ -219,10 +228,14 @@ class _Arrivals:
         self.waited_s += self._swapper.place(copy, group)
 
 
-def _programs_of(launch: Launch, streamed: bool) -> tuple:
-    """What tells apart launches that run other programs."""
-    bare = not len(launch.batch.blocks)
-    return launch.batch.tokens.shape, bare, streamed, launch.sampling is None, launch.score_targets is None
+def _programs_of(launch: Launch, streamed: bool) -> Iterator[tuple]:
+    """The programs that a launch runs, each named by what tells its compiled forms apart."""
+    shape, bare = launch.batch.tokens.shape, not len(launch.batch.blocks)
+    yield "forward", shape, bare, streamed and shape[1] > 1
+    if launch.sampling is not None:
+        yield "sample", len(launch.batch.last)
+    if launch.score_targets is not None:
+        yield "score", shape
 
 
 def _shapes(params: Params) -> list:

@@ -71,8 +71,9 @@ class Answer:
         The prompt counts once, output tokens add up. Timing is that of the completion with the first
         token; its tpot is the mean over the completions that have one.
         """
-        usages = [end.usage for end in self._ends if end.usage]
-        timings = [end.timing for end in self._ends if end.timing]
+        ends = sorted(self._ends, key=lambda end: end.index)  # the prompt of completion 0 is the one computed
+        usages = [end.usage for end in ends if end.usage]
+        timings = [end.timing for end in ends if end.timing]
         first = min(timings, key=lambda t: t.ttft or math.inf)  # a completion aborted early has no first token
         gaps = [t.tpot for t in timings if t.tpot > 0]
         return (

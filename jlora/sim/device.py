@@ -77,6 +77,7 @@ class ModelledDevice:
     """
 
     compiling = False
+    compiled_at = 0.0
     compiles_after_warmup = 0
 
     def __init__(self, model: StepModel, groups: int, clock: VirtualClock):

@@ -149,10 +149,24 @@ def test_an_engine_that_fails_ends_requests_commands_and_waits(tiny_model: Path,
     with replica.paused():
         replica.replica.submit(Request("x", (3, 4), GREEDY), inbox.put)
         monkeypatch.setattr(replica.parts.scheduler, "plan", _die)
-    assert isinstance(replica.replica.drain().exception(60), Unavailable)  # while it waits, or afterwards
+    assert replica.replica.drain().result(60)  # while it waits, or afterwards: nothing is live any more
     assert [event.finish_reason for event in inbox.get(timeout=60)] == ["abort"]
     assert "failed" in str(replica.replica.state().exception(60))
     replica.stop()
+
+
+def test_closing_ends_loads_that_wait_and_refuses_later_ones(tiny_model: Path, path: str):
+    disk = Gate()
+    replica = Running(
+        config.load(None, {**BASE, "model.path": str(tiny_model), "engine.warmup": False}), System(files=disk)
+    )
+    disk.shut()
+    loads = [replica.replica.load_adapter(f"a{i}", path) for i in range(6)]  # more than are read at once
+    assert disk.reached.wait(60)
+    replica.stop()
+    disk.open.set()
+    assert {type(load.exception(60)) for load in loads} == {Unavailable}
+    assert isinstance(replica.replica.load_adapter("late", path).exception(60), Unavailable)
 
 
 def _die(now: float) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jlora.errors import Unavailable
@@ -50,6 +52,13 @@ def test_totals_count_the_prompt_once_and_take_the_first_tokens_timing():
     usage, timing = made.totals()
     assert made.ended and usage == Usage(7, 3, 3)
     assert (timing.queue, timing.ttft, timing.tpot) == (0.2, 1.0, pytest.approx(0.3))
+
+
+def test_the_prompts_cached_tokens_are_those_of_completion_0_whichever_ends_first():
+    made = answer(n=2, tokenizer=None)
+    for index, cached in ((1, 6), (0, 0)):  # the second finds what the first has computed
+        made.push([replace(event(A, "length", index), usage=Usage(7, cached, 1))])
+    assert made.totals()[0] == Usage(7, 0, 2)
 
 
 def test_without_a_tokenizer_there_are_tokens_and_logprobs():
