@@ -102,6 +102,14 @@ def host(study: Study) -> pd.DataFrame:
     return middle.astype({"running": int, "queued": int})
 
 
+def garbage(study: Study) -> pd.DataFrame:
+    """Milliseconds of processor time between two steps, by policy."""
+    middle = median(study.rows, ["cell"])[["median_ms", "p99_ms", "longest_ms"]]
+    middle.columns = ["median ms", "99th percentile ms", "longest ms"]
+    middle.index = middle.index.map({"PythonGarbage": "Python's own", "ServerGarbage": "the server's"})
+    return middle.map("{:.1f}".format).rename_axis("collections").reset_index()
+
+
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]
