@@ -37,6 +37,7 @@ def executed():
     return printed(client.execute())
 
 
+@pytest.mark.slow
 def test_every_adapter_of_the_batch_answers_with_its_own_transform(executed: dict[str, str]):
     answers = dict(line.strip().split(": ", 1) for line in cell(executed, "question").splitlines())
     expected = {name: TASKS[name](TEXT) for name in ("upper", "rot13", "leet")}

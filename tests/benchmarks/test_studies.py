@@ -24,6 +24,7 @@ def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
     return lines
 
 
+@pytest.mark.slow
 def test_the_cache_is_timed_at_every_size(tmp_path: Path):
     lines = study(tmp_path, "cache", "--rounds", "1")
     trees = [line for line in lines if line["side"] == "tree"]
@@ -45,12 +46,14 @@ def test_simulated_checks_are_faster_as_activated_loras(tmp_path: Path):
     assert all(a < b for a, b in zip(by_side["activated"], by_side["lora"], strict=True))
 
 
+@pytest.mark.slow
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
     assert {(line["running"], line["queued"]) for line in lines} == {(1, 0), (4, 0), (4, 32)}
     assert all(0 < line["step_s"] < 1 and line["steps"] == 8 for line in lines)
 
 
+@pytest.mark.slow
 def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
     lines = study(tmp_path, "throughput", "--no-grpc")
     rounds = [line for line in lines if line["cell"] == "rounds"]
@@ -58,6 +61,7 @@ def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
     assert lines[-1]["compiles"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 @pytest.mark.parametrize("name, sides", [("latency", 4), ("load", 2), ("alora", 2), ("policies", 4)])
 def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):

@@ -73,6 +73,7 @@ def answered() -> Answered:
         return asyncio.run(answer_everything(address))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS, ids=lambda model: model or "base")
 def test_at_least_95_percent_of_answers_are_exact(answered: Answered, model: str):
     wrong = [(question, told) for question, told in answered[model] if told != question.want]

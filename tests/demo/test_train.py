@@ -14,6 +14,7 @@ from tools.train_demo import data, export, train
 from tools.train_demo.plans import PLANS
 
 
+@pytest.mark.slow
 def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):
     assert train.main(["--out", str(tmp_path), "--quick", "--only", "base,upper"]) == 0
     record = json.loads((tmp_path / "training.json").read_text())
@@ -23,6 +24,7 @@ def test_script_trains_base_and_adapter_and_writes_their_files(tmp_path: Path):
     assert all(np.any(b) for layer in lora for _, b in layer.values()), "B starts at zero and must have moved"
 
 
+@pytest.mark.slow
 def test_a_check_trains_on_what_comes_after_its_invocation_and_says_how_it_is_invoked(tmp_path: Path):
     assert train.main(["--out", str(tmp_path), "--quick", "--only", "base,numbers"]) == 0
     config = json.loads((tmp_path / "adapters" / "numbers" / "adapter_config.json").read_text())

@@ -74,6 +74,7 @@ def check_dtypes(service: Running) -> None:
     assert {str(weight.dtype) for weight in jax.tree.leaves(runner.weights.params)} == {"bfloat16"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [{}, {"model__tp": 2}, {"cache__hbm_blocks": 30}],

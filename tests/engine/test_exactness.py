@@ -123,6 +123,7 @@ def test_what_a_full_host_tier_drops_is_computed_again_with_equal_answers(
         assert state.blocks_lost > 0 and state.host.free + state.host.adapters + state.host.history_kv == adapters + 6
 
 
+@pytest.mark.slow
 def test_an_adapter_reloaded_under_its_name_answers_as_the_new_one_at_once(tmp_path: Path, tiny_model: Path, tiny_spec):
     def make(seed: int) -> Path:
         return _make.make_adapter(tmp_path / f"v{seed}", tiny_spec, seed=seed, r=6, targets=("q", "v", "down"))
@@ -177,6 +178,7 @@ def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapter
         assert serve(service, [other])["other"][-1].timing.kv_cold_start == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", ["scan", "unroll"])
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same(

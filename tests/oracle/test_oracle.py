@@ -132,6 +132,7 @@ def check_case(case: Path, settings: Mapping[str, Any]) -> None:
             assert client.stats().compiles_after_warmup == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [name for name in SETTINGS if name != "tp 4"])
 def test_every_kind_of_adapter_in_every_setting(settings: str):
     check_case(GOLDEN / "gqa", SETTINGS[settings])
