@@ -35,6 +35,7 @@ from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Trace, facts
+from jlora.sim.workloads import flags
 
 
 def main(argv: Sequence[str]) -> int:
@@ -59,7 +60,7 @@ def parser() -> Parser:
     made.add_argument(
         "--adapters", nargs="+", metavar="NAME", help="which of the server's (default: all but activated LoRAs)"
     )
-    trace.add_flags(made)
+    flags.add(made, trace.DRAWN)
     made.add_argument("--warmup", type=float, default=0.0, metavar="S", help="do not count what is due before")
     made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600)")
     made.add_argument("--keep-cache", action="store_true", help="do not flush the prefix cache before each run")
@@ -104,7 +105,6 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _servers(targets: Sequence[str]) -> dict[str, Server]:
-    """Each target's name, and what its server says of itself."""
     found: dict[str, Server] = {}
     for text in targets:
         name, equals, address = text.rpartition("=")
@@ -140,7 +140,6 @@ def _rounds(
 
 
 async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:
-    """One pass of the trace."""
     total = sum(turn.at >= 0 for turn in drawn.turns)
     async with grpc.aio.insecure_channel(server.address) as channel:
         control = rpc.ControlStub(channel)
@@ -156,11 +155,7 @@ async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: 
 
 
 def limits_of(servers: Sequence[Server], wanted: Sequence[str] | None) -> Limits:
-    """The limits that all servers share.
-
-    Raises:
-        ConfigError: a wanted adapter is not on every server, or is an activated LoRA.
-    """
+    """The limits that all servers share. Raises ConfigError if a wanted adapter is not on all, or is activated."""
     activated = frozenset[str]().union(*(server.activated for server in servers))
     everywhere = [name for name in servers[0].adapters if all(name in server.adapters for server in servers)]
     common = [name for name in everywhere if name not in activated]

@@ -47,11 +47,7 @@ class Target(Protocol):
     """Answers greedy requests: a gRPC server, or an engine in this process."""
 
     def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
-        """Streams exactly `turn.output` tokens. Raises Failed.
-
-        Args:
-            model: the adapter's name; "" for the base model.
-        """
+        """Streams exactly `turn.output` tokens of the adapter `model` ("": the base model). Raises Failed."""
         ...
 
 
@@ -81,7 +77,6 @@ class Call:
 
     @property
     def ok(self) -> bool:
-        """Whether the whole answer came."""
         return self.status == OK
 
     @property
@@ -97,7 +92,6 @@ class Call:
 
     @property
     def latency(self) -> float:
-        """Seconds from when it was due to its end."""
         return self.ended - self.due
 
 
@@ -110,18 +104,13 @@ class Pace:
 
 
 class Player:
-    """One pass of a trace over one target.
-
-    Args:
-        models: the target's name for each adapter of the trace.
-        tick: called after each request of the trace proper.
-    """
+    """One pass of a trace over one target, which calls `tick` after each request but the history's."""
 
     def __init__(
         self, target: Target, trace: Trace, models: Sequence[str], pace: Pace, tick: Callable[[], object] = lambda: None
     ):
         self._target = target
-        self._models = models
+        self._models = models  # the target's name for each adapter of the trace
         self._pace = pace
         self._tick = tick
         self._script = Script(sped_up(trace, pace.speed).turns)
@@ -153,7 +142,6 @@ class Player:
         return self._calls
 
     async def _until_due(self) -> None:
-        """Waits for the next due time or the next answer."""
         due = self._script.next_due()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(None if due is None else max(due - self._now(), 0.0)):

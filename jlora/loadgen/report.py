@@ -51,7 +51,6 @@ def tables(record: Mapping[str, Any]) -> Iterator[Table]:
 
 
 def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
-    """Rows with the same columns."""
     made = Table(title=title, title_justify="left", box=None)
     for i, name in enumerate(rows[0]):
         made.add_column(name, justify="right" if i else "left")
@@ -61,8 +60,6 @@ def _table(title: str, rows: Sequence[Mapping[str, str]]) -> Table:
 
 
 def _row(side: str, runs: Sequence[Sample]) -> dict[str, str]:
-    """Medians of one side's rounds."""
-
     def of(key: str, inner: str = "") -> float:
         return statistics.median(known([run[key][inner] if inner else run[key] for run in runs]))
 
@@ -150,7 +147,6 @@ def draw(record: Mapping[str, Any], path: Path) -> None:
 
 
 def _told(value: float, digits: int) -> str:
-    """A number, or "-" where nothing was answered."""
     return "-" if math.isnan(value) else f"{value:.{digits}f}"
 
 

@@ -34,11 +34,7 @@ class Slo:
 def sample(calls: Sequence[Call], slo: Slo, warmup_s: float = 0.0) -> dict[str, Any]:
     """One run in numbers. Times are of full answers, and NaN if there is none.
 
-    Args:
-        warmup_s: requests that were due before this are left out, except of "answers".
-
-    Raises:
-        RuntimeError: nothing is left to count.
+    Requests that were due before `warmup_s` count in "answers" only. Raises RuntimeError if they are all.
     """
     counted = [call for call in calls if call.due >= warmup_s]
     if not counted:

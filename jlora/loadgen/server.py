@@ -21,12 +21,7 @@ from jlora.types import Timing, Usage
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """What a server says of itself.
-
-    Attributes:
-        adapters: their names in order, each with its pool blocks.
-        activated: the adapters that a prompt must invoke (activated LoRAs).
-    """
+    """What a server says of itself: its adapters with their pool blocks, and which of them a prompt must invoke."""
 
     address: str
     info: pb.ServerInfo
@@ -34,7 +29,6 @@ class Server:
     activated: frozenset[str] = frozenset()
 
     def describe(self) -> Mapping[str, object]:
-        """Plain values for a results file."""
         names = ("version", "model", "platform", "tp", "dtype", "max_model_len", "block_tokens", "blocks")
         plain = {name: getattr(self.info, name) for name in names}
         return {**plain, "devices": list(self.info.devices), "config": dict(self.info.config)}
@@ -59,7 +53,6 @@ class GrpcTarget:
         self._stub = rpc.InferenceStub(channel)
 
     async def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
-        """See `Target.ask`."""
         request = pb.GenerateRequest(
             model=model,
             token_ids=pb.TokenIds(ids=prompt),
@@ -90,14 +83,7 @@ def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
 
 
 class ServerProcess:
-    """A `jlora serve` process on a free port; ready once this is made.
-
-    Args:
-        flags: of `jlora serve`, without `--port`.
-
-    Raises:
-        RuntimeError: it ended before it was ready; its reason is on standard error.
-    """
+    """A `jlora serve` process on a free port; ready once this is made. Raises RuntimeError if it ends before."""
 
     def __init__(self, flags: Sequence[str]):
         root = str(Path(__file__).resolve().parents[2])

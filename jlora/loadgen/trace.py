@@ -10,15 +10,13 @@ from typing import Any
 import numpy as np
 
 from jlora.errors import ConfigError
-from jlora.serve.flags import Parser
-from jlora.sim.trace import Trace
+from jlora.sim.trace import Trace, lengths
 from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags, play
 
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
 MOST_SHRINK = 1 << 20
-# The flags that shape a built-in workload, with their defaults.
 DRAWN: Mapping[str, Any] = {
     "workload": "W7",
     "data": None,
@@ -39,18 +37,8 @@ class Limits:
     adapters: Sequence[str]
 
 
-def add_flags(made: Parser) -> None:
-    """The flags that choose and shape a trace."""
-    flags.add(made, DRAWN)
-
-
 def draw(args: argparse.Namespace, limits: Limits) -> Trace:
-    """The trace that the flags ask for.
-
-    Raises:
-        ConfigError: a flag is wrong or stands for nothing beside `--trace`, the workload invokes activated
-            LoRAs, or lengths do not fit: says which `--shrink` would do.
-    """
+    """The trace that the flags ask for. Raises ConfigError, which says what `--shrink` would make lengths fit."""
     args = flags.drawing(args, DRAWN)
     flags.check(args)
     if not limits.adapters:
@@ -63,8 +51,7 @@ def draw(args: argparse.Namespace, limits: Limits) -> Trace:
 def models(trace: Trace, limits: Limits) -> list[str]:
     """The server's adapter for each of the trace's: of the same name, or dealt in turn if it has none of these.
 
-    Raises:
-        ConfigError: it has some of these names and not others.
+    Raises ConfigError if it has some of these names and not others.
     """
     known = [name for name in trace.adapters if name in limits.adapters]
     if len(known) == len(trace.adapters):
@@ -109,27 +96,14 @@ def _built_in(args: argparse.Namespace, limits: Limits) -> Trace:
 def _lost(source: Source, load: Load) -> float:
     """The share of the requests that do not fit."""
     try:
-        lengths = _lengths(play(source, replace(load, max_len=BEYOND * load.max_len)))
+        trace = play(source, replace(load, max_len=BEYOND * load.max_len))
     except DoesNotFit:
         return 1.0
-    return float(np.mean(np.asarray(lengths) > load.max_len))
+    asked = [n for turn, n in zip(trace.turns, lengths(trace), strict=True) if turn.at >= 0]
+    return float(np.mean(np.asarray(asked) > load.max_len))
 
 
 def _doubled(shrink: int) -> Iterator[int]:
-    """2, 4, 8, ... times it."""
     while shrink < MOST_SHRINK:
         shrink *= 2
         yield shrink
-
-
-def _lengths(trace: Trace) -> list[int]:
-    """Tokens of prompt and answer of each request."""
-    contexts: dict[int, int] = {}
-    found = []
-    for turn in trace.turns:
-        total = contexts.get(turn.session, 0) + len(turn.adds) + turn.output
-        if turn.at >= 0:
-            found.append(total)
-        if not turn.aside:
-            contexts[turn.session] = total
-    return found

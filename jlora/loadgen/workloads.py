@@ -18,19 +18,19 @@ from typing import Any
 from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 from jlora.sim.trace import Trace, facts, read_csv
-from jlora.sim.workloads import SOURCES, Load, flags, mixes, play, popularity
+from jlora.sim.workloads import SOURCES, flags, mixes, play
 
 BLOCK_TOKENS = 32
 TOKENS_PER_RANK = 4  # 2 r MiB of adapter, 0.5 MiB of KV a token: 7B, q k v o, 16 bit
 SHRINK: Mapping[str, int] = {"W1b": 8, "W8": 16}
 MAX_LEN = 131072
-# The flags that shape a built-in workload, with their defaults.
 DRAWN: Mapping[str, Any] = {"data": None, "rate": 4.0, "seconds": 300.0, "adapters": 50, "popularity": None}
 
 
 def main(argv: Sequence[str]) -> int:
     """Prints the facts; returns the exit code."""
     args = parser().parse(list(argv))
+    args.gap = args.arrivals = None
     try:
         args = flags.drawing(args, DRAWN)
         if args.trace is not None and args.names:
@@ -40,19 +40,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         if unknown := [name for name in args.names if name not in SOURCES]:
             raise ConfigError(f"workload {unknown[0]!r}: must be one of {', '.join(SOURCES)}")
-        law = popularity.parse(args.popularity, args.data) if args.popularity else None
         for name in args.names or SOURCES:
-            shrink = SHRINK.get(name, 1)
-            load = Load(
-                rate=args.rate,
-                seconds=args.seconds,
-                adapters=args.adapters,
-                shrink=shrink,
-                vocab=args.vocab,
-                max_len=MAX_LEN // shrink,
-                seed=args.seed,
-                popularity=law,
-            )
+            args.shrink = shrink = SHRINK.get(name, 1)
+            load = flags.load_of(args, args.adapters, args.vocab, MAX_LEN // shrink)
             print(_told(play(SOURCES[name](args.data), load), shrink, args.ranks, args.seed), flush=True)
     except JloraError as e:
         print(f"jlora bench workloads: {e}", file=sys.stderr)
@@ -79,7 +69,6 @@ def parser() -> Parser:
 
 
 def _told(trace: Trace, shrink: int, ranks: str, seed: int) -> str:
-    """The facts in a few lines."""
     sizes = [-(-TOKENS_PER_RANK * rank // BLOCK_TOKENS) for rank in mixes.ranks_of(ranks, trace, seed)]
     text = facts(trace, BLOCK_TOKENS // shrink, sizes).text(
         trace.name + (f", lengths / {shrink}" if shrink > 1 else "")

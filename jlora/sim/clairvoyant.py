@@ -6,8 +6,7 @@ Belady's rule for blocks of unequal cost. The policy evicts the block of the lea
 
 which is load seconds saved, per block held, per second of holding it. All other mechanisms are the
 product's, so its gain over `jlora` is the most that a better ranking can gain. It is no lower bound
-of the time to first token: it does not prefetch from its knowledge, and it assumes that each turn is
-sent at its time in the trace, while a session that waits for an answer sends it later.
+of the time to first token: it does not prefetch, and it assumes that answers take no time.
 """
 
 from __future__ import annotations
@@ -23,17 +22,13 @@ from jlora.cache.tree import AdapterNode, Key, Node, suffix_key
 
 SOONEST_S = 1e-3  # least time to a next use
 UNKNOWN = -1
-BASE = 0  # uid of the base model
 
 
 class Oracle:
     """The times at which every block of the trace's prompts, and every adapter, is used.
 
-    Prompts are known beforehand because a simulated answer is a hash of its request.
-
-    Args:
-        start: the clock's time at the trace's time 0.
-        block_tokens: tokens of a block.
+    Prompts are known beforehand because a simulated answer is a hash of its request. `start` is the clock's
+    time at the trace's time 0.
     """
 
     def __init__(self, start: float, block_tokens: int):
@@ -45,7 +40,7 @@ class Oracle:
     def expect(self, at: float, uid: int, tenant: str, prompt: Sequence[int], activation: int | None = None) -> None:
         """Adds a request at `at` of the trace, in order of time; `activation` as in `Origin`."""
         use = self._start + at
-        above = uid if activation is None else BASE
+        above = uid if activation is None else 0  # the base model's
         suffix = -1 if activation is None else activation // self._size
         self._uses.setdefault(uid, []).append(use)
         data = array("i", prompt[: (len(prompt) - 1) // self._size * self._size]).tobytes()
@@ -59,7 +54,7 @@ class Oracle:
             self._uses.setdefault(above, []).append(use)
 
     def number(self, above: int, key: Key) -> int:
-        """The number of the block with this key below `above`; UNKNOWN if no prompt has it."""
+        """The number of the block with this key below `above`."""
         return self._ids.get((above, key), UNKNOWN)
 
     def next_use(self, number: int, now: float) -> float:

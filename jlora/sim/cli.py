@@ -75,19 +75,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
-    """Runs the simulations and prints the results. Returns the exit code.
-
-    Args:
-        commit: gives the commit of the code, for `--json`.
-
-    Raises:
-        ConfigError: a flag is wrong, or the sizes cannot work.
-    """
+    """Runs the simulations and prints the results. `--json` also records the `commit`. Raises ConfigError."""
     args = flags.drawing(args, DRAWN)
     scenario = scenario_of(args)
     check(args, scenario)
     trace = trace_of(args, scenario.hardware)
-    work = work_of(args, scenario, trace)
+    ranks = mixes.ranks_of(args.ranks, trace, args.seed)
+    work = Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
     print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
     results, took = [], []
     for policy in args.policy:
@@ -162,12 +156,6 @@ def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:
         trace = play(SOURCES[args.workload](args.data), load)
     trace = sped_up(trace, args.speed)
     return closed(trace, args.users) if args.users else trace
-
-
-def work_of(args: argparse.Namespace, scenario: Scenario, trace: Trace) -> Work:
-    """The trace after its history has settled, and its adapters' sizes. Raises ConfigError."""
-    ranks = mixes.ranks_of(args.ranks, trace, args.seed)
-    return Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
 
 
 def _play(scenario: Scenario, work: Work, policy: str) -> dict[str, Any]:

@@ -8,12 +8,7 @@ START_S = 1.0  # time at the start; 0 means "never" in the cache's records
 
 
 class VirtualClock:
-    """Seconds that a model advances.
-
-    Attributes:
-        now: the current time.
-        horizon: time of the next outside event; a pause ends there at the latest.
-    """
+    """Seconds that a model advances. A pause ends at `horizon`, the next outside event, at the latest."""
 
     def __init__(self, now: float = START_S):
         self.now = now

@@ -1,8 +1,6 @@
 """A modelled device, which is the engine's runner under a virtual clock. No jax.
 
-    run     a step begins when the device is free, and lasts as long as `StepModel` says
-    read    moves the clock to the end of the step
-
+A step begins when the device is free, and lasts as long as `StepModel` says.
 A token is a hash of its request's seed and its position. So it survives a preemption, it differs
 between requests, and the session's next prompt can repeat it.
 """
@@ -10,14 +8,12 @@ between requests, and the session's next prompt can repeat it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from jlora.engine.plan import Drawn, StepPlan, Work
+from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.ports import Swapper
 from jlora.sim.clock import VirtualClock
 from jlora.sim.hardware import StepLoad, StepModel
-
-NOTHING = Drawn()
 
 
 @dataclass(slots=True)
@@ -41,40 +37,15 @@ class ModelledStep:
     clock: VirtualClock
 
     def read(self) -> list[Drawn]:
-        """Moves the clock to the end of the step. Returns its tokens."""
         self.clock.advance(self.end)
         return [
-            Drawn(token(work.sequence.seed, work.start + work.count)) if work.samples else NOTHING
+            Drawn(token(work.sequence.seed, work.start + work.count)) if work.samples else Drawn()
             for work in self.plan.work
         ]
 
 
-@dataclass(slots=True)
-class _Load:
-    """Adds up a step's work."""
-
-    context: int = 0
-    pairs: float = 0.0
-    adapter_tokens: int = 0
-    adapters: dict[int, int] = field(default_factory=dict)
-
-    def add(self, work: Work) -> None:
-        sequence, start, count, _ = work
-        self.context += start + count
-        self.pairs += count * (start + (count + 1) / 2)
-        node = sequence.adapter
-        acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
-        if acted_on > 0:
-            self.adapters[node.uid] = node.size
-            self.adapter_tokens += acted_on * node.size
-
-
 class ModelledDevice:
-    """Runs plans in the time of a step model. See `jlora.engine.ports.Runner`.
-
-    Attributes:
-        free_at: time at which the device finishes all dispatched steps.
-    """
+    """Runs plans in the time of a step model; at `free_at` it finishes all dispatched steps."""
 
     compiling = False
     compiled_at = 0.0
@@ -88,22 +59,14 @@ class ModelledDevice:
         self._clock = clock
 
     def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
-        """Dispatches a step."""
         began = self._clock.now
-        load = _Load()
-        for work in plan.decode:
-            load.add(work)
-        for work in plan.prefill:
-            load.add(work)
-        prompt = sum(work.count for work in plan.prefill)
-        blocks = sum(load.adapters.values())
-        step = StepLoad(prompt, len(plan.decode), load.context, load.pairs, blocks, load.adapter_tokens)
-        seconds = self._model.seconds(step)
+        load = _load_of(plan)
+        seconds = self._model.seconds(load)
         begin = max(began, self.free_at)
         self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams else begin + seconds
         counts = self.counts
         counts.steps += 1
-        counts.prompt_tokens += prompt
+        counts.prompt_tokens += load.prompt
         counts.batch += len(plan.decode) + len(plan.prefill)
         counts.busy_s += seconds
         now = self._clock.now
@@ -120,6 +83,21 @@ class ModelledDevice:
                 swapper.place(copy, group)
             end = max(end, self._clock.now) + seconds / self._groups
         return end
+
+
+def _load_of(plan: StepPlan) -> StepLoad:
+    context, pairs, adapter_tokens = 0, 0.0, 0
+    adapters: dict[int, int] = {}
+    for sequence, start, count, _ in plan.work:
+        context += start + count
+        pairs += count * (start + (count + 1) / 2)
+        node = sequence.adapter
+        acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
+        if acted_on > 0:
+            adapters[node.uid] = node.size
+            adapter_tokens += acted_on * node.size
+    prompt = sum(work.count for work in plan.prefill)
+    return StepLoad(prompt, len(plan.decode), context, pairs, sum(adapters.values()), adapter_tokens)
 
 
 def token(seed: int, position: int) -> int:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -140,8 +139,6 @@ class StepModel:
     """Coefficients of a step's time (see the module), all in seconds.
 
     Attributes:
-        fixed_s: of every step.
-        weights_s: to read the weights once.
         prompt_token_s, decode_token_s: to compute a token; for a decoding token with its logits.
         context_token_s: to read one token's KV in all layers.
         pair_s: one query token against one key token, in all layers and heads.
@@ -159,7 +156,6 @@ class StepModel:
     adapter_token_s: float
 
     def seconds(self, load: StepLoad) -> float:
-        """Seconds of a step."""
         linear = max(self.weights_s, load.prompt * self.prompt_token_s + load.decode * self.decode_token_s)
         attention = max(load.context * self.context_token_s, load.pairs * self.pair_s)
         adapters = max(load.adapter_blocks * self.adapter_block_s, load.adapter_tokens * self.adapter_token_s)
@@ -167,12 +163,7 @@ class StepModel:
 
     @classmethod
     def fitted(cls, path: Path, model: str, chips: int) -> StepModel:
-        """Measured coefficients for a model on a number of chips.
-
-        Raises:
-            ConfigError: the file cannot be read, has another format, is for another model or number of
-                chips, or a coefficient is missing, unknown, negative or not a number.
-        """
+        """Measured coefficients for a model on a number of chips. Raises ConfigError for any other file."""
         try:
             record = json.loads(path.read_text())
         except (OSError, ValueError) as e:
@@ -209,7 +200,6 @@ class Hardware:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of all parameters, over all chips."""
         return self.spec.parameters * BYTES[self.spec.dtype]
 
     @property
@@ -228,12 +218,11 @@ class Hardware:
         """Bytes per second between host and device, each way. Every chip copies its shard over its own link."""
         return self.chips * self.chip.link_bps * self.chip.link
 
-    def adapter_blocks(self, rank: int, targets: Sequence[str] = ATTENTION) -> int:
-        """Blocks of an adapter of rank `rank` on these projections."""
-        return sum(-(-rank // self.layout.units[name].per_block) for name in targets)
+    def adapter_blocks(self, rank: int) -> int:
+        """Blocks of an adapter of this rank on the projections of `ATTENTION`."""
+        return sum(-(-rank // self.layout.units[name].per_block) for name in ATTENTION)
 
     def step_model(self) -> StepModel:
-        """Coefficients from the peaks and efficiencies."""
         chip, spec, size = self.chip, self.spec, BYTES[self.spec.dtype]
         flops = self.chips * chip.flops * chip.compute
         bps = self.chips * chip.hbm_bps * chip.memory

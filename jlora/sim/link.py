@@ -39,7 +39,6 @@ class LinkSpec:
     groups: int = 1
 
     def seconds(self, copy: Copy) -> float:
-        """Seconds for which a copy holds its lane."""
         inward = copy.direction == "in"
         transfers = self.groups if copy.streams else 1
         fixed = self.adapter_s if inward and copy.kind == ADAPTER else 0.0
@@ -47,11 +46,7 @@ class LinkSpec:
 
 
 class Link:
-    """Both lanes.
-
-    Args:
-        drained: gives the time at which the device finishes all dispatched steps.
-    """
+    """Both lanes. `drained` gives the time at which the device finishes all dispatched steps."""
 
     def __init__(self, spec: LinkSpec, clock: VirtualClock, drained: Callable[[], float]):
         self.spec = spec
@@ -61,7 +56,6 @@ class Link:
         self._done: list[Copy] = []
 
     def start(self, copies: Iterable[Copy]) -> None:
-        """Queues copies now."""
         now = self._clock.now
         for copy in copies:
             lane = self._lanes[copy.direction]
@@ -69,7 +63,6 @@ class Link:
             lane.put(copy, now, self._drained() if copy.direction == "out" else now)
 
     def landed(self) -> list[Copy]:
-        """The copies completed since the last call."""
         now = self._clock.now
         for lane in self._lanes.values():
             self._done += lane.advance(now)
@@ -81,13 +74,11 @@ class Link:
         return min(lane.ends for lane in self._lanes.values())
 
     def place(self, copy: Copy, group: int) -> float:
-        """Moves the clock to the arrival of this group of layers. Returns the seconds that this took."""
         began = self._clock.now
         self._clock.advance(self.arrival(copy, group))
         return self._clock.now - began
 
     def wait(self, seconds: float) -> None:
-        """Moves the clock to the next landing, at most by `seconds` and at most to its horizon."""
         clock = self._clock
         clock.advance(min(clock.horizon, clock.now + seconds, self.next_landing()))
 
@@ -104,7 +95,6 @@ class Link:
         return copy.started + (group + 1) / self.spec.groups * self.spec.seconds(copy)
 
     def busy_s(self, direction: str) -> float:
-        """Seconds for which this direction carried copies."""
         return self._lanes[direction].busy_s
 
 
@@ -119,13 +109,11 @@ class _Lane:
         self.busy_s = 0.0
 
     def put(self, copy: Copy, now: float, ready: float) -> None:
-        """Queues a copy; `advance(now)` has been called."""
         self._queue.append((copy, ready))
         if self._current is None:
             self._take(now)
 
     def advance(self, now: float) -> list[Copy]:
-        """The copies that are complete by now, in order."""
         done = []
         while self._current is not None and self.ends <= now:
             self._current.seconds = self.ends - self._current.started

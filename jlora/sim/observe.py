@@ -14,7 +14,6 @@ from jlora.sim.replica import Replica
 
 SPARSE = 10  # samples per count of invalid KV, where a count walks the whole tree
 
-
 # Called after every step of a replay, and after every round of the idle replica's monitor.
 Observer = Callable[[Replica], None]
 
@@ -73,11 +72,9 @@ class Series:
         return inspect.invalid_kv(manager) / manager.total
 
     def describe(self) -> dict[str, Any]:
-        """The columns as plain lists."""
         names = ("at", "adapters", "history_kv", "running_kv", "invalid_kv", "running", "waiting")
         return {name: getattr(self, name) for name in names}
 
     def mean(self, name: str) -> float:
-        """Mean of a column."""
         values = getattr(self, name)
         return sum(values) / len(values) if values else 0.0

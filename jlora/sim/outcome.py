@@ -17,7 +17,6 @@ from jlora.sim.replay import Ask
 from jlora.types import CacheState, Timing
 
 Column = Callable[[Ask], float | None]
-
 DIGITS = 6  # significant digits of every number in a result
 
 
@@ -51,7 +50,6 @@ COLUMNS: Mapping[str, Column] = {
     "ttft_s": _timing("ttft"),
     "tpot_s": _timing("tpot"),
 }
-
 
 # Column of the table of policies -> (part of a result, key, factor, digits).
 TABLE: Mapping[str, tuple[str, str, float, int]] = {

@@ -1,7 +1,6 @@
 """Plays a trace to a replica in virtual time, and records the outcome of every request. No jax.
 
-`jlora.sim.script` decides when a turn is sent, and with which prompt. Turns before time 0 are
-history: they run like all others and fill the cache, but no figure counts them. An open loop ends
+Turns before time 0 are history: they fill the cache, but no figure counts them. An open loop ends
 some time after its last turn was due; an unanswered request counts with the time that it waited. A
 closed loop ends when all turns are answered, or when no request makes progress.
 """
@@ -45,20 +44,16 @@ class Ask:
 
 
 class Replay:
-    """One pass of a trace through a replica that nothing else uses.
+    """One pass of a trace through a replica. `asks` has every turn sent, in order, including the history."""
 
-    Attributes:
-        asks: every turn sent, in order, including the history.
-    """
-
-    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = (), grace: float = GRACE):
+    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = ()):
         self.asks: list[Ask] = []
         self._replica = replica
         self._observers = observers
         self._start = start_of(trace)
         last = max((turn.at for turn in trace.turns), default=0.0)
         # A closed loop's times assume that answers take no time, so they do not tell when it ends.
-        self._end = math.inf if trace.users else last + max(grace * last, LEAST_GRACE_S)
+        self._end = math.inf if trace.users else last + max(GRACE * last, LEAST_GRACE_S)
         self._patience = STALLED_S if trace.users else math.inf
         self._moved = 0.0  # time at which a request was last sent or got a token
         self._script = Script(trace.turns)
@@ -66,21 +61,17 @@ class Replay:
 
     @property
     def now(self) -> float:
-        """Seconds of the trace."""
         return self._replica.clock.now - self._start
 
     @property
     def counted(self) -> list[Ask]:
-        """The turns that are not history."""
         return [ask for ask in self.asks if ask.turn.at >= 0]
 
     @property
     def unsent(self) -> int:
-        """Turns not sent, because their users still wait for answers."""
         return len(self._script)
 
     def history(self) -> None:
-        """Plays the turns before time 0."""
         self._until(0.0)
 
     def run(self) -> None:
@@ -138,7 +129,6 @@ class Replay:
                 self._answered(ask.turn, told, now)
 
     def _answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
-        """The user's next turn and its due time."""
         return self._script.answered(turn, tokens, now)
 
 

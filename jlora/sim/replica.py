@@ -30,12 +30,7 @@ IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round with
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Parts and sizes of a replica.
-
-    Attributes:
-        sizes: blocks of both tiers, tokens of a block.
-        adapters: blocks of each adapter, by its index.
-    """
+    """Parts and sizes of a replica. `adapters` has the blocks of each adapter, by its index."""
 
     model: StepModel
     link: LinkSpec
@@ -46,11 +41,7 @@ class ReplicaSpec:
 
 
 class Replica:
-    """The engine of one replica, on modelled hardware.
-
-    Raises:
-        ConfigError: the host tier cannot hold the adapters.
-    """
+    """The engine of one replica, on modelled hardware. Raises ConfigError if the host tier cannot hold the adapters."""
 
     def __init__(self, spec: ReplicaSpec, policy: Policy):
         self.spec = spec
@@ -65,19 +56,23 @@ class Replica:
         self.engine = Engine(parts, Shape(longest, block_bytes=1, overlap=spec.engine.overlap))
         self._settled = False  # idle, and the monitor's last round decided nothing
         for index, size in enumerate(spec.adapters):
-            self._add(index, size)
+            blocks = self.manager.reserve(size)  # of the host; the requests of one that exceeds the device are refused
+            if blocks is None:
+                raise ConfigError(
+                    f"the adapters need {sum(spec.adapters)} blocks of host memory, and the host tier has "
+                    f"{spec.sizes.host}; raise --host-gb"
+                )
+            new = NewAdapter(str(index), "", {}, (), (), ("q",) * size, data=None, bytes=size, read_s=0.0)
+            self.engine.adapters.publish(new, blocks)
 
     @property
     def busy(self) -> bool:
-        """Whether a step has work."""
         return self.engine.busy
 
     def submit(self, request: Request, at: float) -> None:
-        """Queues a request that arrived at `at`, at most now. Raises the errors of `Engine.submit`."""
         self.engine.submit(request, at)
 
     def hint(self, request: Request) -> None:
-        """`Prefetch`: announces the request."""
         self._settled = False
         self.engine.prefetch(request)
 
@@ -97,17 +92,6 @@ class Replica:
         self.clock.advance(min(until, self.clock.now + pause, self.link.next_landing()))
         started = self.engine.tend()
         self._settled = not started and not self.engine.copying
-
-    def _add(self, index: int, size: int) -> None:
-        """Adds an adapter. One that is too large for the device is added too; its requests are refused."""
-        blocks = self.manager.reserve(size)
-        if blocks is None:
-            raise ConfigError(
-                f"the adapters need {sum(self.spec.adapters)} blocks of host memory, and the host tier has "
-                f"{self.spec.sizes.host}; raise --host-gb"
-            )
-        new = NewAdapter(str(index), "", {}, (), (), ("q",) * size, data=None, bytes=size, read_s=0.0)
-        self.engine.adapters.publish(new, blocks)
 
 
 class _Registry(AdapterRegistry):

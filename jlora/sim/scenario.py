@@ -64,7 +64,6 @@ class Scenario:
 
     @property
     def step_model(self) -> StepModel:
-        """The measured coefficients if there are any, else the chip's."""
         return self.step or self.hardware.step_model()
 
 
@@ -78,7 +77,6 @@ class Work:
 
     @classmethod
     def of(cls, trace: Trace, ranks: Sequence[int], hardware: Hardware) -> Work:
-        """A trace on some hardware, which determines the sizes of blocks and adapters."""
         sizes = tuple(hardware.adapter_blocks(rank) for rank in ranks)
         return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
 
@@ -100,9 +98,7 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     Returns:
         "setting", "summary" (means and quantiles of requests), "cache" (its activity), "device" (its
         load), "series" (the device over time) and "requests" (a row each). The same scenario, work and
-        policy give the same result, bit for bit.
-    Raises:
-        ConfigError: an unknown policy, or sizes that cannot work.
+        policy give the same result, bit for bit. Raises ConfigError.
     """
     spec = replica_spec(scenario, work, policy)
     block_bytes = scenario.hardware.layout.block_bytes
@@ -201,11 +197,7 @@ def _series(trace: Trace) -> Series:
 
 
 def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
-    """The cache's configuration for a policy's name.
-
-    Raises:
-        ConfigError: an unknown name, or a wrong share.
-    """
+    """The cache's configuration for a policy's name. Raises ConfigError."""
     name, _, share = policy.partition(":")
     if name not in POLICIES:
         near = configuration.nearest(name, POLICIES)

@@ -1,10 +1,5 @@
 """When the turns of a trace are due, and with which prompts.
 
-    take(now)       the turns due by now, with their due times; their users are then busy
-    prompt(turn)    the context of the turn's session, then what the turn adds
-    answered(...)   adds the answer to the context; the user's next turn gets its due time
-    next_due()      the next due time that is known now
-
 The load generator calls these with the wall clock, the simulator with a virtual one, so both send the
 same turns in the same order. Turns before time 0 are the history: call `take(HISTORY)` until it
 returns nothing, and answer with a time before 0.
@@ -24,10 +19,7 @@ HISTORY = -math.ulp(0.0)  # the last moment before 0
 
 
 class Script:
-    """Plays `turns` in the order of their trace.
-
-    All times are seconds of the replay; 0 is the start of the trace.
-    """
+    """Plays `turns` in the order of their trace. Times are seconds from its start."""
 
     def __init__(self, turns: Iterable[Turn]):
         self._count = itertools.count()  # ties go in the order of the trace
@@ -57,20 +49,12 @@ class Script:
         self._left -= len(taken)
         return taken
 
-    def rest(self) -> list[Turn]:
-        """The turns not taken yet."""
-        return [*(turn for _, _, turn in self._due), *itertools.chain(*self._coming.values())]
-
     def prompt(self, turn: Turn) -> tuple[int, ...]:
         """Token ids of a turn that was taken and not answered yet."""
         return (*self._contexts.get(turn.session, ()), *turn.adds)
 
     def answered(self, turn: Turn, tokens: Sequence[int], now: float) -> tuple[float, Turn] | None:
-        """Records the answer to a taken turn; empty if it failed, whose question then stays.
-
-        Returns:
-            The user's next turn and its due time; None after the last.
-        """
+        """Records the answer to a taken turn, empty if it failed. Returns the user's next turn and its due time."""
         if not turn.aside:
             self._contexts.setdefault(turn.session, []).extend((*turn.adds, *tokens))
         queue = self._coming[user_of(turn)]

@@ -70,11 +70,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """Turns in order of `at`; `adapters` are names by index.
-
-    Attributes:
-        users: number of users of a closed loop; 0: open loop.
-    """
+    """Turns in order of `at`; `adapters` are names by index, `users` the number of a closed loop's (0: open loop)."""
 
     name: str
     turns: tuple[Turn, ...]
@@ -128,15 +124,12 @@ class Facts:
 
     @property
     def working_set(self) -> int:
-        """Blocks of the working set."""
         return self.kv_blocks + self.adapter_blocks
 
     def describe(self) -> dict[str, object]:
-        """The facts as plain values, for a results file."""
         return {**asdict(self), "working_set": self.working_set}
 
     def text(self, name: str) -> str:
-        """The facts as a few lines of text."""
         return (
             f"{name}: {self.requests} requests of {self.sessions} sessions, {self.rate:.2f}/s, gaps vary "
             f"{self.burstiness:.2f}\n"
@@ -154,10 +147,7 @@ def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
     """Reads a trace from a CSV with the columns of `COLUMNS`; adapter and session may be empty.
 
     A prompt longer than its session's context so far continues it; a shorter one starts a new
-    context. Token ids are drawn from the seed.
-
-    Raises:
-        ConfigError: the file cannot be read, a column is missing, or a number is wrong.
+    context. Token ids are drawn from the seed. Raises ConfigError.
     """
     rng = np.random.default_rng(seed)
     rows = sorted(_rows(path), key=lambda row: row.arrival_s)
@@ -178,14 +168,7 @@ def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
 
 
 def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
-    """Measures a trace.
-
-    Args:
-        sizes: blocks of each adapter.
-
-    Raises:
-        ConfigError: the trace has no turn after time 0.
-    """
+    """Measures a trace whose adapters have these `sizes` in blocks. Raises ConfigError if no turn is after time 0."""
     turns = [turn for turn in trace.turns if turn.at >= 0]
     if not turns:
         raise ConfigError(f"trace {trace.name}: has no request")
@@ -232,15 +215,20 @@ def facts(trace: Trace, block_tokens: int, sizes: Sequence[int]) -> Facts:
     )
 
 
+def lengths(trace: Trace) -> list[int]:
+    """Tokens of each turn's prompt and answer together."""
+    contexts: Counter[int] = Counter()
+    found = []
+    for turn in trace.turns:
+        found.append(contexts[turn.session] + len(turn.adds) + turn.output)
+        if not turn.aside:
+            contexts[turn.session] = found[-1]
+    return found
+
+
 def longest(trace: Trace) -> int:
     """Tokens of the longest prompt and answer together."""
-    lengths: Counter[int] = Counter()
-    most = 0
-    for turn in trace.turns:
-        total = lengths[turn.session] + len(turn.adds) + turn.output
-        most = max(most, total)
-        lengths[turn.session] += 0 if turn.aside else len(turn.adds) + turn.output
-    return most
+    return max(lengths(trace), default=0)
 
 
 def sped_up(trace: Trace, speed: float) -> Trace:
@@ -277,7 +265,6 @@ class _Spans:
         return known
 
     def peak(self) -> tuple[int, int]:
-        """Blocks of KV and of adapters when their sum is largest."""
         changes = []
         for what, (first, last, size) in self._spans.items():
             kind = isinstance(what, tuple) and what[0] == "adapter"
@@ -302,7 +289,6 @@ class _Content:
         return len(self.chain) * self.block_tokens + len(self._rest)
 
     def fork(self) -> _Content:
-        """A copy of the context."""
         return _Content(self.block_tokens, self.chain, self._rest)
 
     def extend(self, tokens: Iterable[int]) -> None:
@@ -315,7 +301,6 @@ class _Content:
 
 
 def _kv(turn: Turn, block: int, adapted: bool) -> object:
-    """Key of one block of KV."""
     return "kv", turn.adapter if adapted else None, turn.tenant, block
 
 

@@ -17,13 +17,14 @@ from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim.script import user_of
 from jlora.sim.trace import COLUMNS, Trace, longest, shrunk
+from jlora.sim.workloads import flags
 
 SERVER = Limits(max_len=512, vocab=300, adapters=["sql", "de", "fr"])
 
 
 def drawn(*argv: str, limits: Limits = SERVER) -> Trace:
     made = Parser("test", "")
-    load_trace.add_flags(made)
+    flags.add(made, load_trace.DRAWN)
     return draw(made.parse(list(argv)), limits)
 
 

@@ -99,13 +99,6 @@ def test_history_is_history_at_any_speed():
     assert script.take(HISTORY) == [] and script.next_due() == 0.0
 
 
-def test_what_is_left_can_be_told():
-    first, second, other = turn(0.0), turn(1.0, number=1), turn(5.0, session=1)
-    script = Script([first, second, other])
-    script.take(0.0)
-    assert script.rest() == [other, second]
-
-
 def test_only_a_taken_turn_is_counted_out():
     script = Script(turn(float(i), session=i) for i in range(3))
     assert len(script) == 3

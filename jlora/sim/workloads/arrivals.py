@@ -40,7 +40,6 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """Length of the span."""
         return self.end - self.begin
 
 
@@ -64,13 +63,9 @@ class Recorded:
 
     A lower rate keeps a random part of the arrivals; a higher rate runs the clock faster. The clock
     is then adjusted so that the stretch has exactly the rate.
-
-    Args:
-        times: seconds, ascending, at least two.
-        clients: client of each arrival.
     """
 
-    times: np.ndarray
+    times: np.ndarray  # seconds, ascending, at least two
     clients: np.ndarray | None = None
 
     def __call__(self, rate: float, span: Span, rng: Random) -> SessionStarts:
@@ -91,16 +86,11 @@ class Clients:
 
     ServeGen's model: in a window a client is a renewal process. Burstiness and drift of the whole come
     from a few clients (Sec. 4). Plays a stretch of windows from a random one on.
-
-    Args:
-        rates: requests per second, [client, window]; windows last `WINDOW_S`.
-        shapes: shape parameter of each client's gaps.
-        weibull: whether the client's gaps are Weibull, else Gamma.
     """
 
-    rates: np.ndarray
-    shapes: np.ndarray
-    weibull: np.ndarray
+    rates: np.ndarray  # requests per second, [client, window]
+    shapes: np.ndarray  # of each client's gaps
+    weibull: np.ndarray  # whether its gaps are Weibull, else Gamma
 
     def __call__(self, rate: float, span: Span, rng: Random) -> SessionStarts:
         count = math.ceil(span.seconds / WINDOW_S)
@@ -137,11 +127,7 @@ def typical_clients(count: int) -> Clients:
 
 
 def named(what: str, text: str, laws: Mapping[str, Callable[..., Law]]) -> Law:
-    """A law from a command line: a name of `laws`, and for some a number above 0, as in `zipf:0.9`.
-
-    Raises:
-        ConfigError: another name, or a number that the law does not take.
-    """
+    """A law from a command line: a name, and for some a number above 0, as in `zipf:0.9`. Raises ConfigError."""
     name, _, number = text.partition(":")
     if name not in laws:
         raise ConfigError(f"{what} {text!r}: must be one of {', '.join(laws)}")

@@ -131,7 +131,6 @@ def coding_sessions(data: Path) -> tuple[int, list[list[Step]]]:
 
 
 def _steps(requests: list[dict[str, Any]], head: int, agent: int = 0) -> Iterator[Step]:
-    """The steps of a session with its sub-agents; the context starts with `head` tokens."""
     context, agents = head, 0
     for request in requests:
         if request["type"] == "subagent":

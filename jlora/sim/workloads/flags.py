@@ -49,11 +49,7 @@ def load_of(args: argparse.Namespace, adapters: int, vocab: int, max_len: int) -
 
 
 def drawing(args: argparse.Namespace, defaults: Mapping[str, Any]) -> argparse.Namespace:
-    """The flags, with `defaults` for those that shape a named workload and are None.
-
-    Raises:
-        ConfigError: one of them is given with `--trace`.
-    """
+    """The flags, with `defaults` for those that shape a named workload. Raises ConfigError for one beside `--trace`."""
     given = [name for name in defaults if getattr(args, name) is not None]
     if args.trace is not None and given:
         name = given[0]
@@ -74,14 +70,7 @@ def check(args: argparse.Namespace) -> None:
 
 
 def own(args: argparse.Namespace, vocab: int, max_len: int, whose: str) -> Trace:
-    """The trace of `--trace`, with its lengths divided by `--shrink`.
-
-    Args:
-        max_len: the context of `whose`, in tokens of prompt and answer together.
-
-    Raises:
-        ConfigError: it cannot be read, or a request does not fit; names a sufficient `--shrink`.
-    """
+    """The trace of `--trace`, divided by `--shrink`. Raises ConfigError if a request exceeds the context of `whose`."""
     trace = read_csv(args.trace, vocab, args.seed)
     trace = shrunk(trace, args.shrink) if args.shrink > 1 else trace
     if (most := longest(trace)) > max_len:

@@ -15,9 +15,7 @@ def ranks_of(mix: str, trace: Trace, seed: int) -> list[int]:
 
     Args:
         mix: "32,64" is independent of popularity: FASTLIBRA's (6.1), or LoRAServe's "8,16,32,64,128".
-            "hot:32,64" gives the highest ranks to the most popular adapters.
-    Raises:
-        ConfigError: the mix has another form.
+            "hot:32,64" gives the highest ranks to the most popular adapters. Raises ConfigError.
     """
     kind, colon, numbers = mix.rpartition(":")
     try:

@@ -27,12 +27,8 @@ ARRIVALS, POPULARITY, SESSION, PROMPT = 1, 2, 3, 4
 def play(source: Source, load: Load) -> Trace:
     """Draws a trace with sessions of `source` at the rate of `load`.
 
-    With fewer adapters than a group has roles, several roles share one.
-
-    Raises:
-        DoesNotFit: more than half of the requests exceed `max_len`.
-        ConfigError: the popularity needs clients and the arrivals have none, or no request falls into
-            `seconds`.
+    With fewer adapters than a group has roles, several roles share one. Raises DoesNotFit if more than
+    half of the requests exceed `max_len`, and ConfigError if there are none.
     """
     gap_s = source.gap_s if load.gap_s is None else load.gap_s
     past = 2 * source.turns * gap_s if source.turns > 1 else 0.0  # sessions that started before have ended
@@ -96,12 +92,7 @@ class _Context:
 
 @dataclass(slots=True)
 class _Session:
-    """One session: its dialog with times, token ids and adapters.
-
-    Attributes:
-        number, sessions, group: the session's number, the number of sessions, and its group of adapters.
-        lost: requests after time 0 whose context exceeds the limit.
-    """
+    """One session of a group of adapters: its dialog with times, token ids and adapters."""
 
     source: Source
     load: Load
@@ -110,14 +101,13 @@ class _Session:
     sessions: int
     group: int
     contexts: dict[int, _Context] = field(default_factory=dict)
-    lost: int = 0
+    lost: int = 0  # requests after time 0 whose context exceeds the limit
     rng: Random = field(init=False)
 
     def __post_init__(self) -> None:
         self.rng = np.random.default_rng((self.load.seed, SESSION, self.number))
 
     def turns(self, start: float) -> list[Turn]:
-        """The session's turns, history first; none if it ended before time 0."""
         at, turns, full = start, [], False
         for index, exchange in enumerate(self.source.dialog(self.rng, self.group)):
             at += exchange.gap * self.gap_s
@@ -157,7 +147,6 @@ class _Session:
         return self.contexts[number]
 
     def _remember(self, context: _Context, exchange: Exchange, question: list[int], at: float) -> None:
-        """Adds an exchange before time 0 to the history."""
         if not exchange.aside:
             context.said += [*question, *self._ids(exchange.told)]
             context.last, context.adapter = at, self._adapter(exchange.role)

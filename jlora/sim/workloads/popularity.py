@@ -1,18 +1,5 @@
 """Laws of popularity: which session uses which adapter.
 
-    law            adapter of a session                                                source
-    identical      always the same                                                     Punica, Sec. 7
-    distinct       round robin                                                         Punica; FASTLIBRA 6.9
-    uniform        uniform                                                             FASTLIBRA 6.9
-    zipf(s)        the k-th most popular with share ~ 1 / k^s                          real traces: s = 0.8-1
-    geometric(r)   the k-th most popular with share ~ 1 / r^k                          Punica "skewed", r = 1.5
-    power(a)       number floor(N x^(1/a)), x uniform: the top 10 % get 0.1^a          S-LoRA, Sec. 7
-    skewed(x)      normal law of deviation x N around the middle adapter               FASTLIBRA 6.9 "skewed-x"
-    drift(T)       Zipf with new ranks every T seconds                                 LoRAServe; GenTD26
-    recent         one of the last few again, else Zipf                                shape of the real order
-    real_order     the ids of a recorded trace, in its order                           GenTD26
-    by_client      one adapter per client                                              MAF in dLoRA, FASTLIBRA
-
 An adapter's number is independent of its popularity (except for `by_client`), so ranks and sizes can be
 assigned by number. A law has its own random numbers, so the same sessions can be replayed under
 another law.
@@ -35,29 +22,26 @@ Random = np.random.Generator
 # (adapters, starts, rng) -> the adapter, 0 to adapters - 1, of each session.
 Popularity = Callable[[int, SessionStarts, Random], np.ndarray]
 
-# Shares by rank, from the number of adapters; they sum to 1.
-Shares = Callable[[int], np.ndarray]
-
 TOP = 10  # popular adapters of a drift
 
 
 def identical(adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
-    """One adapter for all sessions."""
+    """One adapter for all sessions (Punica, Sec. 7)."""
     return np.full(len(starts), rng.integers(adapters))
 
 
 def distinct(adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
-    """Round robin."""
+    """Round robin (Punica; FASTLIBRA 6.9)."""
     return rng.permutation(adapters)[np.arange(len(starts)) % adapters]
 
 
 def uniform(adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
-    """All adapters alike."""
+    """All adapters alike (FASTLIBRA 6.9)."""
     return rng.integers(adapters, size=len(starts))
 
 
 def by_client(adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
-    """An adapter per client. With more clients, several share one; with more adapters, a client uses any of its own.
+    """An adapter per client (dLoRA). With more clients, several share one; with more adapters, a client has several.
 
     Raises ConfigError if the arrivals have no clients.
     """
@@ -71,24 +55,24 @@ def by_client(adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
 
 
 def zipf(exponent: float = 0.9) -> Popularity:
-    """Shares ~ 1 / rank^exponent."""
+    """Shares ~ 1 / rank^exponent; real traces have 0.8 to 1."""
     return partial(_by_shares, partial(zipf_shares, exponent))
 
 
 def geometric(ratio: float = 1.5) -> Popularity:
-    """Each adapter has `ratio` times as many sessions as the next one."""
+    """Each adapter has `ratio` times as many sessions as the next one (Punica "skewed")."""
     if ratio <= 1:
         raise ConfigError(f"popularity geometric:{ratio}: the ratio must be over 1")
     return partial(_by_shares, lambda adapters: _normalised(ratio ** -np.arange(adapters, dtype=float)))
 
 
 def power(alpha: float = 0.3) -> Popularity:
-    """A smaller `alpha` is more skewed; 1 is uniform."""
+    """The top 10 % get a share of 0.1^alpha; 1 is uniform (S-LoRA, Sec. 7)."""
     return partial(_by_shares, lambda adapters: np.diff(np.linspace(0, 1, adapters + 1) ** alpha))
 
 
 def skewed(deviation: float = 0.1) -> Popularity:
-    """Normal over the adapters' numbers; `deviation` is a share of their count."""
+    """Normal over the adapters' numbers; `deviation` is a share of their count (FASTLIBRA 6.9)."""
 
     def shares(adapters: int) -> np.ndarray:
         places = (np.arange(adapters) + 0.5) / adapters - 0.5
@@ -106,7 +90,7 @@ def _normalised(weights: np.ndarray) -> np.ndarray:
     return weights / weights.sum()
 
 
-def _by_shares(shares: Shares, adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
+def _by_shares(shares: Callable[[int], np.ndarray], adapters: int, starts: SessionStarts, rng: Random) -> np.ndarray:
     """Independent draws from fixed shares, which are assigned to adapters at random."""
     return rng.permutation(adapters)[rng.choice(adapters, len(starts), p=shares(adapters))]
 

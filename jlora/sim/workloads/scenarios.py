@@ -1,7 +1,6 @@
 """The workloads W1 to W8, each from public files or from their shape alone.
 
-Without the files, lengths are lognormal with the files' means and deviations of natural logarithms,
-measured once. Token ids are random. Nothing here depends on a policy or a device.
+Without the files, lengths are lognormal with the files' means and deviations of natural logarithms.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ CHECKERS = 3  # adapters of a pipeline
 INVOCATION = 4  # tokens that invoke a checker
 VERDICT = (10, 50)
 PIPELINE_STEPS = 4.0  # the base twice, and two checkers on average
-SYNTHETIC_RANGE = (8, 512)
 
 
 def chat(data: Path | None = None) -> Source:
@@ -138,10 +136,8 @@ def pipelines(data: Path | None = None, activated: bool = False) -> Source:
     """W6: the base answers each question, one to three checkers read the answer, the base concludes.
 
     The pipeline of activated LoRA's evaluation, on the dialogs of W3. A checker is an aside that adds a
-    few tokens and answers with 10 to 50. An adapter group is a pipeline of three checkers.
-
-    Args:
-        activated: W6a, whose checkers are activated LoRAs, each invoked by its few tokens.
+    few tokens and answers with 10 to 50. An adapter group is a pipeline of three checkers. With `activated`
+    (W6a) they are activated LoRAs, each invoked by its few tokens.
     """
     dialog, turns = _services(data)
 
@@ -171,7 +167,7 @@ def synthetic(data: Path | None = None) -> Source:
     """
 
     def dialog(rng: Random, group: int) -> list[Exchange]:
-        asked, told = rng.integers(*SYNTHETIC_RANGE, 2).tolist()
+        asked, told = rng.integers(8, 512, 2).tolist()
         return [Exchange(asked, told)]
 
     return Source("W7", dialog, gamma(1.0), power(0.3))
@@ -242,12 +238,10 @@ def _single(data: Path | None) -> Callable[[Random, int], list[Exchange]]:
 
 
 def _talk(steps: Sequence[Step], gap: Callable[[], float]) -> list[Exchange]:
-    """Turns with gaps between them."""
     return [Exchange(step.asked, step.told, gap() if index else 0.0) for index, step in enumerate(steps)]
 
 
 def _soon(rng: Random) -> Callable[[], float]:
-    """Gaps of a chat."""
     return lambda: float(rng.lognormal(-0.5, 1.0))
 
 
@@ -260,11 +254,9 @@ def _lognormal(rng: Random, mean: float, spread: float, most: float) -> float:
 
 
 def _mean(sessions: Sequence[Sequence[Step]]) -> float:
-    """Mean turns."""
     return sum(map(len, sessions)) / len(sessions)
 
 
 def _mean_gap(sessions: Sequence[Sequence[Step]]) -> float:
-    """Mean seconds between two steps of a session."""
     gaps = [step.gap_s for session in sessions for step in session[1:]]
     return max(sum(gaps) / max(len(gaps), 1), 1e-3)
