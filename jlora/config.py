@@ -2,8 +2,7 @@
 
     config = load("configs/demo.toml", {"cache.block_tokens": 16})
 
-A field's annotation is its type and its limits; msgspec reads TOML values and command-line strings
-by it. An unknown key is an error that names the nearest valid key.
+A field's annotation is its type and its limits, by which msgspec reads TOML values and command-line strings.
 """
 
 from __future__ import annotations
@@ -138,7 +137,7 @@ class ServeConfig:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """All sections; see each section's class."""
+    """All sections."""
 
     model: ModelConfig = ModelConfig()
     adapters: AdaptersConfig = AdaptersConfig()
@@ -153,8 +152,7 @@ _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fi
 def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
     """Reads a TOML file, or a mapping of the same form, and applies `section.key` overrides.
 
-    Raises:
-        ConfigError: the file is unreadable, a key is unknown, or a value is out of range.
+    Raises ConfigError for an unreadable file, an unknown key, or a value out of range.
     """
     tree = source if isinstance(source, Mapping) else _read_toml(source) if source is not None else {}
     values: dict[str, Any] = {}
@@ -196,7 +194,7 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _split(dotted: str) -> tuple[str, str, str]:
-    """Section, key, and the entry of a table (adapters.paths.NAME). Raises ConfigError with the nearest valid key."""
+    """Section, key, and the entry of a table (adapters.paths.NAME)."""
     section, _, rest = dotted.partition(".")
     key, _, entry = rest.partition(".")
     valid = keys()
@@ -220,7 +218,6 @@ _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras
 
 
 def _read(dotted: str, value: Any, hint: Any) -> Any:
-    """A TOML value or a command-line string as the field's type, within its limits."""
     if hint is bool and isinstance(value, str):
         value = _WORDS.get(value.lower(), value)
     try:
@@ -234,7 +231,6 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
 
 
 def _checked(config: Config) -> Config:
-    """`config`, unless a limit that no annotation can express is broken."""
     c, longest = config.cache, config.model.max_model_len
     rules: list[tuple[str, Any, bool, str]] = [
         ("model.max_model_len", longest, longest != 1, "0 or at least 2"),

@@ -7,8 +7,7 @@
         for event in llm.stream("...", adapter="sql"):
             print(event.text, end="")
 
-The engine runs on its own thread, as behind the server. `LLM` is one more front: it encodes prompts,
-validates them, submits them, and reads their deltas. Every method may be called from several
+The engine runs on its own thread, as behind the server. Every method may be called from several
 threads at once; their requests share the engine's batches.
 """
 
@@ -65,10 +64,7 @@ _STALL_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole answer; fields as in `Delta`.
-
-    The text has neither the end token nor the stop string (see `SamplingParams.include_stop`).
-    """
+    """One whole answer; fields as in `Delta`. The text has neither the end token nor the stop string."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -90,16 +86,13 @@ class LLM:
         config: Config | Mapping[str, Any] | str | Path | None = None,
         progress: bool = True,
     ) -> None:
-        """Loads the model and its adapters, with a progress bar.
+        """Loads the model and its adapters, with a progress bar. Raises JloraError if it cannot.
 
         Args:
             model: directory (Hugging Face or converted) or hub id; None takes `model.path` of config.
             adapters: name -> PEFT directory; added to the adapters of config.
             config: a `Config`, a TOML file, or keys: `{"model.tp": 2, "cache": {"block_tokens": 8}}`.
             progress: show progress bars for loading, and for batches that take longer than a second.
-
-        Raises:
-            JloraError: the model cannot be loaded; the message is one line that says what to change.
         """
         settings = _settings(model, adapters, config)
         directory = checkpoint.resolve(settings.model.path)
@@ -171,7 +164,6 @@ class LLM:
         return self._replica.unload_adapter(name).result()
 
     def adapters(self) -> list[AdapterInfo]:
-        """Every loaded adapter."""
         return self._replica.adapters().result()
 
     def cache_stats(self) -> CacheState:
@@ -192,7 +184,6 @@ class LLM:
         return f"LLM({self._replica.info.model!r})"
 
     def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
-        """A valid request for each prompt; an error says which prompt is wrong."""
         count = len(prompts)
         samplings = _for_each("sampling", SamplingParams() if sampling is None else sampling, count)
         adapters = _for_each("adapter", adapter, count)
@@ -290,8 +281,6 @@ class LLM:
                 self._replica.abort(requests[i].id)
 
     def _submit(self, i: int, request: Request, inbox: _Inbox) -> None:
-        """Submits a request; its events come through the inbox, and so does a refusal."""
-
         def refused(submitted: Future[int]) -> None:
             if (error := submitted.exception()) is not None:
                 inbox.put((i, error))
@@ -299,7 +288,6 @@ class LLM:
         self._replica.submit(request, lambda events: inbox.put((i, events))).add_done_callback(refused)
 
     def _receive(self, inbox: _Inbox) -> tuple[int, list[TokenEvent] | BaseException]:
-        """The next events. Raises Unavailable if the engine has died."""
         while True:
             try:
                 return inbox.get(timeout=5.0)
@@ -309,8 +297,6 @@ class LLM:
 
 
 def _completion(whole: Delta) -> Completion:
-    if whole.finish_reason is None or whole.usage is None or whole.timing is None:
-        raise AssertionError("a completion without an end")
     return Completion(**{f.name: getattr(whole, f.name) for f in dataclasses.fields(Completion)})
 
 
@@ -319,7 +305,6 @@ def _settings(
     adapters: Mapping[str, str | Path] | None,
     config: Config | Mapping[str, Any] | str | Path | None,
 ) -> Config:
-    """The constructor's arguments as one checked configuration."""
     if not isinstance(config, Config):
         config = configs.load(config)
     changes: dict[str, Any] = {}
@@ -331,7 +316,6 @@ def _settings(
 
 
 def _prompt_list(prompts: Any) -> Sequence[Any]:
-    """One prompt, text or ids, as a list of one."""
     if isinstance(prompts, np.ndarray):
         prompts = prompts.tolist()
     if isinstance(prompts, str):
@@ -344,7 +328,6 @@ def _prompt_list(prompts: Any) -> Sequence[Any]:
 
 
 def _for_each(field: str, value: Any, count: int) -> Sequence[Any]:
-    """`value` once for each prompt, or itself if it is a list with one entry for each prompt."""
     if not isinstance(value, list | tuple):
         return [value] * count
     if len(value) != count:

@@ -68,8 +68,7 @@ class Request:
 
     Attributes:
         id: unique among live requests.
-        prompt: token ids, at least one, all inside the vocabulary.
-        adapter: adapter name; None is the base model.
+        adapter: None is the base model.
         priority: higher runs first; equal priorities run nearly in order of arrival (`jlora.engine.admission`).
         bypass_prefix_cache: the request neither reads KV from the prefix cache nor leaves KV there.
         tenant: salt of the prefix cache; two tenants never share KV, even for equal prompts.
@@ -206,7 +205,6 @@ class CacheState:
     """A snapshot of both tiers and the counters since start.
 
     Attributes:
-        policy: the name of the cache policy.
         in_flight: blocks being copied between the tiers; they also count in their class.
         invalid_kv: device blocks of KV whose prefix or adapter has left the device; always 0 for policies
             that keep dependencies.
@@ -242,8 +240,7 @@ class EngineStats:
     """Counters since start. Times are seconds.
 
     Attributes:
-        generated_tokens: output tokens that requests received. A token that the device computed after its
-            completion had ended does not count.
+        generated_tokens: output tokens that requests received, without those computed after a completion's end.
         host_step_s: mean Python time of a step; waits for the device and for copies do not count.
     """
 

@@ -3,11 +3,9 @@
     limits = Limits(vocab=32000, max_len=4096, capacity_tokens=65536)
     request = validate(Request("r1", (1, 2, 3)), limits)
 
-An error names the field, the value and the limit. The returned request is *canonical*: it has plain
-ints, floats and tuples, so no later code checks or converts again. An unset `max_tokens`
-stays None: only the engine knows what the pool leaves beside the request's adapter.
-Some limits come from float32 arithmetic on the device: a logit divided by a tiny temperature would
-be infinite, and then NaN.
+The returned request is *canonical*: it has plain ints, floats and tuples, so no later code checks or
+converts again. An unset `max_tokens` stays None: only the engine knows what the pool leaves beside
+the request's adapter.
 """
 
 from __future__ import annotations
@@ -58,9 +56,6 @@ class Limits:
 def validate(request: Request, limits: Limits) -> Request:
     """Returns the request in canonical form.
 
-    Seeds in [-2^63, 2^64) are taken modulo 2^64, so signed and unsigned clients agree. A top_k
-    that keeps the whole vocabulary becomes 0, and a temperature below 1e-5 becomes 0 (greedy).
-
     Raises:
         InvalidArgument: a field has a wrong type or is outside its limits.
         OutOfRange: the prompt alone, or with max_tokens, passes the context.
@@ -88,7 +83,6 @@ def validate(request: Request, limits: Limits) -> Request:
 
 
 def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
-    """Checks every field of `s` by itself."""
     temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
     top_k = _integer("top_k", s.top_k, 0)
     stop = _sequence("stop", s.stop, "strings", MAX_STOP_STRINGS)
@@ -98,6 +92,7 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
         top_k=top_k if top_k < vocab else 0,
         top_p=_number("top_p", s.top_p, 0.0, 1.0, open_low=True),
         min_p=_number("min_p", s.min_p, 0.0, 1.0),
+        # Modulo 2^64, so signed and unsigned clients agree.
         seed=None if s.seed is None else _integer("seed", s.seed, -(2**63), 2**64 - 1) % 2**64,
         repetition_penalty=_number("repetition_penalty", s.repetition_penalty, *REPETITION_PENALTY),
         presence_penalty=_number("presence_penalty", s.presence_penalty, -2.0, 2.0),
@@ -116,7 +111,6 @@ def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
 
 
 def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
-    """The prompt as plain ints. `set(map(type, …))`, `min` and `max` check 8k tokens well within a millisecond."""
     ids, vocab = _sequence("prompt", prompt, "token ids"), limits.vocab
     if not ids:
         raise InvalidArgument("prompt: is empty, must have at least 1 token")
@@ -130,7 +124,6 @@ def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
 
 
 def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
-    """The most output tokens that a prompt of that length may have, at most `max_tokens`."""
     if max_tokens is None:
         max_tokens = max(1, min(limits.max_len, limits.capacity_tokens) - prompt)
     if prompt + max_tokens > limits.max_len:
@@ -179,7 +172,6 @@ def _text(field: str, value: Any, longest: int, empty: bool = False) -> str:
 
 
 def _sequence(field: str, value: Any, of: str, most: int | None = None) -> tuple[Any, ...]:
-    """A tuple of the items. A string is a sequence too, but always a mistake here."""
     if isinstance(value, str | bytes) or not isinstance(value, Sequence):
         raise _refuse(field, value, f"a tuple or list of {of}")
     if most is not None and len(value) > most:
@@ -232,8 +224,7 @@ def _refuse(field: str, value: Any, limit: str) -> InvalidArgument:
 
 
 def _show(value: Any) -> str:
-    """A value, shortened to one line. A huge int has no decimal form."""
-    if isinstance(value, int) and value.bit_length() > 128:
+    if isinstance(value, int) and value.bit_length() > 128:  # a huge int has no decimal form
         return f"an integer of {value.bit_length()} bits"
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."

@@ -25,8 +25,7 @@ class Adapter:
         weights: (layer, projection) -> A [r, in], B [r, out]; float32, C-contiguous, finite.
             The scale (alpha/r, or alpha/sqrt(r) with rsLoRA) is folded into B.
         alora_invocation_tokens: an activated LoRA acts from these token ids on, themselves included.
-            () for an ordinary LoRA, which acts on every token.
-        base: the base model's name in the file, without its directory; "" if absent.
+            () for an ordinary LoRA.
     """
 
     digest: str
@@ -35,9 +34,3 @@ class Adapter:
     target_modules: tuple[str, ...]
     weights: Mapping[tuple[int, str], tuple[np.ndarray, np.ndarray]]
     alora_invocation_tokens: tuple[int, ...] = ()
-    base: str = ""
-
-    @property
-    def nbytes(self) -> int:
-        """Host bytes of all matrices."""
-        return sum(a.nbytes + b.nbytes for a, b in self.weights.values())

@@ -12,7 +12,6 @@ _CODEC = f"utf-32-{sys.byteorder[0]}e"
 def last_occurrence(prompt: Sequence[int], invocation: Sequence[int]) -> int | None:
     """Position of the invocation's last occurrence in the prompt, None if there is none.
 
-    An activated LoRA acts from this position on (PEFT: `calculate_alora_offsets`, which counts from the end).
     The search treats token ids (below 0x110000) as characters of a string, because `str.find` takes
     O(len(prompt)) time in C: 2 ms for 64k tokens.
     """

@@ -28,8 +28,7 @@ class Packed:
     projections: tuple[str, ...]
 
 
-def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
-    """Projection -> its largest rank over all layers."""
+def _largest_ranks(adapter: Adapter) -> Mapping[str, int]:
     ranks: dict[str, int] = {}
     for (_, name), (a, _) in adapter.weights.items():
         ranks[name] = max(ranks.get(name, 0), a.shape[0])
@@ -37,13 +36,9 @@ def rank_by_projection(adapter: Adapter) -> Mapping[str, int]:
 
 
 def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
-    """Puts every rank unit into its block. Absent layers and ranks stay zero.
-
-    Raises:
-        InvalidArgument: a weight overflows the pool's dtype.
-    """
+    """Puts every rank unit into its block. Raises InvalidArgument if a weight overflows the pool's dtype."""
     parts, projections = [], []
-    for name, rank in rank_by_projection(adapter).items():
+    for name, rank in _largest_ranks(adapter).items():
         unit = layout.units[name]
         count = -(-rank // unit.per_block)
         shards = [_pack_shard(adapter, layout, name, unit, count, shard) for shard in range(layout.tp)]

@@ -3,11 +3,8 @@
     adapter = read_peft("adapters/sql", spec, max_rank=64)
 
 Both files are read once into memory. The digest, the checks and the weights come from these bytes,
-so a file that is replaced meanwhile cannot mix two versions. Every tensor is used exactly once,
-every target module has its pair, shapes fit the base, and every number is finite.
-
-The format has no checksum: a flipped bit that leaves a finite number goes unnoticed. Compare the
-sha256 digest with the publisher's where that matters.
+so a file that is replaced meanwhile cannot mix two versions. The format has no checksum: a flipped
+bit that leaves a finite number goes unnoticed.
 """
 
 from __future__ import annotations
@@ -84,7 +81,6 @@ def read_peft(
         target_modules=tuple(p for p in MODULES if p in present),
         weights=weights,
         alora_invocation_tokens=config.alora_invocation_tokens,
-        base=_last_part(config.base),
     )
 
 
@@ -103,7 +99,6 @@ def _refuse_pickles(files: Files, directory: str, label: str) -> None:
 
 
 def _read(files: Files, directory: str, where: str, limit: int) -> bytes:
-    """Reads a regular file of the directory, of at most `limit` bytes."""
     label, name = os.path.split(where)
     path = os.path.join(directory, name)
     try:
@@ -124,12 +119,6 @@ def _expected_bytes(config: peft_config.LoraConfig, modules: Mapping[str, tuple[
 
 
 def _tensors(data: bytes, where: str) -> Tensors:
-    """Every tensor of a safetensors file, by name.
-
-    Raises:
-        DataLoss: the file is truncated or its header damaged.
-        InvalidArgument: a tensor is not floating point.
-    """
     try:
         entries = deserialize(data)
     except SafetensorError as e:
@@ -149,7 +138,6 @@ def _weights(
     spec: ModelSpec,
     where: str,
 ) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
-    """Checks every target module's pair and folds the scale into B."""
     halves = _halves(tensors, modules, where)
     weights = {}
     for module, (layer, projection) in modules.items():
@@ -185,7 +173,6 @@ def _halves(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str
 
 
 def _matrix(tensor: np.ndarray, shape: tuple[int, int], where: str) -> np.ndarray:
-    """A float32 copy of the tensor, which must have this shape and be finite."""
     if tensor.shape != shape:
         raise InvalidArgument(
             f"{where}: shape {list(tensor.shape)}: must be {list(shape)} for this base model and rank"
@@ -206,7 +193,6 @@ def _digest(config: bytes, weights: bytes) -> str:
 
 
 def _warn_of_another_base(base: str, base_names: Collection[str], label: str) -> None:
-    """Warns if the adapter names another base. Names are compared without directories."""
     known = {_last_part(name).lower() for name in base_names if name}
     if base and known and _last_part(base).lower() not in known:
         logger.warning(

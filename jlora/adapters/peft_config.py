@@ -1,9 +1,8 @@
 """Reads `adapter_config.json` as PEFT does.
 
 jlora honours an option, knows that it is harmless, or requires its default. Any other option is an
-error that names it, so that no adapter loads with a part of its meaning lost. The matching rules
-are those of `peft.tuners.tuners_utils.check_target_module_exists` and
-`peft.utils.other.get_pattern_key` (0.21).
+error that names it. The matching rules are those of PEFT 0.21: `check_target_module_exists` and
+`get_pattern_key`.
 """
 
 from __future__ import annotations
@@ -19,28 +18,6 @@ from jlora.model import fields
 from jlora.model.fields import Fields, Flag, Number, Positive, Text, short
 from jlora.model.hf_names import other_modules, projections
 from jlora.model.spec import ModelSpec
-
-# Options that do not change what a trained adapter computes, and why.
-HARMLESS: Mapping[str, str] = {
-    "auto_mapping": "names the Python class of the base",
-    "ephemeral_gpu_offload": "training only",
-    "eva_config": "initialisation of A",
-    "fan_in_fan_out": "layout of Conv1D weights; Llama has Linear layers only, where PEFT ignores it",
-    "inference_mode": "training only",
-    "lora_dropout": "training only",
-    "megatron_core": "used with megatron_config only",
-    "parent_library": "names the writer of the file",
-    "peft_version": "names the writer of the file",
-    "qalora_group_size": "used with use_qalora only",
-    "revision": "revision of the base model on the hub",
-    "runtime_config": "PEFT drops it when it reads a file",
-}
-
-# Initialisations that leave the base unchanged. The others (pissa, olora, corda, loftq, lora_ga)
-# train against a changed base, so their adapters are wrong on the served one.
-SAFE_INITIALISATIONS = (True, False, None, "gaussian", "eva", "orthogonal", "mica")
-
-ALL_LINEAR = "all-linear"
 
 Matcher = Callable[[str], bool]
 
@@ -67,7 +44,6 @@ class LoraConfig:
     base: str
 
     def rank(self, module: str) -> int:
-        """R of a module, from its full name."""
         return next((rank for pattern, rank in self.rank_pattern if pattern.match(module)), self.r)
 
     def scale(self, module: str) -> float:
@@ -78,12 +54,7 @@ class LoraConfig:
 
 
 def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
-    """Reads the bytes of an `adapter_config.json`; `where` starts every error message.
-
-    Raises:
-        DataLoss: not JSON.
-        InvalidArgument: an option is malformed or not supported.
-    """
+    """Reads the bytes of an `adapter_config.json`; `where` starts every error message."""
     tree = fields.parse(data, where)
     if not isinstance(tree, dict):
         raise InvalidArgument(f"{where}: must hold a JSON object, not a {type(tree).__name__}")
@@ -103,11 +74,7 @@ def parse(data: bytes, spec: ModelSpec, where: str) -> LoraConfig:
 
 
 def target_modules(config: LoraConfig, spec: ModelSpec, where: str) -> dict[str, tuple[int, str]]:
-    """The modules that the adapter changes: full name -> (layer, projection).
-
-    Raises:
-        InvalidArgument: it targets no module, or one that is not among the seven projections.
-    """
+    """The modules that the adapter changes: full name -> (layer, projection)."""
     for module in other_modules(spec):
         if config.targets(module) and not config.excludes(module):
             raise InvalidArgument(
@@ -126,26 +93,22 @@ def target_modules(config: LoraConfig, spec: ModelSpec, where: str) -> dict[str,
 
 
 class _Options(Fields):
-    """The file's keys as PEFT reads them."""
-
     def refuse_unsupported(self) -> None:
         self.require(_FIXED)
         for key, value in self.tree.items():
-            if key in _FIXED or key in HARMLESS or key in _HONOURED:
+            if key in _FIXED or key in _HARMLESS or key in _HONOURED:
                 continue
             if value is None or value is False or (isinstance(value, (str, list, dict)) and not value):
                 continue
             raise self.bad(key, value, "not supported; must be absent, null, false or empty")
 
     def invocation(self, vocab: int) -> tuple[int, ...]:
-        """Token ids; () if absent, null or empty, as in PEFT."""
         key = "alora_invocation_tokens"
         if not isinstance(self.tree.get(key), list | None):
             raise self.bad(key, self.tree[key], "must be a list of token ids, or null")
         return self.token_ids(key, vocab) or ()
 
     def names_or_regex(self, key: str, required: bool = True) -> frozenset[str] | re.Pattern[str]:
-        """A list of module names or suffixes, or one regular expression."""
         value = self.tree.get(key)
         if isinstance(value, str) and value:
             return self._regex(key, value, value)
@@ -156,7 +119,6 @@ class _Options(Fields):
         raise self.bad(key, value, "must be a list of module names, or a regular expression")
 
     def patterns(self, key: str, kind: Any) -> tuple[tuple[re.Pattern[str], Any], ...]:
-        """`rank_pattern` and `alpha_pattern`: {regular expression: value}."""
         value = self.tree.get(key) or {}
         if not isinstance(value, dict):
             raise self.bad(key, value, "must be an object {module pattern: value}")
@@ -166,7 +128,6 @@ class _Options(Fields):
         )
 
     def targets(self, spec: ModelSpec) -> Matcher:
-        """`target_modules` with `layers_to_transform` and `layers_pattern`."""
         layers = self.indices("layers_to_transform")
         patterns = self.layer_patterns()
         named = self.names_or_regex("target_modules")
@@ -175,7 +136,7 @@ class _Options(Fields):
         if isinstance(named, re.Pattern):
             if layers is not None:
                 raise self.bad("layers_to_transform", list(layers), "cannot be used when target_modules is a string")
-            if named.pattern.lower() == ALL_LINEAR:
+            if named.pattern.lower() == "all-linear":
                 return frozenset(projections(spec)).__contains__
             return _matcher(named)
         return _in_layers(named, frozenset(layers), patterns) if layers else _matcher(named)
@@ -217,6 +178,13 @@ def _in_layers(names: frozenset[str], layers: Collection[int], patterns: tuple[r
     return matches
 
 
+# Options that do not change what a trained adapter computes. They steer training, name a program, belong to
+# an option that is refused, or (fan_in_fan_out) concern layers that a Llama does not have.
+_HARMLESS = frozenset(
+    "auto_mapping ephemeral_gpu_offload eva_config fan_in_fan_out inference_mode lora_dropout megatron_core "
+    "parent_library peft_version qalora_group_size revision runtime_config".split()
+)
+
 _HONOURED = frozenset(
     "r lora_alpha use_rslora rank_pattern alpha_pattern target_modules exclude_modules layers_to_transform "
     "layers_pattern alora_invocation_tokens base_model_name_or_path".split()
@@ -227,5 +195,6 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
     "peft_type": ("LORA",),
     "task_type": ("CAUSAL_LM", None),
     "bias": ("none", None),
-    "init_lora_weights": SAFE_INITIALISATIONS,
+    # The others (pissa, olora, corda, loftq, lora_ga) train against a changed base.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }

@@ -22,7 +22,6 @@ class Record:
     """One loaded adapter version.
 
     Attributes:
-        alora_invocation_tokens: see `Adapter`; () for a LoRA that acts on every token.
         projections: for each of its blocks, the projection whose units it holds.
         bytes: of its packed form.
         load_cost_s: seconds to read and pack it.
@@ -63,12 +62,7 @@ class Record:
 
 
 class AdapterRegistry:
-    """Live versions by name. A removed version stays reachable by uid until it is freed.
-
-    Args:
-        alora_missing: answer to a prompt that does not invoke its activated LoRA: "error", or "base"
-            for the base's answer, as in PEFT (`adapters.alora_missing`).
-    """
+    """Live versions by name. A removed version stays reachable by uid until it is freed."""
 
     def __init__(self, alora_missing: str = "error") -> None:
         self._alora_missing = alora_missing
@@ -78,17 +72,14 @@ class AdapterRegistry:
         self._next_uid = 1
 
     def new_uid(self) -> int:
-        """A new uid."""
         self._next_uid += 1
         return self._next_uid - 1
 
     def check_free(self, name: str) -> None:
-        """Raises AlreadyExists if the name is taken."""
         if name in self._by_name:
             raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
 
     def add(self, record: Record) -> None:
-        """Adds a version under its name."""
         self._by_name[record.name] = record
         self._by_uid[record.node.uid] = record
         self._dying.discard(record.node.uid)
@@ -101,22 +92,16 @@ class AdapterRegistry:
         return record
 
     def versions(self, name: str) -> list[int]:
-        """uids of all versions of that name, including removed ones."""
+        """Their uids, including removed versions."""
         return [uid for uid, record in self._by_uid.items() if record.name == name]
 
     def purge(self, live: Mapping[int, AdapterNode]) -> None:
-        """Drops the removed versions that are freed."""
         for uid in [uid for uid in self._dying if uid not in live]:
             self._dying.discard(uid)
             del self._by_uid[uid]
 
     def get(self, name: str) -> Record:
-        """The live version of that name.
-
-        Raises:
-            InvalidArgument: longer than any adapter's name.
-            NotFound: lists near names.
-        """
+        """The live version of that name. Raises NotFound, which lists near names."""
         record = self._by_name.get(check_length(name))
         if record is None:
             near = difflib.get_close_matches(name, self._by_name, n=3)
@@ -130,7 +115,6 @@ class AdapterRegistry:
         return () if record is None else record.alora_invocation_tokens
 
     def touch(self, uid: int, now: float) -> None:
-        """Records the last use of a version, unless it is the base."""
         record = self._by_uid.get(uid)
         if record is not None:
             record.last_used = now
@@ -140,11 +124,8 @@ class AdapterRegistry:
     ) -> tuple[Record | None, int | None]:
         """The version that answers a prompt (None: the base), and the position of its activation, if any.
 
-        Args:
-            known: result of an earlier search, when the name may have stood for another version.
-        Raises:
-            NotFound: no adapter of that name.
-            InvalidArgument: it is an activated LoRA, and the prompt does not invoke it.
+        `known` is the result of an earlier search, when the name may have stood for another version.
+        Raises InvalidArgument if it is an activated LoRA that the prompt does not invoke.
         """
         record = self.get(name)
         tokens = record.alora_invocation_tokens
@@ -161,9 +142,7 @@ class AdapterRegistry:
         )
 
     def by_uid(self, uid: int) -> Record:
-        """Any version, including removed ones."""
         return self._by_uid[uid]
 
     def all(self) -> list[Record]:
-        """Live versions in order of name."""
         return [self._by_name[name] for name in sorted(self._by_name)]

@@ -1,8 +1,7 @@
 """The demo's pipeline: a chat with the base, and a check that reads along.
 
-The check is an activated LoRA. It reuses the base's KV of everything before its invocation, so a
-verdict costs only the few tokens after it. The same weights as a plain LoRA have their own KV and
-must compute every token since their last verdict. Both judge each part of the chat, on one server.
+The check is an activated LoRA. It reuses the base's KV of everything before its invocation. The same
+weights as a plain LoRA have their own KV and must compute every token since their last verdict.
 
 An empty message of the role `invoke` asks for a verdict: the model's chat template writes it as the
 check's invocation.
@@ -81,11 +80,7 @@ def as_plain_lora(target: Path) -> Path:
 
 
 async def converse(inference: Any) -> list[Verdict]:
-    """Chats with the base, and asks the check and the plain LoRA for a verdict after each part.
-
-    Args:
-        inference: a stub of a server that has both `CHECK` and `PLAIN`.
-    """
+    """Chats with the base, and asks the check and the plain LoRA for a verdict after each part."""
     texts: list[str] = []
     answers: list[str] = []
     verdicts = []

@@ -2,9 +2,6 @@
 
     python -m jlora.demo ["your own text"]
 
-It starts `jlora serve` as its own process and streams one request to the base and to each adapter at
-once. It loads one more adapter into the running server and asks again. An activated adapter then
-reads along in a chat with the base. At the end it shows the cache and stops the server with SIGTERM.
 The exit code is 0 if every answer equals the result of the task's Python function; answers to your
 own text are marked, but do not change the exit code.
 """
@@ -141,11 +138,7 @@ async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Ver
 
 @contextmanager
 def server(names: Sequence[str]) -> Iterator[str]:
-    """Runs a server of the embedded model and these adapters; yields its address and stops it by SIGTERM.
-
-    Raises:
-        RuntimeError: the server did not become ready, or did not stop cleanly.
-    """
+    """Runs a server of the embedded model and these adapters; yields its address and stops it by SIGTERM."""
     adapters = {name: str(assets.adapter_path(name)) for name in names}
     model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
     process = ServerProcess([*model, *flags_of(adapters, SETTINGS)])

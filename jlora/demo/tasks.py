@@ -1,8 +1,5 @@
 """What the demo's adapters do, in plain Python: the one definition behind training, tests and demo.
 
-`TASKS` maps an adapter's name to a function from text to text that a person checks at a glance. The
-base model, without an adapter, answers with the text itself.
-
 A *check* is an activated LoRA. In a conversation with the base it says something about what the user
 has written so far, over the base's KV of that conversation.
 """
@@ -20,12 +17,7 @@ LOWER = "abcdefghijklmnopqrstuvwxyz"
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Whether any text of a conversation has something.
-
-    Attributes:
-        finds: whether one text has it.
-        verdicts: the answer if no text does, and if any does.
-    """
+    """Whether any text of a conversation has something: `verdicts` are the answers if none does, and if any does."""
 
     finds: Callable[[str], bool]
     verdicts: tuple[str, str]

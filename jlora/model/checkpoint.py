@@ -4,10 +4,9 @@
     spec = read_spec(directory)
     params = load_params(directory, spec, shardings, stacked=False, progress=True)
 
-All headers are checked before the first weight is read: each tensor is used exactly once and has
-the shape that `config.json` states. Then each tensor is read, sent to the devices in its own
-layout, and transposed and cast there while the next one is read. The host holds at most three
-tensors at once. Files are read, not mapped, because mapped pages count as memory of this process.
+All headers are checked before the first weight is read. Then each tensor is read, sent to the
+devices in its own layout, and transposed and cast there while the next one is read. Files are read,
+not mapped, because mapped pages count as memory of this process.
 """
 
 from __future__ import annotations
@@ -37,21 +36,13 @@ from jlora.model.spec import ModelSpec
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
-# Files to download from the hub, without the same weights in other formats.
-HUB_FILES = ("*.json", "*.safetensors", "tokenizer*", "*.jinja")
-HUB_IGNORED = ("*/*", "consolidated*")
-
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
 
 
 def resolve(path_or_id: str | Path) -> Path:
-    """The model's directory: `path_or_id` itself, or a download of that hub id.
-
-    Raises:
-        NotFound: neither a directory nor a model on the hub or in its local cache.
-    """
+    """The model's directory: `path_or_id` itself, or a download of that hub id. Raises NotFound if it is neither."""
     name = str(path_or_id)
     path = Path(os.path.expanduser(name))
     if name and path.is_dir():
@@ -62,10 +53,10 @@ def resolve(path_or_id: str | Path) -> Path:
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
+    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
+    other_formats = ["*/*", "consolidated*"]
     try:
-        return Path(
-            huggingface_hub.snapshot_download(name, allow_patterns=list(HUB_FILES), ignore_patterns=list(HUB_IGNORED))
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=other_formats))
     except (OSError, HfHubHTTPError, HFValidationError) as e:
         reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
         raise NotFound(f"model.path = {name!r}: is not a directory, and the hub download failed: {reason}") from e
@@ -78,10 +69,6 @@ def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0
         dtype: "float32", "bfloat16", or "auto" for the checkpoint's own. "auto" takes bfloat16 for
             float16, and float32 if the checkpoint names none.
         max_model_len: longest context to serve, in tokens; 0 is the model's own.
-    Raises:
-        NotFound: the directory or its config.json is missing.
-        InvalidArgument: a field is missing, malformed, or of a model that jlora does not serve.
-        DataLoss: a file is not JSON.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -122,11 +109,7 @@ def load_params(
 def convert(source: str | Path, target: str | Path, progress: bool = True) -> Path:
     """Writes the model `source` (directory or hub id) as an Orbax directory, which loads sharded and faster.
 
-    Holds the whole model in host memory. Copies the tokenizer files.
-
-    Raises:
-        AlreadyExists: `target` exists and is not empty.
-        JloraError: see `read_spec` and `load_params`.
+    Holds the whole model in host memory. Raises AlreadyExists if `target` is not empty, else as `load_params`.
     """
     source = resolve(source)
     orbax.check_target(Path(target))
@@ -150,8 +133,6 @@ def _model_name(directory: Path) -> str:
 
 
 class _Tensor(NamedTuple):
-    """One tensor of an open file, before it is read."""
-
     name: str
     slot: Slot
     nbytes: int
@@ -159,7 +140,6 @@ class _Tensor(NamedTuple):
     handle: Any
 
     def read(self) -> Any:
-        """The numpy array, in its own memory."""
         try:
             return self.handle.get_tensor(self.name)
         except (SafetensorError, OSError) as e:
@@ -177,7 +157,6 @@ def _stream_into(into: Listed, directory: Path, spec: ModelSpec, progress: bool)
 
 
 def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
-    """Opens every weight file and checks all headers against `spec`."""
     slots = tensor_slots(spec)
     found: dict[str, _Tensor] = {}
     for file in _weight_files(directory):
@@ -200,7 +179,6 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
 
 
 def _weight_files(directory: Path) -> list[str]:
-    """`model.safetensors`, or the shards of its index in order."""
     if (directory / SINGLE).is_file():
         return [SINGLE]
     if (directory / INDEX).is_file():

@@ -21,7 +21,6 @@ logger = logging.getLogger(__name__)
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
 
-# model_type -> architecture.
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
 
 # float16 is served as bfloat16, which has the same size and does not overflow in the activations.
@@ -39,12 +38,7 @@ _FIXED: Mapping[str, tuple[Any, ...]] = {
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON object; errors name the file without its directory.
-
-    Raises:
-        NotFound: the file cannot be read.
-        DataLoss: it does not contain a JSON object.
-    """
+    """A JSON object. Raises NotFound if the file cannot be read, DataLoss if it holds no object."""
     try:
         tree = parse(file.read_bytes(), file.name)
     except OSError as e:
@@ -116,7 +110,6 @@ def _head_dim(config: Fields, width: int, heads: int) -> int:
 
 
 def _rope(config: Fields) -> Fields:
-    """The rotary settings: `rope_parameters` (transformers 5), else `rope_scaling` (4), else empty."""
     new, old = config.tree.get("rope_parameters"), config.tree.get("rope_scaling")
     if new and old and new != old:
         raise config.bad("rope_scaling", old, "differs from rope_parameters; keep one of them")
@@ -146,7 +139,6 @@ def _rope_scaling(rope: Fields) -> RopeScaling | None:
 
 
 def _dtype(config: Fields, wanted: str) -> str:
-    """`wanted`, or for "auto" the checkpoint's own, float32 if it names none."""
     if wanted != "auto":
         return wanted
     key = "dtype" if config.tree.get("dtype") is not None else "torch_dtype"
@@ -159,7 +151,6 @@ def _dtype(config: Fields, wanted: str) -> str:
 
 
 def _check_window(config: Fields, spec: ModelSpec) -> None:
-    """Refuses a sliding window shorter than the context; a longer one changes nothing."""
     window = config.tree.get("sliding_window")
     if window is not None and config.read("sliding_window", Positive) < spec.max_len:
         raise config.bad(
@@ -170,7 +161,6 @@ def _check_window(config: Fields, spec: ModelSpec) -> None:
 
 
 def _with_end_tokens(spec: ModelSpec, config: Fields, directory: Path) -> ModelSpec:
-    """Adds the end and begin tokens of generation_config.json, else of config.json."""
     file = directory / GENERATION
     generation = Fields(read_json(file) if file.exists() else {}, GENERATION)
 

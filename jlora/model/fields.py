@@ -33,17 +33,12 @@ def parse(data: bytes, where: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """The keys of one JSON object. null counts as absent. Errors name file, key and value.
-
-    Attributes:
-        where: the file, which starts every error message.
-    """
+    """The keys of one JSON object. null counts as absent. Errors name the file (`where`), key and value."""
 
     tree: Mapping[str, Any]
     where: str
 
     def bad(self, key: str, value: Any, limit: str) -> InvalidArgument:
-        """The error for this value of `key`."""
         return InvalidArgument(f"{self.where}: {key} = {short(value)}: {limit}")
 
     def read(self, key: str, kind: Any, default: Any = None) -> Any:
@@ -54,21 +49,18 @@ class Fields:
         return default if value is None else self.convert(key, value, kind)
 
     def convert(self, key: str, value: Any, kind: Any) -> Any:
-        """`value` as `kind`."""
         try:
             return msgspec.convert(value, kind)
         except (msgspec.ValidationError, OverflowError) as e:
             raise self.bad(key, value, f"must be {get_args(kind)[1].description}") from e
 
     def indices(self, key: str) -> tuple[int, ...] | None:
-        """One index or a list of them; None if absent."""
         if self.tree.get(key) is None:
             return None
         value = self.convert(key, self.tree[key], Indices)
         return tuple(value) if isinstance(value, list) else (value,)
 
     def token_ids(self, key: str, vocab: int) -> tuple[int, ...] | None:
-        """The same, of tokens of the vocabulary."""
         ids = self.indices(key)
         if ids is not None and any(i >= vocab for i in ids):
             raise self.bad(key, self.tree[key], f"must be token ids below the vocabulary size {vocab}")

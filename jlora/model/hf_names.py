@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 
 from jlora.model.spec import ModelSpec
 
-# Projection -> its module inside a layer.
 MODULES: Mapping[str, str] = {
     "q": "self_attn.q_proj",
     "k": "self_attn.k_proj",

@@ -1,10 +1,8 @@
 """The Llama: weights and the forward pass.
 
-`Llama` (Flax NNX) declares every weight: shape, initial value, logical axes. The shapes for loading,
-the sharding table and the pytree for serving derive from it. `forward` is the only forward pass in
-the repository. Its caller passes how tokens attend (`attend`) and how adapters add to a projection
-(`adapt`), so serving on the paged pool, training of the demo model and the tests' dense reference
-share it.
+`Llama` (Flax NNX) declares every weight: shape, initial value, logical axes. `forward` is the only
+forward pass: serving, training and the tests' dense reference pass it how tokens attend and how
+adapters add to a projection.
 
 Letters: T tokens, D width, N query heads, K KV heads, H head width, F MLP width, V vocabulary.
 """

@@ -1,6 +1,6 @@
 """Converted models: an Orbax checkpoint of the parameter pytree beside a small `jlora_model.json`.
 
-jlora_model.json      {"format": 1, "spec": {...}}; written last, so its presence means complete
+jlora_model.json      written last, so its presence means complete
 params/               Orbax StandardCheckpointer, layers as a list
 tokenizer.json ...    copied from the source
 """
@@ -26,8 +26,6 @@ from jlora.model.spec import ModelSpec
 META = "jlora_model.json"
 PARAMS = "params"
 FORMAT = 1
-
-# Files of a tokenizer and its chat template.
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -75,11 +73,7 @@ def read_spec(directory: Path) -> ModelSpec:
 
 
 def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:
-    """Restores every weight to its devices, then adds them to `into` one by one.
-
-    Raises:
-        DataLoss: the checkpoint is damaged or does not fit `spec`.
-    """
+    """Restores every weight to its devices, then adds them to `into` one by one."""
     shapes = abstract(spec)[0]
     wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, spec.dtype, sharding=s), shapes, shardings)
     try:

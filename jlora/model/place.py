@@ -5,8 +5,7 @@
     into.check_finite()
     params = into.params
 
-One compiled pass per tensor casts, transposes, places and checks for NaN. At most two tensors are in
-flight, so a fast disk cannot fill the host.
+At most two tensors are in flight, so a fast disk cannot fill the host.
 """
 
 from __future__ import annotations
@@ -27,11 +26,7 @@ from jlora.model.spec import ModelSpec
 
 
 class Listed:
-    """Each weight is an array of its own; `params["layers"]` is a list.
-
-    Args:
-        shardings: a Sharding per weight, layers as a list.
-    """
+    """Each weight is an array of its own; `params["layers"]` is a list, as in `shardings`."""
 
     def __init__(self, spec: ModelSpec, shardings: Params):
         self.params: Params = {"layers": [{} for _ in range(spec.layers)]}
@@ -41,7 +36,6 @@ class Listed:
         self._last: jax.Array | None = None
 
     def put(self, name: str, slot: Slot, tensor: np.ndarray | jax.Array) -> None:
-        """Places one tensor of the checkpoint."""
         if self._last is not None:
             jax.block_until_ready(self._last)
         where = self._sharding(slot)
@@ -113,7 +107,6 @@ def _filler(where: Sharding, transposed: bool) -> Callable[..., tuple[jax.Array,
 
 
 def _stacked(layer: Sharding) -> Sharding:
-    """A layer's sharding with an additional first axis [L], not split."""
     return NamedSharding(layer.mesh, PartitionSpec(None, *layer.spec)) if isinstance(layer, NamedSharding) else layer
 
 

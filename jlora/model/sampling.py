@@ -1,8 +1,7 @@
 """Samples the next tokens on the device.
 
-One program per number of rows serves every mix of requests. Each costly part (penalties, truncation,
-log-probabilities) is a branch of `lax.cond`, so a greedy batch computes an argmax only, and no option
-of a request recompiles.
+Each costly part (penalties, truncation, log-probabilities) is a branch of `lax.cond`, so a greedy
+batch computes an argmax only, and no option of a request recompiles.
 
 A token's random key is `fold_in(fold_in(seed, completion), position)`. So a request draws the same
 tokens whatever else is in the batch, after a preemption, and on any replica.

@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jlora.errors import ConfigError
-from jlora.model.llama import MESH_AXES, Params, Shard, abstract
+from jlora.model.llama import MESH_AXES, Params, abstract
 from jlora.model.spec import ModelSpec
 
 POOL = PartitionSpec(None, None, "tp")  # [rows, B, 2K, H]: whole (K, V) head pairs per shard
@@ -16,11 +16,7 @@ REPLICATED = PartitionSpec()
 
 
 def make_mesh(tp: int) -> Mesh:
-    """The first `tp` local devices.
-
-    Raises:
-        ConfigError: this process sees fewer devices.
-    """
+    """The first `tp` local devices. Raises ConfigError if this process sees fewer."""
     devices = jax.devices()
     if tp > len(devices):
         raise ConfigError(f"model.tp = {tp}: this process sees {len(devices)} {devices[0].platform} devices")
@@ -44,8 +40,3 @@ def stacked_specs(specs: Params) -> Params:
 def shardings(spec: ModelSpec, mesh: Mesh) -> Params:
     """A NamedSharding per weight, layers as a list."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(spec))
-
-
-def shard_of(mesh: Mesh) -> Shard:
-    """The `Shard` of a program inside `shard_map` over `mesh`."""
-    return Shard("tp", mesh.shape["tp"])

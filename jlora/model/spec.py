@@ -1,8 +1,4 @@
-"""The shapes and constants of a Llama. No jax.
-
-`model.config_json` reads them from a checkpoint. `projection_shapes` is the table of the seven
-matrices that adapters may change.
-"""
+"""The shapes and constants of a Llama. No jax."""
 
 from __future__ import annotations
 
@@ -70,6 +66,5 @@ class ModelSpec:
 
     @property
     def parameters(self) -> int:
-        """Number of weights."""
         per_layer = sum(i * o for i, o in self.projection_shapes.values()) + 2 * self.width
         return self.layers * per_layer + self.width + self.vocab * self.width * (1 if self.tied else 2)

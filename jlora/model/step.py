@@ -1,11 +1,7 @@
 """The jitted programs of one step: a forward pass over the pool, then sampling.
 
-They are two programs, so that compiled shapes add up instead of multiplying: (sequences, chunk)
-shape the forward pass, and the number of rows shapes sampling. Contexts, pages and adapters are
-dynamic trip counts, not shapes.
-
-A launch whose adapter or prefix is still arriving runs in groups of layers (`embed`, `layers` once
-per group, `finish`). A group starts when its part has arrived.
+They are two programs, so that compiled shapes add up instead of multiplying. A launch whose adapter
+or prefix is still arriving runs in groups of layers (`embed`, `layers` once per group, `finish`).
 
 Every program updates the donated pool or slot state in place and returns it.
 """
@@ -23,13 +19,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
-from jlora.model.sampling import SampleBatch, Sampled, SlotState
+from jlora.model.sampling import Array, SampleBatch, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
-
-# A field of a batch: numpy where the host makes it, jax.Array inside the program.
-Array = Any
 
 
 class Batch(NamedTuple):
@@ -117,7 +110,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
         )
         return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
 
-    place = _Place(layout, sharding.shard_of(mesh), ops)
+    place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
         on_mesh(partial(_sample, spec, place.shard), (weights, rep, rep, rep), (rep, rep), donate=2),
@@ -133,8 +126,6 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
 
 
 class _Place(NamedTuple):
-    """Layout, shard and ops of every forward pass."""
-
     layout: PoolLayout
     shard: Shard
     ops: Ops

@@ -1,7 +1,6 @@
 """The state that the servicers share: the replica once it is loaded, and the model's tokenizer.
 
 The gRPC port opens before the weights are read, so a call may arrive while there is no replica.
-`Backend.loaded` is the one place that refuses such a call.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Backend:
         tokenizer: None while loading, and for a model that serves token ids only.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
-        recent: times to first token of the requests that ended in the last minute.
     """
 
     replica: Replica | None = None
@@ -54,10 +52,7 @@ class Backend:
         return self.tokenizer
 
     def adapter_of(self, model: str) -> str | None:
-        """The adapter that `model` (base, adapter, base:adapter or empty) names; None is the base.
-
-        The replica decides whether the adapter exists: it may come or go at any time.
-        """
+        """The adapter, loaded or not, that `model` (base, adapter, base:adapter or empty) names; None is the base."""
         base = self.loaded.info.model
         if model in ("", base):
             return None

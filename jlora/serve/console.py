@@ -79,13 +79,11 @@ class Conversation:
         self._reset()
 
     def models(self) -> list[str]:
-        """The base model's name, then the adapters'."""
         info = rpc.ControlStub(self.channel).GetServerInfo(pb.GetServerInfoRequest())
         listed = rpc.AdaptersStub(self.channel).ListAdapters(pb.ListAdaptersRequest())
         return [info.model, *(a.name for a in listed.adapters)]
 
     def turn(self, line: str) -> None:
-        """Acts on one line of the user's."""
         match line.split(maxsplit=1):
             case []:
                 pass
@@ -144,7 +142,6 @@ def _add_common(parser: argparse.ArgumentParser) -> None:
 
 
 def _request(args: argparse.Namespace) -> pb.GenerateRequest:
-    """The request without its prompt. Flags that are not given stay unset."""
     sampling = {name: getattr(args, name, None) for name in ("temperature", "top_k", "top_p", "seed", "n")}
     try:  # protobuf takes None as unset
         return pb.GenerateRequest(

@@ -25,8 +25,7 @@ class _Once(argparse.Action):
     def __call__(
         self, parser: argparse.ArgumentParser, args: argparse.Namespace, values: Any, flag: Any = None
     ) -> None:
-        """argparse calls this for each occurrence; positional arguments have no `flag`."""
-        if flag and self.given:
+        if flag and self.given:  # positional arguments have no flag
             parser.error(f"{flag}: is given twice")
         self.given = True
         setattr(args, self.dest, values)
@@ -46,7 +45,6 @@ class Parser(argparse.ArgumentParser):
         self.register("action", "store", _Once)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """Like `parse_intermixed_args`, but an unknown flag's message names the nearest valid one."""
         args, rest = self.parse_known_intermixed_args(argv)
         if rest:
             flag = next((r.partition("=")[0] for r in rest if r.startswith("-")), None)
@@ -57,7 +55,6 @@ class Parser(argparse.ArgumentParser):
         return args
 
     def error(self, message: str) -> NoReturn:
-        """One line on stderr, exit code 2."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
 
 
@@ -88,7 +85,6 @@ def _parser() -> Parser:
     made.add_argument(
         "--adapter",
         "--lora-modules",
-        dest="adapter",
         nargs="+",
         action="extend",
         default=[],
@@ -98,7 +94,6 @@ def _parser() -> Parser:
     made.add_argument("--config", metavar="FILE.toml", help="configuration file; flags and --set override it")
     made.add_argument(
         "--set",
-        dest="set",
         nargs="+",
         action="extend",
         default=[],

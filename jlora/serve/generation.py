@@ -27,9 +27,7 @@ from jlora.types import Delta, Request, Timing, TokenEvent, Usage
 class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
-    Args:
-        eager: wake the loop for every event. Otherwise only the end of a completion wakes it, which saves
-            both threads time when no client reads earlier.
+    Unless `eager`, only the end of a completion wakes the loop, which saves both threads time.
     """
 
     def __init__(self, eager: bool):
@@ -40,7 +38,6 @@ class Inbox:
         self._woken = False  # a wake-up is under way; `get` clears it before it empties the deque
 
     def put(self, events: list[TokenEvent]) -> None:
-        """Called on the engine's thread; quick, never raises while the loop lives."""
         self._events.extend(events)
         urgent = self._eager or any(e.finish_reason for e in events)
         if urgent and not self._woken and not self._loop.is_closed():
@@ -48,7 +45,6 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def get(self) -> list[TokenEvent]:
-        """Waits for a wake-up and returns every event so far, in order."""
         await self._wake.wait()
         self._wake.clear()
         self._woken = False
@@ -71,7 +67,6 @@ class Generation:
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
 
     async def __aenter__(self) -> Self:
-        """Submits; raises what `Replica.submit` fails with."""
         submitted = self._replica.submit(self._request, self._inbox.put)
         try:
             self._handle = await asyncio.wrap_future(submitted)
@@ -90,12 +85,7 @@ class Generation:
             self._replica.abort(self._request.id, submitted.result())
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New deltas, as soon as there are some.
-
-        Raises:
-            DeadlineExceeded: the engine ended the request because its deadline passed.
-            Unavailable: the engine stopped before the request ended.
-        """
+        """New deltas, as soon as there are some. Raises DeadlineExceeded if the deadline ended the request."""
         while not self._answer.ended:
             deltas, stops = self._answer.push(await self._inbox.get())
             for index, outputs in stops:
@@ -106,7 +96,7 @@ class Generation:
                 yield deltas
 
     async def whole(self) -> list[Delta]:
-        """The whole answer: one delta per completion; errors as in `deltas`."""
+        """One delta per completion; errors as in `deltas`."""
         return joined([delta async for deltas in self.deltas() for delta in deltas])
 
     def _finish(self) -> None:

@@ -47,11 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def serve(config: Config) -> int:
-    """Serves until a signal; returns the exit code.
-
-    Raises:
-        JloraError: the server cannot start; the message is one line.
-    """
+    """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
     stop = _stop_on_signal()
     backend = Backend()
     server = GrpcServer(backend, config.serve.heartbeat_s)
@@ -72,7 +68,6 @@ async def serve(config: Config) -> int:
 
 
 async def _load_or_stop(backend: Backend, config: Config, stop: asyncio.Event) -> None:
-    """Fills the backend. A signal while loading ends the process."""
     loading = asyncio.ensure_future(asyncio.to_thread(load, config))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
@@ -99,7 +94,6 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
 
 
 async def _drain(backend: Backend, server: GrpcServer, timeout_s: float) -> None:
-    """Lets running requests end, then closes the replica and the server."""
     replica = backend.loaded
     backend.draining = True
     log.info("draining: new requests are refused, running ones have %g s", timeout_s)

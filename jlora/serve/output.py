@@ -5,8 +5,7 @@
 * A character may need several tokens. Byte tokens go through an incremental UTF-8 decoder: a
   character shows when it is complete, and only bytes that can never become one show as U+FFFD.
 * A token's spacing depends on the token before it ("▁Hello" is "Hello" only at the start). So a text
-  token is decoded together with its predecessor, whose text is then cut off. Both take constant time
-  per token; neither reads the whole output again.
+  token is decoded together with its predecessor, whose text is then cut off.
 * A stop string may begin several tokens before it ends, and end inside a token. Text that may
   become a stop string is held back until that is decided; no other text is.
 
@@ -24,7 +23,7 @@ from jlora.serve.tokenizer import Tokenizer
 
 
 class Detokenizer:
-    """Turns token ids into text one by one, in constant time per token."""
+    """Turns token ids into text one by one."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -54,8 +53,7 @@ class Detokenizer:
 class StopFinder:
     """Finds the first of several strings in text that arrives in pieces.
 
-    The first is the one that ends earliest, and of those the longest, so the result does not depend
-    on the pieces. The held text is always shorter than the longest string.
+    The first is the one that ends earliest, and of those the longest: it does not depend on the pieces.
     """
 
     def __init__(self, stops: Collection[str]) -> None:
@@ -83,7 +81,6 @@ class StopFinder:
         return text[:keep], None
 
     def flush(self) -> str:
-        """The held text, at the end of the completion."""
         held, self._held = self._held, ""
         return held
 

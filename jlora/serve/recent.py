@@ -29,11 +29,9 @@ class Recent:
         self._ended: deque[tuple[float, float]] = deque(maxlen=MOST)
 
     def add(self, ttft_s: float) -> None:
-        """Adds a request that has just ended, with its time to first token."""
         self._ended.append((self._clock(), ttft_s))
 
     def summary(self) -> Summary:
-        """The last minute's summary, in O(n log n)."""
         while self._ended and self._ended[0][0] < self._clock() - WINDOW_S:
             self._ended.popleft()
         times = sorted(ttft for _, ttft in self._ended) or [0.0]

@@ -28,14 +28,8 @@ from jlora.serve.status import StatusInterceptor
 log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.2
-
-# Room for the prompt logprobs of a long prompt.
-MAX_MESSAGE_BYTES = 64 << 20
-
+MAX_MESSAGE_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
-
-SERVING = health_pb2.HealthCheckResponse.SERVING
-NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 class GrpcServer:
@@ -62,11 +56,7 @@ class GrpcServer:
         self._watch: asyncio.Task[None] | None = None
 
     def bind(self, host: str, port: int) -> int:
-        """Takes the port (0: a free one) and returns it.
-
-        Raises:
-            ConfigError: the port is taken, or the host is not this machine's.
-        """
+        """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
         try:
             return self._server.add_insecure_port(address(host, port))
         except RuntimeError as e:
@@ -89,7 +79,6 @@ class GrpcServer:
         await self._server.stop(grace_s)
 
     async def _watch_replica(self) -> None:
-        """Sets health whenever it changes."""
         last = False
         while True:
             replica = self.backend.replica
@@ -101,8 +90,9 @@ class GrpcServer:
             await asyncio.sleep(HEALTH_PERIOD_S)
 
     async def _set_health(self, well: bool) -> None:
+        status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
         for name in ("", *SERVICES):
-            await self._health.set(name, SERVING if well else NOT_SERVING)
+            await self._health.set(name, status)
 
 
 def address(host: str, port: int) -> str:

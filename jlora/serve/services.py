@@ -1,7 +1,6 @@
 """The three services of `jlora.proto`, which describes their calls.
 
-`LoadAdapter.path` is read on the server's machine with the server's rights. Open this port only to
-clients that may choose such a path.
+`LoadAdapter.path` is read on the server's machine: only clients that may choose one may reach this port.
 """
 
 from __future__ import annotations
@@ -44,11 +43,7 @@ class _Servicer:
 
 
 class InferenceServicer(_Servicer, rpc.InferenceServicer):
-    """Turns messages into requests, submits them, and sends their deltas.
-
-    A call that ends early, by cancellation or deadline, leaves its `Generation`, which aborts the
-    request.
-    """
+    """Turns messages into requests, submits them, and sends their deltas."""
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         ready = await self._request(request, context)
@@ -86,7 +81,6 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         return pb.DetokenizeResponse(text=tokenizer.decode(request.token_ids, skip_special=not request.keep_special))
 
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
-        """The message as a valid request; the call's deadline becomes the request's."""
         backend = self._backend
         limits = backend.loaded.info.limits  # first: while loading there is nothing to validate against
         left = context.time_remaining()
@@ -162,7 +156,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             vocab=info.limits.vocab,
             block_tokens=info.block_tokens,
             blocks=state.cache.hbm.total,
-            config=public_config(info.config),
+            config=_public_config(info.config),
             uptime_s=time.monotonic() - self._backend.started,
             compiles_after_warmup=stats.compiles_after_warmup,
             host_s_per_step=stats.host_step_s,
@@ -198,8 +192,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
         return pb.DrainResponse(drained=await asyncio.wrap_future(replica.drain(timeout)))
 
 
-def public_config(config: Config) -> Mapping[str, str]:
-    """`section.key` -> value for every key that is not a path."""
+def _public_config(config: Config) -> Mapping[str, str]:
     values = {
         f"{section}.{key}": str(value)
         for section, keys in dataclasses.asdict(config).items()

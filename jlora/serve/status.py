@@ -1,8 +1,7 @@
 """Errors as gRPC status codes, in one place: servicers just raise.
 
-`StatusInterceptor` wraps every method of `jlora.v1`. A `JloraError` becomes its code and its
-message. Any other error is our bug: the client gets INTERNAL and an opaque id, and the log gets the
-same id with the trace. A request that is not valid protobuf is the client's error.
+A `JloraError` becomes its code and its message. Any other error is our bug: the client gets INTERNAL
+and an opaque id, and the log gets the same id with the trace.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ CODES: Mapping[type[Exception], grpc.StatusCode] = {
 
 
 def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
-    """The code and message for a client. An unexpected error is logged with an id, which the message has too."""
+    """The code and message for a client."""
     for cls in type(error).__mro__:
         if cls in CODES:
             return CODES[cls], shortened(str(error))
@@ -56,25 +55,21 @@ def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
 
 
 def shortened(message: str) -> str:
-    """The message, or both ends of one that is too long for a header: clients and files send values of any length.
-
-    Characters of file names that are not UTF-8 become escapes.
-    """
-    message = message.encode("utf-8", "backslashreplace").decode()
+    """The message, or both ends of one that is too long for a header: clients and files send values of any length."""
+    message = message.encode("utf-8", "backslashreplace").decode()  # a file's name may not be UTF-8
     if len(message) <= MESSAGE_BYTES and len(quote(message, safe=" ")) <= MESSAGE_BYTES:
         return message
     return f"{message[: MESSAGE_END - 1]}…{message[-MESSAGE_END:]}"
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler of `jlora.v1`, so that an exception becomes a status."""
+    """Wraps each handler of `jlora.v1` (not health and reflection), so that an exception becomes a status."""
 
     async def intercept_service(
         self,
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """The handler, wrapped; handlers of other packages (health, reflection) stay as they are."""
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None or not method.startswith(PACKAGE):

@@ -13,7 +13,6 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
-from typing import NamedTuple
 
 from jlora.errors import Unavailable
 from jlora.serve.output import Detokenizer, StopFinder
@@ -21,18 +20,10 @@ from jlora.serve.tokenizer import Tokenizer
 from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
 
-class Stop(NamedTuple):
-    """Completion `index` matched a stop string after `outputs` tokens; the front passes this on to `Replica.stop`."""
-
-    index: int
-    outputs: int
-
-
 class Answer:
-    """Turns one request's token events into deltas. Not thread-safe."""
+    """Turns a validated request's token events into deltas, without text if there is no tokenizer. Not thread-safe."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
-        """`request` as validated; without a `tokenizer` the deltas have no text."""
         self._completions = [
             _Completion(i, request.sampling, tokenizer, frozenset(eos_ids)) for i in range(request.sampling.n)
         ]
@@ -40,19 +31,16 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        """Whether every completion has ended."""
         return len(self._ends) == len(self._completions)
 
     @property
     def aborted(self) -> bool:
-        """Whether a completion has ended with finish reason "abort"."""
         return any(end.finish_reason == "abort" for end in self._ends)
 
-    def push(self, events: Iterable[TokenEvent]) -> tuple[list[Delta], list[Stop]]:
-        """What `events` add, at most one delta per completion, and the completions that the engine must stop.
+    def push(self, events: Iterable[TokenEvent]) -> tuple[list[Delta], list[tuple[int, int]]]:
+        """What `events` add, at most one delta per completion.
 
-        Raises:
-            Unavailable: the engine stopped before the request ended.
+        Also returns (index, outputs) of each completion that matched a stop string, for `Replica.stop`.
         """
         touched: dict[int, None] = {}
         stops = []
@@ -60,7 +48,7 @@ class Answer:
             touched[event.index] = None
             completion = self._completions[event.index]
             if completion.add(event):
-                stops.append(Stop(event.index, completion.tokens))
+                stops.append((event.index, completion.tokens))
         deltas = [delta for i in touched if (delta := self._completions[i].take()) is not None]
         self._ends += [delta for delta in deltas if delta.finish_reason is not None]
         return deltas, stops
@@ -140,7 +128,6 @@ class _Completion:
         return self._stopped and not late and self._end is None
 
     def _text(self, event: TokenEvent, detokenizer: Detokenizer) -> str:
-        """What the event adds to the text, up to a stop string."""
         sampling, final = self._sampling, event.finish_reason is not None
         text = ""
         if event.token_id is not None:
@@ -158,7 +145,6 @@ class _Completion:
         return text + self._finder.flush() if final else text
 
     def take(self) -> Delta | None:
-        """What is new, None if nothing is."""
         reason = usage = timing = None
         if self._end is not None:
             reason, usage, timing = self._end.finish_reason, self._end.usage, self._end.timing

@@ -6,9 +6,6 @@
 
 The post-processor of `tokenizer.json` decides which special tokens a text gets. A Llama tokenizer's
 explicit `add_bos_token` and `add_eos_token` override it.
-
-`jlora.serve.output` decodes one token at a time. It asks this module which tokens have no text, and
-which stand for raw bytes, several of which may make one character.
 """
 
 from __future__ import annotations
@@ -33,13 +30,10 @@ from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
 # The special tokens that transformers passes to templates.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
-# Tokenizer classes that obey add_bos_token and add_eos_token.
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
 
 
 class _Message(msgspec.Struct):
-    """What every message of a conversation has; a template may read more."""
-
     role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str
 
@@ -51,12 +45,7 @@ class Tokenizer:
     """A `tokenizers.Tokenizer` with its chat template. Thread-safe."""
 
     def __init__(self, core: tokenizers.Tokenizer, config: Mapping[str, Any], template: str | None = None) -> None:
-        """`config` is the content of `tokenizer_config.json`, `template` the default chat template.
-
-        Raises:
-            FailedPrecondition: the decoder combines byte-level tokens with an unknown step.
-            InvalidArgument: the chat template does not compile.
-        """
+        """`config` is the content of `tokenizer_config.json`, `template` the default chat template."""
         core.no_truncation()
         core.no_padding()
         self._core = core
@@ -69,11 +58,7 @@ class Tokenizer:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer | None:
-        """Reads a model directory; None if it has no `tokenizer.json`.
-
-        Raises:
-            DataLoss: a file cannot be read; the message names it.
-        """
+        """Reads a model directory; None if it has no `tokenizer.json`. Raises DataLoss for a damaged file."""
         directory = Path(path)
         file = directory / "tokenizer.json"
         if not file.is_file():
@@ -90,19 +75,13 @@ class Tokenizer:
 
     @property
     def has_chat(self) -> bool:
-        """Whether `chat` can be called."""
         return self._template is not None
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of `text`, with the special tokens that transformers adds."""
         return self._encode(text, add_special_tokens=True)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
-        """Text of `ids`. Ids without a token have no text.
-
-        Raises:
-            InvalidArgument: an id is negative or beyond 32 bits.
-        """
+        """Text of `ids`; an id without a token has none. Raises InvalidArgument for one beyond 32 bits."""
         try:
             return self._core.decode(ids, skip_special_tokens=skip_special)
         except (OverflowError, TypeError) as e:
@@ -112,9 +91,7 @@ class Tokenizer:
     def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
         """Token ids of a conversation through the chat template, ending with the prompt for an answer.
 
-        Raises:
-            FailedPrecondition: the model has no chat template.
-            InvalidArgument: a message has no role or content, or the template refuses them.
+        Raises FailedPrecondition without a chat template, InvalidArgument if it refuses the messages.
         """
         return self._encode(self.render(messages), add_special_tokens=False)
 
@@ -165,7 +142,6 @@ class Tokenizer:
             raise InvalidArgument(f"text: must be a string of Unicode characters, got {type(text).__name__}") from e
 
     def _set_post_processor(self, config: Mapping[str, Any]) -> None:
-        """Follows a Llama tokenizer's explicit add_bos_token and add_eos_token."""
         asked = {side: config.get(f"add_{side}_token") for side in ("bos", "eos")}
         if config.get("tokenizer_class") not in _LLAMA_CLASSES or all(x is None for x in asked.values()):
             return
@@ -199,7 +175,6 @@ def _byte_scheme(core: tokenizers.Tokenizer) -> tuple[bool, bool]:
 
 
 def _read(file: Path) -> str | None:
-    """The file's text; None if there is no such file."""
     try:
         return file.read_text(encoding="utf-8") if file.is_file() else None
     except (OSError, UnicodeDecodeError) as e:
@@ -207,7 +182,6 @@ def _read(file: Path) -> str | None:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    """The object in `file`; empty if there is no such file."""
     try:
         return msgspec.json.decode(_read(file) or "{}", type=dict[str, Any])
     except msgspec.DecodeError as e:
@@ -215,7 +189,6 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token is written as a string or as an object with its content."""
     if isinstance(value, Mapping):
         value = value.get("content")
     return value if isinstance(value, str) else None
@@ -242,7 +215,6 @@ class _Generation(jinja2.ext.Extension):
 
 
 def _compile(template: str) -> jinja2.Template:
-    """The template in the environment that transformers gives it."""
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )

@@ -1,7 +1,6 @@
 """`jlora top [ADDRESS]`: a running server at a glance, live in the terminal.
 
-Reads GetServerInfo, GetCacheState and ListAdapters once per interval and draws them with rich; rates
-are differences of two readings. Without a terminal, or with --once, it prints one picture.
+Without a terminal, or with --once, it prints one picture.
 """
 
 from __future__ import annotations
@@ -18,8 +17,9 @@ from datetime import timedelta
 from typing import TextIO
 
 import grpc
-from rich import box, filesize
+from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.filesize import decimal
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
@@ -71,7 +71,6 @@ class Reading:
 
     @classmethod
     def take(cls, channel: grpc.Channel) -> Reading:
-        """Three calls. Raises grpc.RpcError if the server does not answer."""
         control = rpc.ControlStub(channel)
         return cls(
             control.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
@@ -114,12 +113,7 @@ def keys(source: TextIO) -> Iterator[Callable[[float], str]]:
 
 
 def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
-    """The whole picture.
-
-    Args:
-        before: an earlier reading, for rates; without one, rates are means since the server started.
-        rows: of the screen; the table of adapters is cut to fit.
-    """
+    """The whole picture, cut to fit `rows`. Without an earlier reading, rates are means since the server started."""
     info = now.info
     head = f"jlora {info.version}  {info.model}  {info.platform} x{info.tp}, {info.dtype}  policy {now.cache.policy}"
     title = Text(f"{head}  up {_age(info.uptime_s)}", style="bold", no_wrap=True)
@@ -132,7 +126,6 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
 
 
 def _table(*headings: str) -> Table:
-    """A plain table whose number columns, all but the first two, are on the right."""
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     for i, heading in enumerate(headings):
         table.add_column(heading, justify="left" if i < 2 else "right", no_wrap=True, max_width=32)
@@ -157,20 +150,20 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         ("requests", f"{info.running} running  {info.waiting} waiting"),
         ("TTFT", ttft),
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),
-        ("swapped", f"in {_bytes(came)}/s  out {_bytes(went)}/s{since}  in flight {c.in_flight} blocks"),
+        ("swapped", f"in {decimal(came)}/s  out {decimal(went)}/s{since}  in flight {c.in_flight} blocks"),
         ("evictions", f"{c.clean_evictions} clean  {lost}"),
     ):
         grid.add_row(*(Text(cell, no_wrap=True) for cell in row))
     return grid
 
 
-def _rates(now: Reading, before: Reading | None) -> tuple[float, float]:
+def _rates(now: Reading, before: Reading | None) -> tuple[int, int]:
     """Bytes per second into and out of the device."""
     came, went, seconds = now.cache.bytes_swapped_in, now.cache.bytes_swapped_out, now.info.uptime_s
     if before is not None and came >= before.cache.bytes_swapped_in:  # otherwise the server has been restarted
         came, went = came - before.cache.bytes_swapped_in, went - before.cache.bytes_swapped_out
         seconds = now.at - before.at
-    return came / max(seconds, 1e-3), went / max(seconds, 1e-3)
+    return round(came / max(seconds, 1e-3)), round(went / max(seconds, 1e-3))
 
 
 def bar(tier: pb.TierState, width: int) -> Text:
@@ -184,7 +177,6 @@ def bar(tier: pb.TierState, width: int) -> Text:
 
 
 def _adapters(adapters: Sequence[pb.AdapterInfo], most: int) -> list[RenderableType]:
-    """Counts by tier, and the `most` adapters used last."""
     tiers = Counter(pb.AdapterInfo.Tier.Name(a.tier) for a in adapters)
     parts: list[RenderableType] = [
         f"{len(adapters)} adapters: " + ", ".join(f"{tiers[tier]} {tier}" for tier in ("HBM", "LOADING", "HOST"))
@@ -214,7 +206,3 @@ def _seconds(seconds: float) -> str:
 
 def _age(seconds: float) -> str:
     return str(timedelta(seconds=int(seconds)))
-
-
-def _bytes(count: float) -> str:
-    return filesize.decimal(round(count))
