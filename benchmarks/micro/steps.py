@@ -83,7 +83,8 @@ class Decoding:
     def _steady(self) -> bool:
         """All slots are taken, and all prompts are computed."""
         running = self.scheduler.running
-        return len(running) == self.scheduler.config.max_seqs and all(s.outputs > 1 for s in running)
+        outputs = [len(s.tokens) + s.in_flight - s.prompt_len for s in running]
+        return len(running) == self.scheduler.config.max_seqs and all(count > 1 for count in outputs)
 
 
 def measure(load: StepLoad, count: int) -> list[int]:

@@ -1,7 +1,4 @@
-"""The published systems that jlora is compared with, as policies. Plain Python, no jax.
-
-FASTLIBRA and its ablations are in `fastlibra`.
-"""
+"""The published systems that jlora is compared with, as policies; FASTLIBRA is in `fastlibra`. Plain Python, no jax."""
 
 from __future__ import annotations
 

@@ -9,20 +9,16 @@ class Tier:
     """Hands out block ids 1..total; block 0 is reserved for padding and never handed out.
 
     Freed ids come back last-in first-out, so a lightly loaded pool keeps touching the same memory.
-
-    Attributes:
-        used: blocks held by each kind (ADAPTER, KV).
     """
 
     def __init__(self, total: int):
         self.total = total
-        self.used = [0, 0]
+        self.used = [0, 0]  # blocks by kind (ADAPTER, KV)
         self._free = list(range(total, 0, -1))
         self._taken = bytearray(total + 1)
 
     @property
     def free(self) -> int:
-        """Blocks that hold nothing."""
         return len(self._free)
 
     def take(self, kind: int, count: int) -> tuple[int, ...]:
@@ -38,7 +34,6 @@ class Tier:
         return taken
 
     def give(self, kind: int, blocks: Sequence[int]) -> None:
-        """Takes blocks back."""
         for block in blocks:
             assert self._taken[block], f"block {block} given back twice"
             self._taken[block] = 0

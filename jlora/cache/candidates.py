@@ -17,7 +17,7 @@ from jlora.cache.policies import Policy
 from jlora.cache.queued import Queued
 from jlora.cache.tree import IDLE, KV, Node, adapter_of
 
-Values = dict[Node, float]
+Values = dict[Node, float]  # at one moment; kept from one question to the next
 
 
 class Candidates:
@@ -59,9 +59,7 @@ class Candidates:
     def victim(self, kind: int | None = None, known: Values | None = None) -> Node | None:
         """The least valuable node that may be evicted and that the queue does not need.
 
-        Args:
-            kind: only of this kind, under a policy whose keys keep kinds apart.
-            known: values at this moment, kept from one question to the next.
+        With `kind`, only of this kind, under a policy whose keys keep kinds apart.
         """
         return _least(*self._tops(self._victims, kind, known))
 
@@ -97,7 +95,6 @@ class Candidates:
         return sorted(found, key=self.value)[:count]
 
     def value(self, node: Node) -> float:
-        """What the policy says the node is worth now."""
         return self._policy.value(node, self.clock())
 
     def _tops(

@@ -7,7 +7,6 @@
 
 The paper leaves these points open. Here they are decided so:
 
-    LoRA_Eval   multiplies adapter nodes
     prob_i      the node's share of the visits in a window that slides by exponential decay
     t           is divided by a time scale tau, by default the median reuse interval seen so far
                 (tau = 1 is the paper's literal form)
@@ -113,7 +112,6 @@ class Fastlibra(Policy):
         return max(1.0, low / max(pulse.on_device, 1))
 
     def _cost(self, node: Node) -> float:
-        """Seconds to transfer the node."""
         return self.meter.load_s(node.kind, node.size)
 
     def _all(self, now: float) -> float:
@@ -147,11 +145,8 @@ class Wos(Fastlibra):
     name = "fastlibra-wos"
     lookahead = 1
 
-    def key(self, node: Node) -> tuple[int, float]:
-        return node.kind, node.last_use
-
-    def value(self, node: Node, now: float) -> float:
-        return node.last_use
+    key = Policy.key
+    value = Policy.value
 
 
 class Wol(Fastlibra):
@@ -178,7 +173,6 @@ class Median:
         self._last = 0.0
 
     def add(self, value: float) -> None:
-        """Takes in one positive value."""
         if abs(value - self._last) <= self.EQUAL * value:
             return
         self._last = value

@@ -13,7 +13,6 @@ The five invariants (docs/architecture.md):
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.residency import Residency
@@ -24,12 +23,6 @@ from jlora.types import CacheState
 def cells(manager: CacheManager) -> Residency:
     """The mechanism below a manager, for tests and benchmarks of the cache itself."""
     return manager._cells
-
-
-def evict_all(manager: CacheManager) -> None:
-    """Evicts every candidate that the queue does not need: for tests."""
-    while (node := manager._cells.worst()) is not None:
-        manager._cells.evict(node)
 
 
 def state(manager: CacheManager, block_bytes: int) -> CacheState:
@@ -61,8 +54,10 @@ def invalid_kv(manager: CacheManager) -> int:
     """KV blocks on the device that are of no use as they are: their prefix or their adapter is not there."""
     adapters = manager.adapters.values()
     if manager.policy.binds(Node(manager.base, b"")):  # prefixes stay: all of it is below adapters that do not
-        below = _on_device([a for a in adapters if a.size and not a.device])
-        return sum(node.standing != LEAVING for node in below)
+        hanging = [node for a in adapters if a.size and not a.device for node in a.dependents() if node.device]
+        for node in hanging:  # grows meanwhile
+            hanging += [child for child in node.branches() if child.device]
+        return sum(node.standing != LEAVING for node in hanging)
     invalid = 0
     stack: list[tuple[Node, bool]] = [(adapter, bool(adapter.device) or not adapter.size) for adapter in adapters]
     while stack:
@@ -72,15 +67,6 @@ def invalid_kv(manager: CacheManager) -> int:
             invalid += bool(node.device) and not based and node.standing != LEAVING
             stack.append((node, based and bool(node.device)))
     return invalid
-
-
-def _on_device(adapters: Sequence[AdapterNode]) -> Iterator[Node]:
-    """KV on the device that depends on these adapters, as far as it hangs together."""
-    stack = [node for adapter in adapters for node in adapter.dependents() if node.device]
-    while stack:
-        node = stack.pop()
-        stack += [child for child in node.branches() if child.device]
-        yield node
 
 
 def check_integrity(manager: CacheManager) -> None:
@@ -172,11 +158,3 @@ def _check_flights(manager: CacheManager, nodes: list[Node]) -> None:
     assert {id(copy) for copy in traffic.arriving} == arriving, "copies to the device are miscounted"
     for adapter in manager.adapters.values():
         assert adapter.flying == sum(copy.adapter is adapter for copy in copies), "copies of an adapter are miscounted"
-
-
-def check_idle(manager: CacheManager) -> None:
-    """The invariants of a replica at rest: nothing is leased, wanted or in flight (call after the last copy)."""
-    check_integrity(manager)
-    assert not manager.leases.live and not manager.flying, "something is leased or in flight at rest"
-    for adapter in manager.adapters.values():
-        assert not adapter.wanted and not any(node.wanted for node in manager.tree.below(adapter)), "wanted at rest"

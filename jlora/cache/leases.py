@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 
 from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease
-from jlora.cache.readiness import Gate, Readiness
+from jlora.cache.readiness import Gate
 from jlora.cache.residency import Residency
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin
@@ -23,23 +23,16 @@ log = logging.getLogger(__name__)
 
 
 class Leases:
-    """The leases of one cache.
-
-    Args:
-        prefix_reuse: whether any lease reads from and publishes into the tree.
-
-    Attributes:
-        live: leases that have not ended, by `id`.
-    """
+    """The leases of one cache."""
 
     def __init__(self, cells: Residency, forecast: Forecast, clock: Callable[[], float], prefix_reuse: bool):
-        self.live: dict[int, Lease] = {}
+        self.live: dict[int, Lease] = {}  # not ended, by `id`
         self.prefix_reuse = prefix_reuse
         self._cells = cells
         self._tree = cells.tree
         self._forecast = forecast
         self._clock = clock
-        self._gate = Gate(forecast, clock)
+        self.gate = Gate(forecast, clock)
         self._block_tokens = cells.tree.block_tokens
 
     def acquire(
@@ -95,11 +88,7 @@ class Leases:
         return lease
 
     def fit(self, requests: Collection[tuple[AdapterNode, int]], headroom: int) -> bool:
-        """Whether all of these could have a lease now, by adapter and tokens, whatever of them is cached.
-
-        Args:
-            headroom: blocks that must stay available beside them.
-        """
+        """Whether all of these could have a lease now, by adapter and tokens, whatever of them is cached."""
         missing = {adapter for adapter, _ in requests if not adapter.device}
         blocks = sum(self._blocks_for(tokens) for _, tokens in requests)
         return self._cells.obtainable(sum(adapter.size for adapter in missing), blocks + headroom)
@@ -110,14 +99,6 @@ class Leases:
             return False
         known = self._tree.match(origin, tokens, limit=len(tokens) - 1)
         return not all(node.on_device for node in self._forecast.worth_copying(known))
-
-    def readiness(self, lease: Lease, tokens: int, unadapted: int = 0) -> Readiness:
-        """What the lease's next step may do (see `Gate.readiness`)."""
-        return self._gate.readiness(lease, tokens, unadapted)
-
-    def hold(self, lease: Lease) -> None:
-        """A lease that has run ahead of its adapter waits for it from now on."""
-        self._gate.hold(lease)
 
     def streams(self, leases: Sequence[Lease]) -> tuple[Copy, ...]:
         """The copies under way that these leases read: a step with them must stream them."""
@@ -184,7 +165,6 @@ class Leases:
         return -(-tokens // self._block_tokens)
 
     def _write_through(self, lease: Lease) -> None:
-        """Copies the lease's part of the tree to the host while there is room."""
         for owner, nodes in self._tree.by_owner(lease.origin, lease.path):
             fresh = [node for node in nodes if not node.host and node.device and not node.moving]
             self._cells.save(owner, fresh[: self._cells.host.free])

@@ -1,11 +1,9 @@
 """The cache as its users know it: adapters, the queue's wants, leases, copies. Plain Python, no jax.
 
-    adapters     reserve, add_adapter, pin, kill ...         the engine loads and unloads them
-    the queue    expect, unexpect, hint                      others leave before what it needs
-    leases       `leases.acquire`, `publish`, `release` ...  what a running sequence holds
-    copies       take_copies, landed                         the swapper, or a model of a link, makes them
-
-Nothing here touches a device.
+adapters     reserve, add_adapter, pin, kill ...         the engine loads and unloads them
+the queue    expect, unexpect, hint                      others leave before what it needs
+leases       `leases.acquire`, `publish`, `release` ...  what a running sequence holds
+copies       take_copies, landed                         the swapper, or a model of a link, makes them
 """
 
 from __future__ import annotations
@@ -40,12 +38,6 @@ class CacheManager:
         prefix_reuse: whether requests find KV of earlier ones.
         streams: whether long copies come in groups of layers.
         monitor_s: seconds between two rounds of the monitor.
-
-    Attributes:
-        total: device blocks that can be handed out.
-        adapters: by uid: the base, and every adapter version until its last user is gone.
-        reserved: host blocks of adapters that are being loaded.
-        counters: totals since start.
     """
 
     def __init__(
@@ -57,7 +49,7 @@ class CacheManager:
         streams: bool = False,
         monitor_s: float = 0.1,
     ):
-        self.total = sizes.device
+        self.total = sizes.device  # blocks that can be handed out
         self.block_tokens = sizes.block_tokens
         self.prefix_reuse = prefix_reuse and policy.history
         self.policy = policy
@@ -68,7 +60,7 @@ class CacheManager:
         self.leases = Leases(self._cells, self.forecast, clock, self.prefix_reuse)
         self.base = self.tree.base
         self.adapters = self.tree.adapters
-        self.reserved: set[int] = set()
+        self.reserved: set[int] = set()  # host blocks of adapters that are being loaded
         self.counters = self._cells.counters
         self._pinned: set[AdapterNode] = set()
         self._monitor = Monitor(self._cells, monitor_s, backs_up=self.prefix_reuse and policy.saves_ahead)
@@ -99,7 +91,6 @@ class CacheManager:
 
     @property
     def flying(self) -> bool:
-        """Whether copies are under way."""
         return bool(self._cells.traffic.flying)
 
     @property
@@ -120,11 +111,7 @@ class CacheManager:
         return f"{host.adapters} of {host.total} blocks are adapters', {host.history_kv} are KV's"
 
     def capacity(self, adapter: AdapterNode, pinned: AdapterNode | None = None) -> int:
-        """Tokens of the longest sequence that could run if it had the pool to itself.
-
-        Args:
-            pinned: counted as pinned even if it is not yet.
-        """
+        """Tokens of the longest sequence that could run if it had the pool to itself and `pinned` were pinned."""
         held = sum(node.size for node in {*self._pinned, adapter, *([pinned] if pinned else [])})
         if held > self._cells.limit(ADAPTER):
             return 0
@@ -153,7 +140,6 @@ class CacheManager:
         return blocks
 
     def cancel(self, blocks: Sequence[int]) -> None:
-        """Gives reserved blocks back."""
         self.reserved.difference_update(blocks)
         self._cells.host.give(ADAPTER, blocks)
 
@@ -252,11 +238,7 @@ class CacheManager:
     # -- copies -------------------------------------------------------------------------------
 
     def tend(self, now: float, running: int) -> None:
-        """Makes a round of the monitor if one is due; its copies go out with the next `take_copies`.
-
-        Args:
-            running: sequences in the batch.
-        """
+        """Makes a round of the monitor if one is due; its copies go out with the next `take_copies`."""
         self._monitor.tend(now, running)
 
     def take_copies(self) -> tuple[Copy, ...]:
@@ -266,7 +248,6 @@ class CacheManager:
         return copies
 
     def landed(self, copies: Sequence[Copy]) -> None:
-        """These copies are complete."""
         for copy in copies:
             self._cells.landed(copy)
             self._cells.retire(copy.adapter)

@@ -24,12 +24,7 @@ REKEYS = 500  # nodes per round: bounds Python's time in a step, whatever the tr
 
 
 class Monitor:
-    """The rounds of one cache.
-
-    Args:
-        every_s: seconds between two rounds.
-        backs_up: whether to copy cold KV to the host.
-    """
+    """The rounds of one cache."""
 
     def __init__(self, cells: Residency, every_s: float, backs_up: bool):
         self._cells = cells
@@ -40,11 +35,7 @@ class Monitor:
         self._stale: Iterator[Node] = iter(())  # nodes whose keys are to be made again
 
     def tend(self, now: float, running: int) -> None:
-        """Makes a round if one is due.
-
-        Args:
-            running: sequences in the batch.
-        """
+        """Makes a round if one is due, with so many sequences in the batch."""
         if now < self._next:
             return
         self._next = now + self._every
@@ -70,7 +61,7 @@ class Monitor:
     def _evict_above(self, upper: float | None) -> None:
         cells = self._cells
         while upper is not None and cells.device.total - cells.device.free > upper * cells.device.total:
-            node = cells.worst()  # nothing that the queue needs: free room is not worth that
+            node = cells.candidates.victim()  # nothing that the queue needs: free room is not worth that
             if node is None:
                 return
             cells.evict(node)

@@ -17,11 +17,7 @@ Entry = tuple[float, int, int, Node]  # key, tie, stamp of the node when it was 
 
 
 class Order:
-    """A heap of nodes; `valid` says whether a node is still a candidate.
-
-    Args:
-        sign: 1 to take the smallest keys first, -1 the largest.
-    """
+    """A heap of nodes; `valid` says whether a node is still a candidate."""
 
     __slots__ = ("_front", "_heap", "_valid", "_sign", "_ties", "_limit")
     FRONT = 32  # entries kept in order, unless more are asked for at once
@@ -30,7 +26,7 @@ class Order:
         self._front: list[Entry] = []  # in order; no entry of the heap comes before the last of these
         self._heap: list[Entry] = []
         self._valid = valid
-        self._sign = sign
+        self._sign = sign  # 1 to take the smallest keys first, -1 the largest
         self._ties = 0
         self._limit = 64
 

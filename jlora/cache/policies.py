@@ -27,17 +27,11 @@ if TYPE_CHECKING:
 
 
 class Pulse(NamedTuple):
-    """What a policy may know of the replica, a few times a second.
+    """What a policy may know of the replica, a few times a second."""
 
-    Attributes:
-        running: sequences in the batch now.
-        adapters: adapter nodes in service, the base (size 0) among them.
-        on_device: how many of them hold device blocks.
-    """
-
-    running: int
-    adapters: Sequence[Node]
-    on_device: int
+    running: int  # sequences in the batch now
+    adapters: Sequence[Node]  # in service, the base (size 0) among them
+    on_device: int  # how many of them hold device blocks
 
 
 class Policy:
@@ -148,9 +142,8 @@ class Jlora(Policy):
             if now - self._asked > self.SILENCE * self.T:
                 self._began = now
             self._asked = now
-        node.count = 1 + node.count * math.exp(
-            (node.last_use - now) / self.T
-        )  # counted for all: the node may be shared later
+        # Counted for all: the node may be shared later.
+        node.count = 1 + node.count * math.exp((node.last_use - now) / self.T)
         node.last_use = now
 
     def leave(self, node: Node, now: float) -> None:

@@ -24,7 +24,6 @@ class DevicePool:
     """Holds `array` [L * P, B, 2K, H], sharded over heads, and copies blocks in and out.
 
     Args:
-        programs: `write_blocks`, `read_blocks` and `write_layers` of `jlora.model.step.Programs`.
         groups: equal groups of layers that a streamed copy comes in.
         pinned: transfers go through pinned host memory (see `has_pinned_host`).
     """
@@ -41,7 +40,6 @@ class DevicePool:
 
     @property
     def group_layers(self) -> int:
-        """Layers of a group."""
         return self.layout.layers // self.groups
 
     def stage(self, ids: Sequence[int], data: np.ndarray) -> Staged:

@@ -8,8 +8,6 @@ until it is needed:
 
     worth_i = load_i / blocks_i / (place_i - served)
 
-When requests come faster than they are served, nearly all idle blocks are of this kind.
-
 A sequence marks only the last nodes of its prefix (`Want`); they keep the nodes above them. When such
 a node has left, the rest of the prefix is history like any other: its copy has to be waited for
 anyway. Priorities are far apart in places (`Sequence.place`), so across them only the order counts.
@@ -26,17 +24,10 @@ from jlora.cache.tree import Node
 
 
 class Queued:
-    """The candidates among the nodes that the queue needs, the latest needed first.
-
-    Args:
-        valid: whether a node is a candidate now.
-
-    Attributes:
-        served: the place of the sequence that was admitted last.
-    """
+    """The candidates among the nodes that the queue needs, the latest needed first."""
 
     def __init__(self, valid: Callable[[Node], bool], meter: Meter):
-        self.served = 0
+        self.served = 0  # the place of the sequence that was admitted last
         self._meter = meter
         self._latest = (Order(valid, sign=-1), Order(valid, sign=-1))  # by kind
 

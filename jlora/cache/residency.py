@@ -42,7 +42,6 @@ log = logging.getLogger(__name__)
 
 BRANCHES = 64  # nodes below one that comes in, offered to follow it
 STREAM_FROM_S = 1e-3  # a shorter copy comes as one piece: a group of layers costs a transfer of its own
-Clock = Callable[[], float]
 
 
 @dataclass(slots=True)
@@ -64,20 +63,11 @@ class Counters:
 
 
 class Residency:
-    """Both tiers, the candidates, and the copies under way.
+    """Both tiers, the candidates, and the copies under way."""
 
-    Args:
-        blocks: of the device, and of the host.
-        streams: a long copy that a request waits for comes in groups of layers.
+    leaving = 0  # device blocks that come free without an eviction
 
-    Attributes:
-        epoch: grows whenever something that was refused may now be granted.
-        leaving: device blocks that come free without an eviction.
-    """
-
-    leaving = 0
-
-    def __init__(self, tree: Tree, blocks: tuple[int, int], policy: Policy, clock: Clock, streams: bool = False):
+    def __init__(self, tree: Tree, blocks: tuple[int, int], policy: Policy, clock: Callable[[], float], streams: bool):
         self.tree = tree
         self.device, self.host = Tier(blocks[0]), Tier(blocks[1])
         self.policy = policy
@@ -85,8 +75,8 @@ class Residency:
         self.counters = Counters()
         self.traffic = Traffic()
         self.candidates = Candidates(policy, clock)
-        self.epoch = 0
-        self._streams = streams
+        self.epoch = 0  # grows whenever something that was refused may now be granted
+        self._streams = streams  # a long copy that a request waits for comes in groups of layers
         self._blocks = [0] * 6, [0] * 6  # nodes' device blocks, by kind and standing
 
     @property
@@ -123,11 +113,7 @@ class Residency:
             self._settle(node)
 
     def unlock(self, node: Node, used: bool = True) -> None:
-        """One lease less; without any, the node becomes a candidate.
-
-        Args:
-            used: whether it was in use until now; a lease that was refused used nothing.
-        """
+        """One lease less; without any, the node becomes a candidate. A lease that was refused used nothing."""
         assert node.users > 0, "unlocked more often than locked"
         if used:
             self.policy.leave(node, self.clock())
@@ -138,12 +124,10 @@ class Residency:
             self.epoch += 1
 
     def want(self, node: Node, place: int) -> None:
-        """The queued sequence at this place will need the node: others leave before it."""
         if queued.want(node, place):
             self.candidates.offer(node)
 
     def unwant(self, node: Node, place: int) -> None:
-        """The queued sequence runs or is gone."""
         if queued.unwant(node, place):
             self.candidates.offer(node)
         if not node.wanted:
@@ -171,7 +155,7 @@ class Residency:
         return adapter + kv <= self.device.free + self.idle(ADAPTER, KV)
 
     def lacks_share(self, adapter: AdapterNode) -> bool:
-        """Whether adapters have a fixed share of the device, and it has no room for this one."""
+        """See `CacheManager.lacks_share`."""
         return False
 
     def make_room(self, adapter: int = 0, kv: int = 0, gently: bool = False, spare_s: float = math.inf) -> bool:
@@ -188,10 +172,6 @@ class Residency:
         if not self.obtainable(adapter, kv):
             return False
         return self._free(None, adapter + kv - self.device.free, gently, spare_s)
-
-    def worst(self, needed: bool = False) -> Node | None:
-        """The candidate worth least; with `needed` also what the queue needs, if nothing else is left."""
-        return self._worst(None, needed, {})
 
     def evict(self, node: Node) -> None:
         """Forgets a candidate's device blocks; without a copy on the host its data is lost."""
@@ -331,7 +311,6 @@ class Residency:
     # -- inside -----------------------------------------------------------------------------------
 
     def _standing(self, node: Node) -> int:
-        """What the node's device blocks are doing now."""
         if not node.device:
             return ABSENT
         if node.users:
@@ -383,7 +362,9 @@ class Residency:
         """Evicts `count` blocks of a kind, or of any; False if that costs too much."""
         known: Values = {}
         while count > 0:
-            node = self._worst(kind, not gently, known)
+            node = self.candidates.victim(kind, known)
+            if node is None and not gently:
+                node = self.candidates.queued.worst(kind)
             if node is None or (gently and not node.host):  # idle blocks lie above a copy, or are needed
                 return False
             if node.wanted:
@@ -394,16 +375,10 @@ class Residency:
             self._let_go(node)
         return True
 
-    def _worst(self, kind: int | None, needed: bool, known: Values) -> Node | None:
-        found = self.candidates.victim(kind, known)
-        return self.candidates.queued.worst(kind) if found is None and needed else found
-
     def _let_go(self, node: Node) -> None:
-        """A node that leaves to make room."""
         self.evict(node)
 
     def _arrive(self, node: Node) -> None:
-        """A node whose copy is complete."""
         self.candidates.offer(node)
 
     def _reserve(self, node: Node) -> None:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import pairwise
 
 EDGES = (0.0, *(2.0**k for k in range(13)))  # seconds: 0, 1, 2, 4, ... 4096
 RECENT = 256.0  # silences that the table remembers, about
@@ -37,7 +38,7 @@ class Returns:
 
     def __init__(self) -> None:
         left = [(SCALE_S / (SCALE_S + age)) ** SHAPE for age in EDGES]
-        self._prior = [a - b for a, b in zip(left, left[1:], strict=False)]  # of one silence
+        self._prior = [a - b for a, b in pairwise(left)]  # of one silence
         self._weight = PRIOR
         self._began = 0.0
         self._back = [0.0] * len(self._prior)
@@ -62,7 +63,7 @@ class Returns:
     def _made(self) -> list[float]:
         began = self._began + self._weight
         rates, left = [], began
-        for seen, prior, begin, end in zip(self._back, self._prior, EDGES, EDGES[1:], strict=False):
+        for seen, prior, (begin, end) in zip(self._back, self._prior, pairwise(EDGES), strict=True):
             back = seen + self._weight * prior
             after = max(left - back, LEAST * began)
             rates.append(back / ((end - begin) * (left + after) / 2))
@@ -79,9 +80,8 @@ class Silences:
     """
 
     def __init__(self) -> None:
-        self._seconds = [end - begin for begin, end in zip(EDGES, EDGES[1:], strict=False)]
-        edges = zip(EDGES, EDGES[1:], strict=False)
-        self._ended = [SHAPE * math.log((SCALE_S + end) / (SCALE_S + begin)) for begin, end in edges]
+        self._seconds = [end - begin for begin, end in pairwise(EDGES)]
+        self._ended = [SHAPE * math.log((SCALE_S + end) / (SCALE_S + begin)) for begin, end in pairwise(EDGES)]
         self._prior = [*self._ended], [*self._seconds]
         self._looked = -math.inf
 

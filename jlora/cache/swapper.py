@@ -31,11 +31,13 @@ class _Job:
     placed: int = 0  # how many of these the device has been told to take in
 
 
+_Finish = Callable[[_Job | None, BaseException | None], None]
+
+
 class Swapper:
-    """Copies between the tiers.
+    """Copies between the tiers, as `jlora.engine.ports.Swapper` describes.
 
     Args:
-        system: gives the clock and the lanes' threads.
         gbps: slows each direction down to so many gigabytes per second; 0 leaves the link as it is.
     """
 
@@ -55,7 +57,6 @@ class Swapper:
         }
 
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
-        """Writes an adapter's master copy into blocks of the host tier that no copy reads yet. Any thread may call."""
         self.host.write(blocks, data)
 
     def start(self, copies: Iterable[Copy]) -> None:
@@ -69,11 +70,6 @@ class Swapper:
             self._lanes[copy.direction].put(job)
 
     def landed(self) -> list[Copy]:
-        """The copies that are complete since the last call; a step dispatched from now on sees them.
-
-        Raises:
-            Exception: whatever ended a lane.
-        """
         with self._arrived:
             done, self._done = self._done, []
             if self._error is not None:
@@ -87,7 +83,6 @@ class Swapper:
         return [job.copy for job in done]
 
     def place(self, copy: Copy, group: int) -> float:
-        """Enqueues what has come of a streamed copy up to this group of layers; the seconds that it waited for that."""
         job = self._streams.get(copy)
         if job is None:  # it has landed as a whole
             return 0.0
@@ -106,7 +101,6 @@ class Swapper:
         job.placed = max(job.placed, count)
 
     def wait(self, seconds: float) -> None:
-        """Sleeps until a copy is complete, at most so long."""
         with self._arrived:
             self._arrived.wait_for(lambda: self._done or self._error is not None, seconds)
 
@@ -150,13 +144,7 @@ class Swapper:
 class _Lane:
     """One direction of the link: a thread that carries one copy at a time, demand first."""
 
-    def __init__(
-        self,
-        name: str,
-        carry: Callable[[_Job], None],
-        finish: Callable[[_Job | None, BaseException | None], None],
-        system: System,
-    ):
+    def __init__(self, name: str, carry: Callable[[_Job], None], finish: _Finish, system: System):
         self._clock = system.clock
         self._carry = carry
         self._finish = finish

@@ -12,29 +12,20 @@ Direction = Literal["in", "out"]  # host to device; device to host
 
 @dataclass(slots=True, eq=False)
 class Copy:
-    """Blocks of one adapter or of one run of its KV, over all layers, as one merged transfer.
-
-    Attributes:
-        source, target: block ids in the tier it leaves and the tier it enters, of all nodes in order.
-        demand: a request waits for it; a prefetch becomes one when a request comes to wait for it.
-        streams: comes in groups of layers, so that a step may start before its end.
-        started: when the link took it up, 0 before.
-        seconds: how long the link was busy with it, 0 before its end.
-    """
+    """Blocks of one adapter or of one run of its KV, over all layers, as one merged transfer."""
 
     direction: Direction
     adapter: AdapterNode
     nodes: tuple[Node, ...]
-    source: tuple[int, ...]
-    target: tuple[int, ...]
-    demand: bool = False
-    streams: bool = False
-    started: float = 0.0
-    seconds: float = 0.0
+    source: tuple[int, ...]  # block ids in the tier it leaves, of all nodes in order
+    target: tuple[int, ...]  # the same in the tier it enters
+    demand: bool = False  # a request waits for it; a prefetch becomes one when a request comes to wait for it
+    streams: bool = False  # comes in groups of layers, so that a step may start before its end
+    started: float = 0.0  # when the link took it up, 0 before
+    seconds: float = 0.0  # how long the link was busy with it, 0 before its end
 
     @property
     def kind(self) -> int:
-        """ADAPTER or KV."""
         return self.nodes[0].kind
 
 
@@ -125,23 +116,15 @@ class Meter:
 
 
 class Traffic:
-    """The copies that have been decided and have not landed.
-
-    Attributes:
-        flying: the copy that a node is part of.
-        outbox: copies that have not been handed out.
-        arriving: copies on their way to the device, in order (a dict as an ordered set).
-        backlog: blocks on their way, in each direction.
-    """
+    """The copies that have been decided and have not landed."""
 
     def __init__(self) -> None:
-        self.flying: dict[Node, Copy] = {}
-        self.outbox: list[Copy] = []
-        self.arriving: dict[Copy, None] = {}
-        self.backlog: dict[Direction, int] = {"in": 0, "out": 0}
+        self.flying: dict[Node, Copy] = {}  # the copy that a node is part of
+        self.outbox: list[Copy] = []  # not handed out yet
+        self.arriving: dict[Copy, None] = {}  # on their way to the device, in order (a dict as an ordered set)
+        self.backlog: dict[Direction, int] = {"in": 0, "out": 0}  # blocks on their way
 
     def start(self, copy: Copy) -> None:
-        """A copy was decided."""
         copy.adapter.flying += 1
         self.flying.update(dict.fromkeys(copy.nodes, copy))
         self.outbox.append(copy)
@@ -150,7 +133,6 @@ class Traffic:
             self.arriving[copy] = None
 
     def land(self, copy: Copy) -> None:
-        """It is complete."""
         copy.adapter.flying -= 1
         for node in copy.nodes:
             del self.flying[node]

@@ -48,24 +48,7 @@ Key = bytes | tuple[str, bytes]
 
 
 class Node:
-    """One block of KV, or (`AdapterNode`) an adapter.
-
-    Attributes:
-        key: the block's tokens and what else its content depends on (`Key`).
-        children: KV nodes below: None, the only one, or several by key. (A dict in every node takes half as
-            much memory again, and Python's full garbage collections six times as long.) Read it through
-            `child` and `branches`.
-        device, host: block ids in each tier, () where it has none; one for KV.
-        coming: `device` blocks are taken but the copy into them has not landed.
-        saving: `host` blocks are taken but the copy into them has not landed.
-        standing: what its device blocks are doing, as `residency` last counted them.
-        users: leases that go through this node.
-        wanted: places in the order of service of the queued sequences that need it, soonest first.
-        resident: how many of its dependents keep it on the device.
-        shared: more than one conversation goes through it.
-        count: visits, decayed as the policy likes; last_use: the policy's clock, seconds.
-        stamp: version of the node's entries in cost orders; older entries are stale.
-    """
+    """One block of KV, or (`AdapterNode`) an adapter."""
 
     __slots__ = (
         "parent", "key", "children", "device", "host", "coming", "saving", "standing", "users",
@@ -78,22 +61,24 @@ class Node:
     def __init__(self, parent: Node | None, key: Key):
         self.parent = parent
         self.key = key
+        # KV nodes below: None, the only one, or several by key. (A dict in every node takes half as much
+        # memory again, and Python's full garbage collections six times as long.) Read it through `child`
+        # and `branches`.
         self.children: Node | dict[Key, Node] | None = None
-        self.device: tuple[int, ...] = ()
-        self.host: tuple[int, ...] = ()
-        self.coming = False
-        self.saving = False
-        self.standing = ABSENT
-        self.users = 0
-        self.wanted: tuple[int, ...] = ()
-        self.resident = 0
-        self.shared = False
-        self.count = 0.0
-        self.last_use = 0.0
-        self.stamp = 0
+        self.device: tuple[int, ...] = ()  # block ids; one for KV
+        self.host: tuple[int, ...] = ()  # likewise
+        self.coming = False  # `device` blocks are taken but the copy into them has not landed
+        self.saving = False  # `host` blocks are taken but the copy into them has not landed
+        self.standing = ABSENT  # what its device blocks are doing, as `residency` last counted them
+        self.users = 0  # leases that go through this node
+        self.wanted: tuple[int, ...] = ()  # places in the order of service that need it, soonest first
+        self.resident = 0  # how many of its dependents keep it on the device
+        self.shared = False  # more than one conversation goes through it
+        self.count = 0.0  # visits, decayed as the policy likes
+        self.last_use = 0.0  # the policy's clock, seconds
+        self.stamp = 0  # version of its entries in cost orders; older entries are stale
 
     def child(self, key: Key) -> Node | None:
-        """The child for these tokens."""
         below = self.children
         if isinstance(below, dict):
             return below.get(key)
@@ -132,31 +117,21 @@ class Node:
 
 
 class AdapterNode(Node):
-    """One version of an adapter; the base model has size 0.
-
-    Attributes:
-        uid: new for every load; 0 is the base.
-        size: blocks it takes in each tier.
-        flying: copies under way of itself and of its own KV.
-        pinned: never evicted.
-        dying: unloaded or replaced: no new lease, freed with its last user.
-        hits: requests that found it on the device.
-        suffixes: the first blocks of its activated suffixes, in order of use (a dict as a set).
-    """
+    """One version of an adapter; the base model has size 0."""
 
     __slots__ = ("uid", "size", "flying", "pinned", "dying", "hits", "suffixes")
     kind = ADAPTER
 
     def __init__(self, uid: int, size: int):
         super().__init__(None, b"")
-        self.uid = uid
-        self.size = size
-        self.flying = 0
-        self.pinned = False
-        self.dying = False
-        self.hits = 0
+        self.uid = uid  # new for every load; 0 is the base
+        self.size = size  # blocks it takes in each tier
+        self.flying = 0  # copies under way of itself and of its own KV
+        self.pinned = False  # never evicted
+        self.dying = False  # unloaded or replaced: no new lease, freed with its last user
+        self.hits = 0  # requests that found it on the device
         self.shared = True
-        self.suffixes: dict[SuffixNode, None] = {}
+        self.suffixes: dict[SuffixNode, None] = {}  # by their first blocks, in order of use (a dict as a set)
 
     def dependents(self) -> Iterator[Node]:
         return itertools.chain(reversed(self.branches()), reversed(self.suffixes))
@@ -171,9 +146,6 @@ class SuffixNode(Node):
     """The first block of an activated suffix: it needs the KV above it and its adapter.
 
     The nodes below it are ordinary ones; they need both through it.
-
-    Attributes:
-        adapter: whose suffix it is.
     """
 
     __slots__ = ("adapter",)
@@ -205,31 +177,22 @@ def adapter_of(node: Node) -> AdapterNode:
 
 
 class Origin(NamedTuple):
-    """What a sequence's KV depends on, beside its tokens.
-
-    Attributes:
-        adapter: whose KV it is.
-        tenant: salt: equal tokens of two tenants share nothing.
-        activation: position of the first token that an activated LoRA acts on; what comes before is
-            the base's KV. None: the adapter acts on every token.
-    """
+    """What a sequence's KV depends on, beside its tokens."""
 
     adapter: AdapterNode
-    tenant: str = ""
+    tenant: str = ""  # salt: equal tokens of two tenants share nothing
+    # Position of the first token that an activated LoRA acts on; what comes before is the base's KV.
+    # None: the adapter acts on every token.
     activation: int | None = None
 
 
 class Tree:
-    """Match, insert and remove, over blocks of `block_tokens` tokens.
-
-    Attributes:
-        base: the base model's node.
-        adapters: the roots, by uid: the base, and every adapter version until its last user is gone.
-    """
+    """Match, insert and remove, over blocks of `block_tokens` tokens."""
 
     def __init__(self, block_tokens: int):
         self.block_tokens = block_tokens
         self.base = AdapterNode(uid=0, size=0)
+        # The roots, by uid: the base, and every adapter version until its last user is gone.
         self.adapters: dict[int, AdapterNode] = {0: self.base}
         self._bytes = 4 * block_tokens
 

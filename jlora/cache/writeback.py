@@ -10,26 +10,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jlora.cache.policies import Policy
-from jlora.cache.residency import Clock, Residency
-from jlora.cache.tree import ADAPTER, KV, LEAVING, AdapterNode, Node, Tree, adapter_of
+from jlora.cache.residency import Residency
+from jlora.cache.tree import ADAPTER, KV, LEAVING, AdapterNode, Node, adapter_of
 
 
 class Split(Residency):
     """Each kind makes room in its own share only. Policies keep the kinds' keys apart."""
 
-    def __init__(self, tree: Tree, blocks: tuple[int, int], policy: Policy, clock: Clock, streams: bool = False):
-        super().__init__(tree, blocks, policy, clock, streams)
-        assert policy.share is not None, "a policy that splits the device has a share"
-        total = blocks[0]
-        adapters = min(max(1, round(policy.share * total)), total - 1)
-        self._limits = adapters, total - adapters
-
     def room(self, kind: int) -> int:
-        return min(self.device.free, self._limits[kind] - self.device.used[kind])
+        return min(self.device.free, self.limit(kind) - self.device.used[kind])
 
     def limit(self, kind: int) -> int:
-        return self._limits[kind]
+        total, share = self.device.total, self.policy.share
+        assert share is not None, "a policy that splits the device has a share"
+        adapters = min(max(1, round(share * total)), total - 1)
+        return adapters if kind == ADAPTER else total - adapters
 
     def obtainable(self, adapter: int, kv: int) -> bool:
         return all(count <= self.idle(kind) + self._leaving(kind) for kind, count in self._missing(adapter, kv))
@@ -58,9 +53,7 @@ class Split(Residency):
 class WriteBack(Split):
     """KV leaves only when its copy to the host has landed, unless a request comes for it first."""
 
-    def __init__(self, tree: Tree, blocks: tuple[int, int], policy: Policy, clock: Clock, streams: bool = False):
-        super().__init__(tree, blocks, policy, clock, streams)
-        self._writing: dict[AdapterNode, list[Node]] = {}
+    _writing: dict[AdapterNode, list[Node]]  # what `_free` has to write out
 
     @property
     def leaving(self) -> int:  # type: ignore[override]
@@ -87,11 +80,11 @@ class WriteBack(Split):
         if count <= 0:
             return True
         leaving = self._leaving(kind)
+        self._writing = {}
         enough = super()._free(kind, count - leaving, gently, spare_s)
-        writing, self._writing = self._writing, {}
-        for adapter, nodes in writing.items():
+        for adapter, nodes in self._writing.items():
             self._send(adapter, nodes[::-1])
-        return enough and not leaving and not writing
+        return enough and not leaving and not self._writing
 
     def _let_go(self, node: Node) -> None:
         if node.host or not self.make_host_room(len(node.device), node):

@@ -17,7 +17,6 @@ from collections.abc import Generator, Iterable, Iterator
 from collections.abc import Sequence as Ordered
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Protocol
 
 from jlora.cache.manager import CacheManager
 from jlora.config import EngineConfig
@@ -39,54 +38,20 @@ class Verdict(Enum):
     STOP = auto()  # it waits for room, and so does everything behind it
 
 
-class Facts(Protocol):
-    """What `judge` asks about a sequence, only when it matters: some answers search the tree.
-
-    Attributes:
-        refused: it asked for a lease in this pass, and there was no room.
-        adapter_ready: its adapter is on the device.
-    """
-
-    refused: bool
-
-    @property
-    def adapter_ready(self) -> bool: ...
-
-    def may_be_overtaken(self) -> bool:
-        """Whether sequences behind it may go first."""
-        ...
-
-    def needs_link(self) -> bool:
-        """Whether it would wait for copies while the link is behind."""
-        ...
-
-    def fits(self) -> bool:
-        """Whether there would be room for it if the queue needed nothing."""
-        ...
-
-
 @dataclass(slots=True)
 class Step:
-    """How far the admissions of one step have come.
+    """How far the admissions of one step have come."""
 
-    Attributes:
-        running, loading: sequences with a lease, with a slot and without; they grow meanwhile.
-        behind: the link is behind, or room is still being made.
-        second: the second pass, over the deferred sequences.
-        closed: no sequence may overtake the deferred ones any more.
-        deferred, held: sequences by their verdict, in order of service.
-    """
-
-    running: Ordered[Sequence]
-    loading: Ordered[Sequence]
-    behind: bool = False
-    second: bool = False
-    closed: bool = False
-    deferred: list[Sequence] = field(default_factory=list)
-    held: list[Sequence] = field(default_factory=list)
+    running: Ordered[Sequence]  # have a lease and a slot; they grow meanwhile
+    loading: Ordered[Sequence]  # have a lease only
+    behind: bool = False  # the link is behind, or room is still being made
+    second: bool = False  # the second pass, over the deferred sequences
+    closed: bool = False  # no sequence may overtake the deferred ones any more
+    deferred: list[Sequence] = field(default_factory=list)  # by verdict, in order of service
+    held: list[Sequence] = field(default_factory=list)  # likewise
 
 
-def judge(facts: Facts, step: Step) -> Verdict:
+def judge(facts: _Waiting, step: Step) -> Verdict:
     """The verdict on the next sequence in order of service; changes nothing."""
     if facts.refused:
         if step.deferred and not step.second:  # it lacks room, and the deferred come before it there
@@ -103,14 +68,10 @@ def judge(facts: Facts, step: Step) -> Verdict:
 
 
 class Admission:
-    """The waiting sequences.
-
-    Attributes:
-        pace: seconds between this step and the last, 0 if that had no work.
-    """
+    """The waiting sequences."""
 
     def __init__(self, manager: CacheManager, config: EngineConfig):
-        self.pace = 0.0
+        self.pace = 0.0  # seconds between this step and the last, 0 if that had no work
         self._manager = manager
         self._leases = manager.leases
         self._max_seqs = config.max_seqs
@@ -124,7 +85,6 @@ class Admission:
         return (sequence for _, sequence in self._queue)
 
     def enqueue(self, sequence: Sequence) -> None:
-        """Puts it into its place."""
         sequence.want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
         sequence.refused = -1
         bisect.insort(self._queue, (sequence.place, sequence))
@@ -153,7 +113,6 @@ class Admission:
         yield from self._admit(step.deferred, step, now)
 
     def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
-        """One pass."""
         for sequence in sequences:
             facts = _Waiting(sequence, step, self)
             verdict = judge(facts, step)
@@ -234,10 +193,10 @@ class Admission:
 
 
 class _Waiting:
-    """The facts about one waiting sequence."""
+    """What `judge` asks about a sequence, only when it matters: some answers search the tree."""
 
     def __init__(self, sequence: Sequence, step: Step, queue: Admission):
-        self.refused = False
+        self.refused = False  # it asked for a lease in this pass, and there was no room
         self._sequence = sequence
         self._step = step
         self._queue = queue
@@ -247,13 +206,14 @@ class _Waiting:
         return self._sequence.adapter.ready
 
     def may_be_overtaken(self) -> bool:
+        """Whether sequences behind it may go first."""
         deferred, sequence = self._step.deferred, self._sequence
         if deferred and deferred[0].request.priority > sequence.request.priority:
             return True  # or it would overtake one of higher priority
         return sequence.overtaken < OVERTAKES and not self._finds_all()
 
     def needs_link(self) -> bool:
-        """Whether it would wait for its adapter, or, behind others that do, for its prefix.
+        """Whether it would wait for copies while the link is behind: of its adapter, or, behind others, of its prefix.
 
         An activated LoRA's request computes what its adapter does not act on meanwhile; but behind others,
         its adapter's copy comes after theirs.
@@ -266,6 +226,7 @@ class _Waiting:
         return held >= HELD or self._queue.needs_copy(sequence)
 
     def fits(self) -> bool:
+        """Whether there would be room for it if the queue needed nothing."""
         return self._queue.fit(self._step, self._sequence)
 
     def leaves_room(self) -> bool:

@@ -30,50 +30,31 @@ ORDER_BITS = 40  # of a place in the order of service: more than there are arriv
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion of one request. Times are `time.monotonic()` seconds.
-
-    Attributes:
-        index: which of the request's n completions.
-        order: arrival number.
-        seed: 64-bit seed of its draws.
-        leader: the request's completion 0, whose prompt KV the others wait for and share.
-        activation: position of the first token that its adapter acts on, fixed by the prompt; None for
-            an adapter that acts on every token, and for the base.
-        slot: its place in the device's slot state while it runs, else -1.
-        max_len: prompt plus the most output tokens it may have.
-        lease: what it holds of the cache, from its admission on.
-        want: what it needs of the cache, while it waits.
-        refused: the cache's epoch when it was last refused a lease.
-        overtaken: how many sequences have gone first because they found everything on the device.
-        boarded: it has had a slot.
-        slot_s: seconds it waited for a slot after its copies had landed.
-        adapter_s, kv_s: seconds its lease waited for the adapter and for cached KV before that.
-        set_up: the slot's tables on the device are this sequence's.
-    """
+    """One completion of one request. Times are `time.monotonic()` seconds."""
 
     request: Request
-    index: int
-    order: int
-    seed: int
+    index: int  # which of the request's n completions
+    order: int  # arrival number
+    seed: int  # 64 bits
     adapter: AdapterNode
     arrived: float
-    leader: Sequence | None = None
-    activation: int | None = None
+    leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
+    activation: int | None = None  # see `Origin.activation`
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
-    slot: int = -1
-    lease: Lease | None = None
-    want: Want | None = None
-    refused: int = -1
-    overtaken: int = 0
-    set_up: bool = False
+    slot: int = -1  # its place in the device's slot state while it runs
+    lease: Lease | None = None  # what it holds of the cache, from its admission on
+    want: Want | None = None  # what it needs of the cache, while it waits
+    refused: int = -1  # the cache's epoch when it was last refused a lease
+    overtaken: int = 0  # how many sequences have gone first because they found everything on the device
+    set_up: bool = False  # the slot's tables on the device are this sequence's
     finished: FinishReason | None = None
     cached: int = 0
-    boarded: bool = False
-    slot_s: float = 0.0
-    adapter_s: float = 0.0
-    kv_s: float = 0.0
+    boarded: bool = False  # it has had a slot
+    slot_s: float = 0.0  # seconds it waited for a slot after its copies had landed
+    adapter_s: float = 0.0  # seconds its lease waited for the adapter before that
+    kv_s: float = 0.0  # and for cached KV
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0
@@ -104,11 +85,6 @@ class Sequence:
         return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
 
     @property
-    def outputs(self) -> int:
-        """Output tokens sampled so far, unread ones included."""
-        return len(self.tokens) + self.in_flight - self.prompt_len
-
-    @property
     def remaining(self) -> int:
         """Tokens to compute before the next sample."""
         return len(self.tokens) + self.in_flight - self.computed
@@ -121,7 +97,7 @@ class Sequence:
     @property
     def exhausted(self) -> bool:
         """All its output tokens have been sampled; some may be unread."""
-        return self.outputs >= (self.request.sampling.max_tokens or 1)
+        return len(self.tokens) + self.in_flight >= self.longest
 
 
 class Work(NamedTuple):
@@ -140,15 +116,12 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: copies to start, then decode and prompt work.
-
-    `streams` are copies under way that the prompt work reads; each layer waits for its part of them.
-    """
+    """One step: copies to start, then decode and prompt work."""
 
     decode: tuple[Work, ...]
     prefill: tuple[Work, ...]
     copies: tuple[Copy, ...]
-    streams: tuple[Copy, ...] = ()
+    streams: tuple[Copy, ...] = ()  # under way; the prompt work reads them, each layer its part
 
     @property
     def work(self) -> tuple[Work, ...]:
@@ -160,14 +133,8 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """The result of one work item.
+    """The result of one work item."""
 
-    Attributes:
-        token: the sampled token, None if the work did not sample.
-        logprob: of the token, when asked for.
-        prompt_logprobs: of the prompt tokens after positions start .. start + count - 1.
-    """
-
-    token: int | None = None
-    logprob: TokenLogprob | None = None
-    prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    token: int | None = None  # None if the work did not sample
+    logprob: TokenLogprob | None = None  # of the token, when asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the prompt tokens after start .. start + count - 1

@@ -256,15 +256,14 @@ class Scheduler:
                 continue
             del self._ahead[sequence]
             if readiness is Readiness.WAIT:
-                self._leases.hold(sequence.lease)
+                self._leases.gate.hold(sequence.lease)
                 self._take_slot(sequence)
                 self.loading.append(sequence)
 
     def _readiness(self, sequence: Sequence) -> Readiness:
-        """What the sequence's next step may do."""
         assert sequence.lease is not None
         whole = min(sequence.remaining, self.config.max_step_tokens)
-        return self._leases.readiness(sequence.lease, whole, sequence.unadapted)
+        return self._leases.gate.readiness(sequence.lease, whole, sequence.unadapted)
 
     def _run_if_ready(self, sequence: Sequence, now: float) -> bool:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
@@ -295,7 +294,6 @@ class Scheduler:
         self.preemptions += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Ends a sequence's lease and frees its slot."""
         if sequence.slot >= 0:
             self._take_slot(sequence)
         else:
@@ -308,7 +306,6 @@ class Scheduler:
         sequence.lease, sequence.computed = None, 0
 
     def _take_slot(self, sequence: Sequence) -> None:
-        """A running sequence gives its slot back."""
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         sequence.slot = -1

@@ -58,7 +58,7 @@ class Cache:
 
     def ready(self, lease: Lease, tokens: int = 1, unadapted: int = 0) -> bool:
         """Whether a step of so many tokens could begin."""
-        return self.manager.leases.readiness(lease, tokens, unadapted) is not Readiness.WAIT
+        return self.manager.leases.gate.readiness(lease, tokens, unadapted) is not Readiness.WAIT
 
     def run(self, tokens: list[int], adapter: AdapterNode | Origin | None = None, reuse: bool = True) -> int:
         """A whole request, all its copies included; how many of its tokens were cached."""

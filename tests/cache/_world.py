@@ -26,6 +26,7 @@ from jlora.cache.policies import Jlora, Policy
 from jlora.cache.readiness import Readiness
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode
+from tests.cache._books import check_idle
 
 BLOCK = 2  # tokens per block
 FIXED_S, EACH_S, TOKEN_S = 4e-3, 1e-2, 4e-3  # the link and the compute: a prefix is sometimes computed again
@@ -132,7 +133,7 @@ class World:
             assert job.lease is not None
             tokens = min(1 + count % 8, len(job.tokens) - job.computed)
             before = max(0, (job.origin.activation or 0) - job.computed)
-            match self.manager.leases.readiness(job.lease, tokens, before):
+            match self.manager.leases.gate.readiness(job.lease, tokens, before):
                 case Readiness.READY | Readiness.STREAM:
                     self._compute(job, tokens, late % 2)
                 case Readiness.AHEAD:
@@ -254,7 +255,7 @@ class World:
             while self.flights:
                 self.land(draw.randrange(99), 0)
             leases = [job.lease for job in self.running if job.lease]
-            ready = [self.manager.leases.readiness(lease, 1, 0) is Readiness.READY for lease in leases]
+            ready = [self.manager.leases.gate.readiness(lease, 1, 0) is Readiness.READY for lease in leases]
             assert all(ready), "a landed copy is not seen"
             for _ in range(len(self.queue)):
                 self.admit(0, 0)
@@ -262,7 +263,7 @@ class World:
             self.check()
             assert self._progress() != before, "nothing moves and somebody waits"
         assert not self.queue and not self.running, "somebody waits forever"
-        inspect.check_idle(self.manager)
+        check_idle(self.manager)
 
     def close(self) -> None:
         """Unloads everything: every block of both tiers comes back."""

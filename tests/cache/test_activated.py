@@ -6,9 +6,10 @@ import tracemalloc
 
 import pytest
 
-from jlora.cache.inspect import evict_all, invalid_kv, state
+from jlora.cache.inspect import invalid_kv, state
 from jlora.cache.readiness import Readiness
 from jlora.cache.tree import AdapterNode, Node, Origin, SuffixNode, Tree, adapter_of
+from tests.cache._books import evict_all
 from tests.cache._cache import BLOCK, Cache
 
 TALK = [5] * 13  # three full blocks and a token
@@ -121,7 +122,7 @@ def test_an_adapter_stays_while_activated_kv_of_it_is_on_the_device():
     cells, suffix = cache.cells, suffixes(one)[0]
     assert one.resident == 1 and not cells.candidates.evictable(one)
     order = []
-    while (node := cells.worst()) is not None:
+    while (node := cells.candidates.victim()) is not None:
         order.append(node)
         cells.evict(node)
     assert order.index(suffix) < order.index(one)
@@ -177,13 +178,13 @@ def test_what_comes_before_the_invocation_waits_for_its_own_kv_only():
     lease = cache.leased([*TALK, 5, 5, 8], activated(one, 15))
     adapter, prefix = cache.copies()
     step = 3, 2  # tokens, and those of them before the invocation
-    assert cache.manager.leases.readiness(lease, *step) is Readiness.WAIT
+    assert cache.manager.leases.gate.readiness(lease, *step) is Readiness.WAIT
     cache.land(prefix)
-    assert cache.manager.leases.readiness(lease, 2, 2) is Readiness.AHEAD
+    assert cache.manager.leases.gate.readiness(lease, 2, 2) is Readiness.AHEAD
     assert not cache.manager.leases.streams([lease])  # such a step reads no adapter
     cache.now += 5.0
     cache.land(adapter)
-    assert cache.manager.leases.readiness(lease, *step) is Readiness.READY
+    assert cache.manager.leases.gate.readiness(lease, *step) is Readiness.READY
     assert lease.adapter_s == 0.0  # it had other things to do
     cache.manager.leases.release(lease)
 
@@ -191,9 +192,9 @@ def test_what_comes_before_the_invocation_waits_for_its_own_kv_only():
 def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
     cache = Cache()
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))
-    assert cache.manager.leases.readiness(lease, 13, 13) is Readiness.AHEAD
+    assert cache.manager.leases.gate.readiness(lease, 13, 13) is Readiness.AHEAD
     cache.now += 5.0
-    cache.manager.leases.hold(lease)
+    cache.manager.leases.gate.hold(lease)
     cache.now += 2.0
     cache.land()
     assert cache.ready(lease, 1) and lease.adapter_s == 2.0

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.inspect import check_idle, check_integrity, invalid_kv, state
+from jlora.cache.inspect import check_integrity, invalid_kv, state
 from jlora.cache.tree import ADAPTER, KV, Origin
+from tests.cache._books import check_idle
 from tests.cache._cache import BLOCK, A, B, Cache
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from jlora.cache.doubles import Doubles
-from jlora.cache.inspect import check_idle
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import KV, AdapterNode, Node
+from tests.cache._books import check_idle
 from tests.cache._cache import A, B, C, Cache, D
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from jlora.cache.blocks import Tier
-from jlora.cache.inspect import check_idle, check_integrity, state
+from jlora.cache.inspect import check_integrity, state
 from jlora.cache.tree import KV, Origin
+from tests.cache._books import check_idle
 from tests.cache._cache import A, B, Cache, D
 
 # -- reuse -------------------------------------------------------------------------------------

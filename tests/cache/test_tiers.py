@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.inspect import check_idle, check_integrity, invalid_kv
+from jlora.cache.inspect import check_integrity, invalid_kv
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Origin
+from tests.cache._books import check_idle
 from tests.cache._cache import A, B, C, Cache, D
 
 # -- two tiers ---------------------------------------------------------------------------------

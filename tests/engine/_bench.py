@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from jlora.cache.catalog import make_policy
-from jlora.cache.inspect import check_idle, check_integrity
+from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.transfer import Copy, Meter
 from jlora.cache.tree import AdapterNode
@@ -13,6 +13,7 @@ from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.engine.scheduler import Scheduler
 from jlora.types import Request, SamplingParams, TokenEvent
+from tests.cache._books import check_idle
 
 EOS = 2
 BLOCK = 4

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from jlora.cache.inspect import evict_all
 from jlora.engine.admission import HELD, OVERTAKES, Step, Verdict, judge
 from jlora.engine.plan import ROW
+from tests.cache._books import evict_all
 from tests.engine._bench import Bench, counted, work
 
 DEAR = 100  # blocks of an adapter whose copy keeps the link behind for 50 steps: 10 ms each

@@ -17,12 +17,12 @@ import numpy as np
 import pytest
 
 from jlora.adapters.invocation import last_occurrence
-from jlora.cache.inspect import evict_all
 from jlora.cache.lease import Lease
 from jlora.cache.readiness import Readiness
 from jlora.errors import InvalidArgument
 from jlora.types import Invocation, Request, TokenEvent
 from tests import _make
+from tests.cache._books import evict_all
 from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
 from tests.engine.test_exactness import poisoned
@@ -186,14 +186,14 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
         manager, ahead = service.manager, []
         with service.paused():
             evict_all(manager)
-        readiness = manager.leases.readiness
+        readiness = manager.leases.gate.readiness
 
         def watched(lease: Lease, tokens: int, unadapted: int) -> Readiness:
             found = readiness(lease, tokens, unadapted)
             ahead.append(found is Readiness.AHEAD and lease.adapter.coming)
             return found
 
-        monkeypatch.setattr(manager.leases, "readiness", watched)
+        monkeypatch.setattr(manager.leases.gate, "readiness", watched)
         assert answers(service, [long]) == {long.id: expected[long.id]}
         assert any(ahead)
 

@@ -18,11 +18,12 @@ import numpy as np
 import pytest
 
 from jlora.cache import inspect
-from jlora.cache.inspect import evict_all, invalid_kv
+from jlora.cache.inspect import invalid_kv
 from jlora.cache.transfer import Copy
 from jlora.config import POLICIES
 from jlora.types import CacheState, Request
 from tests import _make
+from tests.cache._books import evict_all
 from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, UNBOUND, mixed, running, serve, tokens
 

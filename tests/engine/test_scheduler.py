@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.inspect import evict_all, state
+from jlora.cache.inspect import state
 from jlora.cache.manager import CacheManager
 from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.types import Request, SamplingParams
+from tests.cache._books import evict_all
 from tests.engine._bench import EOS, Bench, counted, work
 
 

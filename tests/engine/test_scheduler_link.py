@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from jlora.cache.inspect import cells, evict_all
+from jlora.cache.inspect import cells
 from jlora.cache.tree import Origin
 from jlora.engine.admission import AHEAD_S, LOOKAHEAD
+from tests.cache._books import evict_all
 from tests.engine._bench import Bench, work
 
 LONG = 11  # blocks of an adapter whose copy alone puts the link behind: 10 ms each
