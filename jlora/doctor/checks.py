@@ -1,16 +1,14 @@
 """Every kernel against the reference on this device: small cases in full, large ones while both are timed.
 
-The kernels are those that dispatch would choose for the platform if asked for them; on a CPU they
-are the TPU kernels in the interpreter. A kernel that a case's shape or dtype is not served by is
-reported with the reason, never left out in silence.
+The kernels are those that dispatch would choose for the platform if asked for them. On a CPU the TPU's
+LoRA kernel runs in jax's interpreter. A case without a kernel is reported with the reason.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,12 +20,10 @@ from jlora.errors import ConfigError
 from jlora.pallas import cases, counts
 from jlora.pallas.cases import AttentionCase, LoraCase
 from jlora.pallas.dispatch import Site, choose
-from jlora.pallas.gpu_support import Gpu, refusal_of
+from jlora.pallas.gpu_support import Gpu, fit_units
 from jlora.pallas.ops import Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
-
-if TYPE_CHECKING:  # imported where there is a GPU
-    from jlora.pallas.gpu_checks import Check
+from jlora.pallas.tiles import chip_of
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value: products may use lower precision
 REPEATS = {"cpu": 1, "gpu": 20, "tpu": 20}
@@ -40,40 +36,34 @@ FAILURES = (jax.errors.JaxRuntimeError, AssertionError, NotImplementedError, Typ
 def kernels_for(case: Case) -> Ops:
     """This platform's kernels for a case; raises ConfigError with the reason where there are none."""
     device = jax.devices()[0]
-    # On a CPU the TPU kernels, which `interpreter` runs.
-    platform, kind = ("tpu", "interpreter") if device.platform == "cpu" else (device.platform, device.device_kind)
+    if device.platform == "cpu":
+        return _interpreted(case)
     one = isinstance(case, AttentionCase)
     shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
     width = case.layout.blocks_for(case.spec.max_len)
-    site = Site(platform, kind, case.layout, case.spec.heads, shapes, width, 64, Gpu.of(device))
-    chosen = choose(site, "auto" if platform == "tpu" else "pallas")
+    site = Site(device.platform, device.device_kind, case.layout, case.spec.heads, shapes, width, 64, Gpu.of(device))
+    chosen = choose(site, "auto" if device.platform == "tpu" else "pallas")
     op = chosen.choices[0 if one else 1]
     if op.implementation == "xla":
         raise ConfigError(op.reason)
     return chosen.ops
 
 
+def _interpreted(case: Case) -> Ops:
+    if isinstance(case, AttentionCase):
+        raise ConfigError("jax's attention kernel for TPUs does not run on a CPU")
+    from jlora.pallas.tpu_lora import TpuLora  # other platforms do not load the TPU compiler's front end
+
+    chip = chip_of("interpreter")
+    assert chip is not None
+    return replace(XLA, lora=TpuLora(chip, interpret=True))
+
+
 def fitted(case: Case) -> Case:
     """The case with its units as the platform's kernels read them."""
     if isinstance(case, AttentionCase) or jax.default_backend() != "gpu":
         return case
-    from jlora.pallas.gpu_support import fit_units
-
     return replace(case, fit=fit_units)
-
-
-def interpreter() -> contextlib.AbstractContextManager[Any]:
-    """On a CPU, TPU kernels inside run in the interpreter."""
-    if jax.default_backend() != "cpu":
-        return contextlib.nullcontext()
-    from jlora.pallas.interpret import interpreted
-
-    return interpreted()
-
-
-def small_cases() -> list[Case]:
-    """The cases that are compared with the reference."""
-    return [*cases.SMALL_ATTENTION, *cases.SMALL_LORA]
 
 
 def quick_cases() -> list[Case]:
@@ -93,21 +83,6 @@ def large_cases(small: bool) -> list[Case]:
     return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *first, *mlp]
 
 
-def checklist() -> Sequence[Check]:
-    """Further checks of the NVIDIA kernels on a GPU (`gpu_checks`)."""
-    from jlora.pallas import gpu_checks, gpu_ops
-
-    if reason := gpu_ops.runtime_refusal() or refusal_of(jax.devices()[0]):
-        return [gpu_checks.Check("all", lambda: gpu_checks.Finding(None, reason))]
-    return gpu_checks.checks(gpu_checks.LARGE)
-
-
-def checked(check: Check) -> dict[str, Any]:
-    """A row of the checklist."""
-    found = check.run()
-    return {"case": check.name, "ok": found.passed, "seen": found.seen}
-
-
 def compare(case: Case) -> dict[str, Any]:
     """A small case's largest difference to the reference, or why it has no kernel."""
     case = fitted(case)
@@ -118,8 +93,7 @@ def compare(case: Case) -> dict[str, Any]:
         return {**row, "ok": None, "reason": str(e)}
     attends = isinstance(case, AttentionCase)
     inputs = cases.attention_inputs(case, junk=JUNK) if attends else cases.lora_inputs(case, junk=JUNK)
-    with interpreter():
-        got, want = (run(*args) for run, args in (launch(case, each, inputs) for each in (ops, XLA)))
+    got, want = (run(*args) for run, args in (launch(case, each, inputs) for each in (ops, XLA)))
     error = difference(case, got, want, least=1.0)
     return {**row, "ok": error < TOLERANCE[case.spec.dtype], "error": error}  # NaN is not less
 
@@ -153,9 +127,8 @@ def timed(case: Case, rates: Rates) -> dict[str, Any]:
         try:
             ops = XLA if name == "xla" else kernels_for(case)
             run, args = launch(case, ops, inputs)
-            with interpreter():
-                taken = seconds(calls(run, args), REPEATS[jax.default_backend()], 3)
-                made[name] = run(*args)
+            taken = seconds(calls(run, args), REPEATS[jax.default_backend()], 3)
+            made[name] = run(*args)
         except ConfigError as e:
             row[f"{name}_reason"] = first_line(e)
         except FAILURES as e:
@@ -169,10 +142,7 @@ def timed(case: Case, rates: Rates) -> dict[str, Any]:
 
 
 def difference(case: Case, got: Any, want: Any, least: float = 0.0) -> float:
-    """The largest difference as a share of the largest value wanted, `least` at least. Found on the device.
-
-    NaN where a result is NaN.
-    """
+    """The largest difference as a share of the largest value wanted, `least` at least; NaN where a result is NaN."""
     if isinstance(case, AttentionCase):
         valid = jnp.asarray(cases.attention_valid(case))[:, :, None, None]
         got, want = ([jnp.where(valid, x, 0)] for x in (got, want))
@@ -219,10 +189,9 @@ def used_slots(case: LoraCase) -> np.ndarray:
     layout = case.layout
     active, _ = cases.lora_lists(case)
     used = np.zeros((layout.layers * layout.blocks, layout.block_tokens), bool)
-    for at, (name, entries) in enumerate(zip(case.group, active, strict=True)):
+    for name, entries in zip(case.group, active, strict=True):
         unit = layout.units[name]
-        ranks = [r if isinstance(r, int) else r[at] for r in case.ranks]
-        counts = [min(rank - done, unit.per_block) for rank in ranks for done in range(0, rank, unit.per_block)]
-        for block, count in zip(entries.blocks[entries.start : entries.stop], counts, strict=True):
-            used[layout.blocks + block, : count * unit.slots] = True
+        left = [rank - done for rank in case.ranks_of(name) for done in range(0, rank, unit.per_block)]
+        for block, rank in zip(entries.blocks[entries.start : entries.stop], left, strict=True):
+            used[layout.blocks + block, : min(rank, unit.per_block) * unit.slots] = True
     return used

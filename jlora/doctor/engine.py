@@ -40,11 +40,7 @@ COMPILERS = 4  # programs that are compiled at a time
 
 
 class World:
-    """The device side of an engine on random weights; every engine on it has a new cache and scheduler.
-
-    Args:
-        layout: its pool must hold the largest case.
-    """
+    """The device side of an engine on random weights; every engine on it has a new cache and scheduler."""
 
     def __init__(self, spec: ModelSpec, config: Config, layout: PoolLayout):
         self.spec, self.config, self.layout = spec, config, layout
@@ -129,13 +125,8 @@ class World:
 
 def settings(sequences: int, step_tokens: int, kernels: str) -> Config:
     """A configuration with few compiled shapes."""
-    values = {
-        "engine.max_seqs": sequences,
-        "engine.max_step_tokens": step_tokens,
-        "engine.kernels": kernels,
-        "adapters.max_rank": 64,
-    }
-    return configuration.load(None, values)
+    engine = {"engine.max_seqs": sequences, "engine.max_step_tokens": step_tokens, "engine.kernels": kernels}
+    return configuration.load(None, {**engine, "adapters.max_rank": 64})
 
 
 def full_steps(world: World, case: StepCase, tokens: int, say: Callable[[str], None]) -> dict[str, Any]:
@@ -149,8 +140,7 @@ def full_steps(world: World, case: StepCase, tokens: int, say: Callable[[str], N
         tokens: that each sequence generates.
         say: is told what is under way.
     Returns:
-        Medians over the steps in the middle of the answers: `step_s`, and `host_s`, Python's part of
-        it; `steps`, their number; `compiles_after_warmup`; `warm_up_s`, with what had to be compiled.
+        Medians over the steps in the middle of the answers; `host_s` is Python's part of `step_s`.
     """
     rng, count = np.random.default_rng(0), len(case.parts)
     length = case.parts[0].context + 1 - tokens // 2

@@ -3,11 +3,7 @@
 A step's time is linear in the eight coefficients once the deciding side of each roofline is known.
 So the fit starts from a prior, finds the deciding sides, solves the linear problem and repeats until
 the sides stay. Errors are relative, coefficients positive (non-negative least squares; Lawson and
-Hanson 1974; by scipy, which jax itself needs and brings). Coefficients that
-the steps do not tell apart stay near the prior: each has a weak wish to be what counting gives at the
-measured rates.
-
-`record` makes the file that `jlora sim --steps FILE` reads.
+Hanson 1974). Coefficients that the steps do not tell apart stay near the prior.
 """
 
 from __future__ import annotations
@@ -54,13 +50,9 @@ class Rates:
         """For `Count.floor`: this device as it was measured."""
         return Rated("measured", self.bytes_per_s, self.flops_per_s)
 
-    def describe(self) -> dict[str, Any]:
-        """For the report."""
-        return asdict(self)
-
     @classmethod
     def of(cls, found: Mapping[str, Any]) -> Rates:
-        """The inverse of `describe`."""
+        """The inverse of `asdict`."""
         links = (Link(**found[name]) for name in ("to_device", "to_host"))
         return cls(found["bytes_per_s"], found["flops_per_s"], *links)
 
@@ -90,11 +82,7 @@ def hardware(spec: ModelSpec, rates: Rates) -> Hardware:
 
 
 def fit(prior: StepModel, steps: Sequence[Measured]) -> Fitted:
-    """Fits the model to at least one step.
-
-    Args:
-        prior: by counting, at the measured rates (`hardware(...).step_model()`).
-    """
+    """Fits the model to at least one step, from a prior by counting (`hardware(...).step_model()`)."""
     known = np.array([getattr(prior, name) for name in NAMES])
     taken = np.array([step.seconds for step in steps])
     found, best, seen = known, (np.inf, known), set()

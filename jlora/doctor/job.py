@@ -9,11 +9,10 @@
     kernel_speed   kernel, XLA and roofline floor on the large cases, and whether kernel and XLA agree
     checklist      further checks of the NVIDIA kernels
 
-The job needs one device, and nothing from a disk or a network. Each part is a process of its own, so a
-kernel that crashes ends its part only: the part starts again behind the case that broke it. A part that
-hangs is killed and counts as failed. Parts write every row at once, and the report is on the disk after
-each part. The job keeps its time limit and reserves time for every part; the report lists the parts that
-got none. On a CPU everything runs in miniature, TPU kernels in the interpreter.
+The job needs one device, and nothing from a disk or a network. Each part is a process of its own: one that
+crashes starts again behind the case that broke it, and one that hangs is killed and counts as failed. The job
+keeps its time limit and reserves time for every part; the report lists the parts that got none. On a CPU
+everything runs in miniature.
 
 Exit code 1: a kernel differs from the reference, or a part failed.
 """
@@ -48,25 +47,17 @@ ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_PERSISTENT_CACHE_M
 
 @dataclass(frozen=True, slots=True)
 class Section:
-    """A part of the job.
-
-    Attributes:
-        part: its name; model: of the part `steps`.
-        least_s: kept for it, whatever the sections before it take; most_s: what it takes at most.
-        silent_s: without a line for so long it hangs: compiling the largest thing takes less.
-        restarts: how often it goes on behind a case that broke it.
-    """
+    """A part of the job."""
 
     part: str
-    model: str = ""
-    least_s: float = 0.0
-    most_s: float = 60.0
-    silent_s: float = 90.0
-    restarts: int = 0
+    model: str = ""  # of the part `steps`
+    least_s: float = 0.0  # kept for it, whatever the sections before it take
+    most_s: float = 60.0  # what it takes at most
+    silent_s: float = 90.0  # without a line for so long it hangs: compiling the largest thing takes less
+    restarts: int = 0  # how often it goes on behind a case that broke it
 
     @property
     def name(self) -> str:
-        """In the report."""
         return self.model or self.part
 
     @property
@@ -98,27 +89,19 @@ def sections(platform: str, quick: bool) -> list[Section]:
 
 @dataclass(slots=True)
 class Job:
-    """The job under way: its flags, and what has been found.
-
-    Attributes:
-        until: the time limit, on the monotonic clock; work: where parts write; program: runs a part.
-    """
+    """The job under way: its flags, and what has been found."""
 
     args: argparse.Namespace
-    until: float
-    work: Path
-    program: tuple[str, ...] = (sys.executable, "-m", "jlora.doctor.part")
+    until: float  # the time limit, on the monotonic clock
+    work: Path  # where parts write
+    program: tuple[str, ...] = (sys.executable, "-m", "jlora.doctor.part")  # runs a part
     started: float = field(default_factory=time.monotonic)
     found: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
 
     def run(self, section: Section, behind: Sequence[Section] = ()) -> None:
-        """Runs a section to its end, its time, or the last of its restarts; then the report is on the disk.
-
-        Args:
-            behind: the sections that time is kept for.
-        """
+        """Runs a section to its end, its time, or the last of its restarts; keeps time for those `behind` it."""
         left = self.until - time.monotonic()
         share = section.share(left, sum(each.needs_s for each in behind))
         if share < 0:

@@ -17,20 +17,15 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a part is started with.
-
-    Attributes:
-        to: its file; seconds: it begins no case later than this; model: of the part `steps`.
-        rates: as the part `rates` measured them.
-    """
+    """What a part is started with."""
 
     part: str
-    to: str
-    seconds: float
+    to: str  # its file
+    seconds: float  # it begins no case later than this
     kernels: str
     quick: bool
-    model: str = ""
-    rates: Mapping[str, Any] | None = None
+    model: str = ""  # of the part `steps`
+    rates: Mapping[str, Any] | None = None  # as the part `rates` measured them
 
 
 class Journal:
@@ -47,15 +42,12 @@ class Journal:
         self._write({"begin": case})
 
     def row(self, rows: str, row: Mapping[str, Any]) -> None:
-        """Adds to a list of the report."""
         self._write({"row": [rows, row]})
 
     def put(self, key: str, value: Any) -> None:
-        """Sets a value of the report."""
         self._write({"value": [key, value]})
 
     def skip(self, reason: str) -> None:
-        """Says that something was left out, and why."""
         self._write({"skipped": reason})
 
     def end(self) -> None:
@@ -71,19 +63,13 @@ class Journal:
 
 @dataclass(slots=True)
 class Found:
-    """A part's file as it is now.
+    """A part's file as it is now."""
 
-    Attributes:
-        values: lists of rows, and values; skipped: what was left out.
-        begun: every case that was begun, in order; open: the last of them, while nothing of it is known.
-        ended: the part said that it was done.
-    """
-
-    values: dict[str, Any] = field(default_factory=dict)
-    skipped: list[str] = field(default_factory=list)
-    begun: list[str] = field(default_factory=list)
-    open: str | None = None
-    ended: bool = False
+    values: dict[str, Any] = field(default_factory=dict)  # lists of rows, and values
+    skipped: list[str] = field(default_factory=list)  # what was left out
+    begun: list[str] = field(default_factory=list)  # every case that was begun, in order
+    open: str | None = None  # the last of them, while nothing of it is known
+    ended: bool = False  # the part said that it was done
 
 
 def read(path: Path) -> Found:
@@ -98,8 +84,7 @@ def read(path: Path) -> Found:
             name, row = line["row"]
             found.values.setdefault(name, []).append(row)
         elif "value" in line:
-            key, value = line["value"]
-            found.values[key] = value
+            found.values.update([line["value"]])
         elif "skipped" in line:
             found.skipped.append(line["skipped"])
         found.ended = found.ended or "end" in line

@@ -1,7 +1,6 @@
 """Steps to be timed, and a Llama with random weights made on the device.
 
-Nothing is read from a disk and nothing large crosses the link: the weights are made on the device,
-and adapters' blocks hold what the pool holds. Speed depends on shapes and lists alone.
+Adapters' blocks hold what the pool holds: speed depends on shapes and lists alone.
 """
 
 from __future__ import annotations
@@ -60,23 +59,24 @@ class StepCase:
 
     @property
     def tokens(self) -> int:
-        """New tokens."""
         return sum(p.tokens for p in self.parts)
 
 
 def decode(count: int, context: int, ranks: Many[int] = ()) -> StepCase:
     """`count` sequences of one token each; adapters are dealt out to them in turn."""
     parts = tuple(Part(context - 1, 1, i % len(ranks) if ranks else -1) for i in range(count))
-    named = f", {len(ranks)} adapters r{min(ranks)}-{max(ranks)}" if ranks else ""
-    return StepCase(f"decode {count} x {context}{named}", parts, tuple(ranks))
+    return StepCase(f"decode {count} x {context}{_named(ranks)}", parts, tuple(ranks))
 
 
 def prefill(tokens: int, ranks: Many[int] = ()) -> StepCase:
     """`tokens` of prompts without a prefix: one prompt, or one for each adapter."""
     count = max(1, len(ranks))
     parts = tuple(Part(0, tokens // count, i if ranks else -1) for i in range(count))
-    named = f", {len(ranks)} adapters r{min(ranks)}-{max(ranks)}" if ranks else ""
-    return StepCase(f"prefill {tokens}{named}", parts, tuple(ranks))
+    return StepCase(f"prefill {tokens}{_named(ranks)}", parts, tuple(ranks))
+
+
+def _named(ranks: Many[int]) -> str:
+    return f", {len(ranks)} adapters r{min(ranks)}-{max(ranks)}" if ranks else ""
 
 
 def mixed(count: int) -> tuple[int, ...]:
@@ -129,12 +129,7 @@ def layout_for(spec: ModelSpec, cases: Many[StepCase], kernels: str) -> PoolLayo
 
 def _blocks(layout: PoolLayout, case: StepCase) -> int:
     pages = sum(layout.blocks_for(p.context + p.tokens) for p in case.parts)
-    return pages + sum(adapter_blocks(layout, rank) for rank in case.ranks)
-
-
-def adapter_blocks(layout: PoolLayout, rank: int) -> int:
-    """Blocks of an adapter of q, k, v and o."""
-    return len(projections(layout, rank))
+    return pages + sum(len(projections(layout, rank)) for rank in case.ranks)
 
 
 def projections(layout: PoolLayout, rank: int) -> tuple[str, ...]:
@@ -143,15 +138,11 @@ def projections(layout: PoolLayout, rank: int) -> tuple[str, ...]:
 
 
 def plan_of(layout: PoolLayout, case: StepCase, uids: Iterator[int]) -> StepPlan:
-    """The case as the scheduler would plan it. Every sequence and every adapter has blocks of its own.
-
-    Args:
-        uids: gives each adapter its uid.
-    """
+    """The case as the scheduler would plan it. Every sequence and every adapter has blocks of its own."""
     free = itertools.count(1)
     adapters = []
     for rank in case.ranks:
-        node = AdapterNode(next(uids), adapter_blocks(layout, rank))
+        node = AdapterNode(next(uids), len(projections(layout, rank)))
         node.device = tuple(itertools.islice(free, node.size))
         adapters.append(node)
     works = []
@@ -173,11 +164,12 @@ def count_of(spec: ModelSpec, layout: PoolLayout, case: StepCase) -> Count:
     matrices = spec.layers * sum(i * o for i, o in spec.projection_shapes.values())
     head, sampled = spec.width * spec.vocab, max(2, case.shape[0])
     kv = sum(p.context + p.tokens for p in case.parts) * slot * spec.layers
-    units = sum(case.ranks) * spec.layers * sum(layout.units[n].a + layout.units[n].b for n in TARGETS)
+    rank_numbers = spec.layers * sum(layout.units[n].a + layout.units[n].b for n in TARGETS)
+    units = sum(case.ranks) * rank_numbers
     pairs = sum(p.tokens * p.context + p.tokens * (p.tokens + 1) // 2 for p in case.parts)
     products = 2 * case.tokens * matrices + 2 * sampled * head
     of_adapters = sum(p.tokens * case.ranks[p.adapter] for p in case.parts if p.adapter >= 0)
-    lora = 2 * of_adapters * spec.layers * sum(layout.units[n].a + layout.units[n].b for n in TARGETS)
+    lora = 2 * of_adapters * rank_numbers
     attention = 4 * pairs * spec.heads * spec.head_dim * spec.layers
     moved = size * (matrices + head + kv + units + case.tokens * spec.width)
     return Count(int(moved), int(products + lora + attention))

@@ -1,8 +1,7 @@
 """One part of `jlora doctor`, in a process of its own: `python -m jlora.doctor.part ORDER` (JSON of `Order`).
 
-A part writes its findings to its file line by line (`journal`). A part that breaks the device stops:
-after an illegal access of a kernel nothing works in its process. The job starts the part again, and a
-case that was begun once is not begun again.
+A part that breaks the device stops: after an illegal access of a kernel nothing works in its process. The
+job starts the part again, and a case that was begun once is not begun again.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal, Order
 from jlora.doctor.steps import Steps
 from jlora.model.spec import ModelSpec
-from jlora.pallas.cases import TINY
+from jlora.pallas.cases import SMALL_ATTENTION, SMALL_LORA, TINY
 from jlora.sim.hardware import MODELS
 
 LOST = 3  # exit code: the device does not answer this process any more
@@ -35,22 +34,15 @@ Task = tuple[str, Callable[[], Mapping[str, Any]]]  # a case's name, and what ma
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part under way.
-
-    Attributes:
-        until: its end on this process's monotonic clock.
-        before: what a process found that did not come to its end.
-        small: a CPU runs everything in miniature.
-    """
+    """A part under way."""
 
     order: Order
     journal: Journal
-    until: float
-    before: Found
-    small: bool
+    until: float  # its end on this process's monotonic clock
+    before: Found  # of a process that did not come to its end
+    small: bool  # a CPU runs everything in miniature
 
     def left(self) -> float:
-        """Seconds until its end."""
         return self.until - time.monotonic()
 
     def rates(self) -> Rates:
@@ -81,12 +73,12 @@ def _rates(part: Part) -> bool:
     part.journal.put("machine", machine.describe())
     part.journal.put("versions", machine.versions())
     part.journal.begin("rates")
-    part.journal.put("rates", rates.measure(part.small).describe())
+    part.journal.put("rates", asdict(rates.measure(part.small)))
     return True
 
 
 def _kernels(part: Part) -> bool:
-    every = checks.small_cases()
+    every = [*SMALL_ATTENTION, *SMALL_LORA]
     cases = every[::7] if part.small else checks.quick_cases() if part.order.quick else every
     return _rows(part, [(c.name, lambda c=c: checks.compare(c)) for c in cases])
 
@@ -97,7 +89,9 @@ def _kernel_speed(part: Part) -> bool:
 
 
 def _checklist(part: Part) -> bool:
-    return _rows(part, [(c.name, lambda c=c: checks.checked(c)) for c in checks.checklist()])
+    from jlora.doctor import checklist  # jax's front of Mosaic GPU is for a process on a GPU
+
+    return _rows(part, [(c.name, lambda c=c: checklist.checked(c)) for c in checklist.checklist()])
 
 
 def _rows(part: Part, tasks: Sequence[Task]) -> bool:

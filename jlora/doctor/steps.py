@@ -1,9 +1,8 @@
 """A model's steps, timed: without adapters against the roofline's floor, with adapters against the same step without.
 
-Steps are compiled in groups, the most telling shapes first, so that a job that runs out of time has those.
-A group is compiled to its end before any of it is timed, because a GPU's compiler tries its products
-on the device. Last, and with time kept for it, decode steps of the whole engine are timed against the
-same steps dispatched alone.
+Steps are compiled in groups, the most telling shapes first. A group is compiled to its end before any of it
+is timed, because a GPU's compiler tries its products on the device. Last, and with time kept for it, decode
+steps of the whole engine are timed against the same steps dispatched alone.
 """
 
 from __future__ import annotations
@@ -20,16 +19,7 @@ from jlora.doctor import engine, fit
 from jlora.doctor.engine import World
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal
-from jlora.doctor.model import (
-    StepCase,
-    count_of,
-    decode,
-    layout_for,
-    load_of,
-    mixed,
-    prefill,
-    those_that_fit,
-)
+from jlora.doctor.model import StepCase, count_of, decode, layout_for, load_of, mixed, prefill, those_that_fit
 from jlora.doctor.rates import seconds
 from jlora.model.spec import ModelSpec
 
@@ -40,22 +30,15 @@ ENGINE_S = 25.0  # kept for the engine: prompts, two times the answers, with and
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What of a model is timed.
-
-    Attributes:
-        decode: sequences of decode steps with `context` tokens each; prefill: tokens of prompts.
-        adapters: how many there are in the largest decode step.
-        tokens: that each sequence generates in the engine.
-        rounds, repeats: median of so many rounds of so many steps.
-    """
+    """What of a model is timed."""
 
     spec: ModelSpec
-    decode: tuple[int, ...]
-    prefill: tuple[int, ...]
+    decode: tuple[int, ...]  # sequences of decode steps with `context` tokens each
+    prefill: tuple[int, ...]  # tokens of prompts
     context: int
-    adapters: tuple[int, ...]
-    tokens: int = 64
-    rounds: int = 5
+    adapters: tuple[int, ...]  # how many there are in the largest decode step
+    tokens: int = 64  # that each sequence generates in the engine
+    rounds: int = 5  # median of so many rounds of `repeats` steps
     repeats: int = 10
 
     def base(self) -> list[StepCase]:
@@ -71,10 +54,6 @@ class Steps:
         cases = [decode(most, self.context, mixed(k)) for k in self.adapters]
         prompt = prefill(self.prefill[-1], (16,) * self.adapters[min(1, len(self.adapters) - 1)])
         return [*cases, decode(most, self.context, few(most)), prompt]
-
-    def through_engine(self, count: int) -> list[StepCase]:
-        """Decode steps of `count` sequences that the whole engine runs: the base alone, and a few adapters."""
-        return [decode(count, self.context), decode(count, self.context, few(count))]
 
     def room(self, count: int) -> StepCase:
         """What of the pool that takes: the answers of two turns lie behind each prompt."""
@@ -98,12 +77,7 @@ class Bench:
 
 
 def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callable[[], float], before: Found) -> None:
-    """Times the steps that fit this device, up to the time limit.
-
-    Args:
-        left: seconds until the limit.
-        before: what an earlier process found; its cases are not begun again.
-    """
+    """Times the steps that fit this device, up to the time limit; cases that were begun `before` are not again."""
     base, reasons = those_that_fit(plan.spec, plan.base(), kernels)
     adapted, more = those_that_fit(plan.spec, plan.adapted(), kernels)
     rooms = {n: those_that_fit(plan.spec, [plan.room(n)], kernels) for n in plan.decode}
@@ -161,9 +135,8 @@ def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], 
 
 
 def _engine(bench: Bench, count: int, before: Found) -> None:
-    """The whole engine over `count` sequences."""
     plan, world, say = bench.plan, bench.world, bench.journal.begin
-    for case in plan.through_engine(count):
+    for case in (decode(count, plan.context), decode(count, plan.context, few(count))):
         if f"engine, {case.name}" in before.begun:
             continue
         say(f"engine, {case.name}")
@@ -176,9 +149,8 @@ def beside(bench: Bench, case: StepCase, found: Mapping[str, Any], alone_s: floa
     """What the engine made of a step, beside the step called alone and the roofline's floor (R5, R10).
 
     Returns:
-        `found`, and `alone_s`: the step by itself, the next one enqueued before it ends; `ratio`: the
-        engine's over that; `gap_s`: their difference, what of the host's work the device waits for;
-        `tokens_per_s`; `floor_s` and `floor_share`, the R5 of the whole engine.
+        `found`, and `alone_s`: the step by itself, the next one enqueued before it ends; `ratio` and
+        `gap_s`: the engine's over that, and their difference; the R5 of the whole engine.
     """
     step_s, floor = found["step_s"], count_of(bench.plan.spec, bench.world.layout, case).floor(bench.rates.chip)
     return {

@@ -55,7 +55,6 @@ def table(record: Record) -> str:
 
 
 def _rows(title: str, rows: Sequence[Record], columns: Columns) -> Table | str:
-    """A table; nothing if there is no row."""
     if not rows:
         return ""
     made = Table("case", *columns, title=title, title_justify="left", box=None)

@@ -1,8 +1,8 @@
 """`jlora doctor tune`: measures block sizes of the kernels on this chip, for `jlora/pallas/tiles.json`.
 
 The TPU's sizes are tuned here, an NVIDIA GPU's in `tune_gpu`. The result is the table with this chip's
-part: a file to put in the package's place after review. On a CPU the kernels run in the interpreter on
-small cases, which says nothing about speed.
+part: a file to put in the package's place after review. On a CPU the LoRA kernel runs in the interpreter
+on a small case, which says nothing about speed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import jax
 from jlora.doctor import checks
 from jlora.doctor.rates import seconds
 from jlora.errors import ConfigError
-from jlora.layout import BYTES
 from jlora.pallas import cases
 from jlora.pallas.cases import AttentionCase
 from jlora.pallas.ops import Ops
@@ -31,7 +30,6 @@ CANDIDATES: Mapping[str, Mapping[str, tuple[int, ...]]] = {
 }
 QUICK: Mapping[str, Mapping[str, tuple[int, ...]]] = {
     "lora": {"units": (16, 32)},
-    "attention": {"kv_tokens": (32, 64)},
 }
 PASSES, ROUNDS = 2, 3
 
@@ -47,11 +45,7 @@ class Tried:
 def descend(
     start: Mapping[str, Any], candidates: Mapping[str, Sequence[Any]], time: Callable[[Mapping[str, Any]], float]
 ) -> Tried:
-    """Coordinate descent: varies one size at a time and keeps the fastest.
-
-    Args:
-        time: seconds of a choice; infinite if it does not compile.
-    """
+    """Coordinate descent: varies one size at a time, keeps the fastest; `time` is infinite if it does not compile."""
     best, times = dict(start), {}
 
     def known(sizes: Mapping[str, Any]) -> float:
@@ -70,19 +64,14 @@ def launch_seconds(case: checks.Case, ops: Ops, inputs: tuple[Any, ...]) -> floa
     """Seconds of a kernel's launch on the case; infinite where its sizes do not fit or do not compile."""
     run, args = checks.launch(case, ops, inputs)
     try:
-        with checks.interpreter():
-            return seconds(checks.calls(run, args), checks.REPEATS[jax.default_backend()], ROUNDS)
+        return seconds(checks.calls(run, args), checks.REPEATS[jax.default_backend()], ROUNDS)
     except (ConfigError, *checks.FAILURES) as e:
         print(f"passed over: {checks.first_line(e)}", flush=True)
         return float("inf")
 
 
 def run(quick: bool) -> dict[str, Any]:
-    """Tunes every large case of this chip (small ones in miniature).
-
-    Raises:
-        ConfigError: the device is no GPU, no TPU that the table knows, and no CPU.
-    """
+    """Tunes every large case of this chip (a small one on a CPU). Raises ConfigError for an unknown device."""
     if jax.default_backend() == "gpu":
         from jlora.doctor import tune_gpu  # jax's front of Mosaic GPU is for those who have one
 
@@ -110,30 +99,25 @@ def tune(case: checks.Case, chip: Chip, candidates: Mapping[str, Mapping[str, tu
 
     def time(sizes: Mapping[str, Any]) -> float:
         sized = replace(chip, tuned={key: sizes})
-        return launch_seconds(case, replace(XLA, attention=TpuAttention(sized), lora=TpuLora(sized)), inputs)
+        interpret = jax.default_backend() == "cpu"
+        return launch_seconds(case, replace(XLA, attention=TpuAttention(sized), lora=TpuLora(sized, interpret)), inputs)
 
     return descend(start, candidates["attention" if isinstance(case, AttentionCase) else "lora"], time)
 
 
 def _start(case: checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:
     """The shape's name in the table, and the sizes it has now."""
-    layout, size = case.layout, BYTES[case.spec.dtype]
     if isinstance(case, AttentionCase):
-        heads, kv_heads = case.spec.heads // case.tp, layout.kv_heads // case.tp
-        tokens = (len(case.rows) + case.padding) * case.chunk
-        shape = AttentionShape(tokens, case.chunk, heads, kv_heads, layout.head_dim, case.block_tokens, size)
+        shape = AttentionShape.of(case.layout, case.spec.heads, len(case.rows) + case.padding, case.chunk)
         tiles = chip.attention(shape)
         return shape.key, {"kv_tokens": tiles.kv_tokens, "queries": tiles.queries}
-    units = [layout.units[name] for name in case.group]
-    outputs, slots, per_block = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
-    slot = 2 * layout.kv_heads // case.tp * layout.head_dim * size
-    shape = LoraShape(case.count, case.input_width, outputs, slots, per_block, slot, size)
+    shape = LoraShape.of(case.layout, case.group, case.count)
     tiles = chip.lora(shape)
     return shape.key, {"tokens": tiles.tokens, "rows": tiles.rows, "units": tiles.units}
 
 
 def _cases(few: bool, small: bool) -> list[checks.Case]:
     if small:
-        return [cases.SMALL_LORA[1], cases.SMALL_ATTENTION[0]]
+        return [cases.SMALL_LORA[1]]
     todo: list[checks.Case] = [*cases.LARGE_ATTENTION, *cases.LARGE_LORA]
     return [c for c in todo if not few or c.tp == 1]

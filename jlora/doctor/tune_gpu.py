@@ -1,7 +1,6 @@
 """`jlora doctor tune` on an NVIDIA GPU: block sizes of the Mosaic GPU kernels, by chip and model shape.
 
-For each model and kernel the shared large cases are timed together. The result is `tiles.json` with
-this chip's part under `gpu`; a size that is the default is not written.
+The result is `tiles.json` with this chip's part under `gpu`; a size that is the default is not written.
 """
 
 from __future__ import annotations
@@ -13,18 +12,14 @@ from typing import Any
 import jax
 
 from jlora.doctor import checks
+from jlora.doctor.checklist import ops_of
 from jlora.doctor.tune import Tried, descend, launch_seconds
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
-from jlora.pallas.cases import AttentionCase
-from jlora.pallas.gpu_checks import room_of
-from jlora.pallas.gpu_lora import lora
 from jlora.pallas.gpu_ops import GpuTiles, key_of, tiles_of
 from jlora.pallas.gpu_support import fit_units, refusal_of
-from jlora.pallas.ops import Ops
-from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import load
 
 # kernel -> size -> values to try
@@ -80,15 +75,6 @@ def tune(start: GpuTiles, kernel: str, todo: Sequence[checks.Case]) -> Tried:
     return descend({name: getattr(sizes_now, name) for name in CANDIDATES[kernel]}, CANDIDATES[kernel], time)
 
 
-def ops_of(case: checks.Case, tiles: GpuTiles) -> Ops:
-    """The kernels with these sizes."""
-    if isinstance(case, AttentionCase):
-        return replace(XLA, attention=gpu_ops.attention_op(tiles))
-    room = room_of(case)
-    return replace(XLA, lora=lambda *launch: lora(*launch, room=room, tiles=tiles.lora))
-
-
 def _changed(sizes: Any) -> dict[str, Any]:
-    """What differs from the defaults."""
     plain = {field.name: field.default for field in fields(sizes)}
     return {name: value for name, value in asdict(sizes).items() if value != plain[name]}

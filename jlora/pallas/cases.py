@@ -1,8 +1,7 @@
 """Named shapes of the ops, shared by tests, compile tests, benchmarks and tuning.
 
-A case describes a launch, not how an implementation tiles it. `*_inputs` makes arrays for a case,
-`*_shapes` makes abstract values for cases that are only compiled. Under tensor parallelism a case
-has the view of one shard.
+`*_inputs` makes arrays for a case, `*_shapes` makes abstract values for cases that are only compiled.
+Under tensor parallelism a case has the view of one shard.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jlora.layout import PoolLayout
-from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
+from jlora.model.spec import ModelSpec
 from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Pages
 
 LAYERS = 2  # of a case's pool; the op runs on the second, so that a missing layer offset shows
@@ -29,22 +28,15 @@ TINY64 = ModelSpec(96, 256, 384, LAYERS, 8, 2, 64, 256, name="tiny64")
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """One layer's attention.
-
-    Attributes:
-        rows: (context length with this launch's tokens, tokens in this launch) of each row.
-        chunk: C, at least the tokens of the longest row.
-        continued: rows that continue the sequence of the row before.
-        padding: additional rows of length 0.
-    """
+    """One layer's attention."""
 
     name: str
     spec: ModelSpec
     block_tokens: int
-    rows: tuple[tuple[int, int], ...]
-    chunk: int = 1
-    continued: frozenset[int] = frozenset()
-    padding: int = 0
+    rows: tuple[tuple[int, int], ...]  # of each: context length with this launch's tokens, tokens in this launch
+    chunk: int = 1  # C, at least the tokens of the longest row
+    continued: frozenset[int] = frozenset()  # rows that continue the sequence of the row before
+    padding: int = 0  # additional rows of length 0
     tp: int = 1
 
     @property
@@ -61,23 +53,16 @@ class AttentionCase:
 
 @dataclass(frozen=True, slots=True)
 class LoraCase:
-    """The adapters of one group of projections.
-
-    Attributes:
-        group: projections that share an input.
-        ranks: of each adapter, one number for all projections or one per projection of the group.
-        tokens: runs of (adapter index or -1, tokens), in launch order.
-        fit: adapts the unit layout to a platform's kernels (`gpu_support.fit_units`).
-    """
+    """The adapters of one group of projections."""
 
     name: str
     spec: ModelSpec
     block_tokens: int
-    group: tuple[str, ...]
-    ranks: tuple[int | tuple[int, ...], ...]
-    tokens: tuple[tuple[int, int], ...]
+    group: tuple[str, ...]  # projections that share an input
+    ranks: tuple[int | tuple[int, ...], ...]  # of each adapter: for all projections, or one per projection of the group
+    tokens: tuple[tuple[int, int], ...]  # runs of (adapter index or -1, tokens), in launch order
     tp: int = 1
-    fit: Callable[[PoolLayout], PoolLayout] = lambda layout: layout
+    fit: Callable[[PoolLayout], PoolLayout] = lambda layout: layout  # adapts the units to a platform's kernels
 
     @property
     def count(self) -> int:
@@ -215,7 +200,6 @@ def fill_block(row: np.ndarray, layout: PoolLayout, name: str, rank: int, rng: n
 
 
 def _pool_shape(layout: PoolLayout) -> tuple[int, int, int, int]:
-    """Shape of one shard's pool."""
     return (layout.layers * layout.blocks, layout.block_tokens, 2 * layout.kv_heads // layout.tp, layout.head_dim)
 
 
@@ -223,7 +207,7 @@ def _abstract(shape: Sequence[int], layout: PoolLayout) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(tuple(shape), jnp.dtype(layout.dtype))
 
 
-def _rows(prompt: int, prefix: int, chunk: int) -> tuple[tuple[int, int], ...]:
+def prompt_rows(prompt: int, prefix: int, chunk: int) -> tuple[tuple[int, int], ...]:
     """The rows of `chunk` tokens of a prompt behind a cached prefix."""
     return tuple((prefix + min(at + chunk, prompt), min(chunk, prompt - at)) for at in range(0, prompt, chunk))
 
@@ -233,7 +217,7 @@ def _small_attention(spec: ModelSpec, block_tokens: int) -> list[AttentionCase]:
         return AttentionCase(f"{spec.name} {spec.dtype} B={block_tokens} {name}", spec, block_tokens, *args)
 
     edges = tuple((n, 1) for n in (1, block_tokens - 1, block_tokens, block_tokens + 1, 100, 256))
-    prompts = (*_rows(20, 5, 8), *_rows(8, 0, 8), *_rows(3, 30, 8))
+    prompts = (*prompt_rows(20, 5, 8), *prompt_rows(8, 0, 8), *prompt_rows(3, 30, 8))
     return [
         case("decode", edges, 1, frozenset(), 2),
         case("chunks", prompts, 8, frozenset({1, 2}), 1),
@@ -256,16 +240,12 @@ def _small_lora(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
 
 
 def _large_attention(spec: ModelSpec, tp: int) -> list[AttentionCase]:
-    decode = [
-        AttentionCase(f"{spec.name} tp={tp} decode {n} x 1k", spec, 32, ((1024, 1),) * n, tp=tp) for n in (1, 8, 32, 64)
-    ]
-    prefill = [
-        AttentionCase(
-            f"{spec.name} tp={tp} prefill {n}", spec, 32, _rows(n, 0, 32), 32, frozenset(range(1, n // 32)), tp=tp
-        )
-        for n in (512, 2048)
-    ]
-    return decode + prefill
+    def case(name: str, *args: Any) -> AttentionCase:
+        return AttentionCase(f"{spec.name} tp={tp} {name}", spec, 32, *args, tp=tp)
+
+    decode = [case(f"decode {n} x 1k", ((1024, 1),) * n) for n in (1, 8, 32, 64)]
+    prompts = [case(f"prefill {n}", prompt_rows(n, 0, 32), 32, frozenset(range(1, n // 32))) for n in (512, 2048)]
+    return decode + prompts
 
 
 def _large_lora(spec: ModelSpec, tp: int) -> list[LoraCase]:
@@ -294,5 +274,3 @@ SMALL_ATTENTION = [c for s in _both_dtypes(TINY) for c in _small_attention(s, 16
 SMALL_LORA = [c for s in _both_dtypes(TINY) for c in _small_lora(s, 16)]
 LARGE_ATTENTION = [c for s in (LLAMA3_8B, LLAMA2_7B) for tp in (1, 4) for c in _large_attention(s, tp)]
 LARGE_LORA = [c for s in (LLAMA3_8B, LLAMA2_7B) for tp in (1, 4) for c in _large_lora(s, tp)]
-
-assert {name for group in GROUPS for name in group} == set(PROJECTIONS) and set(ROW_PARALLEL) == {"o", "down"}

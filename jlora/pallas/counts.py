@@ -1,8 +1,5 @@
 """The roofline of the ops: bytes and operations of a shape.
 
-    attention(case), lora(case)  ->  Count
-    Count.floor(chip)            ->  seconds that no implementation can beat
-
 Counts what the equation needs: every page of a context once, however many heads and rows read it;
 every active block's real units once; operands and results; two operations per product that is not
 masked.
@@ -72,8 +69,6 @@ def lora(case: LoraCase) -> Count:
     layout, size = case.layout, BYTES[case.spec.dtype]
     count = Count(0, 0)
     used = sum(n for owner, n in case.tokens if owner >= 0)
-    if not used:
-        return count
     for name in case.group:
         unit = layout.units[name]
         ranks = case.ranks_of(name)

@@ -1,9 +1,5 @@
 """Chooses the implementation of each op, once at start.
 
-    chosen = choose(Site(...), config.engine.kernels)
-    chosen.ops                     passed to the step
-    chosen.choices                 op, implementation and reason, for the log and reports
-
 - `auto` takes the platform's kernels if they serve the model, and XLA (the reference) otherwise. On
   NVIDIA it takes XLA until the kernels have been timed against it.
 - `pallas` takes the kernels, or raises with the reason. On NVIDIA, XLA still serves a group of
@@ -34,26 +30,15 @@ SCALAR_SHARE = 0.5  # of a chip's scalar memory for one kernel's tables
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Platform and shapes for which to choose the ops.
+    """Platform and shapes for which to choose the ops."""
 
-    Attributes:
-        platform: jax's name of the backend: cpu, tpu, gpu.
-        kind: `device_kind` of its devices.
-        layout: the pool.
-        heads: N, over all shards.
-        shapes: (rows, tokens per row) of every launch.
-        width: W, pages of the longest context.
-        rank: the largest rank of an adapter.
-        gpu: capability and CUDA version of a GPU.
-    """
-
-    platform: str
-    kind: str
+    platform: str  # jax's name of the backend: cpu, tpu, gpu
+    kind: str  # `device_kind` of its devices
     layout: PoolLayout
-    heads: int
-    shapes: tuple[tuple[int, int], ...]
-    width: int
-    rank: int = 256
+    heads: int  # N, over all shards
+    shapes: tuple[tuple[int, int], ...]  # (rows, tokens per row) of every launch
+    width: int  # W, pages of the longest context
+    rank: int = 256  # the largest of an adapter
     gpu: Gpu = Gpu()
 
 
@@ -119,7 +104,6 @@ def _offers(site: Site, kernels: str) -> dict[str, Offer]:
 
 
 def _xla(reason: str) -> Offer:
-    """The reference."""
     return "xla", None, reason
 
 
@@ -175,29 +159,22 @@ def _attention_gap(site: Site, chip: Chip) -> str:
     if gap or tables > SCALAR_SHARE * chip.smem_bytes:
         return gap or f"page tables of {tables // 1024} KiB exceed the scalar memory; lower model.max_model_len"
     for rows, chunk in site.shapes:
-        heads, kv_heads = site.heads // layout.tp, layout.kv_heads // layout.tp
-        sizes = (rows * chunk, chunk, heads, kv_heads, layout.head_dim, layout.block_tokens, BYTES[layout.dtype])
-        gap = _reason(chip.attention, AttentionShape(*sizes))
-        if gap:
+        if gap := _reason(chip.attention, AttentionShape.of(layout, site.heads, rows, chunk)):
             return gap
     return ""
 
 
 def _lora_gap(site: Site, chip: Chip) -> str:
     """Why our LoRA kernel cannot serve this site; empty if it can."""
-    layout, size = site.layout, BYTES[site.layout.dtype]
+    layout = site.layout
     if gap := _pool_gap(layout):
         return gap
     lists = 8 * layout.blocks
     if lists > SCALAR_SHARE * chip.smem_bytes:
         return f"lists of {layout.blocks} blocks exceed the scalar memory; lower cache.hbm_blocks"
-    slot = 2 * layout.kv_heads // layout.tp * layout.head_dim * size
     for tokens in {rows * chunk for rows, chunk in site.shapes}:
         for group in GROUPS:
-            units = [layout.units[name] for name in group]
-            outputs, slots, per_block = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
-            gap = _reason(chip.lora, LoraShape(tokens, units[0].a, outputs, slots, per_block, slot, size))
-            if gap:
+            if gap := _reason(chip.lora, LoraShape.of(layout, group, tokens)):
                 return gap
     return ""
 

@@ -2,13 +2,8 @@
 
 A grid is a compiled shape, and contexts and adapters are not. So a kernel's grid has room for the
 worst launch, and a list assigns work to its blocks. Blocks past the end of the list return at once.
-The lists depend on a launch's metadata, not on the layer. Each is a jitted function, so that a step
-of many layers traces it once and XLA computes it once.
-
-    splits        decode: contexts cut into about equal spans, so that few long ones fill the GPU
-    merged        merges the spans' results (Dao et al. 2023, Flash-Decoding)
-    prompt_tiles  prompts: tiles of 128 (token, head) rows of one sequence
-    unit_pairs    adapters: pairs of a tile of 64 rank units and a token tile that use each other
+The lists do not depend on the layer. Each is a jitted function, so that a step of many layers traces
+it once and XLA computes it once. Source of decode's splits: Dao et al. 2023, Flash-Decoding.
 """
 
 from __future__ import annotations
@@ -30,15 +25,10 @@ TILE_ROWS = 128  # rows of a prompt tile: two warpgroups of 64
 
 
 class Splits(NamedTuple):
-    """Decode's work list.
+    """Decode's work list."""
 
-    Attributes:
-        work: [I, 4] row, first tile of its context, end tile, context length. No work if first = end.
-        begin, count: [S] a row has the items begin .. begin + count - 1.
-    """
-
-    work: jax.Array
-    begin: jax.Array
+    work: jax.Array  # [I, 4] row, first tile of its context, end tile, context length. No work if first = end.
+    begin: jax.Array  # [S] a row has the items begin .. begin + count - 1
     count: jax.Array
 
 
@@ -87,17 +77,13 @@ class Pieces:
 
     A piece is one launch row's C tokens for one query head. With few heads per KV head, a tile
     holds several launch rows of a sequence; with many, a launch row takes several tiles.
-
-    Attributes:
-        chunk, group: C, a divisor of 64, and G.
     """
 
-    chunk: int
-    group: int
+    chunk: int  # C, a divisor of 64
+    group: int  # G
 
     @property
     def per_tile(self) -> int:
-        """Pieces of a tile."""
         return TILE_ROWS // self.chunk
 
     @property
@@ -140,33 +126,20 @@ def prompt_tiles(pages: Pages, pieces: Pieces, tile: int) -> jax.Array:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Limits of a launch's adapters, which size its lists.
-
-    Attributes:
-        adapters: distinct adapters of one launch.
-        rank: the largest rank of an adapter.
-        run: consecutive tokens that always share an adapter (1 in decode, C in prompts).
-    """
+    """Limits of a launch's adapters, which size its lists: distinct adapters, and their largest rank."""
 
     adapters: int
     rank: int
-    run: int = 1
+    run: int = 1  # consecutive tokens that always share an adapter (C in prompts)
 
 
 class Pairs(NamedTuple):
-    """The LoRA kernels' work list: pairs of a token tile and a tile of 64 rank units.
+    """The LoRA kernels' work list: pairs of a token tile and a tile of 64 rank units."""
 
-    Attributes:
-        blocks: [tiles * blocks per tile] of the unit tiles, ordered by projection.
-        owners: [tiles * 64] owner of each row of a unit tile. A block of fewer than 8 units has rows of zeros.
-        work: [N, 2] token tile, first entry of `blocks`. The first starts[-1] items are valid.
-        starts: [projections * token tiles + 1] first pair of each (projection, token tile).
-    """
-
-    blocks: jax.Array
-    owners: jax.Array
-    work: jax.Array
-    starts: jax.Array
+    blocks: jax.Array  # [tiles * blocks per tile] of the unit tiles, ordered by projection
+    owners: jax.Array  # [tiles * 64] of each row of a unit tile; a block of fewer than 8 units has rows of zeros
+    work: jax.Array  # [N, 2] token tile, first entry of `blocks`; the first starts[-1] items are valid
+    starts: jax.Array  # [projections * token tiles + 1] first pair of each (projection, token tile)
 
 
 def token_tile(tokens: int) -> int:

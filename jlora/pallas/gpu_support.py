@@ -1,14 +1,10 @@
-"""GPUs, CUDA versions, pools and unit layouts that the NVIDIA kernels support.
+"""GPUs, CUDA versions, pools and unit layouts that the NVIDIA kernels support. Plain arithmetic.
 
-Plain arithmetic, used before anything is allocated. Each refusal is the reason if XLA must serve an op.
-
-- The kernels use `wgmma`, which only compute capability 9.0 (Hopper: H100, H200) has: not an A100 (8.0),
-  nor a B200 (10.0).
+- The kernels use `wgmma`, which only compute capability 9.0 (Hopper: H100, H200) has.
 - The compilers of CUDA 12.8 to 12.9.0 miscompile causal masks of such kernels. jax reports its CUDA
   version without the patch level, so all of 12.9 is refused, as in jax's own kernels.
 - One bulk copy takes a chunk of all units of a block, so 2, 4, ... or 64 units must fill a block.
-  `fit_units` widens a projection's units to the next width that satisfies this. Llama-2-7B needs no
-  change; in Llama-3-8B k and v grow from 3 slots to 4, and the MLP from 9 to 16.
+  `fit_units` widens a projection's units to the next width that satisfies this.
 - Copies and tensor cores take 8 rows at once, so a block of fewer units has additional rows of zeros.
 """
 
@@ -33,15 +29,10 @@ WIDTHS = (64, 128)  # of a head, and of a chunk of a unit
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A GPU's capability and CUDA version.
+    """A GPU's capability and CUDA version."""
 
-    Attributes:
-        capability: for example "9.0", or "gfx942" for AMD; empty if unknown.
-        cuda: 1000 * major + 10 * minor version; 0 if unknown.
-    """
-
-    capability: str = ""
-    cuda: int = 0
+    capability: str = ""  # for example "9.0", or "gfx942" for AMD; empty if unknown
+    cuda: int = 0  # 1000 * major + 10 * minor version; 0 if unknown
 
     @classmethod
     def of(cls, device: Any) -> Gpu:

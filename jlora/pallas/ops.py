@@ -59,46 +59,28 @@ Psum = Callable[[jax.Array], jax.Array] | None
 
 
 class Pages(NamedTuple):
-    """Where the KV of S rows is.
+    """Where the KV of S rows is."""
 
-    Attributes:
-        table: [S, W] block ids; entries past a row's length are ignored.
-        lengths: [S] tokens of context including this launch's; 0 for a padding row.
-        starts: [S] position of the row's first token.
-    """
-
-    table: Array
-    lengths: Array
-    starts: Array
+    table: Array  # [S, W] block ids; entries past a row's length are ignored
+    lengths: Array  # [S] tokens of context including this launch's; 0 for a padding row
+    starts: Array  # [S] position of the row's first token
 
 
 class ActiveBlocks(NamedTuple):
-    """One projection's adapter blocks of this launch: entries start .. stop - 1 of the lists.
+    """One projection's adapter blocks of this launch: entries start .. stop - 1 of the lists."""
 
-    Attributes:
-        blocks: [M] block ids.
-        owners: [M] the adapter index of each block.
-        start, stop: scalar int32.
-    """
-
-    blocks: Array
-    owners: Array
-    start: Array
+    blocks: Array  # [M] block ids
+    owners: Array  # [M] the adapter index of each block
+    start: Array  # int32, a scalar; so is stop
     stop: Array
 
 
 class Adapted(NamedTuple):
-    """A projection to which adapters are added.
+    """A projection to which adapters are added."""
 
-    Attributes:
-        base: [T, b] this shard's slice of the base product.
-        active: the projection's adapter blocks; all projections of a call share the lists.
-        unit: the layout of its rank units.
-    """
-
-    base: Array
-    active: ActiveBlocks
-    unit: UnitLayout
+    base: Array  # [T, b] this shard's slice of the base product
+    active: ActiveBlocks  # the projection's; all projections of a call share the lists
+    unit: UnitLayout  # the layout of its rank units
 
 
 class Attention(Protocol):
@@ -138,7 +120,7 @@ class Lora(Protocol):
             Per projection [T, b] in its base's dtype. A token without an adapter keeps its base
             bit for bit. Without active blocks the op reads and computes nothing.
         Raises:
-            ConfigError: on TPU, not even the smallest tiles of this launch fit the chip's vector memory.
+            ConfigError: like `Attention`.
         """
         ...
 
@@ -149,8 +131,7 @@ class WriteKV(Protocol):
     def __call__(self, pool: jax.Array, rows: jax.Array, slots: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         """Writes k, v [T, K, H] at pool[rows[t], slots[t]], in place when the pool is donated.
 
-        Args:
-            rows: [T] pool rows (block + l * P), distinct as pairs with slots; rows outside the pool are dropped.
+        Rows [T] are block + l * P, distinct as pairs with slots. Rows outside the pool are dropped.
         """
         ...
 

@@ -1,8 +1,5 @@
 """Block sizes of the TPU kernels, by chip and shape, from `tiles.json`.
 
-    chip = chip_of("TPU v5 lite")
-    chip.lora(shape), chip.attention(shape)
-
 `tiles.json` holds the chips' fast memories, a default for each op, and the sizes that
 `jlora doctor tune` measured by chip and shape. A lookup halves the sizes until the kernel's windows
 and buffers fit the chip's vector memory.
@@ -12,12 +9,13 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from typing import Any
 
 from jlora.errors import ConfigError
+from jlora.layout import BYTES, PoolLayout
 
 LANES, SUBLANES = 128, 16
 BUDGET = 0.75  # share of the vector memory for windows and buffers; the compiler needs the rest
@@ -45,22 +43,23 @@ class AttentionTiles:
 
 @dataclass(frozen=True, slots=True)
 class LoraShape:
-    """Shape of a launch of the LoRA kernel.
+    """Shape of a launch of the LoRA kernel, by projection where it is a tuple."""
 
-    Attributes:
-        tokens: T.
-        a: input width; outputs: output width of each projection.
-        slots, per_block: slots per unit and units per block, of each projection.
-        slot_bytes, itemsize: of the pool.
-    """
-
-    tokens: int
-    a: int
-    outputs: tuple[int, ...]
-    slots: tuple[int, ...]
-    per_block: tuple[int, ...]
+    tokens: int  # T
+    a: int  # input width
+    outputs: tuple[int, ...]  # output widths
+    slots: tuple[int, ...]  # per unit
+    per_block: tuple[int, ...]  # units per block
     slot_bytes: int
     itemsize: int
+
+    @classmethod
+    def of(cls, layout: PoolLayout, group: Sequence[str], tokens: int) -> LoraShape:
+        """A launch of `tokens` tokens for a group of projections, on one shard."""
+        size, units = BYTES[layout.dtype], [layout.units[name] for name in group]
+        outputs, slots, per_block = (tuple(getattr(u, n) for u in units) for n in ("b", "slots", "per_block"))
+        slot = 2 * layout.kv_heads // layout.tp * layout.head_dim * size
+        return cls(tokens, units[0].a, outputs, slots, per_block, slot, size)
 
     @property
     def key(self) -> str:
@@ -79,7 +78,6 @@ class LoraShape:
         return 2 * self.slot_bytes * sum(u * s for u, s in zip(units, self.slots, strict=True))
 
     def vmem(self, tiles: LoraTiles) -> int:
-        """Bytes of vector memory that `tiles` need."""
         return self.windows(tiles) + self.buffers(tiles)
 
 
@@ -94,6 +92,13 @@ class AttentionShape:
     head_dim: int
     block_tokens: int
     itemsize: int
+
+    @classmethod
+    def of(cls, layout: PoolLayout, heads: int, rows: int, chunk: int) -> AttentionShape:
+        """A launch of `rows` rows of `chunk` tokens on one shard; `heads` is over all shards."""
+        shard_heads, kv_heads = heads // layout.tp, layout.kv_heads // layout.tp
+        size = BYTES[layout.dtype]
+        return cls(rows * chunk, chunk, shard_heads, kv_heads, layout.head_dim, layout.block_tokens, size)
 
     @property
     def key(self) -> str:

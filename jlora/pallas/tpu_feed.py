@@ -1,10 +1,5 @@
 """Copies tiles of adapter blocks from the pool into a TPU's vector memory, and reads them there.
 
-    Tile      the slots of each rank unit that a kernel fetches, and their layout
-    Products  the rows of a token tile that one product takes
-    Feed      starts and awaits a tile's copies; gives rows of all units, their owners, and the
-              products that use them
-
 A unit is rows of 128 numbers. A 32-bit sublane holds a pair of bfloat16 rows, so everything here
 counts 32-bit rows: 128 numbers in float32, 256 in bfloat16.
 """
@@ -29,22 +24,15 @@ NOBODY = -2  # owner of an unused unit; -1 is the base
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Layout of a tile of one projection's units in vector memory: `slots` of each unit, from `first` on.
-
-    Attributes:
-        slot_rows: rows of 128 numbers in a slot (2K).
-        blocks: pool blocks of a full tile.
-        units: units in the arithmetic; those behind the last fetched one are masked.
-        packing: rows in one 32-bit sublane.
-    """
+    """Layout of a tile of one projection's units in vector memory: `slots` of each unit, from `first` on."""
 
     unit: UnitLayout
-    slot_rows: int
+    slot_rows: int  # rows of 128 numbers in a slot (2K)
     first: int
     slots: int
-    blocks: int
-    units: int
-    packing: int
+    blocks: int  # pool blocks of a full tile
+    units: int  # in the arithmetic; those behind the last fetched one are masked
+    packing: int  # rows in one 32-bit sublane
 
     @classmethod
     def of(cls, unit: UnitLayout, pool: Any, units: int, first: int, slots: int) -> Tile:
@@ -70,20 +58,13 @@ class Tile:
 
 
 class Lists(NamedTuple):
-    """A launch's lists in scalar memory.
+    """A launch's lists in scalar memory."""
 
-    Attributes:
-        spans: [token tiles * P * 2] entries start .. stop - 1 of each token tile and projection.
-        met: [products * P * 2] the same for the rows of each product.
-        blocks, owners: [M].
-        place: [2] the layer's first pool row; the turn (two-kernel form only).
-    """
-
-    spans: Any
-    met: Any
-    blocks: Any
-    owners: Any
-    place: Any
+    spans: Any  # [token tiles * P * 2] entries start .. stop - 1 of each token tile and projection
+    met: Any  # [products * P * 2] the same for the rows of each product
+    blocks: Any  # [M]
+    owners: Any  # [M]
+    place: Any  # [2] the layer's first pool row; the turn (two-kernel form only)
 
 
 class Products(NamedTuple):
@@ -116,7 +97,6 @@ class Feed:
 
     @property
     def turns(self) -> Any:
-        """Number of tiles of blocks."""
         return lax.div(self.stop - self.start + (self.tile.blocks - 1), jnp.int32(self.tile.blocks))
 
     def count(self, turn: Any) -> Any:
@@ -128,7 +108,6 @@ class Feed:
         self._each(turn, lambda copy: copy.start())
 
     def wait(self, turn: Any) -> None:
-        """Waits for these copies."""
         self._each(turn, lambda copy: copy.wait())
 
     def products(self, turn: Any, tokens: int, product: Callable[[Any], None]) -> None:

@@ -89,13 +89,14 @@ def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tupl
     assert record["skipped"] == record["failed"] == []
     kernels = record["kernels"]
     attention, lora = ([r for r in kernels if ("B=" in r["case"]) is attends] for attends in (True, False))
-    assert len(lora) >= 2 and len(attention) >= 2 and all(row["ok"] is True for row in kernels)
+    assert len(lora) >= 1 and all(row["ok"] is True for row in lora)
+    assert len(attention) >= 2 and all("does not run on a CPU" in row["reason"] for row in attention)
     model = record["models"]["tiny128"]
     assert {row["case"] for row in model["steps"]} == {"decode 2 x 32", "prefill 64"}
     assert all(row["seconds"] > 0 and 0 < row["floor_share"] for row in model["steps"])
     assert len(model["adapters"]) == 4 and all(row["ratio"] > 0 for row in model["adapters"])
     by_kernel = {row["case"]: row for row in record["kernel_speed"]}
-    assert [row["ok"] for row in by_kernel.values() if "error" in row] == [True, True]
+    assert [row["ok"] for row in by_kernel.values() if "error" in row] == [True]
     assert record["device"]["platform"] == "cpu" and record["versions"]["jax"]
     assert "over the base (R4)" in said and "decode 2 x 32" in said
 
@@ -340,27 +341,27 @@ def test_tuning_keeps_the_fastest_of_what_compiles():
 def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.MonkeyPatch):
     result = tune.run(quick=True)
     (tuned,) = result["tiles"]["tuned"].values()
-    assert result["chip"] == "cpu" and len(tuned) == 2
-    assert [set(sizes) for sizes in tuned.values()] == [{"tokens", "rows", "units"}, {"kv_tokens", "queries"}]
+    assert result["chip"] == "cpu"
+    assert [set(sizes) for sizes in tuned.values()] == [{"tokens", "rows", "units"}]
     assert all(np.isfinite(t) and t > 0 for times in result["times"].values() for t in times.values())
     assert set(result["tiles"]["chips"]) >= {"TPU v5e", "TPU v6e"}
     # Read back from the file that it is written to, with sizes that nothing but this table has.
     table = json.loads(json.dumps(result["tiles"]))
-    lora, attention = table["tuned"]["cpu"].values()
+    rows = cases.SMALL_ATTENTION[0]
+    asked = AttentionShape.of(rows.layout, rows.spec.heads, len(rows.rows) + rows.padding, rows.chunk)
+    (lora,) = table["tuned"]["cpu"].values()
+    table["tuned"]["cpu"][asked.key] = {"kv_tokens": 48, "queries": 6}
     lora |= {"tokens": 48, "units": 16}
-    attention |= {"kv_tokens": 48, "queries": 6}
     default = chip_of("interpreter")
     monkeypatch.setattr(tiles, "load", lambda: table)
     chip = chip_of("interpreter")
     assert chip is not None and default is not None
-    case, rows = cases.SMALL_LORA[1], cases.SMALL_ATTENTION[0]
+    case = cases.SMALL_LORA[1]
     units = [case.layout.units[name] for name in case.group]
     parts = (tuple(getattr(unit, n) for unit in units) for n in ("b", "slots", "per_block"))
     spec = case.spec
     shape = LoraShape(case.count, case.input_width, *parts, 2 * spec.kv_heads * spec.head_dim * 4, 4)
     assert (chip.lora(shape).tokens, chip.lora(shape).units) == (48, 16) != (default.lora(shape).tokens, 16)
-    count = len(rows.rows) + rows.padding
-    asked = AttentionShape(count, rows.chunk, spec.heads, spec.kv_heads, spec.head_dim, rows.block_tokens, 4)
     assert (chip.attention(asked).kv_tokens, chip.attention(asked).queries) == (48, 6)
     assert default.attention(asked) != chip.attention(asked)
 

@@ -7,9 +7,10 @@ from dataclasses import replace
 import jax.numpy as jnp
 import pytest
 
-from jlora.pallas import gpu_checks, reference
+from jlora.doctor import checklist
+from jlora.doctor.checklist import LARGE, Sizes, checks
+from jlora.pallas import reference
 from jlora.pallas.cases import TINY
-from jlora.pallas.gpu_checks import LARGE, Sizes, checks
 from jlora.pallas.gpu_decode import DecodeTiles
 from jlora.pallas.gpu_ops import runtime_refusal
 from jlora.pallas.gpu_prefill import PrefillTiles
@@ -33,7 +34,7 @@ KINDS = ("decode: 2 runs", "few units", "no adapter", "in place")
 
 
 @pytest.mark.parametrize("check", [c for c in checks(SMALL) if any(k in c.name for k in KINDS)], ids=lambda c: c.name)
-def test_checks_pass_in_the_interpreter(check: gpu_checks.Check):
+def test_checks_pass_in_the_interpreter(check: checklist.Check):
     with _gpu.interpreted():
         finding = check.run()
     assert finding.passed, finding.seen
@@ -50,5 +51,5 @@ def test_a_wrong_result_is_found(monkeypatch: pytest.MonkeyPatch):
     right = reference.attention
     for error, passes in ((0.0, True), (0.1, False)):
         wrong = lambda *args, error=error: right(*args) + jnp.bfloat16(error)  # noqa: E731
-        monkeypatch.setattr(gpu_checks, "attention_op", lambda tiles, wrong=wrong: wrong)
+        monkeypatch.setattr(checklist, "attention_op", lambda tiles, wrong=wrong: wrong)
         assert checks(SMALL)[0].run().passed is passes

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jlora.doctor.checklist import room_of
 from jlora.pallas import reference
 from jlora.pallas.cases import TINY, TINY64, LoraCase, lora_inputs
-from jlora.pallas.gpu_checks import room_of
 from jlora.pallas.gpu_lora import LoraTiles, lora
 from jlora.pallas.gpu_ops import Limits, lora_op, runtime_refusal
 from jlora.pallas.gpu_plan import Room

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
+from jlora.doctor.checklist import room_of
 from jlora.pallas import reference
 from jlora.pallas.cases import TINY, AttentionCase, LoraCase, attention_inputs, attention_valid
-from jlora.pallas.gpu_checks import room_of
 from jlora.pallas.gpu_decode import DecodeTiles
 from jlora.pallas.gpu_lora import LoraTiles, lora
 from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal

@@ -19,11 +19,11 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.ragged_paged_attention import kernel
 
 from jlora.pallas import cases, reference
-from jlora.pallas.interpret import interpreted
 from jlora.pallas.ops import Adapted
 from jlora.pallas.tiles import Chip, chip_of
 from jlora.pallas.tpu_attention import TpuAttention, sequences
 from jlora.pallas.tpu_lora import TpuLora, entry_spans, product_rows
+from tests.pallas._interpret import interpreted
 from tests.pallas._tp import Shards
 
 FEW = ((0, 3), (-1, 2), (2, 3), (1, 4))  # tokens of a launch

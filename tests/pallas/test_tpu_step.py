@@ -17,13 +17,13 @@ from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
 from jlora.model.spec import PROJECTIONS
 from jlora.pallas import cases, reference
-from jlora.pallas.interpret import interpreted
 from jlora.pallas.ops import GROUPS, Ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 from jlora.pallas.tpu_attention import TpuAttention
 from jlora.pallas.tpu_lora import TpuLora
 from tests.pallas import _aot
+from tests.pallas._interpret import interpreted
 
 SPEC = replace(cases.TINY, width=512, mlp=512, heads=4, kv_heads=4, vocab=128, max_len=64)
 BLOCKS, TOKENS = 40, 16

@@ -1,13 +1,10 @@
-"""The checklist for the first run of the NVIDIA kernels on a GPU.
+"""Further checks of the NVIDIA kernels on a GPU.
 
-    for check in checks(LARGE):  print(check.name, check.run())
-
-The kernels were written without a GPU: the interpreter shows their arithmetic, the compiler their
-registers and instructions. This list checks the rest: numerics of the tensor cores and of the
-approximate exponential, races among the warps of a group (results that change from run to run),
-deadlocks (run the list under a watchdog), bulk copies at the end of an array, and whether the pool
-stays in place. Errors are against the float32 reference, absolute for attention and relative to the
-largest value for LoRA. The bounds are those of bfloat16 rounding.
+They check what neither the interpreter nor the compiler shows: numerics of the tensor cores, races
+among the warps of a group (results that change from run to run), deadlocks (the job is their
+watchdog), copies at the end of an array, and whether the pool stays in place. Errors are against the
+float32 reference, absolute for attention and relative to the largest value for LoRA. The bounds are
+those of bfloat16 rounding.
 """
 
 from __future__ import annotations
@@ -15,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jlora.doctor.checks import difference, launch
 from jlora.model.spec import ModelSpec
 from jlora.pallas import reference
 from jlora.pallas.cases import (
@@ -32,31 +30,53 @@ from jlora.pallas.cases import (
     attention_inputs,
     attention_valid,
     lora_inputs,
+    prompt_rows,
 )
 from jlora.pallas.gpu_decode import DecodeTiles
 from jlora.pallas.gpu_lora import lora
-from jlora.pallas.gpu_ops import GpuTiles, attention_op
+from jlora.pallas.gpu_ops import GpuTiles, attention_op, runtime_refusal
 from jlora.pallas.gpu_plan import Room
 from jlora.pallas.gpu_prefill import PrefillTiles
-from jlora.pallas.gpu_support import fit_units
+from jlora.pallas.gpu_support import fit_units, refusal_of
+from jlora.pallas.ops import Ops
+from jlora.pallas.reference import XLA
 
 ATTENTION_BOUND, LORA_BOUND = 0.02, 0.03
 
 
-@dataclass(frozen=True, slots=True)
-class Finding:
+class Finding(NamedTuple):
     """Whether a check passed (None: it could not run), and the number it found."""
 
     passed: bool | None
     seen: str
 
 
-@dataclass(frozen=True, slots=True)
-class Check:
+class Check(NamedTuple):
     """One line of the checklist."""
 
     name: str
     run: Callable[[], Finding]
+
+
+def checklist() -> list[Check]:
+    """The checks of this GPU, or the reason why there are none."""
+    if reason := runtime_refusal() or refusal_of(jax.devices()[0]):
+        return [Check("all", lambda: Finding(None, reason))]
+    return checks(LARGE)
+
+
+def checked(check: Check) -> dict[str, Any]:
+    """A row of the report."""
+    found = check.run()
+    return {"case": check.name, "ok": found.passed, "seen": found.seen}
+
+
+def ops_of(case: AttentionCase | LoraCase, tiles: GpuTiles) -> Ops:
+    """The kernels with these sizes."""
+    if isinstance(case, AttentionCase):
+        return replace(XLA, attention=attention_op(tiles))
+    room = room_of(case)
+    return replace(XLA, lora=lambda *args: lora(*args, room=room, tiles=tiles.lora))
 
 
 def room_of(case: LoraCase) -> Room:
@@ -67,32 +87,20 @@ def room_of(case: LoraCase) -> Room:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Sizes of the checks.
+    """Sizes of the checks."""
 
-    Attributes:
-        specs: models, bfloat16.
-        block_tokens: page sizes.
-        lengths: contexts of decode, in addition to those around the borders of pages and tiles.
-        prompts: lengths of prompts, in rows of 32 tokens.
-        repeats: runs whose results must be equal bit for bit.
-        steps: steps over which the pool must stay in place.
-        decode: tile sizes to try; one cuts contexts, and one does not.
-        prefill: tile sizes to try.
-    """
-
-    specs: tuple[ModelSpec, ...]
+    specs: tuple[ModelSpec, ...]  # bfloat16
     block_tokens: tuple[int, ...]
-    lengths: tuple[int, ...]
-    prompts: tuple[int, ...]
-    repeats: int
-    steps: int
-    decode: tuple[DecodeTiles, ...]
+    lengths: tuple[int, ...]  # contexts of decode, in addition to those around the borders of pages and tiles
+    prompts: tuple[int, ...]  # their lengths; rows have 32 tokens
+    repeats: int  # runs whose results must be equal bit for bit
+    steps: int  # over which the pool must stay in place
+    decode: tuple[DecodeTiles, ...]  # to try; one cuts contexts, and one does not
     prefill: tuple[PrefillTiles, ...]
 
 
-_WIDE = tuple(replace(spec, max_len=32768) for spec in (LLAMA3_8B, LLAMA2_7B))
 LARGE = Sizes(
-    specs=_WIDE,
+    specs=tuple(replace(spec, max_len=32768) for spec in (LLAMA3_8B, LLAMA2_7B)),
     block_tokens=(32, 64),
     lengths=(1000, 8192),
     prompts=(2048, 777, 31),
@@ -108,7 +116,7 @@ def checks(sizes: Sizes) -> list[Check]:
     found = [check for spec in sizes.specs for tokens in sizes.block_tokens for check in _of_pool(sizes, spec, tokens)]
     spec, tokens, tiles = sizes.specs[0], sizes.block_tokens[0], GpuTiles(sizes.decode[0])
     longest = AttentionCase("longest", spec, tokens, ((spec.max_len, 1), (5, 1)))
-    found.append(_attention(f"{spec.name} B={tokens} decode {spec.max_len} tokens", longest, tiles))
+    found.append(Check(f"{spec.name} B={tokens} decode {spec.max_len} tokens", partial(_compared, longest, tiles)))
     found.append(Check("the pool stays in place over steps", partial(_in_place, spec, tokens, tiles, sizes.steps)))
     return found
 
@@ -120,9 +128,9 @@ def _of_pool(sizes: Sizes, spec: ModelSpec, tokens: int) -> Iterator[Check]:
     decode = AttentionCase("decode", spec, tokens, tuple((n, 1) for n in edges), 1, frozenset(), 2)
     prompts = _prompts(sizes, spec, tokens)
     for tiles in sizes.decode:
-        yield _attention(f"{where} decode {tiles}", decode, GpuTiles(decode=tiles))
+        yield Check(f"{where} decode {tiles}", partial(_compared, decode, GpuTiles(decode=tiles)))
     for tiles in sizes.prefill:
-        yield _attention(f"{where} prompts {tiles}", prompts, GpuTiles(prefill=tiles))
+        yield Check(f"{where} prompts {tiles}", partial(_compared, prompts, GpuTiles(prefill=tiles)))
     for case in (decode, prompts):
         run = partial(_repeated, case, GpuTiles(sizes.decode[0], sizes.prefill[0]), sizes.repeats)
         yield Check(f"{where} {case.name}: {sizes.repeats} runs are equal", run)
@@ -131,19 +139,14 @@ def _of_pool(sizes: Sizes, spec: ModelSpec, tokens: int) -> Iterator[Check]:
     yield Check(f"{where} no adapter: the base, bit for bit", partial(_no_adapter, spec, tokens))
 
 
-def _attention(name: str, case: AttentionCase, tiles: GpuTiles) -> Check:
-    return Check(name, partial(_compared, case, tiles))
-
-
 def _prompts(sizes: Sizes, spec: ModelSpec, block_tokens: int) -> AttentionCase:
     """Several prompts in rows of 32 tokens, and a short row far into a context."""
     rows: list[tuple[int, int]] = []
-    continued = set()
+    continued: set[int] = set()
     for length in sizes.prompts:
-        for at in range(0, length, 32):
-            if at:
-                continued.add(len(rows))
-            rows.append((min(at + 32, length), min(32, length - at)))
+        prompt = prompt_rows(length, 0, 32)
+        continued.update(range(len(rows) + 1, len(rows) + len(prompt)))
+        rows += prompt
     rows.append((sizes.lengths[0], 5))
     return AttentionCase("prompts", spec, block_tokens, tuple(rows), 32, frozenset(continued), 1)
 
@@ -160,15 +163,12 @@ def _compared(case: AttentionCase, tiles: GpuTiles) -> Finding:
 def _repeated(case: AttentionCase, tiles: GpuTiles, repeats: int) -> Finding:
     args, run = attention_inputs(case), jax.jit(attention_op(tiles))
     # Compared on the device, because copying the results of a thousand runs takes long.
-    differs = jax.jit(lambda a, b: jnp.any(_bits(a) != _bits(b)).astype(jnp.int32))
+    bits = partial(lax.bitcast_convert_type, new_dtype=jnp.uint16)
+    differs = jax.jit(lambda a, b: jnp.any(bits(a) != bits(b)).astype(jnp.int32))
     first, unlike = run(*args), jnp.int32(0)
     for _ in range(repeats - 1):
         unlike += differs(first, run(*args))
     return Finding(int(unlike) == 0, f"{int(unlike)} of {repeats - 1} differ from the first")
-
-
-def _bits(x: jax.Array) -> jax.Array:
-    return lax.bitcast_convert_type(x, jnp.uint16)
 
 
 def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
@@ -189,33 +189,18 @@ def _lora_cases(spec: ModelSpec, block_tokens: int) -> list[LoraCase]:
 def _lora(case: LoraCase) -> Finding:
     inputs = lora_inputs(case)
     x, pool, first, projections, adapters = inputs
-    got = _adapted(case, inputs)
+    run, args = launch(case, ops_of(case, GpuTiles()), inputs)
     wide = [p._replace(base=p.base.astype(jnp.float32)) for p in projections]
     want = reference.lora(x.astype(jnp.float32), pool.astype(jnp.float32), first, wide, adapters)
-    error = max(_relative(a, b) for a, b in zip(got, want, strict=True))
+    error = difference(case, run(*args), want)  # NaN is not below the bound
     return Finding(error <= LORA_BOUND, f"largest error {error:.1e} of the largest value")
-
-
-def _adapted(case: LoraCase, inputs: tuple[Any, ...]) -> list[jax.Array]:
-    x, pool, first, projections, adapters = inputs
-
-    @jax.jit
-    def run(x, pool, bases):
-        parts = [p._replace(base=base) for p, base in zip(projections, bases, strict=True)]
-        return lora(x, pool, first, parts, adapters, room=room_of(case))
-
-    return run(x, pool, [p.base for p in projections])
-
-
-def _relative(got: jax.Array, want: jax.Array) -> float:
-    a, b = (np.asarray(y.astype(jnp.float32)) for y in (got, want))
-    return float(np.abs(a - b).max() / np.abs(b).max()) if np.isfinite(a).all() else float("inf")
 
 
 def _no_adapter(spec: ModelSpec, block_tokens: int) -> Finding:
     case = LoraCase("none", spec, block_tokens, ("q", "k", "v"), (), ((-1, 64),), fit=fit_units)
     inputs = lora_inputs(case)
-    pairs = zip(_adapted(case, inputs), inputs[3], strict=True)
+    run, args = launch(case, ops_of(case, GpuTiles()), inputs)
+    pairs = zip(run(*args), inputs[3], strict=True)
     equal = all(bool((y == projection.base).all()) for y, projection in pairs)
     return Finding(equal, "equal" if equal else "differs")
 
