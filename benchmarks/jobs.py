@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.checkpoints import ADAPTED, LLAMA_100M, TINY, write_adapter, write_model
+from jlora.loadgen.checkpoints import ADAPTED, LLAMA_100M, TINY, write_adapter, write_model
 from jlora.model.spec import ModelSpec
 
 

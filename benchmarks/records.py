@@ -13,7 +13,7 @@ import datetime
 import json
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from typing import Any
 import pandas as pd
 
 from jlora import machine
+from jlora.loadgen.rounds import Budget, JsonLines, Round, Side, measure
 from jlora.sim.outcome import rounded
-
-Sample = dict[str, Any]
 
 
 def environment(study: str) -> dict[str, Any]:
@@ -38,7 +37,7 @@ def environment(study: str) -> dict[str, Any]:
     }
 
 
-class Records:
+class Records(JsonLines):
     """The file of one study.
 
     Args:
@@ -46,49 +45,37 @@ class Records:
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any]):
-        self._path = path
-        lines = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-        self.settings = json.loads(json.dumps(settings, default=str))
-        if lines and lines[0].get("settings") == self.settings:
-            self.lines: list[Sample] = lines[1:]
-            return
-        self.lines = []
-        path.parent.mkdir(parents=True, exist_ok=True)
-        head = {"environment": environment(path.stem), "settings": self.settings}
-        path.write_text(json.dumps(head) + "\n")
+        super().__init__(path, settings, environment=environment(path.stem))
 
     def add(self, cell: str, side: str, round_: int, sample: Mapping[str, Any]) -> None:
         """Keeps one measurement, on disk too."""
-        line = {"cell": cell, "side": side, "round": round_, **rounded(dict(sample))}
-        self.lines.append(line)
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.append({"cell": cell, "side": side, "round": round_, **rounded(dict(sample))})
 
-    def of(self, cell: str) -> Cell:
-        """The rounds of one cell, for `runner.measure`."""
-        return Cell(self, cell)
+    def measure(self, cell: str, sides: Sequence[Side], budget: Budget) -> None:
+        """Measures a cell in interleaved rounds, after those that the file has."""
+        measure(Cell(self, cell), cell, sides, budget)
 
 
 @dataclass
 class Cell:
-    """One cell of a study as a journal: its finished rounds, {side: sample} each."""
+    """One cell of a study: its finished rounds."""
 
     records: Records
     name: str
-    rounds: list[dict[str, Sample]] = field(default_factory=list)
 
-    def __post_init__(self) -> None:
-        found: dict[int, dict[str, Sample]] = {}
+    @property
+    def rounds(self) -> Sequence[Round]:
+        found: dict[int, Round] = {}
         for line in self.records.lines:
             if line["cell"] == self.name:
                 found.setdefault(line["round"], {})[line["side"]] = line
-        self.rounds = [found[i] for i in sorted(found)]
+        return [found[i] for i in sorted(found)]
 
-    def add(self, finished: dict[str, Sample]) -> None:
+    def add(self, finished: Round) -> None:
         """Keeps a round."""
+        number = len(self.rounds)
         for side, sample in finished.items():
-            self.records.add(self.name, side, len(self.rounds), sample)
-        self.rounds.append(dict(finished))
+            self.records.add(self.name, side, number, sample)
 
 
 @dataclass(frozen=True)

@@ -1,33 +1,15 @@
-"""What a study is run with, and its interleaved rounds."""
+"""What a study is run with."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
-from benchmarks.records import Records, Sample
+from benchmarks.records import Records
 from jlora import machine
-
-
-@dataclass(frozen=True, slots=True)
-class Side:
-    """One of the things compared; `run` measures it once."""
-
-    name: str
-    run: Callable[[], Sample]
-
-
-@dataclass(frozen=True, slots=True)
-class Budget:
-    """`rounds` rounds. After the second, none begins that would end later than `minutes` after the start."""
-
-    rounds: int
-    minutes: float
+from jlora.loadgen.rounds import Budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +51,3 @@ class Options:
     def budget(self, rounds: int, quick: int = 2) -> Budget:
         """As the flags say; else `rounds`."""
         return Budget(self.rounds or (quick if self.quick else rounds), self.minutes)
-
-
-def measure(records: Records, cell: str, sides: Sequence[Side], budget: Budget) -> None:
-    """Runs every side of a cell once per round, in turn, until the budget is spent.
-
-    Only neighbours are compared, because a machine drifts. Finished rounds are in the records, so an
-    interrupted study continues after them.
-    """
-    journal = records.of(cell)
-    start, longest = time.monotonic(), 0.0
-    with tqdm(total=max(0, budget.rounds - len(journal.rounds)) * len(sides), desc=cell, unit="run") as bar:
-        while len(journal.rounds) < budget.rounds:
-            began = time.monotonic()
-            if len(journal.rounds) >= 2 and began - start + longest > budget.minutes * 60:
-                break
-            finished: dict[str, Sample] = {}
-            for side in sides:
-                bar.set_postfix_str(side.name)
-                finished[side.name] = side.run()
-                bar.update()
-            journal.add(finished)
-            longest = max(longest, time.monotonic() - began)

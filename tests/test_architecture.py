@@ -28,7 +28,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "engine": {"model", "pallas", "cache", "adapters"},
     "sim": {"engine.engine", "engine.loading", "engine.plan", "engine.ports", "engine.scheduler", "adapters", "cache"},
     "serve": {"engine", "model", "adapters", "cache"},
-    "loadgen": {"sim", "serve.flags", "serve.proto"},
+    "loadgen": {"sim", "serve.flags", "serve.proto", "model.hf_names"},
     "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim"},
     "demo": {"serve", "loadgen.server"},
 }

@@ -30,10 +30,10 @@ from benchmarks.micro import steps
 from benchmarks.micro.grove import MONITOR_S, Grove, Shape
 from benchmarks.micro.load import apart
 from benchmarks.micro.steps import StepLoad
-from benchmarks.records import Sample
 from benchmarks.runner import Options
 from jlora import machine
 from jlora.cache.tree import Origin
+from jlora.loadgen.rounds import Sample
 
 T = TypeVar("T")
 

@@ -14,9 +14,9 @@ import numpy as np
 
 from benchmarks.micro.grove import Grove, Shape
 from benchmarks.micro.load import apart
-from benchmarks.records import Sample
 from benchmarks.runner import Options
 from jlora import machine
+from jlora.loadgen.rounds import Sample
 from jlora.ports import Garbage, PythonGarbage, ServerGarbage
 
 SHAPE, QUICK_SHAPE = Shape(200_000, 100), Shape(1_500, 10)

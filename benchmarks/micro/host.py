@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from benchmarks.checkpoints import TINY
 from benchmarks.jobs import Plan, prepare
 from benchmarks.peers.ours import configure
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
 from jlora.engine.build import build
 from jlora.engine.engine import Engine
+from jlora.loadgen.checkpoints import TINY
+from jlora.loadgen.rounds import Sample, Side
 from jlora.types import Request, SamplingParams
 
 PROMPT = 16
@@ -57,7 +57,7 @@ def run(options: Options) -> None:
         ]
         for side in sides:
             side.run()  # not counted: first touches
-        measure(records, "rounds", sides, options.budget(5))
+        records.measure("rounds", sides, options.budget(5))
     finally:
         for engine in engines.values():
             engine.close()

@@ -23,10 +23,10 @@ from typing import Any, TypeVar
 import jax
 import numpy as np
 
-from benchmarks.checkpoints import LLAMA_100M, TINY, write_model
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
 from jlora.engine.device import uses_scan
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_model
+from jlora.loadgen.rounds import Sample, Side
 from jlora.model import checkpoint, sharding
 from jlora.model.spec import ModelSpec
 
@@ -44,7 +44,7 @@ def run(options: Options) -> None:
     homes = _write(spec, options.folder("load"))
     for tp in TPS:
         sides = [Side(form, lambda form=form, tp=tp: apart(load, homes[form], options.dtype, tp)) for form in FORMS]
-        measure(records, f"tp {tp}", sides, options.budget(5, quick=1))
+        records.measure(f"tp {tp}", sides, options.budget(5, quick=1))
     if len({line["checksum"] for line in records.lines}) > 1:
         raise RuntimeError("the two forms give different weights")
 

@@ -24,9 +24,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.checkpoints import LLAMA_100M, TINY
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY
+from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, reference
 from jlora.pallas.cases import LoraCase
@@ -68,7 +68,7 @@ def run(options: Options) -> None:
             ways = compared(spec, rank, batch, count)
             sides = [Side(name, lambda call=call: _time(call)) for name, call in ways.items()]
             cell = f"{batch.name}, {batch.adapters} of {count} adapters"
-            measure(records, cell, sides, options.budget(15))
+            records.measure(cell, sides, options.budget(15))
 
 
 def compared(spec: ModelSpec, rank: int, batch: Batch, registered: int) -> dict[str, Callable[[], Any]]:

@@ -9,10 +9,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from benchmarks.jobs import R1, R1_QUICK, Job, prepare
-from benchmarks.peers import peft
+from benchmarks.peers import hf
 from benchmarks.peers.ours import InProcess, configure
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
+from jlora.loadgen.rounds import Sample, Side
 
 HOWS = ("generate", "loop")
 
@@ -26,7 +26,7 @@ def run(options: Options) -> None:
     source = max(workload.jobs, key=lambda job: len(job.prompt)).prompt
     with ExitStack() as stack:
         engine = stack.enter_context(InProcess(configure(workload, options.dtype, options.settings)))
-        peer = stack.enter_context(peft.Peer(options, workload)) if options.peer_python else None
+        peer = stack.enter_context(hf.Peer(options, workload)) if options.peer_python else None
         sides: list[Side] = []
         for target, adapter in (("base", None), ("adapter", next(iter(workload.adapters)))):
             for length in prompts:
@@ -34,12 +34,12 @@ def run(options: Options) -> None:
                 sides += _sides(engine, peer, Job(0, prompt, 1 + tokens, adapter), f"{target} {length}")
         for side in sides:
             side.run()  # neither side pays for first touches
-        measure(records, "rounds", sides, options.budget(15))
+        records.measure("rounds", sides, options.budget(15))
         if peer is not None:
             records.add("once", "versions", 0, peer.versions)
 
 
-def _sides(engine: InProcess, peer: peft.Peer | None, job: Job, case: str) -> list[Side]:
+def _sides(engine: InProcess, peer: hf.Peer | None, job: Job, case: str) -> list[Side]:
     """jlora, then the peer both ways, on one case."""
 
     def ours() -> Sample:

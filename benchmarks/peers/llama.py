@@ -19,15 +19,15 @@ from typing import Any, Protocol
 
 import grpc
 
-from benchmarks.checkpoints import LLAMA_100M
 from benchmarks.jobs import R1_QUICK, Job, Plan, output_tokens, prepare
 from benchmarks.peers import llama_server
+from benchmarks.peers.hf import compare
 from benchmarks.peers.ours import OverGrpc, Run, request_of
-from benchmarks.peers.peft import compare
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
 from jlora import machine
 from jlora.errors import ConfigError
+from jlora.loadgen.checkpoints import LLAMA_100M
+from jlora.loadgen.rounds import Sample, Side
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 R2 = Plan(LLAMA_100M, requests=32, prompt_tokens=(16, 512), output_tokens=(8, 256))
@@ -88,7 +88,7 @@ def run(options: Options) -> None:
             play(connect[server], [jobs[:1] for jobs in cases["clients"]])  # neither pays for first touches
         names = [(server, case) for case in cases for server in connect]
         sides = [Side(f"{server} {case}", lambda s=server, c=case: ask(s, c)) for server, case in names]
-        measure(records, "rounds", sides, options.budget(5))
+        records.measure("rounds", sides, options.budget(5))
         for server, case in names:
             if f"{server} {case}" not in last:  # every round was finished before
                 ask(server, case)

@@ -6,9 +6,10 @@ from contextlib import ExitStack
 from typing import Any
 
 from benchmarks.jobs import R1, R1_QUICK, output_tokens, prepare
-from benchmarks.peers import peft
+from benchmarks.peers import hf
 from benchmarks.peers.ours import InProcess, OverGrpc, configure
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
+from jlora.loadgen.rounds import Side
 
 
 def run(options: Options) -> None:
@@ -18,8 +19,8 @@ def run(options: Options) -> None:
     records = options.records(f"throughput-{options.dtype}", settings)
     last: dict[str, Any] = {}
     with ExitStack() as stack:
-        peer = stack.enter_context(peft.Peer(options, workload)) if options.peer_python else None
-        batchings = peft.search(peer, workload.jobs) if peer else {}
+        peer = stack.enter_context(hf.Peer(options, workload)) if options.peer_python else None
+        batchings = hf.search(peer, workload.jobs) if peer else {}
         engine = stack.enter_context(InProcess(configure(workload, options.dtype, options.settings)))
 
         def ours() -> dict[str, Any]:
@@ -34,12 +35,12 @@ def run(options: Options) -> None:
 
         engine.run(workload.jobs[:2])  # neither side pays for first touches
         sides = [Side("jlora", ours), *([Side("peft", lambda: theirs("prompt"))] if peer else [])]
-        measure(records, "rounds", sides, options.budget(5))
+        records.measure("rounds", sides, options.budget(5))
         if peer is not None:
             records.add("once", "peft, clairvoyant", 0, theirs("output"))
             if "jlora" not in last:  # every round was finished before
                 ours()
-            outputs = peft.compare(peer.gap, workload.jobs, last["jlora"], last["peft"]["tokens"])
+            outputs = hf.compare(peer.gap, workload.jobs, last["jlora"], last["peft"]["tokens"])
             records.add("once", "outputs", 0, outputs)
             records.add("once", "versions", 0, peer.versions)
         records.add("once", "jlora, compiles after warm-up", 0, {"compiles": engine.compiles})

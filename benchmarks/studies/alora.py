@@ -25,13 +25,13 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import write_adapter, write_model
 from benchmarks.jobs import Job
 from benchmarks.peers.ours import InProcess
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.config import Config
+from jlora.loadgen.checkpoints import write_adapter, write_model
+from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
 
 SPEC = ModelSpec(
@@ -127,7 +127,7 @@ def run(options: Options) -> None:
             sides = [Side(side, lambda s=side, c=cell: bench.sample(c, s)) for side in (SHARED, ALONE)]
             for side in sides:
                 side.run()  # not counted: the first touch of programs and memory
-            measure(records, cell.name, sides, budget)
+            records.measure(cell.name, sides, budget)
 
 
 class Bench:

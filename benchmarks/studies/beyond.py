@@ -25,10 +25,10 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
-from benchmarks.records import Sample
 from benchmarks.runner import Options
 from benchmarks.studies.paper import GUESS, SPLITS, Case, Plan, Runs, Study, run_all, slowness
 from benchmarks.studies.peaks import find_best, rounded
+from jlora.loadgen.rounds import Sample
 from jlora.sim.clairvoyant import Clairvoyant
 
 OURS, BOUND = "jlora", Clairvoyant.name

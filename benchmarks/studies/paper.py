@@ -32,10 +32,11 @@ from typing import Any
 import numpy as np
 from tqdm import tqdm
 
-from benchmarks.records import Records, Sample
+from benchmarks.records import Records
 from benchmarks.runner import Options
 from benchmarks.studies.peaks import Bracket, find_best, find_peak, rounded
 from jlora import machine
+from jlora.loadgen.rounds import Sample
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, settled, simulate
 from jlora.sim.trace import Trace

@@ -31,16 +31,16 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.checkpoints import SMALL, write_adapter, write_model
 from benchmarks.local import EngineTarget
-from benchmarks.records import Sample
-from benchmarks.runner import Options, Side, measure
+from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.config import POLICIES, CacheConfig
 from jlora.engine.build import build
 from jlora.engine.engine import Engine
 from jlora.layout import PoolLayout
+from jlora.loadgen.checkpoints import SMALL, write_adapter, write_model
 from jlora.loadgen.player import Call, Pace, Player, answers, differing
+from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
 from jlora.sim import outcome
 from jlora.sim.trace import Facts, Trace, facts
@@ -102,7 +102,7 @@ def run(options: Options) -> None:
                     for side, policy in (*((p, p) for p in policies), (AGAIN, OURS))
                 }
                 sides = [Side(side, lambda e=engine, w=workload: w.sample(e)) for side, engine in engines.items()]
-                measure(records, cell.name, sides, budget)
+                records.measure(cell.name, sides, budget)
 
 
 class Workload:

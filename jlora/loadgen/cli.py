@@ -1,10 +1,14 @@
-"""`jlora bench serve`: plays a workload to running gRPC servers, in turn.
+"""`jlora bench serve`: plays a workload to gRPC servers, in turn.
 
     jlora bench serve --target 127.0.0.1:50051 --workload W3 --rate 5 --shrink 4
+    jlora bench serve --config ours=cache.policy=jlora --config lru=cache.policy=lru --shrink 2
     jlora bench serve --target old=host:50051 new=host:50052 --trace mine.csv --users 8
 
-All servers play the same trace, A B A B, each time from an empty prefix cache and the trace's own
-history (--keep-cache leaves the cache as it is). Prints tables, and writes JSON and a figure into --out.
+A --target runs already. A --config is started here, from a TOML file or from settings with commas
+between them (NAME= alone: the defaults). Without --model it serves a random model with random
+adapters, written into --work. All servers play the same trace, A B A B, each time from an empty
+prefix cache and the trace's own history (--keep-cache leaves the cache as it is). Prints tables, and
+writes JSON and a figure into --out. The same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -14,7 +18,6 @@ import asyncio
 import datetime
 import statistics
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -26,10 +29,11 @@ from tqdm import tqdm
 
 from jlora import machine
 from jlora.errors import ConfigError, JloraError
-from jlora.loadgen import report, trace
+from jlora.loadgen import report, sides, trace
 from jlora.loadgen.player import Pace, Player, differing
-from jlora.loadgen.sample import Sample, Slo, cache, known, sample
-from jlora.loadgen.server import GrpcTarget, Server, look
+from jlora.loadgen.rounds import Budget, Round, Sample, Side, Unfinished, measure
+from jlora.loadgen.sample import Slo, cache, known, sample
+from jlora.loadgen.server import GrpcTarget, Server
 from jlora.loadgen.trace import Limits
 from jlora.serve.flags import Parser
 from jlora.serve.proto import jlora_pb2 as pb
@@ -42,7 +46,8 @@ def main(argv: Sequence[str]) -> int:
     """Runs it; returns the exit code."""
     args = parser().parse(list(argv))
     try:
-        result = run(args)
+        with sides.servers(args) as servers:
+            result = run(args, servers)
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench serve: {e}", file=sys.stderr)
         return 1
@@ -56,7 +61,7 @@ def main(argv: Sequence[str]) -> int:
 def parser() -> Parser:
     """The flags of `jlora bench serve`."""
     made = Parser("jlora bench serve", __doc__ or "")
-    made.add_argument("--target", nargs="+", action="extend", required=True, metavar="[NAME=]HOST:PORT", help="servers")
+    sides.add_flags(made)
     made.add_argument(
         "--adapters", nargs="+", metavar="NAME", help="which of the server's (default: all but activated LoRAs)"
     )
@@ -72,29 +77,35 @@ def parser() -> Parser:
     return made
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
+def run(args: argparse.Namespace, servers: Mapping[str, Server]) -> dict[str, Any]:
     """Plays the trace to all servers in turn; returns what goes into the results file."""
-    servers = _servers(args.target)
     limits = limits_of(list(servers.values()), args.adapters)
     drawn = trace.draw(args, limits)
     models = trace.models(drawn, limits)
     first = next(iter(servers.values()))
     known_facts = facts(drawn, first.info.block_tokens, [first.adapters[name] for name in models])
     print(known_facts.text(drawn.name), flush=True)
-    rounds = _rounds(args, servers, drawn, models)
+    settings = {
+        "trace": trace.describe(args, drawn),
+        "sides": {name: server.describe() for name, server in servers.items()},
+        "adapters": models,
+        "slo": asdict(Slo(args.slo_ttft, args.slo_tpot)),
+        "pace": asdict(Pace(args.speed, args.timeout)),
+        "warmup_s": args.warmup,
+        "kept_cache": args.keep_cache,
+    }
+    journal = Unfinished(args.work / f"serve-{drawn.digest()}.jsonl", settings)
+    turns = [
+        Side(name, lambda s=server: asyncio.run(_play(args, s, drawn, models))) for name, server in servers.items()
+    ]
+    measure(journal, "rounds", turns, Budget(args.rounds or (5 if len(servers) > 1 else 1), args.minutes))
+    rounds = compared(journal.rounds)
+    journal.done()
     return {
         "benchmark": "serve",
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "command": machine.command("jlora bench"),
-        "settings": {
-            "trace": trace.describe(args, drawn),
-            "sides": {name: server.describe() for name, server in servers.items()},
-            "adapters": models,
-            "slo": asdict(Slo(args.slo_ttft, args.slo_tpot)),
-            "pace": asdict(Pace(args.speed, args.timeout)),
-            "warmup_s": args.warmup,
-            "kept_cache": args.keep_cache,
-        },
+        "settings": settings,
         "machine": machine.describe(),
         "versions": machine.versions(),
         "commit": machine.commit(),
@@ -104,39 +115,17 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _servers(targets: Sequence[str]) -> dict[str, Server]:
-    found: dict[str, Server] = {}
-    for text in targets:
-        name, equals, address = text.rpartition("=")
-        if ":" not in address:
-            raise ConfigError(f"--target {text}: must be HOST:PORT or NAME=HOST:PORT")
-        name = name if equals else address
-        if name in found:
-            raise ConfigError(f"--target {text}: another target has this name")
-        found[name] = asyncio.run(look(address))
-    return found
-
-
-def _rounds(
-    args: argparse.Namespace, servers: Mapping[str, Server], drawn: Trace, models: Sequence[str]
-) -> list[dict[str, Sample]]:
-    """Rounds of all servers, in turn; from the third on, only those that end within `--minutes`."""
-    done: list[dict[str, Sample]] = []
-    reference: dict[str, int] = {}  # the first run's answers: all others should give the same
-    start, longest = time.monotonic(), 0.0
-    while len(done) < (args.rounds or (5 if len(servers) > 1 else 1)):
-        began = time.monotonic()
-        if len(done) >= 2 and began - start + longest > 60 * args.minutes:
-            break
-        finished = {}
-        for name, server in servers.items():
-            found = asyncio.run(_play(args, server, drawn, models))
-            answers = found.pop("answers")
-            finished[name] = {**found, "different": differing(answers, reference)}
-            reference = {**answers, **reference}
-        done.append(finished)
-        longest = max(longest, time.monotonic() - began)
-    return done
+def compared(rounds: Sequence[Round]) -> list[Round]:
+    """The rounds with the number of answers that differ from the first run's, in place of the answers."""
+    reference: dict[str, int] = {}
+    made: list[Round] = []
+    for finished in rounds:
+        made.append({})
+        for side, run in finished.items():
+            plain = {key: value for key, value in run.items() if key != "answers"}
+            made[-1][side] = {**plain, "different": differing(run["answers"], reference)}
+            reference = {**run["answers"], **reference}
+    return made
 
 
 async def _play(args: argparse.Namespace, server: Server, drawn: Trace, models: Sequence[str]) -> Sample:

@@ -16,7 +16,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from jlora.loadgen.sample import Sample, known
+from jlora.loadgen.rounds import Sample
+from jlora.loadgen.sample import known
 
 LATE_S = 0.01  # a client that sends 1 % of the requests later than this adds to what it measures
 ADAPTERS = 20  # in the report; the JSON has all

@@ -15,7 +15,6 @@ from jlora.loadgen.player import Call, answers
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.sim import outcome
 
-Sample = dict[str, Any]  # one run in numbers
 QUANTILES = (50, 90, 95, 99)
 
 

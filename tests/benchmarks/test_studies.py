@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.records import Records, control, ratios, read
+from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from jlora.cli import main
 
@@ -62,7 +62,6 @@ def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 @pytest.mark.parametrize("name, sides", [("latency", 4), ("load", 2), ("alora", 2), ("policies", 4)])
 def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
     lines = study(tmp_path, name, "--minutes", "2")
@@ -83,8 +82,8 @@ def test_records_of_the_same_settings_go_on_and_others_begin_anew(tmp_path: Path
     path = tmp_path / "x.jsonl"
     first = Records(path, {"a": 1})
     for i, seconds in enumerate((2.0, 2.2, 2.0)):
-        first.of("c").add({"ours": {"seconds": seconds}, "theirs": {"seconds": 2 * seconds}})
-        assert len(Records(path, {"a": 1}).of("c").rounds) == i + 1
+        Cell(first, "c").add({"ours": {"seconds": seconds}, "theirs": {"seconds": 2 * seconds}})
+        assert len(Cell(Records(path, {"a": 1}), "c").rounds) == i + 1
     rows = read(path).rows
     assert ratios(rows, "theirs", "ours", "seconds").tolist() == [2.0, 2.0, 2.0]
     assert control(rows, "ours", "seconds") == pytest.approx((1.1 + 1 / 1.1) / 2)

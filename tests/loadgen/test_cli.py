@@ -1,11 +1,15 @@
-"""`jlora bench serve` for real: servers in processes of their own, two configurations in turn."""
+"""`jlora bench serve` for real: servers in processes of their own, configurations in turn."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import re
+import shlex
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,7 @@ from jlora import machine
 from jlora.cli import main as jlora
 from jlora.loadgen import cli, report
 from jlora.loadgen.player import Call
+from jlora.loadgen.rounds import Budget, Sample, Side, Unfinished, measure
 from jlora.loadgen.sample import Slo
 from jlora.loadgen.sample import sample as sampled
 from jlora.loadgen.server import ServerProcess, flags_of
@@ -42,14 +47,6 @@ def server(model: list[str]) -> Iterator[str]:
     process.stop()
 
 
-@pytest.fixture(scope="module")
-def other(model: list[str]) -> Iterator[str]:
-    """HOST:PORT of another."""
-    process = ServerProcess([*model, *flags_of({}, {"cache.policy": "lru"})])
-    yield process.address
-    process.stop()
-
-
 def run(tmp_path: Path, *argv: str) -> dict[str, Any]:
     """The JSON of one run."""
     assert jlora(["bench", "serve", *argv, "--out", str(tmp_path / "out")]) == 0
@@ -63,9 +60,13 @@ def trace(tmp_path: Path, *rows: str) -> str:
     return str(path)
 
 
-def test_two_servers_play_one_trace_in_turn(server: str, other: str, tmp_path: Path):
-    argv = ["--target", f"ours={server}", f"lru={other}", "--workload", "W3", "--shrink", "32", "--gap", "0.2"]
-    found = run(tmp_path, *argv, "--rate", "10", "--seconds", "3", "--speed", "2", "--rounds", "2")
+def test_a_running_server_and_one_started_here_play_one_trace_in_turn(model: list[str], server: str, tmp_path: Path):
+    paths = dict(pair.split("=") for flag, pair in pairwise(model) if flag == "--adapter")
+    settings = {**FEW_SHAPES, **{f"adapters.paths.{name}": path for name, path in paths.items()}}
+    argv = ["--target", f"ours={server}", "--config", "lru=cache.policy=lru", "--model", model[1]]
+    argv += ["--set", *(f"{key}={value}" for key, value in settings.items()), "--work", str(tmp_path)]
+    argv += ["--workload", "W3", "--shrink", "32", "--gap", "0.2", "--rate", "10", "--seconds", "3", "--speed", "2"]
+    found = run(tmp_path, *argv, "--rounds", "2")
     assert [list(r) for r in found["rounds"]] == [["ours", "lru"]] * 2
     sides = found["settings"]["sides"]
     assert sides["ours"]["config"]["cache.policy"] == "jlora" and sides["lru"]["config"]["cache.policy"] == "lru"
@@ -78,6 +79,44 @@ def test_two_servers_play_one_trace_in_turn(server: str, other: str, tmp_path: P
     assert found["summary"]["lru"]["control"] > 0
     assert found["machine"]["cores"] >= 1 and found["versions"]["jax"] and found["settings"]["trace"]["digest"]
     assert (tmp_path / "out" / "serve-W3-synthetic.png").exists()
+    assert not list(tmp_path.glob("serve-*.jsonl"))  # nothing is left to continue
+
+
+def test_a_random_model_and_its_adapters_are_written_and_served(tmp_path: Path):
+    file = tmp_path / "few.toml"
+    file.write_text("[engine]\nmax_seqs = 2\n")
+    argv = ["--config", f"few={file}", "--model", "random-tiny", "--random-adapters", "3", "--ranks", "2,4"]
+    argv += ["--set", "engine.max_step_tokens=8", "--work", str(tmp_path / "work")]
+    found = run(tmp_path, *argv, "--trace", trace(tmp_path, "0,20,4,a0,s", "0.1,10,6,a2,t", "0.2,10,3,,"))
+    side = found["settings"]["sides"]["few"]
+    assert side["model"] == "random-tiny" and side["config"]["engine.max_seqs"] == "2"
+    assert found["rounds"][0]["few"]["status"] == {"OK": 3} and found["settings"]["adapters"] == ["a0", "a2"]
+
+
+def test_the_command_of_the_results_page_is_understood():
+    page = Path(__file__).parents[2] / "docs" / "results" / "serve-W1.md"
+    found = re.search(r"`jlora bench serve ([^`]*)`", page.read_text())
+    assert found
+    args = cli.parser().parse(shlex.split(found[1]))
+    assert len(args.config) == 5 and "model.dtype=float32" in args.set and args.random_adapters == 50
+
+
+def test_an_interrupted_run_continues_after_its_finished_rounds(tmp_path: Path):
+    path, calls = tmp_path / "unfinished.jsonl", itertools.count(1)
+
+    def side() -> Sample:
+        if (number := next(calls)) == 4:
+            raise KeyboardInterrupt
+        return {"run": number}
+
+    both = [Side("a", side), Side("b", side)]
+    with pytest.raises(KeyboardInterrupt):
+        measure(Unfinished(path, {"x": 1}), "", both, Budget(3, 60))
+    path.write_text(path.read_text() + '{"a": {"ru')  # a process that died while it wrote
+    journal = Unfinished(path, {"x": 1})
+    measure(journal, "", both, Budget(3, 60))
+    assert journal.rounds == [{"a": {"run": n}, "b": {"run": n + 1}} for n in (1, 5, 7)]
+    assert Unfinished(path, {"x": 1}).rounds == journal.rounds and not Unfinished(path, {"x": 2}).rounds
 
 
 def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: Path):
@@ -111,12 +150,16 @@ def test_users_in_a_closed_loop_do_not_overrun_it(server: str, tmp_path: Path):
 @pytest.mark.parametrize(
     "argv, says",
     [
-        (["127.0.0.1"], "must be HOST:PORT"),
-        (["127.0.0.1:1"], "no jlora server at 127.0.0.1:1"),
+        (["--target", "127.0.0.1"], "must be HOST:PORT"),
+        (["--target", "127.0.0.1:1"], "no jlora server at 127.0.0.1:1"),
+        (["--target", "a=127.0.0.1:1", "--config", "a="], "two sides have one name"),
+        (["--config", "a"], "--config a: must be NAME=FILE.toml or NAME=section.key=value,..."),
+        (["--config", "a=max_seqs=4"], "setting 'max_seqs=4' must be section.key=value"),
+        ([], "nothing to measure"),
     ],
 )
-def test_a_wrong_target_is_one_clear_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
-    assert jlora(["bench", "serve", "--target", *argv]) == 1
+def test_a_wrong_side_is_one_clear_line(argv: list[str], says: str, capsys: pytest.CaptureFixture[str]):
+    assert jlora(["bench", "serve", *argv]) == 1
     err = capsys.readouterr().err
     assert says in err and "Traceback" not in err
 

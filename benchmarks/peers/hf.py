@@ -1,6 +1,6 @@
 """R1 and R1b: jlora against transformers + PEFT on the CPU, same weights, prompts and threads.
 
-The peer lives in another interpreter (`peft_process.py`), so that each side has the Python and the
+The peer lives in another interpreter (`hf_process.py`), so that each side has the Python and the
 packages that suit it; only one of them works at a time. For R1 the peer gets its best static
 batches: a probe of every batch size and cache, then the fastest by extrapolation. Requests go
 into batches in order of prompt length, which a server knows. Ordered by output length, which
@@ -36,7 +36,7 @@ class Peer:
     """The other process; every call blocks until it has answered."""
 
     def __init__(self, options: Options, workload: Workload):
-        script = Path(__file__).with_name("peft_process.py")
+        script = Path(__file__).with_name("hf_process.py")
         self._process = subprocess.Popen(
             [options.peer_python, str(script)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
         )
@@ -48,7 +48,7 @@ class Peer:
         return self
 
     def ask(self, op: str, **fields: Any) -> dict[str, Any]:
-        """One command of `peft_process.py`.
+        """One command of `hf_process.py`.
 
         Raises:
             RuntimeError: the peer ended; its reason is on standard error.
