@@ -23,7 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("talk to a running server", "jlora.serve.console:chat"),
     "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
     "convert": ("write a model in the form that loads fastest", "jlora.cli:convert"),
-    "bench": ("measure a running server; from a checkout, run a study", "jlora.cli:bench"),
+    "bench": ("measure servers under load; from a checkout, run a study", "jlora.cli:bench"),
     "doctor": ("check and measure this accelerator", "jlora.doctor.cli:main"),
     "sim": ("simulate cache policies on hardware that you name", "jlora.cli:simulate"),
     "demo": ("start the built-in model with its adapters and show them at work", "jlora.demo.run:main"),
@@ -41,7 +41,7 @@ jlora COMMAND --help shows a command's flags; jlora --version the version."""
 BENCH: Mapping[str, str] = {"serve": "jlora.loadgen.cli:main", "workloads": "jlora.loadgen.workloads:main"}
 BENCH_USAGE = """usage: jlora bench COMMAND [flags]
 
-  serve      play a workload to running servers, in turn
+  serve      play a workload to servers, in turn
   workloads  print what the workloads are like
 
 The studies behind docs/results (throughput, latency, policies, ...) are no part of the package.
