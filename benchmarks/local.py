@@ -47,9 +47,10 @@ class EngineTarget:
         name = next(self._ids)
         sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True)
         request = Request(name, tuple(prompt), sampling, model or None, tenant=turn.tenant)
-        inbox = self._inboxes[name] = asyncio.Queue()
+        inbox, handle = asyncio.Queue(), None
+        self._inboxes[name] = inbox
         try:
-            self._engine.submit(request)
+            handle = self._engine.submit(request)
             while True:
                 event = await inbox.get()
                 yield Part([event.token_id] if event.token_id is not None else [], event.usage, event.timing)
@@ -59,7 +60,8 @@ class EngineTarget:
             raise Failed(type(e).__name__, str(e)) from e
         finally:
             del self._inboxes[name]
-            self._engine.abort(name)  # a request that timed out; the end of any other is known already
+            if handle is not None:
+                self._engine.abort(handle)  # a request that timed out; the end of any other is known already
 
     async def settled(self) -> None:
         """Waits until nothing runs and no copy is under way."""

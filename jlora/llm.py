@@ -248,6 +248,7 @@ class LLM:
         inbox: _Inbox = queue.SimpleQueue()
         waiting = deque(range(len(requests)))
         live: dict[int, Answer] = {}
+        handles: dict[int, Future[int]] = {}
         settings = self._replica.info.config.engine
         room = settings.max_queue + settings.max_seqs  # completions
         pause_s, again = 0.01, 0.0  # when the queue was full: no earlier than `again`
@@ -257,7 +258,7 @@ class LLM:
                     i = waiting.popleft()
                     room -= requests[i].sampling.n
                     live[i] = Answer(requests[i], self.tokenizer, self._replica.info.eos_ids)
-                    self._submit(i, requests[i], inbox)
+                    handles[i] = self._submit(i, requests[i], inbox)
                 if not live:
                     time.sleep(pause_s)
                     continue
@@ -270,7 +271,7 @@ class LLM:
                 else:
                     deltas, stops = live[i].push(came)
                     for stop in stops:
-                        self._replica.stop(requests[i].id, *stop)
+                        self._replica.stop(handles[i].result(), *stop)
                     yield i, deltas, live[i].ended
                     if not live[i].ended:
                         continue
@@ -278,14 +279,16 @@ class LLM:
                 room += requests[i].sampling.n
         finally:
             for i in live:
-                self._replica.abort(requests[i].id)
+                self._replica.abort_named(requests[i].id, requests[i].tenant)
 
-    def _submit(self, i: int, request: Request, inbox: _Inbox) -> None:
+    def _submit(self, i: int, request: Request, inbox: _Inbox) -> Future[int]:
         def refused(submitted: Future[int]) -> None:
             if (error := submitted.exception()) is not None:
                 inbox.put((i, error))
 
-        self._replica.submit(request, lambda events: inbox.put((i, events))).add_done_callback(refused)
+        submitted = self._replica.submit(request, lambda events: inbox.put((i, events)))
+        submitted.add_done_callback(refused)
+        return submitted
 
     def _receive(self, inbox: _Inbox) -> tuple[int, list[TokenEvent] | BaseException]:
         while True:

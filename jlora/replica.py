@@ -71,20 +71,24 @@ class Replica(Protocol):
                 aborts its request.
 
         Returns:
-            A handle. `abort` and `stop` with it never touch a later request of the same id.
+            A handle: the replica's own name for the request, never used again.
 
         Fails with:
             NotFound: no such adapter. InvalidArgument: the prompt does not invoke its activated LoRA.
-            AlreadyExists: a live request has this id. ResourceExhausted: see `Scheduler.submit`.
+            AlreadyExists: a live request of the tenant has this id. ResourceExhausted: see `Scheduler.submit`.
             Unavailable: the replica drains.
         """
         ...
 
-    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
+    def abort(self, handle: int) -> Future[bool]:
         """Ends a request and frees its blocks. False: it is not live."""
         ...
 
-    def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
+    def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:
+        """The same for a tenant's request by its id, submitted or still on its way; answers at once."""
+        ...
+
+    def stop(self, handle: int, index: int, outputs: int) -> Future[None]:
         """Ends one completion after `outputs` tokens: a front found a stop string there."""
         ...
 

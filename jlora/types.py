@@ -67,7 +67,7 @@ class Request:
     """One validated request, as the engine takes it.
 
     Attributes:
-        id: unique among live requests.
+        id: the client's name for it, unique among the live requests of its tenant.
         adapter: None is the base model.
         priority: higher runs first; equal priorities run nearly in order of arrival (`jlora.engine.admission`).
         bypass_prefix_cache: the request neither reads KV from the prefix cache nor leaves KV there.
@@ -131,7 +131,8 @@ class Timing:
 class TokenEvent:
     """One output token of a submitted request, or the end of one completion; fields as in `Delta`.
 
-    `token_id` is None on a final event without a token (an abort).
+    `token_id` is None on a final event without a token (an abort). `handle` is the engine's own name for
+    the request: see `jlora.replica.Replica.submit`.
     """
 
     request_id: str
@@ -142,6 +143,7 @@ class TokenEvent:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     timing: Timing | None = None
+    handle: int = -1
 
 
 @dataclass(frozen=True, slots=True)

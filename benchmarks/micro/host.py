@@ -70,16 +70,15 @@ def _measure(engine: Engine, load: Load, adapters: list[str]) -> Sample:
     count = load.running + load.queued
     requests = [replace(like, id=f"host-{i}", adapter=adapters[i % len(adapters)]) for i in range(count)]
     prompt_tokens = engine.stats().prompt_tokens + load.running * PROMPT
-    for request in requests:
-        engine.submit(request)
+    handles = [engine.submit(request) for request in requests]
     while engine.stats().prompt_tokens < prompt_tokens:
         engine.step()
     before = engine.stats()
     for _ in range(load.steps):
         engine.step()
     after = engine.stats()
-    for request in reversed(requests):  # the queue first, or it would move up
-        engine.abort(request.id)
+    for handle in reversed(handles):  # the queue first, or it would move up
+        engine.abort(handle)
     while engine.busy:
         engine.step()
     host = after.host_step_s * after.steps - before.host_step_s * before.steps

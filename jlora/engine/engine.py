@@ -128,7 +128,7 @@ class Engine:
     # -- requests ---------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
-        """Raises what `submit` raises, except for a full queue and an id in use."""
+        """Raises what `submit` raises, except for a full queue."""
         self._fitted(request, self._origin(request))
 
     def submit(self, request: Request, arrived: float | None = None) -> int:
@@ -139,7 +139,6 @@ class Engine:
         Raises:
             NotFound, InvalidArgument: see `AdapterRegistry.resolve`.
             ResourceExhausted: the pool can never hold it beside its adapter, or the queue is full.
-            AlreadyExists: a live request has this id.
         """
         origin = self._origin(request)
         fitted = self._fitted(request, origin)
@@ -148,15 +147,15 @@ class Engine:
         self._registry.touch(origin.adapter.uid, arrived)
         return handle
 
-    def abort(self, request_id: str, handle: int | None = None) -> bool:
+    def abort(self, handle: int) -> bool:
         """Ends a request and frees its blocks at once; whether it was live."""
-        ended = self._scheduler.abort(request_id, self._clock(), handle)
+        ended = self._scheduler.abort(handle, self._clock())
         self._ended += ended
         return bool(ended)
 
-    def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> None:
+    def stop(self, handle: int, index: int, outputs: int) -> None:
         """Ends one completion after `outputs` tokens: its text has a stop string there."""
-        self._ended += self._scheduler.stop(request_id, index, outputs, self._clock(), handle)
+        self._ended += self._scheduler.stop(handle, index, outputs, self._clock())
 
     def prefetch(self, request: Request) -> PrefetchResult:
         """A hint: starts the copies that the request would need, over idle blocks and an idle link."""

@@ -45,7 +45,8 @@ class LocalReplica(Replica):
         self._system = system
         self._commands: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
         self._waits: list[_Wait] = []
-        self._sinks: dict[str, tuple[Sink, set[int]]] = {}  # by request: sink, completions still open
+        self._live: dict[int, _Live] = {}  # by handle; only the engine's thread
+        self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
         self._work = threading.Event()
         self._beat = system.clock()
         self._draining = False
@@ -74,25 +75,37 @@ class LocalReplica(Replica):
         return self.between_steps(lambda: self._engine.check(request))
 
     def submit(self, request: Request, sink: Sink) -> Future[int]:
-        arrived = self._system.clock()
-        request = self._searched(request)
+        arrived, searched = self._system.clock(), self._searched(request)
+        live = _Live((request.tenant, request.id), sink, set(range(request.sampling.n)))
+        if self._names.setdefault(live.name, live) is not live:  # it lives, or its last event is not out yet
+            return _failed(AlreadyExists(f"request_id {request.id!r} is in use by a live request"))
 
         def admit() -> int:
             if self._draining:
                 raise Unavailable("the server is draining and takes no new requests")
-            if request.id in self._sinks:  # ended, but its last event is not out yet
-                raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
-            handle = self._engine.submit(request, arrived)
-            self._sinks[request.id] = (sink, set(range(request.sampling.n)))
-            return handle
+            live.handle = self._engine.submit(searched, arrived)
+            self._live[live.handle] = live
+            return live.handle
 
-        return self.between_steps(admit)
+        def refused(submitted: Future[int]) -> None:
+            if submitted.cancelled() or submitted.exception() is not None:
+                del self._names[live.name]
 
-    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
-        return self.between_steps(lambda: self._engine.abort(request_id, handle))
+        submitted = self.between_steps(admit)
+        submitted.add_done_callback(refused)
+        return submitted
 
-    def stop(self, request_id: str, index: int, outputs: int, handle: int | None = None) -> Future[None]:
-        return self.between_steps(lambda: self._engine.stop(request_id, index, outputs, handle))
+    def abort(self, handle: int) -> Future[bool]:
+        return self.between_steps(lambda: self._engine.abort(handle))
+
+    def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:
+        live = self._names.get((tenant, request_id))
+        if live is not None:  # its submission, if it has not run, runs first
+            self.between_steps(lambda: live.handle is not None and self._engine.abort(live.handle))
+        return _done(live is not None)
+
+    def stop(self, handle: int, index: int, outputs: int) -> Future[None]:
+        return self.between_steps(lambda: self._engine.stop(handle, index, outputs))
 
     def prefetch(self, request: Request) -> Future[PrefetchResult]:
         request = self._searched(request)
@@ -237,21 +250,22 @@ class LocalReplica(Replica):
         self._refuse_commands()
         for wait in self._waits:
             wait.future.set_exception(self._refusal())
-        sinks, self._sinks = self._sinks, {}
-        for request_id, (sink, open_) in sinks.items():
-            _deliver(sink, [TokenEvent(request_id, i, None, finish_reason="abort") for i in sorted(open_)])
+        ended, self._live = self._live, {}
+        for live in ended.values():
+            del self._names[live.name]
+            _deliver(live.sink, [TokenEvent(live.name[1], i, None, finish_reason="abort") for i in sorted(live.open)])
 
     def _send(self, events: Iterable[TokenEvent]) -> None:
-        by_request: dict[str, list[TokenEvent]] = {}
+        by_request: dict[int, list[TokenEvent]] = {}
         for event in events:
-            by_request.setdefault(event.request_id, []).append(event)
-        for request_id, batch in by_request.items():
-            sink, open_ = self._sinks[request_id]
-            open_.difference_update(e.index for e in batch if e.finish_reason is not None)
-            if not open_:
-                del self._sinks[request_id]
-            if not _deliver(sink, batch):
-                self._engine.abort(request_id)
+            by_request.setdefault(event.handle, []).append(event)
+        for handle, batch in by_request.items():
+            live = self._live[handle]
+            live.open.difference_update(e.index for e in batch if e.finish_reason is not None)
+            if not live.open:
+                del self._live[handle], self._names[live.name]
+            if not _deliver(live.sink, batch):
+                self._engine.abort(handle)
 
     def _searched(self, request: Request) -> Request:
         """The request with its activation, found on the caller's thread: a long prompt takes milliseconds."""
@@ -295,6 +309,16 @@ class LocalReplica(Replica):
         return Unavailable(why)
 
 
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request from its submission to its last event."""
+
+    name: tuple[str, str]  # tenant and id
+    sink: Sink
+    open: set[int]  # completions that have not ended
+    handle: int | None = None  # None: the engine does not have it yet
+
+
 @dataclass(slots=True)
 class _Wait:
     """A future that a look on the engine's thread answers once it finds something."""
@@ -323,6 +347,18 @@ def _settle(future: Future, command: Callable[[], object]) -> None:
         future.set_exception(e)
     else:
         future.set_result(result)
+
+
+def _done(result: T) -> Future[T]:
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
 
 
 def _running() -> Future[Any]:

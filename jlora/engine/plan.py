@@ -66,6 +66,11 @@ class Sequence:
         return self.order - (self.request.priority << ORDER_BITS)
 
     @property
+    def handle(self) -> int:
+        """The engine's name for its request, never used again: the order of the request's first completion."""
+        return self.order if self.leader is None else self.leader.order
+
+    @property
     def prompt_len(self) -> int:
         return len(self.request.prompt)
 

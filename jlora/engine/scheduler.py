@@ -28,10 +28,11 @@ from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.admission import Admission
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
-from jlora.errors import AlreadyExists, QueueFull, ResourceExhausted
+from jlora.errors import QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 PLACE = attrgetter("place")
+DEADLINES = 64  # of ended requests that are kept beside those of twice as many live ones
 
 
 class Scheduler:
@@ -52,13 +53,13 @@ class Scheduler:
         self.loading: list[Sequence] = []  # hold a lease; their copies are under way, or no slot is free
         self.preemptions = 0
         self.queue = Admission(manager, config)
-        self._requests: dict[str, list[Sequence]] = {}
+        self._requests: dict[int, list[Sequence]] = {}  # live ones, by handle: their unfinished completions
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
         self._ahead: dict[Sequence, None] = {}  # run before their adapter has landed (a dict as an ordered set)
         self._seeds = seeds or random.Random(0)  # of requests that name none
         self._planned: float | None = None  # when the last step was, if it had work
-        self._deadlines: list[tuple[float, int, list[Sequence]]] = []  # heap; an ended request's list is empty
+        self._deadlines: list[tuple[float, int]] = []  # heap of handles; some of requests that have ended
 
     # -- requests in and out ----------------------------------------------------------------
 
@@ -83,15 +84,12 @@ class Scheduler:
         Args:
             activation: position of the prompt's first token that an activated LoRA acts on.
         Returns:
-            Its handle: unlike the id, never used again (see `abort`).
+            Its handle: unlike the id, which is the client's affair, never used again.
         Raises:
-            AlreadyExists: a live request has this id.
             QueueFull: the queue has no room now.
             ResourceExhausted: the queue can never hold it. Whether the pool can is for the caller to check.
         """
         sampling = request.sampling
-        if request.id in self._requests:
-            raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
         limit = self.config.max_queue
         if sampling.n > limit:
             raise ResourceExhausted(f"n = {sampling.n}: must be at most engine.max_queue = {limit}")
@@ -105,36 +103,29 @@ class Scheduler:
             if sampling.prompt_logprobs is not None and index == 0:
                 sequence.prompt_logprobs = [None]
             leader = leader or sequence
-            self._requests.setdefault(request.id, []).append(sequence)
+            self._requests.setdefault(leader.order, []).append(sequence)
             self.queue.enqueue(sequence)
         assert leader is not None
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, leader.order, self._requests[request.id]))
+            heapq.heappush(self._deadlines, (request.deadline, leader.order))
         return leader.order
 
-    def abort(self, request_id: str, now: float, handle: int | None = None) -> list[TokenEvent]:
-        """Ends a request at once.
+    def abort(self, handle: int, now: float) -> list[TokenEvent]:
+        """Ends a request at once; the final events of its unfinished completions, none if it is not live."""
+        return [self._finish(s, "abort", now) for s in self._unfinished(handle)]
 
-        Args:
-            handle: end it only if it is this one, not a later request under the same id.
-        Returns:
-            The final events of its unfinished completions; none if it is not live.
-        """
-        return [self._finish(s, "abort", now) for s in self._find(request_id, handle)]
-
-    def stop(
-        self, request_id: str, index: int, outputs: int, now: float, handle: int | None = None
-    ) -> list[TokenEvent]:
+    def stop(self, handle: int, index: int, outputs: int, now: float) -> list[TokenEvent]:
         """The front found a stop string after `outputs` tokens: ends that completion."""
-        found = [s for s in self._find(request_id, handle) if s.index == index]
-        return [self._finish(s, "stop", now, outputs=outputs) for s in found]
+        return [self._finish(s, "stop", now, outputs=outputs) for s in self._unfinished(handle) if s.index == index]
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Aborts requests whose deadline has passed."""
         events: list[TokenEvent] = []
         while self._deadlines and self._deadlines[0][0] <= now:
-            sequences = heapq.heappop(self._deadlines)[2]
-            events += [self._finish(s, "abort", now) for s in list(sequences)]
+            events += self.abort(heapq.heappop(self._deadlines)[1], now)
+        if len(self._deadlines) > 2 * self.live + DEADLINES:  # most are of requests that have ended
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
+            heapq.heapify(self._deadlines)
         return events
 
     def can_pin(self, adapter: AdapterNode) -> bool:
@@ -198,10 +189,9 @@ class Scheduler:
 
     # -- inside -----------------------------------------------------------------------------
 
-    def _find(self, request_id: str, handle: int | None) -> list[Sequence]:
+    def _unfinished(self, handle: int) -> list[Sequence]:
         """The unfinished completions of a live request."""
-        found = self._requests.get(request_id, [])
-        return [s for s in found if handle is None or (s.leader or s).order == handle]
+        return list(self._requests.get(handle, ()))
 
     def _plan_decode(self) -> list[Work]:
         decode: list[Work] = []
@@ -315,7 +305,8 @@ class Scheduler:
         sequence.first_token = sequence.first_token or now
         outputs = len(sequence.tokens) - sequence.prompt_len
         prompt_logprobs = tuple(sequence.prompt_logprobs) if outputs == 1 and sequence.prompt_logprobs else None
-        event = TokenEvent(sequence.request.id, sequence.index, token, logprob, prompt_logprobs)
+        name = sequence.request.id
+        event = TokenEvent(name, sequence.index, token, logprob, prompt_logprobs, handle=sequence.handle)
         reason = self._reason(sequence, token, outputs)
         if reason is None:
             return event
@@ -335,15 +326,14 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.queue.dequeue(sequence)
-        siblings = self._requests[sequence.request.id]
+        name, handle = sequence.request.id, sequence.handle
+        siblings = self._requests[handle]
         siblings.remove(sequence)
         if not siblings:
-            del self._requests[sequence.request.id]
+            del self._requests[handle]
         count = len(sequence.tokens) - sequence.prompt_len if outputs is None else outputs
-        usage = Usage(sequence.prompt_len, sequence.cached, count)
-        return TokenEvent(
-            sequence.request.id, sequence.index, None, finish_reason=reason, usage=usage, timing=_timing(sequence, now)
-        )
+        usage, timing = Usage(sequence.prompt_len, sequence.cached, count), _timing(sequence, now)
+        return TokenEvent(name, sequence.index, None, None, None, reason, usage, timing, handle)
 
 
 def _timing(s: Sequence, now: float) -> Timing:

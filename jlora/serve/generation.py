@@ -63,7 +63,7 @@ class Generation:
         self._request = request
         self._inbox = Inbox(eager)
         self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
-        self._handle: int | None = None
+        self._handle = -1  # the replica's, once it is submitted
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
 
     async def __aenter__(self) -> Self:
@@ -78,18 +78,18 @@ class Generation:
 
     async def __aexit__(self, *_: object) -> None:
         if not self._answer.ended:
-            self._replica.abort(self._request.id, self._handle)  # nothing to wait for: the client has gone
+            self._replica.abort(self._handle)  # nothing to wait for: the client has gone
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
-            self._replica.abort(self._request.id, submitted.result())
+            self._replica.abort(submitted.result())
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """New deltas, as soon as there are some. Raises DeadlineExceeded if the deadline ended the request."""
         while not self._answer.ended:
             deltas, stops = self._answer.push(await self._inbox.get())
             for index, outputs in stops:
-                self._replica.stop(self._request.id, index, outputs, self._handle)
+                self._replica.stop(self._handle, index, outputs)
             if self._answer.ended:
                 self._finish()
             if deltas:

@@ -178,7 +178,8 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id: is empty, must name a live request")
-        return pb.AbortResponse(aborted=await asyncio.wrap_future(self._backend.loaded.abort(request.request_id)))
+        aborted = self._backend.loaded.abort_named(request.request_id, request.tenant)
+        return pb.AbortResponse(aborted=await asyncio.wrap_future(aborted))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))

@@ -41,6 +41,7 @@ class Bench:
         self.delay = delay
         self.events: list[TokenEvent] = []
         self.plans: list[StepPlan] = []
+        self.handles: dict[str, int] = {}
         self._in_flight: StepPlan | None = None
         self._link: list[tuple[int, Copy]] = []  # (step at which it lands, copy)
 
@@ -54,7 +55,16 @@ class Bench:
         fields = {k: kwargs.pop(k) for k in ("priority", "bypass_prefix_cache", "deadline") if k in kwargs}
         adapter, activation = kwargs.pop("adapter", self.manager.base), kwargs.pop("activation", None)
         params = SamplingParams(max_tokens=max_tokens, **kwargs)
-        self.scheduler.submit(Request(name, tuple(tokens), params, **fields), adapter, self.now, activation)
+        request = Request(name, tuple(tokens), params, **fields)
+        self.handles[name] = self.scheduler.submit(request, adapter, self.now, activation)
+
+    def abort(self, name: str) -> list[TokenEvent]:
+        return self.scheduler.abort(self.handles[name], self.now)
+
+    @property
+    def deadlines(self) -> int:
+        """How many the scheduler keeps."""
+        return len(self.scheduler._deadlines)
 
     def step(self) -> None:
         self.now += self.step_s

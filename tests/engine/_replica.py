@@ -32,8 +32,8 @@ class Waiting:
     def submit(self, request: Request, sink: Sink) -> int:
         return self.replica.submit(request, sink).result(60)
 
-    def abort(self, request_id: str, handle: int | None = None) -> bool:
-        return self.replica.abort(request_id, handle).result(60)
+    def abort(self, request_id: str, tenant: str = "") -> bool:
+        return self.replica.abort_named(request_id, tenant).result(60)
 
     def prefetch(self, request: Request) -> PrefetchResult:
         return self.replica.prefetch(request).result(60)

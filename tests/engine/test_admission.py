@@ -128,7 +128,7 @@ def test_the_queue_keeps_its_order_whatever_leaves_it():
     for index in range(30):
         bench.submit(f"q{index}", 3, max_tokens=1, priority=index % 3)
     for index in range(0, 30, 4):
-        bench.scheduler.abort(f"q{index}", bench.now)
+        bench.abort(f"q{index}")
     left = [index for index in range(30) if index % 4]
     assert bench.scheduler.waiting == len(left)
     bench.finish()

@@ -24,6 +24,32 @@ class Sink:
             self.ended.set()
 
 
+def test_tenants_share_ids_and_a_request_on_its_way_can_be_aborted_by_its_own(tiny_model: Path):
+    settings = {"model.path": str(tiny_model), "engine.max_seqs": 2, "engine.warmup": False}
+    service = Running(config.load(None, settings))
+    long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    sinks = {tenant: Sink() for tenant in ("red", "blue")}
+    try:
+        with service.paused():  # the submissions wait for the engine's thread
+            for tenant, sink in sinks.items():
+                service.replica.submit(Request("same", (3, 4, 5), long, tenant=tenant), sink)
+            again = service.replica.submit(Request("same", (3, 4, 5), long, tenant="red"), Sink())
+            assert isinstance(again.exception(0), AlreadyExists)
+            aborted = [service.replica.abort_named("same", tenant).result(0) for tenant in ("red", "green")]
+            assert aborted == [True, False]
+            cancelled = service.replica.submit(Request("late", (3, 4, 5), long), Sink())
+            assert cancelled.cancel()
+        assert all(sink.ended.wait(60) for sink in sinks.values())
+        ends = {tenant: sink.events[-1].finish_reason for tenant, sink in sinks.items()}
+        assert ends == {"red": "abort", "blue": "length"}
+        for name in ("same", "late"):  # both ids are free again
+            sink = Sink()
+            service.submit(Request(name, (3, 4), long, tenant="red" if name == "same" else ""), sink)
+            assert sink.ended.wait(60)
+    finally:
+        service.stop()
+
+
 def test_an_id_used_again_right_after_its_abort_disturbs_nobody(tiny_model: Path):
     settings = {
         "model.path": str(tiny_model),

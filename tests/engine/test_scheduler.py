@@ -6,7 +6,8 @@ import pytest
 
 from jlora.cache.inspect import state
 from jlora.cache.manager import CacheManager
-from jlora.errors import AlreadyExists, ResourceExhausted
+from jlora.engine.scheduler import DEADLINES
+from jlora.errors import ResourceExhausted
 from jlora.types import Request, SamplingParams
 from tests.cache._books import evict_all
 from tests.engine._bench import EOS, Bench, counted, work
@@ -96,10 +97,10 @@ def test_abort_frees_blocks_at_once_and_ends_every_completion():
     bench.submit("a", 9, max_tokens=50, n=2)
     for _ in range(4):
         bench.step()
-    events = bench.scheduler.abort("a", bench.now)
+    events = bench.abort("a")
     assert sorted((e.index, e.finish_reason) for e in events) == [(0, "abort"), (1, "abort")]
     assert state(bench.manager, 1).hbm.running_kv == 0
-    assert bench.scheduler.abort("a", bench.now) == []
+    assert bench.abort("a") == []
     bench.finish()
 
 
@@ -108,7 +109,7 @@ def test_abort_of_a_waiting_request_leaves_the_queue_in_order():
     for name in "abc":
         bench.submit(name, 3, max_tokens=1)
     bench.step()
-    bench.scheduler.abort("b", bench.now)
+    bench.abort("b")
     assert bench.scheduler.waiting == 1
     bench.finish()
     assert [e.request_id for e in bench.events if e.token_id is not None] == ["a", "c"]
@@ -136,14 +137,33 @@ def test_a_deadline_never_reaches_a_later_request_of_the_same_id():
     assert bench.scheduler.live == 1
 
 
-def test_a_late_abort_or_stop_by_handle_spares_a_later_request_of_the_same_id():
+def test_deadlines_of_ended_requests_are_forgotten():
+    bench = Bench()
+    bench.submit("lives", 3, max_tokens=40, deadline=1e9)
+    most = 0
+    for index in range(10_000):
+        bench.submit(f"d{index}", 3, deadline=1e6 + index)
+        bench.abort(f"d{index}")
+        bench.scheduler.expire(bench.now)
+        most = max(most, bench.deadlines)
+    assert most <= DEADLINES + 3
+    for index in range(1000):  # many at once
+        bench.submit(f"e{index}", 3, deadline=1e6 + index)
+    for index in range(1000):
+        bench.abort(f"e{index}")
+    bench.scheduler.expire(bench.now)
+    assert bench.deadlines == 1
+    assert [event.request_id for event in bench.scheduler.expire(1e9)] == ["lives"]
+
+
+def test_a_late_abort_or_stop_spares_a_later_request_of_the_same_id():
     bench = Bench()
     first = bench.scheduler.submit(Request("x", (3, 4), SamplingParams(max_tokens=1)), bench.manager.base, 0.0)
     bench.finish()
     second = bench.scheduler.submit(Request("x", (3, 4), SamplingParams(max_tokens=9)), bench.manager.base, 0.0)
     assert first != second
-    assert bench.scheduler.abort("x", 1.0, first) == [] and bench.scheduler.stop("x", 0, 1, 1.0, first) == []
-    assert len(bench.scheduler.abort("x", 1.0, second)) == 1
+    assert bench.scheduler.abort(first, 1.0) == [] and bench.scheduler.stop(first, 0, 1, 1.0) == []
+    assert len(bench.scheduler.abort(second, 1.0)) == 1
 
 
 def test_a_pin_that_would_strand_a_live_request_is_refused():
@@ -160,15 +180,13 @@ def test_a_front_that_found_a_stop_string_gets_its_own_token_count():
     bench.submit("a", 3, max_tokens=50)
     for _ in range(5):
         bench.step()
-    (event,) = bench.scheduler.stop("a", 0, 2, bench.now)
+    (event,) = bench.scheduler.stop(bench.handles["a"], 0, 2, bench.now)
     assert event.finish_reason == "stop" and event.usage is not None and event.usage.completion_tokens == 2
 
 
-def test_a_full_queue_and_a_duplicate_are_refused_and_disturb_nothing():
+def test_a_full_queue_is_refused_and_disturbs_nothing():
     bench = Bench(blocks=8, max_queue=2, max_seqs=1)
     bench.submit("a", 3)
-    with pytest.raises(AlreadyExists, match="'a'"):
-        bench.submit("a", 3)
     bench.submit("b", 3)
     with pytest.raises(ResourceExhausted, match="queue is full: 2 waiting, limit 2"):
         bench.submit("c", 3)
@@ -251,7 +269,7 @@ def test_an_abort_while_its_copies_are_on_the_way_leaves_nothing_behind():
     bench.submit("gone", 9, adapter=node)
     bench.step()
     assert bench.scheduler.loading and bench.manager.flying
-    bench.scheduler.abort("gone", bench.now)
+    bench.abort("gone")
     bench.manager.kill(node)
     assert 1 in bench.manager.adapters  # its blocks are being written
     bench.finish()

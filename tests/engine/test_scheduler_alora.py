@@ -142,7 +142,7 @@ def test_a_request_that_waits_on_its_way_can_be_aborted():
     bench.submit("gone", 11, **check)
     for _ in range(4):
         bench.step()
-    bench.events += bench.scheduler.abort("gone", bench.now)
+    bench.events += bench.abort("gone")
     bench.finish()
     assert bench.tokens("a") == list(range(21, 25)) and bench.tokens("gone") == []
 

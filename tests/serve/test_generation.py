@@ -39,10 +39,10 @@ class Noted:
         self.deadlines += [] if asked.deadline is None else [asked.deadline]
         return self._replica.submit(asked, sink)
 
-    def abort(self, request_id: str, handle: int | None = None) -> Future[bool]:
+    def abort(self, handle: int) -> Future[bool]:
         if self._deaf:
             return Future()
-        done = self._replica.abort(request_id, handle)
+        done = self._replica.abort(handle)
         done.add_done_callback(lambda _: self.aborted.append(time.monotonic()))
         return done
 
@@ -77,11 +77,11 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(served: Served, method
 def test_a_call_that_is_cancelled_while_it_is_submitted_is_aborted_then():
     submitted: Future[int] = Future()
     submitted.set_running_or_notify_cancel()  # the engine's thread has taken the command
-    aborts: list[tuple[str, int | None]] = []
+    aborts: list[int] = []
     replica: Any = SimpleNamespace(
         info=SimpleNamespace(eos_ids=()),
         submit=lambda asked, sink: submitted,
-        abort=lambda *which: aborts.append(which),
+        abort=aborts.append,
     )
 
     async def enter() -> None:
@@ -96,7 +96,7 @@ def test_a_call_that_is_cancelled_while_it_is_submitted_is_aborted_then():
             await call
         assert not aborts
         submitted.set_result(7)
-        assert aborts == [("r", 7)]
+        assert aborts == [7]
 
     asyncio.run(cancelled())
 

@@ -171,6 +171,27 @@ def test_abort_ends_with_what_there_is(served: Served):
         served.control.Abort(pb.AbortRequest())
 
 
+def test_each_tenant_has_its_own_request_ids(served: Served):
+    """A live id of another tenant is neither in the way nor within reach."""
+    streams = {
+        tenant: served.inference.GenerateStream(request("Hello", LONG, request_id="same", tenant=tenant))
+        for tenant in ("red", "blue", "")
+    }
+    for stream in streams.values():
+        next(stream)
+    for tenant in streams:
+        with refused(CODE.ALREADY_EXISTS, "request_id 'same'"):
+            served.generate(request("Hello", request_id="same", tenant=tenant))
+    for request_id, tenant in (("same", "green"), ("other", "red"), ("same", "r")):
+        assert not served.control.Abort(pb.AbortRequest(request_id=request_id, tenant=tenant)).aborted
+    for tenant, stream in streams.items():
+        live = served.stats().live_requests
+        assert served.control.Abort(pb.AbortRequest(request_id="same", tenant=tenant)).aborted
+        assert list(stream)[-1].outputs[0].finish_reason == "abort"
+        wait_until(lambda live=live: served.stats().live_requests == live - 1)
+    served.check_idle()
+
+
 def test_a_live_request_id_cannot_be_used_twice(served: Served):
     stream = served.inference.GenerateStream(request("Hello", 200, request_id="twice"))
     next(stream)

@@ -429,10 +429,12 @@ class CacheState(_message.Message):
     def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
-    __slots__ = ("request_id",)
+    __slots__ = ("request_id", "tenant")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    TENANT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
-    def __init__(self, request_id: _Optional[str] = ...) -> None: ...
+    tenant: str
+    def __init__(self, request_id: _Optional[str] = ..., tenant: _Optional[str] = ...) -> None: ...
 
 class AbortResponse(_message.Message):
     __slots__ = ("aborted",)
