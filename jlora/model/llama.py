@@ -119,7 +119,7 @@ class Shard(NamedTuple):
         return lax.dynamic_update_slice(x, part, at)
 
 
-# layer: an int if layers are unrolled, a traced scalar if they are scanned.
+# layer: a traced int32 scalar.
 # attend(carry, layer, q [T,N,H], k [T,K,H], v [T,K,H]) -> (carry, out [T,N,H])
 Attend = Callable[[Any, Any, jax.Array, jax.Array, jax.Array], tuple[Any, jax.Array]]
 # adapt(carry, layer, x [T,in], products) -> products with the adapters added
@@ -187,9 +187,10 @@ def over_layers(
         return carry, _mlp(spec, w, index, carry, x, joints)
 
     if isinstance(run.layers, list):
+        traced_once = jax.jit(layer)  # XLA inlines the calls, so the program is the unrolled one
         for offset, w in enumerate(run.layers):
             # Orders a layer's pool reads before the next layer's write; otherwise XLA copies the pool.
-            state = lax.optimization_barrier(layer(state, w, run.first + offset))
+            state = lax.optimization_barrier(traced_once(state, w, jnp.int32(run.first + offset)))
         return state
 
     def body(state, index):
