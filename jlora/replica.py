@@ -42,10 +42,11 @@ class ReplicaInfo:
 
 @dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One snapshot of a replica's cache and counters."""
+    """One snapshot of a replica's cache and counters; `longest_gap_s` is between two steps, in the last minute."""
 
     cache: CacheState
     stats: EngineStats
+    longest_gap_s: float
 
 
 class Replica(Protocol):
@@ -108,8 +109,8 @@ class Replica(Protocol):
         """Pins an adapter and waits for its copy, or unpins it. Fails with NotFound, ResourceExhausted."""
         ...
 
-    def adapters(self) -> Future[list[AdapterInfo]]:
-        """Every adapter in service, in order of name."""
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        """The adapters in service in order of name: those behind the name `after`, at most `most`."""
         ...
 
     def adapter(self, name: str) -> Future[AdapterInfo]:

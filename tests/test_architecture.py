@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jlora"
 
 # Open to every room: records and constants, without jax.
-SHARED = {"types", "config", "errors", "validation", "layout", "model.spec", "machine", "ports", "replica"}
+SHARED = {"types", "config", "errors", "validation", "gaps", "layout", "model.spec", "machine", "ports", "replica"}
 
 # Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -41,6 +41,7 @@ NO_JAX = {
     "config",
     "errors",
     "validation",
+    "gaps",
     "layout",
     "model.spec",
     "ports",

@@ -144,5 +144,7 @@ class AdapterRegistry:
     def by_uid(self, uid: int) -> Record:
         return self._by_uid[uid]
 
-    def all(self) -> list[Record]:
-        return [self._by_name[name] for name in sorted(self._by_name)]
+    def all(self, after: str = "", most: int | None = None) -> list[Record]:
+        """In order of name: those behind the name `after`, at most `most`."""
+        names = sorted(name for name in self._by_name if name > after)
+        return [self._by_name[name] for name in names[:most]]

@@ -107,6 +107,11 @@ class Engine:
         """When the last step that compiled was dispatched; 0 if none has. Any thread may ask."""
         return self._runner.compiled_at
 
+    @property
+    def host_s(self) -> float:
+        """Seconds that steps have taken since start, without waits for the device and for copies."""
+        return self._counts.host_s
+
     def rest(self) -> None:
         """Pauses until a copy lands, for `WAIT_S` at most."""
         self._swapper.wait(WAIT_S)

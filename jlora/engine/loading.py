@@ -185,10 +185,10 @@ class Adapters:
         """Raises NotFound."""
         return self._registry.get(name).info(self._clock())
 
-    def all(self) -> list[AdapterInfo]:
-        """In order of name."""
+    def all(self, after: str = "", most: int | None = None) -> list[AdapterInfo]:
+        """In order of name: those behind the name `after`, at most `most`."""
         now = self._clock()
-        return [record.info(now) for record in self._registry.all()]
+        return [record.info(now) for record in self._registry.all(after, most)]
 
     def invocation(self, name: str) -> tuple[int, ...]:
         """An activated LoRA's invocation tokens; () for another adapter or an unknown name. Any thread may ask."""

@@ -21,6 +21,7 @@ from jlora.config import Config
 from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
 from jlora.errors import AlreadyExists, Unavailable
+from jlora.gaps import Gaps
 from jlora.ports import System
 from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, PrefetchResult, Request, TokenEvent
@@ -49,6 +50,7 @@ class LocalReplica(Replica):
         self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
         self._work = threading.Event()
         self._beat = system.clock()
+        self._gaps = Gaps(system.clock)
         self._draining = False
         self._stopping = False
         self._failed = False
@@ -148,8 +150,8 @@ class LocalReplica(Replica):
             self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name)
         )
 
-    def adapters(self) -> Future[list[AdapterInfo]]:
-        return self.between_steps(self._engine.adapters.all)
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        return self.between_steps(lambda: self._engine.adapters.all(after, most))
 
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self.between_steps(lambda: self._engine.adapters.get(name))
@@ -170,7 +172,8 @@ class LocalReplica(Replica):
     # -- the cache, counters, life ------------------------------------------------------------
 
     def state(self) -> Future[ReplicaState]:
-        return self.between_steps(lambda: ReplicaState(self._engine.cache_state(), self._engine.stats()))
+        engine, gaps = self._engine, self._gaps
+        return self.between_steps(lambda: ReplicaState(engine.cache_state(), engine.stats(), gaps.longest()))
 
     def flush_cache(self) -> Future[int]:
         return self.between_steps(self._engine.flush_cache)
@@ -219,12 +222,13 @@ class LocalReplica(Replica):
                 self._beat = self._system.clock()
                 self._obey()
                 if self._engine.busy:
-                    self._send(self._engine.step())
-                    self._system.garbage.after_step()
+                    waited = self._step()
+                    self._gaps.note(self._system.clock() - self._beat - waited)
                     continue
                 self._system.garbage.idle()
                 self._engine.tend()
                 self._answer_waits()
+                self._gaps.note(self._system.clock() - self._beat)
                 if self._engine.copying:
                     self._engine.rest()
                 elif self._work.wait(IDLE_S):
@@ -233,6 +237,16 @@ class LocalReplica(Replica):
             log.exception("the engine failed; every live request is aborted")
             self._failed = True
         self._end()
+
+    def _step(self) -> float:
+        """One step and its events; the seconds in which it waited for the device and for copies."""
+        engine, clock = self._engine, self._system.clock
+        began, before = clock(), engine.host_s
+        events = engine.step()
+        waited = clock() - began - (engine.host_s - before)
+        self._send(events)
+        self._system.garbage.after_step()
+        return waited
 
     def _obey(self) -> None:
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""

@@ -39,11 +39,23 @@ async def look(address: str, timeout_s: float = 10.0) -> Server:
     async with grpc.aio.insecure_channel(address) as channel:
         try:
             info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
-            listed = await rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest(), timeout=timeout_s)
+            listed = [adapter async for adapter in _adapters(rpc.AdaptersStub(channel), timeout_s)]
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"no jlora server at {address}: {e.code().name}: {e.details()}") from e
-    activated = frozenset(adapter.name for adapter in listed.adapters if adapter.alora_invocation_tokens)
-    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed.adapters}, activated)
+    activated = frozenset(adapter.name for adapter in listed if adapter.alora_invocation_tokens)
+    return Server(address, info, {adapter.name: adapter.blocks for adapter in listed}, activated)
+
+
+async def _adapters(stub: rpc.AdaptersStub, timeout_s: float) -> AsyncIterator[pb.AdapterInfo]:
+    """Page by page."""
+    asked = pb.ListAdaptersRequest()
+    while True:
+        page = await stub.ListAdapters(asked, timeout=timeout_s)
+        for adapter in page.adapters:
+            yield adapter
+        if not page.next_page_token:
+            return
+        asked.page_token = page.next_page_token
 
 
 class GrpcTarget:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from jlora.adapters.names import check_length
 from jlora.errors import FailedPrecondition, InvalidArgument, Unavailable
+from jlora.gaps import Gaps
 from jlora.replica import Replica
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.recent import Recent
@@ -30,6 +31,7 @@ class Backend:
         tokenizer: None while loading, and for a model that serves token ids only.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
+        gaps: of the event loop.
     """
 
     replica: Replica | None = None
@@ -37,6 +39,7 @@ class Backend:
     draining: bool = False
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
+    gaps: Gaps = field(default_factory=Gaps)
 
     @property
     def loaded(self) -> Replica:

@@ -14,6 +14,7 @@ import grpc
 
 from jlora.errors import InvalidArgument, JloraError
 from jlora.serve.flags import Parser
+from jlora.serve.pages import walk
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -80,8 +81,7 @@ class Conversation:
 
     def models(self) -> list[str]:
         info = rpc.ControlStub(self.channel).GetServerInfo(pb.GetServerInfoRequest())
-        listed = rpc.AdaptersStub(self.channel).ListAdapters(pb.ListAdaptersRequest())
-        return [info.model, *(a.name for a in listed.adapters)]
+        return [info.model, *(adapter.name for adapter in walk(rpc.AdaptersStub(self.channel)))]
 
     def turn(self, line: str) -> None:
         match line.split(maxsplit=1):

@@ -13,6 +13,8 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import AdapterInfo, Delta, SamplingParams, Timing, TokenLogprob, Usage
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+_ADAPTER = frozenset(field.name for field in dataclasses.fields(AdapterInfo))
+_SUMMARY = _ADAPTER - {"ranks", "alora_invocation_tokens"}
 
 
 def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
@@ -55,6 +57,7 @@ def response(
     return message
 
 
-def adapter_info(info: AdapterInfo) -> pb.AdapterInfo:
-    """The message has the record's fields."""
-    return pb.AdapterInfo(**dataclasses.asdict(info))
+def adapter_info(info: AdapterInfo, summary: bool = False) -> pb.AdapterInfo:
+    """The message has the record's fields; a summary leaves out those that may be long."""
+    names = _SUMMARY if summary else _ADAPTER
+    return pb.AdapterInfo(**{name: getattr(info, name) for name in names})

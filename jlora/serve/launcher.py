@@ -11,6 +11,7 @@ a second signal: exit at once
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import logging
 import os
 import signal
@@ -52,6 +53,8 @@ async def serve(config: Config) -> int:
     backend = Backend()
     server = GrpcServer(backend, config.serve.heartbeat_s)
     port = server.bind(config.serve.host, config.serve.port)
+    if not _is_local(config.serve.host):
+        log.warning("serve.host = %s: no authentication, whoever reaches the port may do all", config.serve.host)
     await server.start()
     try:
         await _load_or_stop(backend, config, stop)
@@ -65,6 +68,14 @@ async def serve(config: Config) -> int:
     finally:
         await server.stop(grace_s=0)
     return 0
+
+
+def _is_local(host: str) -> bool:
+    """Whether only this machine reaches the host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 async def _load_or_stop(backend: Backend, config: Config, stop: asyncio.Event) -> None:

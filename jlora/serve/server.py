@@ -7,19 +7,23 @@
     await server.stop(grace_s=1.0)
 
 Health follows the replica, not the process. SERVING means that the replica is loaded, does not drain,
-and made progress within `heartbeat_s`. After a long step health turns SERVING again by itself.
+and made progress within `heartbeat_s`. After a long step health turns SERVING again by itself. Time in which
+the process was stopped does not count.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from jlora.errors import ConfigError
+from jlora.replica import Replica
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 from jlora.serve.services import AdaptersServicer, ControlServicer, InferenceServicer
@@ -28,6 +32,8 @@ from jlora.serve.status import StatusInterceptor
 log = logging.getLogger(__name__)
 
 HEALTH_PERIOD_S = 0.2
+LATE_S = 1.0  # a round of the health watch that comes later: the process was stopped, or the loop stood still
+GAP_PERIOD_S = 0.02
 MAX_MESSAGE_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
 
@@ -53,7 +59,7 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self._watch: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     def bind(self, host: str, port: int) -> int:
         """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
@@ -69,25 +75,41 @@ class GrpcServer:
         """Starts to answer; health is NOT_SERVING until the backend has a replica."""
         await self._set_health(False)
         await self._server.start()
-        self._watch = asyncio.create_task(self._watch_replica(), name="health")
+        for watch in (self._watch_replica(), self._watch_loop()):
+            self._tasks.append(asyncio.create_task(watch, name="watch"))
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives live ones `grace_s` seconds, closes the port."""
-        if self._watch is not None:
-            self._watch.cancel()
+        for task in self._tasks:
+            task.cancel()
         await self._set_health(False)
         await self._server.stop(grace_s)
 
-    async def _watch_replica(self) -> None:
-        last = False
+    async def _watch_loop(self) -> None:
+        """Measures how late the loop wakes a task that sleeps."""
+        due = time.monotonic()
         while True:
-            replica = self.backend.replica
-            well = replica is not None and not self.backend.draining and replica.heartbeat_age() <= self._heartbeat_s
+            self.backend.gaps.note(max(0.0, time.monotonic() - due))
+            due = time.monotonic() + GAP_PERIOD_S
+            await asyncio.sleep(GAP_PERIOD_S)
+
+    async def _watch_replica(self) -> None:
+        last, looked, patient = False, time.monotonic(), 0.0
+        while True:
+            replica, now = self.backend.replica, time.monotonic()
+            if last and now - looked > LATE_S:
+                patient = now + self._heartbeat_s  # the engine could not move either: it has its whole time again
+            looked = now
+            well = replica is not None and not self.backend.draining and self._moves(replica, now < patient)
             if well != last:
                 await self._set_health(well)
                 log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
                 last = well
             await asyncio.sleep(HEALTH_PERIOD_S)
+
+    def _moves(self, replica: Replica, patient: bool) -> bool:
+        age = replica.heartbeat_age()
+        return age <= self._heartbeat_s or (patient and age < math.inf)
 
     async def _set_health(self, well: bool) -> None:
         status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING

@@ -23,6 +23,7 @@ from jlora.errors import AlreadyExists, FailedPrecondition, InvalidArgument, Jlo
 from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
+from jlora.serve.pages import page
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded, shortened
@@ -124,8 +125,7 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
         return await _info(self._backend.loaded.unload_adapter(request.name))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        infos = await asyncio.wrap_future(self._backend.loaded.adapters())
-        return pb.ListAdaptersResponse(adapters=map(convert.adapter_info, infos))
+        return await page(self._backend.loaded, request)
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
         return await _info(self._backend.loaded.adapter(request.name))
@@ -169,6 +169,8 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             recent_requests=recent.count,
             recent_ttft_mean_s=recent.mean_s,
             recent_ttft_p99_s=recent.p99_s,
+            longest_loop_gap_s=self._backend.gaps.longest(),
+            longest_engine_gap_s=state.longest_gap_s,
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:

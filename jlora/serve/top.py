@@ -26,6 +26,7 @@ from rich.text import Text
 
 from jlora.serve.console import connect
 from jlora.serve.flags import Parser
+from jlora.serve.pages import walk
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -75,7 +76,7 @@ class Reading:
         return cls(
             control.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
             control.GetCacheState(pb.GetCacheStateRequest(), timeout=TIMEOUT_S),
-            rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest(), timeout=TIMEOUT_S).adapters,
+            tuple(walk(rpc.AdaptersStub(channel), TIMEOUT_S)),
             time.monotonic(),
         )
 
@@ -122,7 +123,7 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
     for name, tier in (("HBM", now.cache.hbm), ("host", now.cache.host)):
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
-    return Group(title, "", _numbers(now, before), "", tiers, "", *_adapters(now.adapters, max(1, rows - 17)))
+    return Group(title, "", _numbers(now, before), "", tiers, "", *_adapters(now.adapters, max(1, rows - 18)))
 
 
 def _table(*headings: str) -> Table:
@@ -145,10 +146,12 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
     if c.kv_base_hit_tokens:
         kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
+    gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"
     grid = Table.grid("name", "value", padding=(0, 2))
     for row in (
         ("requests", f"{info.running} running  {info.waiting} waiting"),
         ("TTFT", ttft),
+        ("gaps", f"{gaps} (longest in the last minute)"),
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),
         ("swapped", f"in {decimal(came)}/s  out {decimal(went)}/s{since}  in flight {c.in_flight} blocks"),
         ("evictions", f"{c.clean_evictions} clean  {lost}"),

@@ -226,6 +226,22 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, t
         assert server.returncode == 0 and "stopped while loading" in errors
 
 
+@pytest.mark.parametrize(
+    ("host", "warned"), [("127.0.0.1", False), ("localhost", False), ("::1", False), ("0.0.0.0", True), ("::", True)]
+)
+def test_a_port_that_others_reach_is_warned_of(
+    host: str, warned: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    async def stop(*_: object) -> None:
+        raise InvalidArgument("far enough")
+
+    monkeypatch.setattr(GrpcServer, "bind", lambda *_: 0)
+    monkeypatch.setattr(GrpcServer, "start", stop)
+    with pytest.raises(InvalidArgument, match="far enough"):
+        asyncio.run(launcher.serve(configuration.load(None, {"serve.host": host})))
+    assert ("no authentication" in caplog.text) is warned
+
+
 def test_a_window_shorter_than_the_models_context_is_served_at_the_length_that_is_set(
     tmp_path: Path, text_model: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import re
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
@@ -165,6 +167,33 @@ def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_mod
         machine.free.set()
         assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
         watch.cancel()
+        stream.cancel()
+
+
+def test_time_in_which_the_process_was_stopped_is_no_stall(text_model: Path, monkeypatch: pytest.MonkeyPatch):
+    """Loop and engine stand still together, as between SIGSTOP and SIGCONT, and the health watch wakes first."""
+    machine = Stuck()
+    heartbeat_s = 1.2
+    settings = {"engine.warmup": False, "serve.heartbeat_s": heartbeat_s}
+    with serve(text_model, settings, System(garbage=machine)) as own:
+        stream = own.inference.GenerateStream(request("Hello", 3000))
+        next(stream)
+        wait_until(lambda: own.status() == "SERVING")
+
+        def stopped(*_: object) -> None:
+            time.sleep(1.5 * heartbeat_s)
+            raise InvalidArgument("model: was stopped")
+
+        monkeypatch.setattr(Backend, "adapter_of", stopped)
+        machine.free.clear()
+        with refused(CODE.INVALID_ARGUMENT, "was stopped"):
+            own.generate(request())
+        assert own.status() == "SERVING"
+        wait_until(lambda: own.status() == "NOT_SERVING")  # the engine is stuck all the same
+        machine.free.set()
+        wait_until(lambda: own.status() == "SERVING")
+        info = own.control.GetServerInfo(pb.GetServerInfoRequest())
+        assert info.longest_loop_gap_s > heartbeat_s and info.longest_engine_gap_s > heartbeat_s
         stream.cancel()
 
 

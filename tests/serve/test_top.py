@@ -61,6 +61,7 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
     info = served.control.GetServerInfo(pb.GetServerInfoRequest())
     assert "in the last minute" in line(lines, "TTFT") and info.recent_requests >= 2
     assert info.recent_ttft_p99_s >= info.recent_ttft_mean_s > 0
+    assert "longest in the last minute" in line(lines, "gaps")
     assert "invalid KV 0" in line(lines, "evictions")
     assert line(lines, "3 adapters")
     assert line(lines, "upper").split()[1] == "HBM"

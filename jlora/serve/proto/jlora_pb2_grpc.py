@@ -337,7 +337,8 @@ class AdaptersServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """The adapters in pages: ask on with `next_page_token` until it is empty.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')

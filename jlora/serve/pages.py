@@ -1,0 +1,49 @@
+"""The adapters of a server in pages, so that no answer outgrows a client's default limit of 4 MiB."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+from jlora.adapters.names import check_length
+from jlora.errors import InvalidArgument
+from jlora.replica import Replica
+from jlora.serve import convert
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+MOST = 1000  # adapters of a page
+PAGE_BYTES = 3 << 20  # a page ends before the adapter that passes this
+CHUNK = 128  # adapters that the engine describes between two steps
+
+
+async def page(replica: Replica, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
+    """One page; its token is the name of its last adapter. Raises InvalidArgument for a bad size or token."""
+    if not 0 <= request.page_size <= MOST:
+        raise InvalidArgument(f"page_size = {request.page_size}: must be in [0, {MOST}]")
+    size, summary = request.page_size or MOST, request.view == pb.ListAdaptersRequest.SUMMARY
+    answer, after, room = pb.ListAdaptersResponse(), check_length(request.page_token, "page_token"), PAGE_BYTES
+    while True:
+        infos = await asyncio.wrap_future(replica.adapters(after, CHUNK))
+        for info in infos:
+            message = convert.adapter_info(info, summary)
+            room -= message.ByteSize()
+            if len(answer.adapters) == size or (room < 0 and answer.adapters):
+                answer.next_page_token = after
+                return answer
+            answer.adapters.append(message)
+            after = info.name
+        if len(infos) < CHUNK:
+            return answer
+
+
+def walk(stub: rpc.AdaptersStub, timeout_s: float | None = None) -> Iterator[pb.AdapterInfo]:
+    """A client's list: the summary of every adapter, page after page."""
+    token = ""
+    while True:
+        asked = pb.ListAdaptersRequest(page_token=token, view=pb.ListAdaptersRequest.SUMMARY)
+        answer = stub.ListAdapters(asked, timeout=timeout_s)
+        yield from answer.adapters
+        token = answer.next_page_token
+        if not token:
+            return
