@@ -1,13 +1,15 @@
 """`jlora bench STUDY`: measures, and writes tidy JSON lines into --out; `report` makes pages of them.
 
     throughput, latency, peers   R1, R1b, both; --peer-python adds transformers + PEFT (docs/benchmarks.md)
-    llama                        R2 against llama.cpp (--llama-server)
+    llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     lora, load                   adapters by active blocks against dense slots; weights from files to devices
     garbage                      the longest pause of Python's garbage collector, with a big tree
     policies                     R3: every cache policy on this engine
     alora, pipelines             R6: activated against plain LoRAs, on this engine and simulated
     paper, beyond                FASTLIBRA's figures, and past them, simulated
+    startup                      seconds until a server is ready, with and without compiled programs
+    compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
     report                       the pages and figures of the files in --out
     all                          throughput, latency, host, cache
 
@@ -23,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.runner import Options
-from jlora.errors import JloraError
+from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 
 STUDIES: Mapping[str, str] = {
@@ -35,6 +37,8 @@ STUDIES: Mapping[str, str] = {
     "lora": "benchmarks.micro.lora",
     "load": "benchmarks.micro.load",
     "garbage": "benchmarks.micro.garbage",
+    "startup": "benchmarks.micro.startup",
+    "compare": "benchmarks.compare",
     "policies": "benchmarks.studies.policies",
     "alora": "benchmarks.studies.alora",
     "pipelines": "benchmarks.studies.pipelines",
@@ -47,13 +51,15 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "peers": ("throughput", "latency"),
 }
 QUICK = {"engine.max_seqs": 4, "engine.max_step_tokens": 32}  # few programs to compile
-BY_DTYPE = ("throughput", "latency", "lora", "load")  # measured once per --dtype
+BY_DTYPE = ("throughput", "latency", "lora", "load", "startup", "compare")  # measured once per --dtype
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the studies asked for; returns the exit code."""
     args = parser().parse(list(sys.argv[1:] if argv is None else argv))
     try:
+        if args.commits and args.name != "compare":
+            raise ConfigError(f"{args.commits[0]}: only compare takes commits")
         for name in GROUPS.get(args.name, (args.name,)):
             for dtype in args.dtype if name in BY_DTYPE else args.dtype[:1]:
                 importlib.import_module(STUDIES[name]).run(options(args, dtype))
@@ -68,6 +74,8 @@ def parser() -> Parser:
     """The flags."""
     made = Parser("jlora bench", __doc__ or "")
     made.add_argument("name", nargs="?", default="all", choices=[*GROUPS, *STUDIES], help="which study (default: all)")
+    made.add_argument("commits", nargs="*", metavar="COMMIT", help="compare: OLD and NEW")
+    made.add_argument("--studies", nargs="+", default=[], metavar="STUDY", help="compare: which (default: all five)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
     made.add_argument("--llama-server", default="", metavar="PATH", help="llama-server of llama.cpp")
     made.add_argument("--llama-model", type=Path, metavar="GGUF", help="the benchmark's model, float32")
@@ -113,6 +121,8 @@ def options(args: argparse.Namespace, dtype: str) -> Options:
         grpc=not args.no_grpc,
         peer_python=args.peer_python,
         llama=llama,
+        commits=tuple(args.commits),
+        studies=tuple(args.studies),
     )
 
 

@@ -23,6 +23,7 @@ class Options:
         settings: jlora `section.key` overrides.
         peer_python: an interpreter with torch, transformers and peft; "" measures jlora alone.
         llama: the flags that say where llama.cpp is.
+        commits, studies: of `compare`.
     """
 
     out: Path
@@ -38,6 +39,8 @@ class Options:
     grpc: bool = True
     peer_python: str = ""
     llama: Mapping[str, Any] = field(default_factory=dict)
+    commits: tuple[str, ...] = ()
+    studies: tuple[str, ...] = ()
 
     def folder(self, name: str) -> Path:
         """Where a study keeps its weights."""

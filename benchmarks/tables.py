@@ -80,18 +80,25 @@ def llama(study: Study) -> pd.DataFrame:
     """R2: tokens per second of both servers."""
     rows, made = study.rows[study.rows["cell"] == "rounds"], []
     for case, name in (("clients", "one client per adapter"), ("alone", "one client")):
-        ours, theirs = f"jlora {case}", f"llama.cpp {case}"
         rate = study.settings["output_tokens"][case] / median(rows, ["side"])["seconds"]
-        made.append(
-            {
-                "clients": name,
-                "jlora tok/s": f"{rate[ours]:.1f}",
-                "llama.cpp tok/s": f"{rate[theirs]:.1f}",
-                "ratio": told(ratios(rows, theirs, ours, "seconds")),
-                "control": controls(*(control(rows, side, "seconds") for side in (ours, theirs))),
-                "outputs": outputs(once(study, f"outputs {case}")),
-            }
-        )
+        sides = [side for side in (f"jlora {case}", f"llama.cpp {case}") if side in rate]
+        row = {"clients": name} | {f"{side.removesuffix(f' {case}')} tok/s": f"{rate[side]:.1f}" for side in sides}
+        if len(sides) == 2:
+            row["ratio"] = told(ratios(rows, sides[1], sides[0], "seconds"))
+        row["control"] = controls(*(control(rows, side, "seconds") for side in sides))
+        made.append({**row, "outputs": outputs(once(study, f"outputs {case}"))})
+    return pd.DataFrame(made)
+
+
+def compare(study: Study) -> pd.DataFrame:
+    """Two commits: milliseconds of everything timed, and how many times as fast the new one is."""
+    made = []
+    for name, rows in study.rows.groupby("cell", sort=False):
+        ms = 1e3 * median(rows, ["side"]).dropna(axis="columns")
+        for key in ms.columns:
+            row = {"study": name, "what": key} | {side: f"{ms[key][side]:.4g}" for side in ("old", "new")}
+            row["old / new"] = told(ratios(rows, "old", "new", key))
+            made.append({**row, "control": controls(*(control(rows, side, key) for side in ("old", "new")))})
     return pd.DataFrame(made)
 
 

@@ -13,19 +13,18 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
 
 import grpc
 
-from benchmarks.jobs import R1_QUICK, Job, Plan, output_tokens, prepare
+from benchmarks.jobs import R1_QUICK, Job, Plan, Workload, output_tokens, prepare
 from benchmarks.peers import llama_server
 from benchmarks.peers.hf import compare
 from benchmarks.peers.ours import OverGrpc, Run, request_of
 from benchmarks.runner import Options
 from jlora import machine
-from jlora.errors import ConfigError
 from jlora.loadgen.checkpoints import LLAMA_100M
 from jlora.loadgen.rounds import Sample, Side
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -40,6 +39,9 @@ class Client(Protocol):
     def answer(self, job: Job) -> list[int]:
         """Output token ids."""
         ...
+
+
+Connect = Callable[[], AbstractContextManager[Client]]
 
 
 class GrpcClient:
@@ -62,23 +64,19 @@ class GrpcClient:
 
 
 def run(options: Options) -> None:
-    """Measures rounds of both cases, then compares the last answers."""
-    if not options.llama.get("server"):
-        raise ConfigError("llama: give llama.cpp's server by --llama-server PATH")
+    """Measures rounds of both cases, then compares the last answers; jlora alone where there is no llama.cpp."""
     plan, home = (R2_QUICK if options.quick else R2), options.folder("r2")
     workload = prepare(plan, home / "workload")
-    peer = llama_server.Peer(**options.llama, threads=machine.threads())
-    files = peer.files(workload, home / "gguf")
     cases = {"clients": by_adapter(workload.jobs), "alone": by_adapter(workload.jobs)[:1]}
     tokens = {case: sum(map(output_tokens, jobs)) for case, jobs in cases.items()}
     records = options.records("llama-float32", {"workload": plan.describe(), "output_tokens": tokens})
     last: dict[str, Run] = {}
-    slots, log = len(cases["clients"]), home / "llama-server.log"
-    with (
-        llama_server.LlamaServer(peer, files, slots, plan.spec.max_len, log) as theirs,
-        OverGrpc(workload, "float32", options.settings) as ours,
-    ):
-        connect = {"jlora": lambda: GrpcClient(ours.server.address), "llama.cpp": theirs.connect}
+    with ExitStack() as stack:
+        theirs = _llama(options, workload, len(cases["clients"]))
+        ours = stack.enter_context(OverGrpc(workload, "float32", options.settings))
+        connect: dict[str, Connect] = {"jlora": lambda: GrpcClient(ours.server.address)}
+        if theirs is not None:
+            connect["llama.cpp"] = stack.enter_context(theirs).connect
 
         def ask(server: str, case: str) -> Sample:
             done = last[f"{server} {case}"] = play(connect[server], cases[case])
@@ -89,6 +87,8 @@ def run(options: Options) -> None:
         names = [(server, case) for case in cases for server in connect]
         sides = [Side(f"{server} {case}", lambda s=server, c=case: ask(s, c)) for server, case in names]
         records.measure("rounds", sides, options.budget(5))
+        if theirs is None:
+            return
         for server, case in names:
             if f"{server} {case}" not in last:  # every round was finished before
                 ask(server, case)
@@ -100,6 +100,16 @@ def run(options: Options) -> None:
         records.add("once", "versions", 0, {"llama.cpp": theirs.version()})
 
 
+def _llama(options: Options, workload: Workload, slots: int) -> llama_server.LlamaServer | None:
+    """The user's llama.cpp with the workload's weights."""
+    if not options.llama.get("server"):
+        return None
+    home = options.folder("r2")
+    peer = llama_server.Peer(**options.llama, threads=machine.threads())
+    files = peer.files(workload, home / "gguf")
+    return llama_server.LlamaServer(peer, files, slots, workload.plan.spec.max_len, home / "llama-server.log")
+
+
 def by_adapter(jobs: Sequence[Job]) -> list[list[Job]]:
     """The jobs of each adapter: one client's work."""
     clients: dict[str | None, list[Job]] = {}
@@ -108,7 +118,7 @@ def by_adapter(jobs: Sequence[Job]) -> list[list[Job]]:
     return list(clients.values())
 
 
-def play(connect: Callable[[], AbstractContextManager[Client]], clients: Sequence[Sequence[Job]]) -> Run:
+def play(connect: Connect, clients: Sequence[Sequence[Job]]) -> Run:
     """All clients at once, each with a thread and a connection of its own; timed from when all are connected."""
     tokens: dict[int, list[int]] = {}
     ready = threading.Barrier(len(clients) + 1)

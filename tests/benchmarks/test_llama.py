@@ -176,6 +176,9 @@ def test_both_servers_are_measured_in_turn_and_equal_outputs_counted(server_prog
     assert len(rounds) == 8 and all(line["seconds"] > 0 for line in rounds)
 
 
-def test_llama_without_a_server_is_one_clear_line(capsys: pytest.CaptureFixture[str], tmp_path: Path):
-    assert main(["llama", "--quick", "--work", str(tmp_path)]) == 1
-    assert "--llama-server" in capsys.readouterr().err
+@pytest.mark.slow
+def test_jlora_is_measured_alone_without_llama(tmp_path: Path):
+    argv = ["llama", "--quick", "--rounds", "1", "--work", str(tmp_path), "--out", str(tmp_path / "out"), *SMALL]
+    assert main(argv) == 0
+    _, *lines = map(json.loads, (tmp_path / "out" / "llama-float32.jsonl").read_text().splitlines())
+    assert [line["side"] for line in lines] == ["jlora clients", "jlora alone"]

@@ -12,6 +12,8 @@ from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from jlora.cli import main
 
+SIDES = ["old", "new"]
+
 
 def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
     """The records of one quick run."""
@@ -76,6 +78,30 @@ def test_simulated_studies_run_and_go_on_where_they_stopped(tmp_path: Path, name
     lines = study(tmp_path, name, "--minutes", "1", *argv)
     assert {"jlora", "fastlibra"} <= {line["side"] for line in lines}
     assert study(tmp_path, name, "--minutes", "0", *argv) == lines
+
+
+@pytest.mark.slow
+def test_two_checkouts_are_compared_in_turn(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    here = str(Path(__file__).parents[2])
+    lines = study(tmp_path, "compare", here, here, "--studies", "throughput", "startup")
+    assert [(x["cell"], x["side"]) for x in lines] == [(c, s) for c in ("throughput", "startup") for s in SIDES * 2]
+    assert all(x["jlora seconds"] > 0 for x in lines[:4]) and all(x["cold seconds"] > 0 for x in lines[4:])
+    table = capsys.readouterr().out
+    assert "| throughput | jlora seconds |" in table and "| startup | cached seconds |" in table
+
+
+@pytest.mark.parametrize(
+    "argv, says",
+    [
+        (["compare", "HEAD"], "give two commits"),
+        (["compare", ".", ".", "--studies", "paper"], "--studies paper: must be of throughput"),
+        (["compare", "nosuch", "HEAD"], "nosuch"),
+        (["host", "HEAD"], "only compare takes commits"),
+    ],
+)
+def test_a_wrong_comparison_is_one_clear_line(argv: list[str], says: str, tmp_path: Path, capsys):
+    assert main(["bench", *argv, "--quick", "--out", str(tmp_path)]) == 1
+    assert says in capsys.readouterr().err
 
 
 def test_records_of_the_same_settings_go_on_and_others_begin_anew(tmp_path: Path):

@@ -1,0 +1,94 @@
+"""`jlora bench compare OLD NEW`: two commits of jlora, study by study, in interleaved rounds.
+
+OLD and NEW are commits of this repository, checked out for the time of the measurement, or directories
+with a checkout. Each side runs its own studies in a process of its own, without peers, on the same
+weights:
+
+    throughput (R1), latency (R1b), llama (R2), host, startup
+
+A study without llama.cpp or PEFT measures jlora alone. Prints, for everything that a study times, both
+medians, the ratio inside a round, and each side's control; --out keeps the rounds as JSON lines.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks import tables
+from benchmarks.records import median, read
+from benchmarks.report import markdown
+from benchmarks.runner import Options
+from jlora.errors import ConfigError
+from jlora.loadgen.rounds import Sample, Side
+
+ROOT = Path(__file__).resolve().parents[1]
+STUDIES: Mapping[str, int] = {"throughput": 1, "latency": 3, "llama": 1, "host": 3, "startup": 1}  # rounds in a process
+
+
+def run(options: Options) -> None:
+    """Measures all studies asked for, and prints a table. Raises ConfigError, RuntimeError."""
+    if len(options.commits) != 2:
+        raise ConfigError("compare: give two commits or directories, OLD and NEW")
+    if unknown := [name for name in options.studies if name not in STUDIES]:
+        raise ConfigError(f"--studies {unknown[0]}: must be of {', '.join(STUDIES)}")
+    with checkout(options.commits[0]) as old, checkout(options.commits[1]) as new:
+        trees = {"old": old, "new": new}
+        settings = {"old": _commit(old), "new": _commit(new), "quick": options.quick}
+        name = f"compare-{options.dtype}"
+        records = options.records(name, settings)
+        for study in options.studies or STUDIES:
+            sides = [Side(side, lambda t=tree, s=study: measured(options, t, s)) for side, tree in trees.items()]
+            records.measure(study, sides, options.budget(5))
+    print(markdown(tables.compare(read(options.out / f"{name}.jsonl"))))
+
+
+@contextmanager
+def checkout(what: str) -> Iterator[Path]:
+    """A directory as it is, or a commit in a worktree of its own."""
+    if Path(what).is_dir():
+        yield Path(what).resolve()
+        return
+    with TemporaryDirectory() as home:
+        tree = Path(home) / "jlora"
+        _git(ROOT, "worktree", "add", "--detach", str(tree), what)
+        try:
+            yield tree
+        finally:
+            _git(ROOT, "worktree", "remove", "--force", str(tree))
+
+
+def measured(options: Options, tree: Path, study: str) -> Sample:
+    """One process of a study in a checkout: medians of everything it times, by side and name."""
+    with TemporaryDirectory() as out:
+        words = [study, "--rounds", str(STUDIES[study]), "--dtype", options.dtype, "--no-grpc", "--out", out]
+        words += ["--work", str(options.work.resolve()), *(["--quick"] if options.quick else [])]
+        words += [word for key, value in options.settings.items() for word in ("--set", f"{key}={value}")]
+        path = os.pathsep.join([str(tree), *filter(None, [os.environ.get("PYTHONPATH")])])
+        command = [sys.executable, "-m", "benchmarks", *words]
+        done = subprocess.run(command, cwd=tree, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2]
+            raise RuntimeError(f"{study} in {tree}: ended with code {done.returncode}: {last}")
+        (file,) = Path(out).glob("*.jsonl")
+        rows = read(file).rows
+    found = median(rows[rows["cell"] == "rounds"], ["side"])
+    timed = [key for key in found.columns if key == "seconds" or key.endswith("_s")]
+    return {f"{side} {key}": float(found[key][side]) for side in found.index for key in timed}
+
+
+def _commit(tree: Path) -> str:
+    """The commit of a checkout; with a plus sign where files were changed."""
+    return _git(tree, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+
+
+def _git(where: Path, *words: str) -> str:
+    done = subprocess.run(["git", "-C", str(where), *words], capture_output=True, text=True)
+    if done.returncode:
+        raise ConfigError(f"git {words[0]}: {done.stderr.strip()}")
+    return done.stdout.strip()
