@@ -98,7 +98,11 @@ class Replica(Protocol):
         ...
 
     def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
-        """Loads a PEFT directory; done when requests can use it and its copy to the device has landed."""
+        """Loads a PEFT directory; done when requests can use it and its copy to the device has landed.
+
+        The answer describes the version that was loaded, also if it has been unloaded meanwhile. The caller
+        can cancel the load until requests can use the adapter; a cancelled load leaves nothing behind.
+        """
         ...
 
     def unload_adapter(self, name: str) -> Future[AdapterInfo]:

@@ -6,12 +6,12 @@ name is another adapter. The old version is freed with its last user.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.adapters.names import check_length
+from jlora.adapters.near import NearNames
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
 from jlora.types import AdapterInfo, Invocation
@@ -68,6 +68,8 @@ class AdapterRegistry:
         self._alora_missing = alora_missing
         self._by_name: dict[str, Record] = {}
         self._by_uid: dict[int, Record] = {}
+        self._versions: dict[str, list[int]] = {}
+        self._near = NearNames()
         self._dying: set[int] = set()
         self._next_uid = 1
 
@@ -80,34 +82,51 @@ class AdapterRegistry:
             raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
 
     def add(self, record: Record) -> None:
+        """Makes the name, which must be free, stand for this version; a removed version may come back."""
+        uid = record.node.uid
         self._by_name[record.name] = record
-        self._by_uid[record.node.uid] = record
-        self._dying.discard(record.node.uid)
+        self._near.add(record.name)
+        if uid not in self._by_uid:
+            self._by_uid[uid] = record
+            self._versions.setdefault(record.name, []).append(uid)
+        self._dying.discard(uid)
 
     def remove(self, name: str) -> Record:
         """Removes the name. The version stays reachable by uid until `purge`."""
         record = self.get(name)
         del self._by_name[name]
+        self._near.remove(name)
         self._dying.add(record.node.uid)
         return record
 
     def versions(self, name: str) -> list[int]:
         """Their uids, including removed versions."""
-        return [uid for uid, record in self._by_uid.items() if record.name == name]
+        return list(self._versions.get(name, ()))
 
     def purge(self, live: Mapping[int, AdapterNode]) -> None:
+        """Forgets the removed versions that are not `live`. Takes time by the removed versions only."""
         for uid in [uid for uid in self._dying if uid not in live]:
             self._dying.discard(uid)
-            del self._by_uid[uid]
+            name = self._by_uid.pop(uid).name
+            self._versions[name].remove(uid)
+            if not self._versions[name]:
+                del self._versions[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._by_name
 
     def get(self, name: str) -> Record:
         """The live version of that name. Raises NotFound, which lists near names."""
         record = self._by_name.get(check_length(name))
         if record is None:
-            near = difflib.get_close_matches(name, self._by_name, n=3)
+            near = self._near.of(name)
             hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
             raise NotFound(f"adapter {name!r} is not loaded{hint}")
         return record
+
+    def live(self, uid: int) -> Record | None:
+        """The version of that uid while its name stands for it, else None."""
+        return None if uid in self._dying else self._by_uid.get(uid)
 
     def invocation(self, name: str) -> tuple[int, ...]:
         """The invocation tokens of an activated LoRA; () for another adapter or an unknown name. Any thread may ask."""

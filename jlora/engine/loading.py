@@ -14,7 +14,7 @@ from typing import Any
 
 from jlora.adapters.registry import Record
 from jlora.engine.ports import Parts
-from jlora.errors import NotFound, ResourceExhausted
+from jlora.errors import ResourceExhausted
 from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
@@ -175,11 +175,7 @@ class Adapters:
 
     def has(self, name: str) -> bool:
         """Whether an adapter of that name is in service."""
-        try:
-            self._registry.get(name)
-        except NotFound:
-            return False
-        return True
+        return name in self._registry
 
     def get(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
@@ -200,9 +196,14 @@ class Adapters:
         self._pin(record, pinned)
         return record.info(self._clock())
 
-    def hasten(self, name: str) -> None:
-        """Lets the adapter's copy, if one is under way, overtake prefetches. Raises NotFound."""
-        self._manager.hasten(self._registry.get(name).node)
+    def version(self, uid: int) -> AdapterInfo | None:
+        """The version of that uid; None once it is unloaded or replaced."""
+        record = self._registry.live(uid)
+        return None if record is None else record.info(self._clock())
+
+    def hasten(self, uid: int) -> None:
+        """Lets the copy of a version in service, if one is under way, overtake prefetches."""
+        self._manager.hasten(self._registry.by_uid(uid).node)
 
     def _pin(self, record: Record, pinned: bool) -> None:
         fits = not pinned or self._scheduler.can_pin(record.node)

@@ -11,7 +11,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any, TypeVar
@@ -116,25 +116,53 @@ class LocalReplica(Replica):
     # -- adapters ---------------------------------------------------------------------------
 
     def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
+        answer: Future[AdapterInfo] = Future()
         try:
-            loading = self._loaders.submit(self._load, name, path, pinned, replace)
+            loading = self._loaders.submit(self._load, answer, name, path, pinned, replace)
         except RuntimeError:  # the pool is shut down
             return self.between_steps(lambda: self._engine.adapters.get(name))  # fails: the replica is closed
-        return _chained(loading, lambda _: self._settled(name))
 
-    def _load(self, name: str, path: str, pinned: bool, replace: bool) -> None:
-        """Runs on a loader's thread; waits for the engine's thread, never the other way round."""
+        def over(done: Future[AdapterInfo]) -> None:
+            error = _error_of(done)
+            if error is None:
+                _follow(self._settled(done.result()), answer)
+            elif answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
+
+        loading.add_done_callback(over)
+        return answer
+
+    def _load(self, answer: Future[AdapterInfo], name: str, path: str, pinned: bool, replace: bool) -> AdapterInfo:
+        """Publishes an adapter, unless the caller cancels `answer` before.
+
+        It runs on a loader's thread and waits for the engine's thread, never the other way round.
+        """
         adapters = self._engine.adapters
-        if not replace:
-            self.between_steps(lambda: adapters.check_free(name)).result()  # fail before the files are read
+
+        def begin() -> None:
+            _go_on(answer)
+            if not replace:
+                adapters.check_free(name)  # fail before the files are read
+
+        def reserve() -> tuple[int, ...]:
+            _go_on(answer)
+            return adapters.reserve(new, replace)
+
+        def publish() -> AdapterInfo:
+            if not answer.set_running_or_notify_cancel():  # from here on it is too late to cancel
+                adapters.cancel(blocks)
+                raise CancelledError
+            return adapters.publish(new, blocks, pinned, replace)
+
+        self.between_steps(begin).result()
         new = read_adapter(name, path, self._built.reader)
-        blocks = self.between_steps(lambda: adapters.reserve(new, replace)).result()
+        blocks = self.between_steps(reserve).result()
         try:
             adapters.fill(blocks, new)
         except BaseException:
             self.between_steps(lambda: adapters.cancel(blocks))
             raise
-        self.between_steps(lambda: adapters.publish(new, blocks, pinned, replace)).result()
+        return self.between_steps(publish).result()
 
     def unload_adapter(self, name: str) -> Future[AdapterInfo]:
         adapters = self._engine.adapters
@@ -146,9 +174,7 @@ class LocalReplica(Replica):
         return _chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        return _chained(
-            self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), lambda _: self._settled(name)
-        )
+        return _chained(self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), self._settled)
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
         return self.between_steps(lambda: self._engine.adapters.all(after, most))
@@ -156,16 +182,16 @@ class LocalReplica(Replica):
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self.between_steps(lambda: self._engine.adapters.get(name))
 
-    def _settled(self, name: str) -> Future[AdapterInfo]:
-        """The adapter when its copy to the device, if one is under way, has landed."""
+    def _settled(self, info: AdapterInfo) -> Future[AdapterInfo]:
+        """The version when its copy to the device, if one is under way, has landed; `info` if it has been unloaded."""
         adapters = self._engine.adapters
 
         def look() -> AdapterInfo | None:
-            info = adapters.get(name)
-            if info.tier == "LOADING":
-                adapters.hasten(name)  # or a steady demand would hold its copy back
-                return None
-            return info
+            now = adapters.version(info.uid) or info
+            if now is info or now.tier != "LOADING":
+                return now
+            adapters.hasten(info.uid)  # or a steady demand would hold its copy back
+            return None
 
         return self._when(look)
 
@@ -373,6 +399,12 @@ def _failed(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future.set_exception(error)
     return future
+
+
+def _go_on(answer: Future) -> None:
+    """Ends the caller's work if nobody waits for its answer any more."""
+    if answer.cancelled():
+        raise CancelledError
 
 
 def _running() -> Future[Any]:

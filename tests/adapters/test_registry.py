@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
+
 import pytest
 
+from jlora.adapters import near
 from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
@@ -63,3 +66,54 @@ def test_versions_stay_reachable_until_they_are_gone():
     assert registry.get("check") is new and registry.by_uid(1) is old and registry.versions("check") == [1, 2]
     registry.purge({2: new.node})
     assert registry.versions("check") == [2]
+
+
+def test_a_version_is_live_while_its_name_stands_for_it():
+    registry = AdapterRegistry()
+    old, new = record(uid=registry.new_uid()), record(uid=registry.new_uid())
+    registry.add(old)
+    assert registry.live(1) is old and "check" in registry
+    registry.remove("check")
+    assert registry.live(1) is None and registry.live(7) is None and "check" not in registry
+    registry.add(new)
+    registry.remove("check")
+    registry.add(old)  # a load that failed gives the name back
+    assert registry.live(1) is old and registry.versions("check") == [1, 2]
+    registry.purge({1: old.node})
+    assert registry.live(2) is None and registry.versions("check") == [1]
+
+
+@pytest.mark.parametrize(
+    "wrong, right",
+    [("chek", "check"), ("sql-adaptor", "sql-adapter"), ("rench", "french"), ("fr_ench", "french"),
+     ("FRENCH", "french"),
+     ("frecnh", "french"), ("french-v", "french")],
+)  # fmt: skip
+def test_a_slip_finds_the_name(wrong: str, right: str):
+    names = near.NearNames()
+    for name in ("check", "sql-adapter", "french", *(f"tenant-{i}" for i in range(50))):
+        names.add(name)
+    assert names.of(wrong) == [right]
+    assert names.of("of-another-kind") == []
+    names.remove(right)
+    assert names.of(wrong) == []
+
+
+def test_the_work_for_an_unknown_name_does_not_grow_with_the_names(monkeypatch: pytest.MonkeyPatch):
+    """Nor does a new name, a known one, or a removal compare names at all."""
+    compared: list[str] = []
+    likeness = near.likeness
+    monkeypatch.setattr(near, "likeness", lambda a, b: compared.append(b) or likeness(a, b))
+    monkeypatch.setattr(difflib, "get_close_matches", lambda *args, **kwargs: pytest.fail("compares all names"))
+    registry, counts = AdapterRegistry(), []
+    for size in (20, 200, 2000):
+        for i in range(len(registry.all()), size):
+            registry.add(record(f"tenant-{i:04d}", uid=registry.new_uid()))
+        registry.remove("tenant-0011")
+        registry.add(record("tenant-0011", uid=registry.new_uid()))
+        assert "tenant-0007" in registry and registry.get("tenant-0007").name == "tenant-0007" and not compared
+        with pytest.raises(NotFound, match="did you mean 'tenant-0007'"):
+            registry.get("tenant-007")
+        counts.append(len(compared))
+        compared.clear()
+    assert max(counts) <= 4 * near.REACH

@@ -14,7 +14,7 @@ import pytest
 from jlora import config
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from jlora.ports import DiskFiles, System
-from jlora.types import Request, TokenEvent
+from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, running, serve, tokens
@@ -119,6 +119,61 @@ def test_a_load_that_fails_leaves_nothing_behind(
     with pytest.raises((NotFound, DataLoss, MemoryError), match="Input/output error|no memory"):
         replica.load_adapter("broken", path)
     assert replica.cache_state().host.free == free and replica.adapters() == []
+
+
+@pytest.mark.parametrize("stage", ["read", "fill"])
+def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_back(
+    stage: str, replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    free = replica.cache_state().host.free
+    fill, reached, go_on = replica.parts.swapper.fill, disk.reached, disk.open
+    if stage == "fill":
+        reached, go_on = threading.Event(), threading.Event()
+
+        def slow(blocks: tuple[int, ...], data: Any) -> None:
+            reached.set()
+            assert go_on.wait(60)
+            fill(blocks, data)
+
+        monkeypatch.setattr(replica.parts.swapper, "fill", slow)
+    else:
+        disk.shut()
+    load, ended = replica.local._load, threading.Event()
+
+    def watched(*args: Any) -> AdapterInfo:
+        try:
+            return load(*args)
+        finally:
+            ended.set()
+
+    monkeypatch.setattr(replica.local, "_load", watched)
+    loading = replica.replica.load_adapter("unwanted", path)
+    assert reached.wait(60)
+    assert loading.cancel()
+    go_on.set()
+    assert ended.wait(60)
+    assert replica.cache_state().host.free == free and replica.adapters() == []
+    replica.check_integrity()
+
+
+def test_a_load_whose_adapter_is_unloaded_before_the_answer_describes_what_it_loaded(replica: Running, path: str):
+    adapters = replica.local._engine.adapters
+    publish = adapters.publish
+
+    def gone_at_once(*args: Any) -> AdapterInfo:
+        info = publish(*args)
+        adapters.remove(info.name)
+        return info
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(adapters, "publish", gone_at_once)
+        info = replica.load_adapter("brief", path)
+    assert (info.name, info.rank) == ("brief", 4)
+    assert replica.adapters() == []
+    uid = replica.load_adapter("brief", path).uid
+    assert uid > info.uid
+    assert replica.local._settled(info).result(60) == info  # the name stands for another version
+    replica.unload_adapter("brief")
 
 
 def _fail(blocks: tuple[int, ...], data: Any) -> None:
