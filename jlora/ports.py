@@ -7,6 +7,7 @@ passes its own: a virtual clock, a disk that fails, threads that run in a chosen
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import random
 import threading
@@ -15,6 +16,8 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
+
+log = logging.getLogger(__name__)
 
 Clock = Callable[[], float]  # seconds from any origin; they never go back
 
@@ -44,7 +47,7 @@ class Thread(Protocol):
 
 
 class Threads(Protocol):
-    """Starts threads."""
+    """Starts threads, and tells of those that fail."""
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
         """Runs `run` on a thread of its own, a daemon: it never keeps the process alive."""
@@ -52,6 +55,10 @@ class Threads(Protocol):
 
     def pool(self, name: str, size: int) -> Executor:
         """Runs submitted calls on at most `size` threads; the process waits for those under way when it ends."""
+        ...
+
+    def watch(self, failed: Callable[[str, BaseException], None]) -> None:
+        """Calls `failed` with the name of every started thread that an exception ends, on that thread."""
         ...
 
 
@@ -88,10 +95,24 @@ class DiskFiles(Files):
 class OsThreads(Threads):
     """The operating system's threads."""
 
+    def __init__(self) -> None:
+        self._watchers: list[Callable[[str, BaseException], None]] = []
+
     def start(self, name: str, run: Callable[[], None]) -> threading.Thread:
-        thread = threading.Thread(target=run, name=name, daemon=True)
+        thread = threading.Thread(target=self._run, args=(name, run), name=name, daemon=True)
         thread.start()
         return thread
+
+    def watch(self, failed: Callable[[str, BaseException], None]) -> None:
+        self._watchers.append(failed)
+
+    def _run(self, name: str, run: Callable[[], None]) -> None:
+        try:
+            run()
+        except BaseException as error:  # SystemExit too, which Python drops without a word
+            log.critical("thread %s has failed", name, exc_info=error)
+            for failed in self._watchers:
+                failed(name, error)
 
     def pool(self, name: str, size: int) -> Executor:
         return ThreadPoolExecutor(size, thread_name_prefix=name)

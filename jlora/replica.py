@@ -122,7 +122,7 @@ class Replica(Protocol):
         ...
 
     def state(self) -> Future[ReplicaState]:
-        """A snapshot."""
+        """A snapshot; while a step is under way, the one from before that step, at once."""
         ...
 
     def flush_cache(self) -> Future[int]:
@@ -134,9 +134,14 @@ class Replica(Protocol):
         ...
 
     def heartbeat_age(self) -> float:
-        """Seconds since the engine last made progress. It grows when the engine hangs or has died."""
+        """Seconds since the engine last made progress: it grows while the engine hangs. Infinite once it has ended."""
+        ...
+
+    @property
+    def failure(self) -> Future[BaseException]:
+        """Why the replica has failed; pending as long as it has not. A replica never recovers."""
         ...
 
     def close(self) -> None:
-        """Aborts live requests, ends the thread and frees the device. A second call does nothing."""
+        """Ends live requests, the threads and the device's use. A second call does nothing."""
         ...

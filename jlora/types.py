@@ -131,7 +131,8 @@ class Timing:
 class TokenEvent:
     """One output token of a submitted request, or the end of one completion; fields as in `Delta`.
 
-    `token_id` is None on a final event without a token (an abort). `handle` is the engine's own name for
+    `token_id` is None on a final event without a token (an abort). `error` says why a request that has failed
+    ended, and there is no usage then. `handle` is the engine's own name for
     the request: see `jlora.replica.Replica.submit`.
     """
 
@@ -144,6 +145,7 @@ class TokenEvent:
     usage: Usage | None = None
     timing: Timing | None = None
     handle: int = -1
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, slots=True)

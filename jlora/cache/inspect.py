@@ -28,13 +28,12 @@ def cells(manager: CacheManager) -> Residency:
 def state(manager: CacheManager, block_bytes: int) -> CacheState:
     """A snapshot: blocks by class and counters. O(1), except under ablations without dependencies."""
     c = manager.counters
-    bound = all(manager.policy.binds(node) for node in (manager.base, Node(manager.base, b"")))
     return CacheState(
         policy=manager.policy.name,
         hbm=manager.device,
         host=manager.host,
         in_flight=sum(cells(manager).traffic.backlog.values()),
-        invalid_kv=0 if bound else invalid_kv(manager),
+        invalid_kv=0 if countable(manager) else invalid_kv(manager),
         adapter_hits=c.adapter_hits,
         adapter_lookups=c.adapter_lookups,
         kv_hit_tokens=c.kv_hit_tokens,
@@ -48,6 +47,11 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         streamed=c.streamed,
         recomputed_tokens=c.recomputed_tokens,
     )
+
+
+def countable(manager: CacheManager) -> bool:
+    """Whether the policy lets no KV outstay what it depends on: then `state` need not look for any."""
+    return all(manager.policy.binds(node) for node in (manager.base, Node(manager.base, b"")))
 
 
 def invalid_kv(manager: CacheManager) -> int:

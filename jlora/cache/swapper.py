@@ -172,8 +172,9 @@ class _Lane:
                 self._carry(job)
                 job.copy.seconds = self._clock() - self._began
                 self._finish(job, None)
-        except Exception as error:  # handed to the engine's thread, which ends with it
+        except BaseException as error:  # the engine's thread ends with it, too
             self._finish(None, error)
+            raise
 
     def _next(self) -> _Job | None:
         with self._changed:

@@ -202,6 +202,11 @@ class Engine:
         """Blocks by class and counters."""
         return inspect.state(self._manager, self._shape.block_bytes)
 
+    @property
+    def countable(self) -> bool:
+        """Whether `cache_state` takes constant time."""
+        return inspect.countable(self._manager)
+
     def flush_cache(self) -> int:
         """Drops KV that no request uses; blocks freed."""
         return self._manager.flush()

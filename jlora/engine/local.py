@@ -8,18 +8,21 @@ between steps.
 from __future__ import annotations
 
 import logging
+import math
 import queue
 import threading
 from collections.abc import Callable, Iterable
+from concurrent import futures
 from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.config import Config
 from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
+from jlora.engine.futures import chained, done, failed, follow, result_of, running, settle
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
 from jlora.ports import System
@@ -28,12 +31,12 @@ from jlora.types import AdapterInfo, Invocation, PrefetchResult, Request, TokenE
 
 log = logging.getLogger(__name__)
 
-S = TypeVar("S")
 T = TypeVar("T")
 
 IDLE_S = 0.1  # pause between two rounds of an idle engine
 LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
+COUNTING_S = 1.0  # between two snapshots where one has to look at the whole tree
 
 
 class LocalReplica(Replica):
@@ -53,11 +56,16 @@ class LocalReplica(Replica):
         self._gaps = Gaps(system.clock)
         self._draining = False
         self._stopping = False
-        self._failed = False
+        self._failure: Future[BaseException] = running()
         self._ended = False  # the thread takes no more commands
-        self._closed = threading.Lock()
+        self._asks: queue.SimpleQueue[Future[ReplicaState]] = queue.SimpleQueue()
+        self._snapshot, self._counted = self._look(), system.clock()
+        self._stepping = False
+        self._closing = threading.Lock()
+        self._closed = False
         self._loaders = system.threads.pool("jlora-load", LOADERS)
         system.garbage.begin()
+        system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
 
     @classmethod
@@ -80,7 +88,7 @@ class LocalReplica(Replica):
         arrived, searched = self._system.clock(), self._searched(request)
         live = _Live((request.tenant, request.id), sink, set(range(request.sampling.n)))
         if self._names.setdefault(live.name, live) is not live:  # it lives, or its last event is not out yet
-            return _failed(AlreadyExists(f"request_id {request.id!r} is in use by a live request"))
+            return failed(AlreadyExists(f"request_id {request.id!r} is in use by a live request"))
 
         def admit() -> int:
             if self._draining:
@@ -104,7 +112,7 @@ class LocalReplica(Replica):
         live = self._names.get((tenant, request_id))
         if live is not None:  # its submission, if it has not run, runs first
             self.between_steps(lambda: live.handle is not None and self._engine.abort(live.handle))
-        return _done(live is not None)
+        return done(live is not None)
 
     def stop(self, handle: int, index: int, outputs: int) -> Future[None]:
         return self.between_steps(lambda: self._engine.stop(handle, index, outputs))
@@ -122,12 +130,12 @@ class LocalReplica(Replica):
         except RuntimeError:  # the pool is shut down
             return self.between_steps(lambda: self._engine.adapters.get(name))  # fails: the replica is closed
 
-        def over(done: Future[AdapterInfo]) -> None:
-            error = _error_of(done)
-            if error is None:
-                _follow(self._settled(done.result()), answer)
-            elif answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
-                answer.set_exception(error)
+        def over(loaded: Future[AdapterInfo]) -> None:
+            try:
+                follow(self._settled(result_of(loaded)), answer)
+            except Exception as e:
+                if answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
+                    answer.set_exception(e)
 
         loading.add_done_callback(over)
         return answer
@@ -171,10 +179,10 @@ class LocalReplica(Replica):
             info, uids = found
             return self._when(lambda: info if adapters.are_gone(uids) else None)
 
-        return _chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
+        return chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        return _chained(self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), self._settled)
+        return chained(self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), self._settled)
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
         return self.between_steps(lambda: self._engine.adapters.all(after, most))
@@ -198,8 +206,12 @@ class LocalReplica(Replica):
     # -- the cache, counters, life ------------------------------------------------------------
 
     def state(self) -> Future[ReplicaState]:
-        engine, gaps = self._engine, self._gaps
-        return self.between_steps(lambda: ReplicaState(engine.cache_state(), engine.stats(), gaps.longest()))
+        future: Future[ReplicaState] = running()
+        self._asks.put(future)
+        self._work.set()
+        if self._stepping or self._ended:
+            self._answer_asks()
+        return future
 
     def flush_cache(self) -> Future[int]:
         return self.between_steps(self._engine.flush_cache)
@@ -210,33 +222,42 @@ class LocalReplica(Replica):
 
     def heartbeat_age(self) -> float:
         now, engine = self._system.clock(), self._engine
-        if engine.compiling and not self._failed and now - self._beat < COMPILE_S:
+        if self._ended or self._failure.done():
+            return math.inf
+        if engine.compiling and now - self._beat < COMPILE_S:
             return 0.0
         return now - max(self._beat, engine.compiled_at)
 
+    @property
+    def failure(self) -> Future[BaseException]:
+        return self._failure
+
     def drain(self, timeout_s: float | None = None) -> Future[bool]:
         self._draining = True
-        end = None if timeout_s is None else self._system.clock() + timeout_s
+        drained, over = running(), threading.Lock()
 
-        def look() -> bool | None:
-            if not self._engine.busy:
-                return True
-            return False if end is not None and self._system.clock() >= end else None
+        def answer(result: bool) -> None:
+            if over.acquire(blocking=False):  # once, whoever comes first
+                drained.set_result(result)
 
-        drained = _running()
+        ended = self._when(lambda: None if self._engine.busy else True)
+        ended.add_done_callback(lambda _: answer(True))  # also if it fails: a dead engine has no live request
+        if timeout_s is not None:  # on a thread of its own: a step may take longer
 
-        def answer(done: Future[bool]) -> None:
-            if not drained.done():
-                drained.set_result(done.exception() is not None or done.result())  # a dead engine has no live request
+            def wait() -> None:
+                futures.wait([drained], timeout_s)
+                answer(not self._names)
 
-        self._when(look).add_done_callback(answer)
+            self._system.threads.start("jlora-drain", wait)
         return drained
 
     def close(self) -> None:
         self._draining = self._stopping = True
         self._work.set()
         self._thread.join()
-        if self._closed.acquire(blocking=False):  # once, whoever comes first
+        with self._closing:
+            closed, self._closed = self._closed, True
+        if not closed:  # once, whoever comes first
             self._loaders.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
 
@@ -244,32 +265,43 @@ class LocalReplica(Replica):
 
     def _loop(self) -> None:
         try:
-            while not self._stopping:
-                self._beat = self._system.clock()
-                self._obey()
-                if self._engine.busy:
-                    waited = self._step()
-                    self._gaps.note(self._system.clock() - self._beat - waited)
-                    continue
-                self._system.garbage.idle()
-                self._engine.tend()
-                self._answer_waits()
-                self._gaps.note(self._system.clock() - self._beat)
-                if self._engine.copying:
-                    self._engine.rest()
-                elif self._work.wait(IDLE_S):
-                    self._work.clear()
-        except Exception:
-            log.exception("the engine failed; every live request is aborted")
-            self._failed = True
-        self._end()
+            self._run()
+        except BaseException as error:
+            self._fail(error)
+            raise
+        finally:
+            self._end()
+
+    def _run(self) -> None:
+        while not self._stopping and not self._failure.done():
+            self._beat = self._system.clock()
+            self._obey()
+            if self._engine.busy:
+                waited = self._step()
+                self._gaps.note(self._system.clock() - self._beat - waited)
+                continue
+            self._system.garbage.idle()
+            self._engine.tend()
+            self._answer_waits()
+            self._gaps.note(self._system.clock() - self._beat)
+            if self._engine.copying:
+                self._engine.rest()
+            elif self._work.wait(IDLE_S):
+                self._work.clear()
 
     def _step(self) -> float:
         """One step and its events; the seconds in which it waited for the device and for copies."""
         engine, clock = self._engine, self._system.clock
-        began, before = clock(), engine.host_s
-        events = engine.step()
-        waited = clock() - began - (engine.host_s - before)
+        if engine.countable or self._beat - self._counted >= COUNTING_S:
+            self._snapshot, self._counted = self._look(), self._beat
+        self._stepping = True  # those who ask meanwhile get the snapshot: the step may compile, or hang
+        try:
+            self._answer_asks()
+            began, before = clock(), engine.host_s
+            events = engine.step()
+            waited = clock() - began - (engine.host_s - before)
+        finally:
+            self._stepping = False
         self._send(events)
         self._system.garbage.after_step()
         return waited
@@ -278,22 +310,50 @@ class LocalReplica(Replica):
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
         for _ in range(self._commands.qsize()):  # those that come meanwhile wait for the next step
             command, future = self._commands.get()
-            _settle(future, command)
+            settle(future, command)
         self._answer_waits()
+        if not self._asks.empty():
+            self._snapshot = self._look()
+            self._answer_asks()
+
+    def _look(self) -> ReplicaState:
+        return ReplicaState(self._engine.cache_state(), self._engine.stats(), self._gaps.longest())
+
+    def _answer_asks(self) -> None:
+        """Any thread may call: each of those who ask gets one answer."""
+        while True:
+            try:
+                future = self._asks.get_nowait()
+            except queue.Empty:
+                return
+            if self._ended:
+                future.set_exception(self._refusal())
+            else:
+                future.set_result(self._snapshot)
 
     def _answer_waits(self) -> None:
         self._waits = [wait for wait in self._waits if not wait.answered()]
+
+    def _fail(self, error: BaseException) -> None:
+        """One of the replica's threads has failed; it runs on that thread."""
+        with self._closing:
+            if not self._failure.done():
+                self._failure.set_result(error)
+        self._work.set()
 
     def _end(self) -> None:
         """Fails whatever waits for an engine that is gone."""
         self._ended = self._stopping = True
         self._refuse_commands()
+        self._answer_asks()
         for wait in self._waits:
-            wait.future.set_exception(self._refusal())
+            if not wait.future.done():
+                wait.future.set_exception(self._refusal())
         ended, self._live = self._live, {}
         for live in ended.values():
             del self._names[live.name]
-            _deliver(live.sink, [TokenEvent(live.name[1], i, None, finish_reason="abort") for i in sorted(live.open)])
+            last = TokenEvent(live.name[1], 0, None, finish_reason="abort", error=self._refusal())
+            _deliver(live.sink, [replaced(last, index=index) for index in sorted(live.open)])
 
     def _send(self, events: Iterable[TokenEvent]) -> None:
         by_request: dict[int, list[TokenEvent]] = {}
@@ -327,13 +387,13 @@ class LocalReplica(Replica):
 
     def _when(self, look: Callable[[], T | None]) -> Future[T]:
         """Answers with the first value of `look` that is not None; it runs on the engine's thread."""
-        future = _running()
+        future = running()
 
         def begin() -> Future[T]:
             self._waits.append(_Wait(look, future))
             return future
 
-        return _chained(self.between_steps(begin), lambda waiting: waiting)
+        return chained(self.between_steps(begin), lambda waiting: waiting)
 
     def _refuse_commands(self) -> None:
         while True:
@@ -345,8 +405,9 @@ class LocalReplica(Replica):
                 future.set_exception(self._refusal())
 
     def _refusal(self) -> Unavailable:
-        why = "the engine has failed; see the server's log" if self._failed else "the server has stopped"
-        return Unavailable(why)
+        if self._failure.done():
+            return Unavailable("the engine has failed; the server's log says why")
+        return Unavailable("the server has stopped")
 
 
 @dataclass(slots=True, eq=False)
@@ -377,80 +438,17 @@ class _Wait:
         return found is not None
 
 
-def _settle(future: Future, command: Callable[[], object]) -> None:
-    """Runs a command into its future, unless its caller has cancelled it."""
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = command()
-    except Exception as e:
-        future.set_exception(e)
-    else:
-        future.set_result(result)
-
-
-def _done(result: T) -> Future[T]:
-    future: Future[T] = Future()
-    future.set_result(result)
-    return future
-
-
-def _failed(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.set_exception(error)
-    return future
-
-
 def _go_on(answer: Future) -> None:
     """Ends the caller's work if nobody waits for its answer any more."""
     if answer.cancelled():
         raise CancelledError
 
 
-def _running() -> Future[Any]:
-    """A future that its caller can no longer cancel."""
-    future: Future[Any] = Future()
-    future.set_running_or_notify_cancel()
-    return future
-
-
-def _error_of(done: Future) -> BaseException | None:
-    return Unavailable("the server has stopped") if done.cancelled() else done.exception()
-
-
-def _follow(source: Future, target: Future) -> None:
-    """Gives `target` the result of `source` when it is there."""
-
-    def copy(done: Future) -> None:
-        error = _error_of(done)
-        if error is not None:
-            target.set_exception(error)
-        else:
-            target.set_result(done.result())
-
-    source.add_done_callback(copy)
-
-
-def _chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
-    """The result of `then`, which starts when `first` has its own."""
-    whole = _running()
-
-    def go_on(done: Future[S]) -> None:
-        error = _error_of(done)
-        if error is not None:
-            whole.set_exception(error)
-        else:
-            _follow(then(done.result()), whole)
-
-    first.add_done_callback(go_on)
-    return whole
-
-
 def _deliver(sink: Sink, events: list[TokenEvent]) -> bool:
     """Hands events over. A sink that fails loses its own request and no other."""
     try:
         sink(events)
-    except Exception:
+    except BaseException:  # a receiver's SystemExit is no reason to end the engine's thread
         log.exception("the receiver of request %s failed; it is aborted", events[0].request_id)
         return False
     return True

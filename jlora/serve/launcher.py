@@ -6,6 +6,7 @@ load model and adapters, warm up (failed: one line, exit 1)
 print the ready line, health SERVING
 SIGTERM or SIGINT: refuse new requests, let running ones end, exit 0
 a second signal: exit at once
+the engine fails: health NOT_SERVING, every call ends with UNAVAILABLE, exit `FAILED`
 """
 
 from __future__ import annotations
@@ -33,6 +34,10 @@ log = logging.getLogger(__name__)
 
 # Seconds for the last messages to reach their clients after the replica has closed.
 GRACE_S = 2.0
+# Seconds for a step to end when its requests have been given up.
+CLOSE_S = 10.0
+# Exit code when the engine has failed or hangs: a supervisor should start the server again.
+FAILED = 70
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,11 +68,21 @@ async def serve(config: Config) -> int:
         blocks = (await asyncio.wrap_future(replica.state())).cache.hbm.total
         where, model = address(config.serve.host, port), replica.info.model
         print(f"jlora ready grpc={where} model={model} adapters={adapters} blocks={blocks}", flush=True)
-        await stop.wait()
-        await _drain(backend, server, config.serve.drain_s)
+        if not await _fails_before(stop, replica) and await _drain(backend, server, config.serve.drain_s):
+            return 0
+        await server.stop(GRACE_S)
+        _exit(FAILED)
+        return FAILED
     finally:
         await server.stop(grace_s=0)
-    return 0
+
+
+async def _fails_before(stop: asyncio.Event, replica: Replica) -> bool:
+    """Waits for the replica's failure or for `stop`; whether it has failed."""
+    stopping, failure = asyncio.ensure_future(stop.wait()), asyncio.wrap_future(replica.failure)
+    await asyncio.wait((stopping, failure), return_when=asyncio.FIRST_COMPLETED)
+    stopping.cancel()
+    return failure.done()
 
 
 def _is_local(host: str) -> bool:
@@ -104,14 +119,26 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     return LocalReplica.start(config, progress=True, system=System(garbage=ServerGarbage())), tokenizer
 
 
-async def _drain(backend: Backend, server: GrpcServer, timeout_s: float) -> None:
+async def _drain(backend: Backend, server: GrpcServer, timeout_s: float) -> bool:
+    """Lets running requests end and closes the replica; False if the engine has failed or hangs."""
     replica = backend.loaded
     backend.draining = True
     log.info("draining: new requests are refused, running ones have %g s", timeout_s)
     if not await asyncio.wrap_future(replica.drain(timeout_s)):
         log.warning("drain: serve.drain_s = %g s has passed; running requests are aborted", timeout_s)
-    await asyncio.to_thread(replica.close)
+    closing = asyncio.ensure_future(asyncio.to_thread(replica.close))
+    await asyncio.wait((closing,), timeout=CLOSE_S)
+    if not closing.done():
+        log.error("the engine does not stop: its step has lasted %.0f s", replica.heartbeat_age())
     await server.stop(GRACE_S)
+    return closing.done() and not replica.failure.done()
+
+
+def _exit(code: int) -> None:
+    """Ends the process now: threads that hang would hold up its regular end."""
+    logging.shutdown()
+    sys.stdout.flush()
+    os._exit(code)
 
 
 def _stop_on_signal() -> asyncio.Event:

@@ -6,6 +6,7 @@ and an opaque id, and the log gets the same id with the trace.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
@@ -44,7 +45,11 @@ CODES: Mapping[type[Exception], grpc.StatusCode] = {
 }
 
 
-def status_of(error: Exception, method: str) -> tuple[grpc.StatusCode, str]:
+# How a handler ends when its client has gone or the server stops.
+ENDS = (asyncio.CancelledError, GeneratorExit)
+
+
+def status_of(error: BaseException, method: str) -> tuple[grpc.StatusCode, str]:
     """The code and message for a client."""
     for cls in type(error).__mro__:
         if cls in CODES:
@@ -102,7 +107,9 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
         try:
             _check(request)
             return await inner(request, context)
-        except Exception as e:  # a cancelled call raises CancelledError, which is not an Exception
+        except ENDS:
+            raise
+        except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
             await context.abort(*status_of(e, method))
 
     return call
@@ -114,7 +121,9 @@ def _stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[.
             _check(request)
             async for response in inner(request, context):
                 yield response
-        except Exception as e:
+        except ENDS:
+            raise
+        except BaseException as e:
             await context.abort(*status_of(e, method))
 
     return call

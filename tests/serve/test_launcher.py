@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
@@ -132,9 +132,9 @@ def quick(pytestconfig: pytest.Config) -> list[str]:
 
 
 @contextmanager
-def process(argv: list[str]) -> Iterator[subprocess.Popen[str]]:
-    """`python -m jlora.serve`; killed at the end if it still runs."""
-    command = [sys.executable, "-m", "jlora.serve", *argv]
+def process(argv: list[str], program: Sequence[str] = ("-m", "jlora.serve")) -> Iterator[subprocess.Popen[str]]:
+    """`python -m jlora.serve`, or another program; killed at the end if it still runs."""
+    command = [sys.executable, *program, *argv]
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as started:
         try:
             yield started
@@ -204,6 +204,36 @@ def test_a_second_signal_ends_at_once(text_model: Path, quick: list[str]):
             wait_until(lambda: health.Check(health_pb2.HealthCheckRequest()).status != 1)
             server.send_signal(signal.SIGTERM)
             assert server.wait(timeout=5) == 128 + signal.SIGTERM
+
+
+DYING = """
+import os, sys
+from jlora.serve import launcher
+
+class Dying(launcher.ServerGarbage):
+    def after_step(self):
+        if os.path.exists(sys.argv[-1]):
+            raise SystemExit(0)
+
+launcher.ServerGarbage = Dying
+sys.exit(launcher.main(sys.argv[1:-1]))
+"""
+
+
+def test_a_dead_engine_ends_the_process_after_its_clients_know(text_model: Path, quick: list[str], tmp_path: Path):
+    end = tmp_path / "end"
+    argv = ["--model", str(text_model), "--port", "0", *quick, str(end)]
+    with process(argv, ["-c", DYING]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            streams = [rpc.InferenceStub(channel).GenerateStream(request("Hello", 4000)) for _ in range(5)]
+            for stream in streams:
+                next(stream)
+            end.touch()
+            for stream in streams:
+                with refused(CODE.UNAVAILABLE, "the engine has failed"):
+                    list(stream)
+        _, errors = server.communicate(timeout=20)
+        assert server.returncode == launcher.FAILED and "thread jlora-engine has failed" in errors
 
 
 def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, tmp_path: Path):

@@ -25,6 +25,7 @@ from jlora.serve.status import DeadlineExceeded
 from tests.serve._server import Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
+NOTHING = pb.GetCacheStateRequest()
 
 
 def test_health_answers_for_the_whole_and_each_service(served: Served):
@@ -114,27 +115,54 @@ def own(text_model: Path) -> Iterator[Served]:
 
 
 class Failing(PythonGarbage):
-    """The engine's thread dies after a step once `failing` is set."""
+    """The engine's thread ends with `error` after a step, once that is set."""
 
-    failing = False
+    error: BaseException | None = None
 
     def after_step(self) -> None:
-        if self.failing:
-            raise RuntimeError("device lost")
+        if self.error is not None:
+            raise self.error
 
 
-def test_a_dead_engine_is_told_to_its_clients_and_to_health(text_model: Path):
+@pytest.mark.parametrize("error", [RuntimeError("device lost"), SystemExit(0)], ids=lambda e: type(e).__name__)
+def test_a_dead_engine_is_told_to_its_clients_and_to_health(text_model: Path, error: BaseException):
     machine = Failing()
-    settings = {"engine.warmup": False, "serve.heartbeat_s": 0.5}
+    settings = {"engine.warmup": False, "serve.heartbeat_s": 600}
     with serve(text_model, settings, System(garbage=machine)) as own:
-        stream = own.inference.GenerateStream(request("Hello", 3000))
-        next(stream)
-        machine.failing = True
-        with refused(CODE.UNAVAILABLE, "stopped before the request ended"):
-            list(stream)
-        with refused(CODE.UNAVAILABLE, "failed"):
-            own.generate(request())
-        wait_until(lambda: own.status() == "NOT_SERVING", timeout_s=5)
+        wait_until(lambda: own.status() == "SERVING")
+        streams = [own.inference.GenerateStream(request("Hello", 3000)) for _ in range(3)]
+        waiting = own.inference.Generate.future(request("Hello", 3000))
+        for stream in streams:
+            next(stream)
+        machine.error = error
+        for stream in streams:
+            with refused(CODE.UNAVAILABLE, "failed"):
+                list(stream)
+        for call in (waiting.result, lambda: own.generate(request()), lambda: own.control.GetCacheState(NOTHING)):
+            with refused(CODE.UNAVAILABLE, "failed"):
+                call()
+        wait_until(lambda: own.status() == "NOT_SERVING")
+        assert own.control.Drain(pb.DrainRequest()).drained
+    assert own.replica.failure.result(0) is error
+
+
+class Panic(BaseException):
+    """What a panic in a tokenizer written in Rust looks like."""
+
+
+@pytest.mark.parametrize("error", [Panic("index out of bounds"), SystemExit(0), MemoryError()], ids=repr)
+def test_a_tokenizer_that_panics_ends_its_own_call(served: Served, monkeypatch: pytest.MonkeyPatch, error: Exception):
+    def panic(*_: object) -> None:
+        raise error
+
+    with monkeypatch.context() as broken:
+        broken.setattr(type(served.backend.tokenizer), "encode", panic)
+        for text in ("Hello", "Hello" * 2000):  # on the event loop, and on a thread
+            with refused(CODE.INTERNAL, "internal error"):
+                served.inference.Tokenize(pb.TokenizeRequest(text=text), timeout=10)
+            with refused(CODE.INTERNAL, "internal error"):
+                list(served.inference.GenerateStream(request(text), timeout=10))
+    assert len(served.generate(request("Hello")).outputs[0].token_ids) == 8
 
 
 class Stuck(PythonGarbage):

@@ -1,0 +1,93 @@
+"""Futures that the replica's threads hand to each other, and what may happen to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from jlora.errors import Unavailable
+
+S = TypeVar("S")
+T = TypeVar("T")
+
+
+def done(result: T) -> Future[T]:
+    """A future that has its result."""
+    future: Future[T] = Future()
+    future.set_result(result)
+    return future
+
+
+def failed(error: Exception) -> Future[Any]:
+    """A future that has failed."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
+def running() -> Future[Any]:
+    """A future that its caller can no longer cancel."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
+
+
+def settle(future: Future, command: Callable[[], object]) -> None:
+    """Runs a command into its future, unless its caller has cancelled it.
+
+    What ends a thread (SystemExit and its like) is raised again.
+    """
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = command()
+    except Exception as e:
+        future.set_exception(e)
+    except BaseException as e:
+        future.set_exception(error_of(e))
+        raise
+    else:
+        future.set_result(result)
+
+
+def chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
+    """The result of `then`, which starts when `first` has its own."""
+    whole = running()
+
+    def go_on(ended: Future[S]) -> None:
+        try:
+            follow(then(result_of(ended)), whole)
+        except Exception as e:
+            whole.set_exception(e)
+
+    first.add_done_callback(go_on)
+    return whole
+
+
+def error_of(error: BaseException) -> Exception:
+    """The error as its receiver may raise it: SystemExit and its like would end the receiver's thread, too."""
+    return error if isinstance(error, Exception) else RuntimeError(f"{type(error).__name__}: {error}")
+
+
+def follow(source: Future, target: Future) -> None:
+    """Gives `target` the result of `source` when it is there."""
+
+    def copy(ended: Future) -> None:
+        try:
+            result = result_of(ended)
+        except Exception as e:
+            target.set_exception(e)
+        else:
+            target.set_result(result)
+
+    source.add_done_callback(copy)
+
+
+def result_of(ended: Future[T]) -> T:
+    """The result of a future that has ended; raises what it failed with, an Exception in any case."""
+    if ended.cancelled():
+        raise Unavailable("the server has stopped")
+    if (error := ended.exception()) is not None:
+        raise error_of(error)
+    return ended.result()
