@@ -3,10 +3,9 @@
     throughput, latency, peers   R1, R1b, both; --peer-python adds transformers + PEFT (docs/benchmarks.md)
     llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
-    lora, load                   adapters by active blocks against dense slots; weights from files to devices
-    garbage                      the longest pause of Python's garbage collector, with a big tree
+    lora                         adapters by active blocks against dense slots
     policies                     R3: every cache policy on this engine
-    alora, pipelines             R6: activated against plain LoRAs, on this engine and simulated
+    alora                        R6: activated against plain LoRAs in pipelines, on this engine
     paper, beyond                FASTLIBRA's figures, and past them, simulated
     startup                      seconds until a server is ready, with and without compiled programs
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
@@ -35,13 +34,10 @@ STUDIES: Mapping[str, str] = {
     "host": "benchmarks.micro.host",
     "cache": "benchmarks.micro.cache",
     "lora": "benchmarks.micro.lora",
-    "load": "benchmarks.micro.load",
-    "garbage": "benchmarks.micro.garbage",
     "startup": "benchmarks.micro.startup",
     "compare": "benchmarks.compare",
     "policies": "benchmarks.studies.policies",
     "alora": "benchmarks.studies.alora",
-    "pipelines": "benchmarks.studies.pipelines",
     "paper": "benchmarks.studies.paper",
     "beyond": "benchmarks.studies.beyond",
     "report": "benchmarks.report",
@@ -51,7 +47,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "peers": ("throughput", "latency"),
 }
 QUICK = {"engine.max_seqs": 4, "engine.max_step_tokens": 32}  # few programs to compile
-BY_DTYPE = ("throughput", "latency", "lora", "load", "startup", "compare")  # measured once per --dtype
+BY_DTYPE = ("throughput", "latency", "lora", "startup", "compare")  # measured once per --dtype
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +87,6 @@ def parser() -> Parser:
     )
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights")
     made.add_argument("--no-grpc", action="store_true", help="throughput: skip the run behind the gRPC server")
-    made.add_argument("--figure", nargs="+", type=int, default=[], metavar="N", help="paper: which of its figures")
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default: 30; beyond 100)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
@@ -117,7 +112,6 @@ def options(args: argparse.Namespace, dtype: str) -> Options:
         seconds=args.seconds,
         data=args.data,
         settings={**(QUICK if args.quick else {}), **dict(pairs)},
-        figures=tuple(args.figure),
         grpc=not args.no_grpc,
         peer_python=args.peer_python,
         llama=llama,

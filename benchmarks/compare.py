@@ -12,7 +12,9 @@ medians, the ratio inside a round, and each side's control; --out keeps the roun
 
 from __future__ import annotations
 
+import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -21,7 +23,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import tables
-from benchmarks.records import median, read
+from benchmarks.records import read
 from benchmarks.report import markdown
 from benchmarks.runner import Options
 from jlora.errors import ConfigError
@@ -76,10 +78,12 @@ def measured(options: Options, tree: Path, study: str) -> Sample:
             last = done.stderr.strip().rpartition("\n")[2]
             raise RuntimeError(f"{study} in {tree}: ended with code {done.returncode}: {last}")
         (file,) = Path(out).glob("*.jsonl")
-        rows = read(file).rows
-    found = median(rows[rows["cell"] == "rounds"], ["side"])
-    timed = [key for key in found.columns if key == "seconds" or key.endswith("_s")]
-    return {f"{side} {key}": float(found[key][side]) for side in found.index for key in timed}
+        lines = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    found: dict[str, list[float]] = {}
+    for line in (line for line in lines if line["cell"] == "rounds"):
+        for key in (key for key in line if key == "seconds" or key.endswith("_s")):
+            found.setdefault(f"{line['side']} {key}", []).append(line[key])
+    return {name: statistics.median(values) for name, values in found.items()}
 
 
 def _commit(tree: Path) -> str:

@@ -76,20 +76,6 @@ def alora(study: Study, path: Path) -> None:
     _finish(figure, path)
 
 
-def pipelines(study: Study, path: Path) -> None:
-    """Gains over the length of the context and over the rate."""
-    figure, panels = _grid(2, 2, (5, 4))
-    for axes, sweep in zip(panels, ("context", "rate"), strict=True):
-        rows = study.rows[study.rows["sweep"] == sweep]
-        for model, group in rows.groupby("model"):
-            for key, style in (("check_ttft_s", "-"), ("check_end_to_end_s", "--")):
-                table = group.pivot_table(index=sweep, columns="side", values=key)
-                gain = table["lora"] / table["activated"]
-                axes.plot(gain.index, gain, style, marker="o", label=f"{key.removesuffix('_s')}, {model}")
-        axes.set(xscale="log", yscale="log", xlabel=sweep, ylabel="times as fast as plain LoRA")
-    _finish(figure, path)
-
-
 def curves(study: Study, path: Path) -> None:
     """Mean TTFT over the rate, a panel per cell."""
     rows = study.rows[study.rows["kind"].isin(("curves", "cell")) & (study.rows["side"] != "anchors")]

@@ -36,13 +36,10 @@ PAGES: Mapping[str, Page] = {
     "latency": Page("latency-*.jsonl"),
     "llama": Page("llama-*.jsonl"),
     "host": Page("host-*.jsonl"),
-    "garbage": Page("garbage-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
-    "load": Page("load-*.jsonl"),
     "policies": Page("policies-*.jsonl", figures.policies, "policies.png"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
-    "pipelines": Page("pipelines-*.jsonl", figures.pipelines, "alora-simulated.png"),
     "fastlibra": Page("paper-*.jsonl", figures.curves, "fastlibra-curves.png"),
     "beyond": Page("beyond-*.jsonl", figures.curves, "beyond.png"),
 }

@@ -35,7 +35,6 @@ class Options:
     seconds: float = 0.0
     data: Path | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
-    figures: tuple[int, ...] = ()
     grpc: bool = True
     peer_python: str = ""
     llama: Mapping[str, Any] = field(default_factory=dict)

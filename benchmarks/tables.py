@@ -109,14 +109,6 @@ def host(study: Study) -> pd.DataFrame:
     return middle.astype({"running": int, "queued": int})
 
 
-def garbage(study: Study) -> pd.DataFrame:
-    """Milliseconds of processor time between two steps, by policy."""
-    middle = median(study.rows, ["cell"])[["median_ms", "p99_ms", "longest_ms"]]
-    middle.columns = ["median ms", "99th percentile ms", "longest ms"]
-    middle.index = middle.index.map({"PythonGarbage": "Python's own", "ServerGarbage": "the server's"})
-    return middle.map("{:.1f}".format).rename_axis("collections").reset_index()
-
-
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]
@@ -150,18 +142,6 @@ def lora(studies: Sequence[Study]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def load(study: Study) -> pd.DataFrame:
-    """Seconds to load a model in both forms."""
-    made = []
-    for cell, rows in study.rows.groupby("cell", sort=False):
-        for key, which in (("first_s", "first"), ("again_s", "again")):
-            middle = median(rows, ["side"])[key]
-            row = {"devices": cell, "load": which} | {side: f"{middle[side]:.2f}" for side in ("safetensors", "orbax")}
-            row["ratio"] = told(ratios(rows, "safetensors", "orbax", key))
-            made.append({**row, "control": controls(*(control(rows, side, key) for side in middle.index))})
-    return pd.DataFrame(made)
-
-
 def policies(study: Study) -> pd.DataFrame:
     """Mean TTFT: milliseconds of `jlora`, and times as long for the others."""
     made = []
@@ -191,17 +171,6 @@ def alora(study: Study) -> pd.DataFrame:
         row |= {name: told(ratios(rows, "lora", "activated", key)) for name, key in GAINS.items()}
         row["hit rate"] = " / ".join(f"{middle['check_hit_rate'][side]:.3f}" for side in ("activated", "lora"))
         made.append({**row, "control": controls(*(control(rows, s, "seconds") for s in ("activated", "lora")))})
-    return pd.DataFrame(made)
-
-
-def pipelines(study: Study) -> pd.DataFrame:
-    """The same, simulated: one run a side, so no range."""
-    gains, made = GAINS | {"pipeline": "pipeline_s"}, []
-    for cell, rows in study.rows.groupby("cell", sort=False):
-        ours, theirs = (rows[rows["side"] == side].iloc[0] for side in ("activated", "lora"))
-        row = {"cell": cell} | {name: f"{theirs[key] / ours[key]:.3g}" for name, key in gains.items()}
-        row["hit rate"] = f"{ours['check_hit_rate']:.3f} / {theirs['check_hit_rate']:.3f}"
-        made.append({**row, "KV GB": f"{ours['kv_bytes'] / 1e9:.1f} / {theirs['kv_bytes'] / 1e9:.1f}"})
     return pd.DataFrame(made)
 
 

