@@ -4,9 +4,8 @@
     llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     lora                         adapters by active blocks against dense slots
-    policies                     R3: every cache policy on this engine
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
-    paper, beyond                FASTLIBRA's figures, and past them, simulated
+    beyond                       R3: every cache policy in the simulator, against a bound
     startup                      seconds until a server is ready, with and without compiled programs
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
     report                       the pages and figures of the files in --out
@@ -36,9 +35,7 @@ STUDIES: Mapping[str, str] = {
     "lora": "benchmarks.micro.lora",
     "startup": "benchmarks.micro.startup",
     "compare": "benchmarks.compare",
-    "policies": "benchmarks.studies.policies",
     "alora": "benchmarks.studies.alora",
-    "paper": "benchmarks.studies.paper",
     "beyond": "benchmarks.studies.beyond",
     "report": "benchmarks.report",
 }
@@ -87,7 +84,7 @@ def parser() -> Parser:
     )
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights")
     made.add_argument("--no-grpc", action="store_true", help="throughput: skip the run behind the gRPC server")
-    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default: 30; beyond 100)")
+    made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
 

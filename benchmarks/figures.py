@@ -50,20 +50,6 @@ def cache(study: Study, path: Path) -> None:
     _finish(figure, path)
 
 
-def policies(study: Study, path: Path) -> None:
-    """Mean TTFT over the device's size, a panel per workload and link."""
-    rows = study.rows[study.rows["side"] != "workload"]
-    groups = list(rows.groupby(["workload", "gbps"], sort=False))
-    figure, panels = _grid(len(groups), 4, (4.2, 3.6))
-    for axes, (key, group) in zip(panels, groups, strict=True):
-        for side, mine in group[group["side"] != "jlora, again"].groupby("side"):
-            ttft = 1e3 * mine.groupby("share")["ttft_s"].median()
-            axes.plot(100 * ttft.index, ttft, marker="o", label=side, linewidth=2.4 if side == "jlora" else 1.2)
-        axes.set(title=f"{key[0]}, {key[1]:g} GB/s", xlabel="device, % of the working set", ylabel="TTFT, ms")
-        axes.set_yscale("log")
-    _finish(figure, path)
-
-
 def alora(study: Study, path: Path) -> None:
     """Gains over the length of the context."""
     rows = study.rows[(study.rows["sessions"] == 1) & (study.rows["adapters"] == study.rows["adapters"].iloc[0])]
@@ -76,9 +62,9 @@ def alora(study: Study, path: Path) -> None:
     _finish(figure, path)
 
 
-def curves(study: Study, path: Path) -> None:
+def beyond(study: Study, path: Path) -> None:
     """Mean TTFT over the rate, a panel per cell."""
-    rows = study.rows[study.rows["kind"].isin(("curves", "cell")) & (study.rows["side"] != "anchors")]
+    rows = study.rows[(study.rows["kind"] == "cell") & (study.rows["side"] != "anchors")]
     cells = list(rows.groupby("cell", sort=False))
     figure, panels = _grid(len(cells), 6, (3, 2.4))
     for axes, (cell, group) in zip(panels, cells, strict=True):

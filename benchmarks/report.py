@@ -38,10 +38,8 @@ PAGES: Mapping[str, Page] = {
     "host": Page("host-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
-    "policies": Page("policies-*.jsonl", figures.policies, "policies.png"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
-    "fastlibra": Page("paper-*.jsonl", figures.curves, "fastlibra-curves.png"),
-    "beyond": Page("beyond-*.jsonl", figures.curves, "beyond.png"),
+    "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
 }
 
 

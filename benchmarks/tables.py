@@ -142,17 +142,6 @@ def lora(studies: Sequence[Study]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def policies(study: Study) -> pd.DataFrame:
-    """Mean TTFT: milliseconds of `jlora`, and times as long for the others."""
-    made = []
-    for cell, rows in study.rows[study.rows["side"] != "workload"].groupby("cell", sort=False):
-        ms = 1e3 * median(rows, ["side"])["ttft_s"]
-        row = {"cell": cell, "jlora ms": f"{ms['jlora']:.1f}"}
-        others = sorted(side for side in ms.index if side not in ("jlora", "jlora, again"))
-        made.append(row | {side: told(ratios(rows, side, "jlora", "ttft_s")) for side in (*others, "jlora, again")})
-    return pd.DataFrame(made).rename(columns={"jlora, again": "control"})
-
-
 GAINS = {
     "pipeline": "seconds",
     "check, end to end": "check_end_to_end_s",
@@ -174,13 +163,9 @@ def alora(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def against(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
-    """Simulated: TTFT and TPOT of `others` over `jlora`'s, geometric means over all shared rates of each workload.
-
-    Args:
-        kind: of the studies: "curves" of the paper's figures, "cell" of those beyond it.
-    """
-    rows = study.rows[(study.rows["kind"] == kind) & (study.rows["side"] != "anchors")]
+def against(study: Study, others: Sequence[str]) -> pd.DataFrame:
+    """Simulated: TTFT and TPOT of `others` over `jlora`'s, geometric means over all shared rates of all cells."""
+    rows = study.rows[(study.rows["kind"] == "cell") & (study.rows["side"] != "anchors")]
     ours = rows[rows["side"] == "jlora"].set_index(["cell", "rate"])
     made = []
     for other in others:
@@ -194,12 +179,11 @@ def against(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def cells(study: Study, others: Sequence[str], kind: str) -> pd.DataFrame:
+def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
     """Simulated: `jlora`'s TTFT at the rates of each cell, and the others' over it."""
-    rows, made = study.rows, []
-    anchors = rows[(rows["side"] == "anchors") & (rows["kind"] == kind)].set_index("cell")["rates"]
-    for cell, rates in anchors.items():
-        mine = rows[(rows["cell"] == cell) & (rows["kind"] == kind)]
+    rows, made = study.rows[study.rows["kind"] == "cell"], []
+    for cell, rates in rows[rows["side"] == "anchors"].set_index("cell")["rates"].items():
+        mine = rows[rows["cell"] == cell]
         by = {side: mine[mine["side"] == side].set_index("rate")["ttft_s"] for side in ("jlora", *others)}
         shown = [rate for rate in rates if rate in by["jlora"].index]
         row = {"cell": cell, "requests/s": ", ".join(f"{rate:g}" for rate in shown)}

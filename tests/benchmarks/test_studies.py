@@ -56,7 +56,7 @@ def test_jlora_alone_is_measured_without_a_peer(tmp_path: Path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, sides", [("latency", 4), ("alora", 2), ("policies", 4)])
+@pytest.mark.parametrize("name, sides", [("latency", 4), ("alora", 2)])
 def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
     lines = study(tmp_path, name, "--minutes", "2")
     assert len({line["side"] for line in lines}) == sides
@@ -64,11 +64,11 @@ def test_studies_on_the_engine_run(tmp_path: Path, name: str, sides: int):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["paper", "beyond"])
-def test_simulated_studies_run_and_go_on_where_they_stopped(tmp_path: Path, name: str):
-    lines = study(tmp_path, name, "--minutes", "1")
-    assert {"jlora", "fastlibra"} <= {line["side"] for line in lines}
-    assert study(tmp_path, name, "--minutes", "0") == lines
+def test_the_simulated_study_runs_and_goes_on_where_it_stopped(tmp_path: Path):
+    lines = study(tmp_path, "beyond", "--minutes", "1")
+    assert {"jlora", "fastlibra", "clairvoyant", "vllm-fair:0.2"} <= {line["side"] for line in lines}
+    assert [line["kind"] for line in lines if line["side"] == "anchors"] == ["cell", "hint"]
+    assert study(tmp_path, "beyond", "--minutes", "0") == lines
 
 
 @pytest.mark.slow
