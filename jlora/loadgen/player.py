@@ -12,12 +12,12 @@ import contextlib
 import math
 import time
 import zlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from jlora.loadgen.server import Failed, GrpcTarget, Part
 from jlora.sim.script import HISTORY, Script
 from jlora.sim.trace import Trace, Turn, sped_up
 from jlora.types import Timing, Usage
@@ -25,30 +25,6 @@ from jlora.types import Timing, Usage
 HISTORY_AT_ONCE = 16  # turns of the history that are under way together
 OK = "OK"
 INCOMPLETE = "INCOMPLETE"  # the answer ended without an error, with another number of tokens than asked for
-
-
-class Part(NamedTuple):
-    """New tokens of an answer. Usage and timing come with the last part."""
-
-    tokens: Sequence[int] = ()
-    usage: Usage | None = None
-    timing: Timing | None = None
-
-
-class Failed(Exception):
-    """A target did not answer a request: `status` names the reason, `detail` gives the target's words."""
-
-    def __init__(self, status: str, detail: str):
-        super().__init__(f"{status}: {detail}")
-        self.status, self.detail = status, detail
-
-
-class Target(Protocol):
-    """Answers greedy requests: a gRPC server, or an engine in this process."""
-
-    def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
-        """Streams exactly `turn.output` tokens of the adapter `model` ("": the base model). Raises Failed."""
-        ...
 
 
 @dataclass(slots=True)
@@ -107,7 +83,12 @@ class Player:
     """One pass of a trace over one target, which calls `tick` after each request but the history's."""
 
     def __init__(
-        self, target: Target, trace: Trace, models: Sequence[str], pace: Pace, tick: Callable[[], object] = lambda: None
+        self,
+        target: GrpcTarget,
+        trace: Trace,
+        models: Sequence[str],
+        pace: Pace,
+        tick: Callable[[], object] = lambda: None,
     ):
         self._target = target
         self._models = models  # the target's name for each adapter of the trace

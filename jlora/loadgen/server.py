@@ -9,10 +9,10 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import grpc
 
-from jlora.loadgen.player import Failed, Part
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Turn
@@ -58,13 +58,30 @@ async def _adapters(stub: rpc.AdaptersStub, timeout_s: float) -> AsyncIterator[p
         asked.page_token = page.next_page_token
 
 
+class Part(NamedTuple):
+    """New tokens of an answer. Usage and timing come with the last part."""
+
+    tokens: Sequence[int] = ()
+    usage: Usage | None = None
+    timing: Timing | None = None
+
+
+class Failed(Exception):
+    """A target did not answer a request: `status` names the reason, `detail` gives the target's words."""
+
+    def __init__(self, status: str, detail: str):
+        super().__init__(f"{status}: {detail}")
+        self.status, self.detail = status, detail
+
+
 class GrpcTarget:
-    """A gRPC server as a `Target`."""
+    """Asks a server greedy requests."""
 
     def __init__(self, channel: grpc.aio.Channel):
         self._stub = rpc.InferenceStub(channel)
 
     async def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
+        """Streams exactly `turn.output` tokens of the adapter `model` ("": the base model). Raises Failed."""
         request = pb.GenerateRequest(
             model=model,
             token_ids=pb.TokenIds(ids=prompt),
