@@ -40,8 +40,27 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """The two tiers: blocks of `block_tokens` tokens on the device and on the host."""
+    """The two tiers: blocks of `block_tokens` tokens on the device and on the host.
+
+    Attributes:
+        longest: blocks of the longest context; pins leave room for it.
+    """
 
     device: int
     host: int
     block_tokens: int
+    longest: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pins:
+    """What pinned adapters take of the device, and what must find room beside them, in blocks."""
+
+    pinned: int
+    largest: int  # of the adapters that are not pinned
+    longest: int  # of the longest context; half the pool if that is less
+    total: int
+
+    @property
+    def fit(self) -> bool:
+        return not self.pinned or self.pinned + self.largest + self.longest <= self.total

@@ -12,7 +12,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from jlora.cache.forecast import Forecast
-from jlora.cache.lease import Lease, Sizes, Want
+from jlora.cache.lease import Lease, Pins, Sizes, Want
 from jlora.cache.leases import Leases
 from jlora.cache.monitor import Monitor
 from jlora.cache.policies import Policy
@@ -21,7 +21,7 @@ from jlora.cache.transfer import Copy
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node, Origin, Tree
 from jlora.types import TierState
 
-__all__ = ["CacheManager", "Lease", "Sizes", "Want"]
+__all__ = ["CacheManager", "Lease", "Pins", "Sizes", "Want"]
 
 log = logging.getLogger(__name__)
 
@@ -51,6 +51,7 @@ class CacheManager:
     ):
         self.total = sizes.device  # blocks that can be handed out
         self.block_tokens = sizes.block_tokens
+        self._longest = min(sizes.longest, sizes.device // 2)
         self.prefix_reuse = prefix_reuse and policy.history
         self.policy = policy
         self.tree = Tree(sizes.block_tokens)
@@ -116,6 +117,14 @@ class CacheManager:
         if held > self._cells.limit(ADAPTER):
             return 0
         return max(0, min(self._cells.limit(KV), self.total - held)) * self.block_tokens
+
+    def pins(self, added: AdapterNode | None = None, without: AdapterNode | None = None) -> Pins:
+        """The pinned adapters, with `added` among them, and what needs room beside them if `without` goes."""
+        pinned = {*self._pinned, *([added] if added else [])} - {without}
+        others = [a.size for a in self.adapters.values() if not (a.dying or a is without or a in pinned)]
+        # Where adapters have a share of the device, pins and the largest other must fit into that.
+        total = min(self.total, self._cells.limit(ADAPTER) + self._longest)
+        return Pins(sum(node.size for node in pinned), max(others, default=0), self._longest, total)
 
     def lacks_share(self, adapter: AdapterNode) -> bool:
         """Whether adapters have a fixed share without room for this one: requests for other adapters may have room."""

@@ -91,7 +91,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     registry = AdapterRegistry(config.adapters.alora_missing)
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(adapter.projections) for adapter in new))
-    manager = make_manager(config, layout, host_blocks, system.clock, streams=pool.groups > 1)
+    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams=pool.groups > 1)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps, system)
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
@@ -116,11 +116,13 @@ def build_device(
     return device.device_side(config, spec, layout, projections, params)
 
 
-def make_manager(config: Config, layout: PoolLayout, host_blocks: int, clock: Clock, streams: bool) -> CacheManager:
-    """The cache that `config.cache` asks for."""
+def make_manager(
+    config: Config, layout: PoolLayout, host_blocks: int, max_len: int, clock: Clock, streams: bool
+) -> CacheManager:
+    """The cache that `config.cache` asks for. `max_len`: tokens of the longest context."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
-    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens)
+    sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len))
     return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
 
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jlora.adapters.registry import Record
+from jlora.cache.manager import Pins
 from jlora.engine.ports import Parts
 from jlora.errors import ResourceExhausted
 from jlora.types import AdapterInfo
@@ -132,8 +133,10 @@ class Adapters:
             self._manager.pin(old.node, False)
         try:
             if pinned:
+                self._check_pins(record, self._manager.pins(record.node, without=old and old.node))
                 self._pin(record, True)
             else:
+                self._check_pins(record, self._manager.pins(without=old and old.node))
                 self._manager.bring_in(record.node)
         except ResourceExhausted:
             self._registry.remove(record.name)
@@ -193,6 +196,8 @@ class Adapters:
     def pin(self, name: str, pinned: bool) -> AdapterInfo:
         """Pins an adapter and brings it in, or unpins it. Raises NotFound, ResourceExhausted."""
         record = self._registry.get(name)
+        if pinned:
+            self._check_pins(record, self._manager.pins(record.node))
         self._pin(record, pinned)
         return record.info(self._clock())
 
@@ -204,6 +209,15 @@ class Adapters:
     def hasten(self, uid: int) -> None:
         """Lets the copy of a version in service, if one is under way, overtake prefetches."""
         self._manager.hasten(self._registry.by_uid(uid).node)
+
+    def _check_pins(self, record: Record, pins: Pins) -> None:
+        """Raises ResourceExhausted if the pins would leave no room for the longest context and any one adapter."""
+        if not pins.fit:
+            raise ResourceExhausted(
+                f"adapter {record.name!r} of {record.node.size} blocks: pinned adapters would take {pins.pinned} "
+                f"blocks, the largest other adapter {pins.largest} and the longest context {pins.longest}, together "
+                f"more than the {pins.total} that the pool has for them; unpin one, or raise cache.hbm_blocks"
+            )
 
     def _pin(self, record: Record, pinned: bool) -> None:
         fits = not pinned or self._scheduler.can_pin(record.node)

@@ -216,9 +216,9 @@ def test_prompt_logprobs_cover_the_prompt_and_come_once(service: Running):
 def test_an_abort_frees_the_blocks_before_the_next_step(service: Running):
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     params = SamplingParams(temperature=0, max_tokens=90, ignore_eos=True)
-    service.submit(Request("gone", (3, 4, 5), params), inbox.put)
+    handle = service.submit(Request("gone", (3, 4, 5), params), inbox.put)
     inbox.get(timeout=60)
-    assert service.abort("gone")
+    assert service.replica.abort(handle).result(60)
     assert service.cache_state().hbm.running_kv == 0
     while not (events := inbox.get(timeout=60))[-1].finish_reason:
         pass

@@ -14,10 +14,11 @@ from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tokenizer import Tokenizer
 from tests.serve import _tokenizers
-from tests.serve._server import END, VOCAB, Served, refused, request, serving, wait_until
+from tests.serve._server import END, MAX_LEN, VOCAB, Served, refused, request, serving, wait_until
 
 CODE = grpc.StatusCode
 LONG = 3000  # tokens; several seconds, so it runs until it is stopped
+LONG_BLOCKS = MAX_LEN // 16
 
 
 def ids(response: pb.GenerateResponse, index: int = 0) -> list[int]:
@@ -250,6 +251,24 @@ def test_adapters_come_and_go(served: Served, text_model: Path):
         served.generate(request(model="new"))
     served.control.FlushCache(pb.FlushCacheRequest())
     assert cache(served).hbm.free >= free
+
+
+def test_pins_leave_room_for_the_longest_request_and_the_largest_adapter(served: Served, text_model: Path):
+    path = str(text_model.parent / "adapters" / "wide")
+    names = []
+    with refused(CODE.RESOURCE_EXHAUSTED, f"longest context {LONG_BLOCKS}", "the 700 that", "unpin one"):
+        while True:
+            name = f"pinned{len(names)}"
+            served.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=path, pinned=True))
+            names.append(name)
+    held = sum(info.blocks for info in served.replica.adapters().result() if info.pinned)
+    assert held < 700 - LONG_BLOCKS
+    for model in ("base", "wide"):
+        whole = served.generate(request([5] * (MAX_LEN - 2), 2, model=model, bypass_prefix_cache=True))
+        assert len(whole.outputs[0].token_ids) == 2
+    for name in names:
+        served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name=name))
+    served.check_idle()
 
 
 def test_prefix_cache_is_used_bypassed_and_flushed(served: Served):
