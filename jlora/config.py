@@ -122,6 +122,8 @@ class ServeConfig:
         drain_s: seconds that running requests may take after SIGTERM.
         heartbeat_s: seconds without a round of the engine's loop after which health turns
             NOT_SERVING; must exceed the longest step.
+        stall_s: seconds after which a stream ends whose client reads nothing.
+        max_request_mib: the largest message that a client may send, after decompression.
         compile_cache: directory of compiled programs ("auto": in the user's cache; "": none).
         log_level: warning, info, or debug, which logs every decision of the cache (evictions, copies,
             hints, refusals). The log goes to stderr.
@@ -131,6 +133,8 @@ class ServeConfig:
     port: Annotated[int, Meta(ge=0, le=65535)] = 50051
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     heartbeat_s: Annotated[float, Meta(gt=0)] = 10.0
+    stall_s: Annotated[float, Meta(gt=0)] = 60.0
+    max_request_mib: Annotated[float, Meta(gt=0, lt=2048)] = 4.0
     compile_cache: str = "auto"
     log_level: Annotated[str, _one_of("debug", "info", "warning")] = "info"
 

@@ -82,6 +82,12 @@ def validate(request: Request, limits: Limits) -> Request:
     )
 
 
+def check_prompt_length(count: int, limits: Limits) -> None:
+    """Raises OutOfRange if a prompt of `count` tokens leaves no room for output."""
+    if count >= limits.max_len:
+        raise OutOfRange(f"prompt: has {count} tokens, must leave room for output in the context of {limits.max_len}")
+
+
 def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:
     temperature = _number("temperature", s.temperature, 0.0, MAX_TEMPERATURE)
     top_k = _integer("top_k", s.top_k, 0)
@@ -114,10 +120,7 @@ def _prompt(prompt: Any, limits: Limits) -> tuple[int, ...]:
     ids, vocab = _sequence("prompt", prompt, "token ids"), limits.vocab
     if not ids:
         raise InvalidArgument("prompt: is empty, must have at least 1 token")
-    if len(ids) >= limits.max_len:  # before any token is looked at
-        raise OutOfRange(
-            f"prompt: has {len(ids)} tokens, must leave room for output in the context of {limits.max_len}"
-        )
+    check_prompt_length(len(ids), limits)  # before any token is looked at
     if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) < vocab:
         return ids
     return _token_ids("prompt", ids, vocab)

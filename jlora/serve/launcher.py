@@ -56,7 +56,7 @@ async def serve(config: Config) -> int:
     """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
     stop = _stop_on_signal()
     backend = Backend()
-    server = GrpcServer(backend, config.serve.heartbeat_s)
+    server = GrpcServer(backend, config.serve)
     port = server.bind(config.serve.host, config.serve.port)
     if not _is_local(config.serve.host):
         log.warning("serve.host = %s: no authentication, whoever reaches the port may do all", config.serve.host)

@@ -1,6 +1,6 @@
 """The gRPC server: three services, health and reflection.
 
-    server = GrpcServer(Backend(), heartbeat_s=10.0)
+    server = GrpcServer(Backend(), config.serve)
     port = server.bind("127.0.0.1", 0)       # before the weights are read, so a taken port costs no time
     await server.start()                     # answers NOT_SERVING and UNAVAILABLE from now on
     server.backend.replica = ...             # SERVING within HEALTH_PERIOD_S
@@ -22,6 +22,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from jlora.config import ServeConfig
 from jlora.errors import ConfigError
 from jlora.replica import Replica
 from jlora.serve.backend import Backend
@@ -34,24 +35,32 @@ log = logging.getLogger(__name__)
 HEALTH_PERIOD_S = 0.2
 LATE_S = 1.0  # a round of the health watch that comes later: the process was stopped, or the loop stood still
 GAP_PERIOD_S = 0.02
-MAX_MESSAGE_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
+SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
+# Calls that gRPC holds before a handler has them, and in handlers. It answers CANCELLED to those beyond.
+BACKLOG = 16_384
+CONNECTIONS = 4096
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
 
 
 class GrpcServer:
     """One gRPC server over one `Backend`. Create it on the event loop that runs it."""
 
-    def __init__(self, backend: Backend, heartbeat_s: float):
+    def __init__(self, backend: Backend, config: ServeConfig):
         self.backend = backend
-        self._heartbeat_s = heartbeat_s
+        self._heartbeat_s = config.heartbeat_s
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor()],
+            interceptors=[StatusInterceptor(backend, config.stall_s)],
             options=[
                 ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
-                ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-                ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
+                ("grpc.max_receive_message_length", int(config.max_request_mib * 2**20)),
+                ("grpc.max_send_message_length", SEND_BYTES),
+                ("grpc.server.max_pending_requests", BACKLOG),
+                ("grpc.server.max_pending_requests_hard_limit", BACKLOG),
+                ("grpc.max_concurrent_streams", BACKLOG),  # of one connection
+                ("grpc.max_allowed_incoming_connections", CONNECTIONS),
             ],
+            maximum_concurrent_rpcs=BACKLOG,
         )
         jlora_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(backend), self._server)
         jlora_pb2_grpc.add_AdaptersServicer_to_server(AdaptersServicer(backend), self._server)

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 
 import grpc
 
@@ -27,8 +28,9 @@ from jlora.serve.pages import page
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded, shortened
+from jlora.serve.texts import Texts
 from jlora.types import AdapterInfo, Request
-from jlora.validation import validate
+from jlora.validation import MAX_COMPLETIONS, validate
 
 Context = grpc.aio.ServicerContext
 
@@ -46,18 +48,24 @@ class _Servicer:
 class InferenceServicer(_Servicer, rpc.InferenceServicer):
     """Turns messages into requests, submits them, and sends their deltas."""
 
+    def __init__(self, backend: Backend):
+        super().__init__(backend)
+        self._texts = Texts(backend)
+
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        ready = await self._request(request, context)
-        # Without stop strings nothing needs to be read before the end.
-        async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
-            whole = await generation.whole()
-            return convert.response(ready.id, whole, generation.totals)
+        with self._admitted(request):
+            ready = await self._request(request, context)
+            # Without stop strings nothing needs to be read before the end.
+            async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
+                whole = await generation.whole()
+                return convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        ready = await self._request(request, context)
-        async with Generation(self._backend, ready, eager=True) as generation:
-            async for deltas in generation.deltas():
-                yield convert.response(ready.id, deltas, generation.totals)
+        with self._admitted(request):
+            ready = await self._request(request, context)
+            async with Generation(self._backend, ready, eager=True) as generation:
+                async for deltas in generation.deltas():
+                    yield convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
         ready = await self._request(request, context)
@@ -70,16 +78,15 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         limits = self._backend.loaded.info.limits
-        ids = await self._backend.encode(request, "input")
-        return pb.TokenizeResponse(token_ids=ids, max_model_len=limits.max_len)
+        return pb.TokenizeResponse(token_ids=await self._texts.tokenize(request), max_model_len=limits.max_len)
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
-        vocab = self._backend.loaded.info.limits.vocab
-        tokenizer = self._backend.text_tokenizer("Detokenize")
-        for i, token in enumerate(request.token_ids):
-            if not 0 <= token < vocab:
-                raise InvalidArgument(f"token_ids[{i}] = {token}: must be in [0, {vocab})")
-        return pb.DetokenizeResponse(text=tokenizer.decode(request.token_ids, skip_special=not request.keep_special))
+        return pb.DetokenizeResponse(text=await self._texts.detokenize(request.token_ids, request.keep_special))
+
+    def _admitted(self, message: pb.GenerateRequest) -> AbstractContextManager[None]:
+        """Counts the request's completions until it ends. Raises QueueFull before anything is tokenized."""
+        count = message.sampling.n if message.sampling.HasField("n") else 1
+        return self._backend.gate.completions(self._backend.room, min(max(1, count), MAX_COMPLETIONS))
 
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
         backend = self._backend
@@ -93,7 +100,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         adapter = backend.adapter_of(message.model)
         request = Request(
             id=message.request_id or uuid.uuid4().hex,
-            prompt=tuple(await backend.encode(message, "prompt")),
+            prompt=tuple(await self._texts.prompt(message)),
             sampling=convert.sampling_params(message),
             adapter=adapter,
             priority=message.priority,

@@ -9,7 +9,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager, aclosing, nullcontext
 from typing import Any
 from urllib.parse import quote
 
@@ -17,10 +18,12 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from jlora import errors
+from jlora.serve.backend import Backend
 
 log = logging.getLogger(__name__)
 
 PACKAGE = "/jlora.v1."
+QUEUED = frozenset({f"{PACKAGE}Inference/Generate", f"{PACKAGE}Inference/GenerateStream"})
 
 # gRPC sends a message as one percent-encoded header, and peers take 8 KiB of headers.
 MESSAGE_BYTES = 6000
@@ -68,7 +71,15 @@ def shortened(message: str) -> str:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler of `jlora.v1` (not health and reflection), so that an exception becomes a status."""
+    """Wraps each handler of `jlora.v1` (not health and reflection), so that an exception becomes a status.
+
+    A call that finds the server full is refused before its message is read. A stream whose client reads nothing
+    for `stall_s` seconds ends.
+    """
+
+    def __init__(self, backend: Backend, stall_s: float):
+        self._backend = backend
+        self._stall_s = stall_s
 
     async def intercept_service(
         self,
@@ -79,10 +90,31 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(PACKAGE):
             return handler
+        try:
+            self._check_room(method)
+        except errors.ResourceExhausted as e:
+            return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer), handler.response_serializer
         if handler.response_streaming:
-            return grpc.unary_stream_rpc_method_handler(_stream(handler.unary_stream, method), parse, write)
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method), parse, write)
+            call = _stream(handler.unary_stream, method, self._stall_s)
+            return grpc.unary_stream_rpc_method_handler(call, parse, write)
+        counted = nullcontext if method in QUEUED else self._backend.gate.call
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, counted), parse, write)
+
+    def _check_room(self, method: str) -> None:
+        if method not in QUEUED:
+            self._backend.gate.check_calls()
+        elif self._backend.replica is not None:  # otherwise the handler says that it loads
+            self._backend.gate.check_completions(self._backend.room)
+
+
+def _refusal(error: errors.ResourceExhausted, method: str) -> grpc.RpcMethodHandler:
+    """Answers without the client's message: only a handler of streams is called before there is one."""
+
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        await context.abort(*status_of(error, method))
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
@@ -102,11 +134,14 @@ def _check(request: Any) -> None:
         raise errors.InvalidArgument("request: is not a valid protobuf message of its type (strings are UTF-8)")
 
 
-def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., Awaitable[Any]]:
+def _unary(
+    inner: Callable[..., Awaitable[Any]], method: str, counted: Callable[[], AbstractContextManager[None]]
+) -> Callable[..., Awaitable[Any]]:
     async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
         try:
-            _check(request)
-            return await inner(request, context)
+            with counted():
+                _check(request)
+                return await inner(request, context)
         except ENDS:
             raise
         except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -115,15 +150,25 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str) -> Callable[..., A
     return call
 
 
-def _stream(inner: Callable[..., AsyncIterator[Any]], method: str) -> Callable[..., AsyncIterator[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
+def _stream(inner: Callable[..., AsyncGenerator[Any]], method: str, stall_s: float) -> Callable[..., Awaitable[None]]:
+    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
         try:
             _check(request)
-            async for response in inner(request, context):
-                yield response
+            async with aclosing(inner(request, context)) as responses:
+                async for response in responses:
+                    await _write(response, context, stall_s)
         except ENDS:
             raise
         except BaseException as e:
             await context.abort(*status_of(e, method))
 
     return call
+
+
+async def _write(response: Any, context: grpc.aio.ServicerContext, stall_s: float) -> None:
+    """Sends a message once the client has read enough of those before it (HTTP/2's flow control)."""
+    try:
+        async with asyncio.timeout(stall_s):
+            await context.write(response)
+    except TimeoutError:
+        raise errors.ResourceExhausted(f"the client has read nothing for serve.stall_s = {stall_s:g} s") from None

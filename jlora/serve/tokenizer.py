@@ -10,8 +10,9 @@ explicit `add_bos_token` and `add_eos_token` override it.
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,6 +27,9 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
+from jlora.serve.spans import chars_per_token
+
+LONG = 256  # ids
 
 # The special tokens that transformers passes to templates.
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -77,12 +81,29 @@ class Tokenizer:
     def has_chat(self) -> bool:
         return self._template is not None
 
-    def encode(self, text: str) -> list[int]:
-        return self._encode(text, add_special_tokens=True)
+    @functools.cached_property
+    def chars_per_token(self) -> int:
+        """Characters of text that one token stands for at most; see `jlora.serve.spans`."""
+        return chars_per_token(self._core)
+
+    def encode(self, text: str, check: Callable[[int], None] | None = None, special: bool = True) -> list[int]:
+        """The ids of `text`, without special tokens around it unless `special`. Other threads run meanwhile.
+
+        `check` gets their number before they become Python's, and may raise.
+        """
+        try:
+            encoding = self._core.encode_batch_fast([text], add_special_tokens=special)[0]
+        except (TypeError, UnicodeError) as e:  # not a string, or a lone surrogate
+            raise InvalidArgument(f"text: must be a string of Unicode characters, got {type(text).__name__}") from e
+        if check is not None:
+            check(len(encoding))
+        return encoding.ids
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; an id without a token has none. Raises InvalidArgument for one beyond 32 bits."""
         try:
+            if len(ids) > LONG:  # a batch releases Python's lock
+                return self._core.decode_batch([ids], skip_special_tokens=skip_special)[0]
             return self._core.decode(ids, skip_special_tokens=skip_special)
         except (OverflowError, TypeError) as e:
             at, bad = next((i, x) for i, x in enumerate(ids) if not (isinstance(x, int) and 0 <= x < 2**32))
@@ -93,7 +114,7 @@ class Tokenizer:
 
         Raises FailedPrecondition without a chat template, InvalidArgument if it refuses the messages.
         """
-        return self._encode(self.render(messages), add_special_tokens=False)
+        return self.encode(self.render(messages), special=False)
 
     def render(self, messages: Sequence[Mapping[str, str]]) -> str:
         """The conversation as the model's text; errors as in `chat`."""
@@ -134,12 +155,6 @@ class Tokenizer:
         if self._byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
             return bytes.fromhex(token[3:5])
         return None
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        try:
-            return self._core.encode(text, add_special_tokens=add_special_tokens).ids
-        except (TypeError, UnicodeError) as e:  # not a string, or a lone surrogate
-            raise InvalidArgument(f"text: must be a string of Unicode characters, got {type(text).__name__}") from e
 
     def _set_post_processor(self, config: Mapping[str, Any]) -> None:
         asked = {side: config.get(f"add_{side}_token") for side in ("bos", "eos")}

@@ -16,6 +16,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
+from jlora.config import ServeConfig
 from jlora.engine.local import LocalReplica
 from jlora.model import checkpoint
 from jlora.model.spec import ModelSpec
@@ -43,6 +44,8 @@ SMALL: Mapping[str, Any] = {
     "engine.max_queue": 72,  # the most completions of a request, beside one for every slot
     "serve.compile_cache": "",
 }
+
+PATIENT = ServeConfig(heartbeat_s=60.0)
 
 
 @dataclass
@@ -137,18 +140,18 @@ def serve(model: Path, overrides: Mapping[str, Any], system: System | None = Non
     config = configuration.load(None, {**SMALL, "model.path": str(model), **overrides})
     replica = LocalReplica.start(config, progress=False, system=system)
     try:
-        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve.heartbeat_s) as served:
+        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve) as served:
             yield served
     finally:
         replica.close()
 
 
 @contextmanager
-def serving(backend: Backend, heartbeat_s: float = 60.0) -> Iterator[Served]:
+def serving(backend: Backend, config: ServeConfig = PATIENT) -> Iterator[Served]:
     """A gRPC server over `backend` on a loop thread of its own."""
 
     async def start() -> tuple[GrpcServer, int]:
-        server = GrpcServer(backend, heartbeat_s)
+        server = GrpcServer(backend, config)
         port = server.bind("127.0.0.1", 0)
         await server.start()
         return server, port

@@ -297,7 +297,7 @@ def test_a_message_that_quotes_a_long_value_keeps_its_ends(crowd: Served):
         with refused(CODE.NOT_FOUND, "adapter directory", "…", "File name too long") as error:
             crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="x", path=path))
         assert len(error.value.details()) <= 500
-    chat = pb.Chat(messages=[pb.ChatMessage(role=HUGE, content="hi")])
+    chat = pb.Chat(messages=[pb.ChatMessage(role=HUGE[:20_000], content="hi")])
     for call in (crowd.generate, crowd.inference.Prefetch):
         with refused(CODE.INVALID_ARGUMENT, "chat template", "unknown role", "…") as error:
             call(request(chat))

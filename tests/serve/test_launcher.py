@@ -20,6 +20,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
+from jlora.config import ServeConfig
 from jlora.engine.local import LocalReplica
 from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.serve import flags, launcher
@@ -60,7 +61,7 @@ def test_two_servers_cannot_share_a_port():
     """The kernel would allow it, and half of the requests would go to the wrong one."""
 
     async def both() -> None:
-        first, second = GrpcServer(Backend(), 1.0), GrpcServer(Backend(), 1.0)
+        first, second = GrpcServer(Backend(), ServeConfig()), GrpcServer(Backend(), ServeConfig())
         port = first.bind("127.0.0.1", 0)
         await first.start()
         with pytest.raises(ConfigError, match="serve.port"):

@@ -1,0 +1,227 @@
+"""What costs work is bounded before the work begins: texts, chats, ids, messages and bursts of calls."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jlora.errors import QueueFull, ResourceExhausted
+from jlora.serve import texts
+from jlora.serve.gate import MOST_CALLS, Gate
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.serve.texts import MAX_MESSAGES
+from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, refused, request, serve, wait_until
+
+CODE = grpc.StatusCode
+ROOM = SMALL["engine.max_queue"] + SMALL["engine.max_seqs"]
+
+
+class Work:
+    """Counts what reaches the tokenizer of a server."""
+
+    def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch):
+        self.texts: list[int] = []
+        self.threads: set[str] = set()
+        tokenizer = served.backend.tokenizer
+        assert tokenizer is not None
+        self.most_chars = MAX_LEN * tokenizer.chars_per_token
+        whole, render, decode = tokenizer.encode, tokenizer.render, tokenizer.decode
+
+        def noted(inner: Callable[..., Any]) -> Callable[..., Any]:
+            def call(given: Any, *args: Any, **named: Any) -> Any:
+                self.texts.append(len(given))
+                self.threads.add(threading.current_thread().name)
+                return inner(given, *args, **named)
+
+            return call
+
+        monkeypatch.setattr(tokenizer, "encode", noted(whole))
+        monkeypatch.setattr(tokenizer, "render", noted(render))
+        monkeypatch.setattr(tokenizer, "decode", noted(decode))
+
+
+@pytest.fixture
+def work(served: Served, monkeypatch: pytest.MonkeyPatch) -> Work:
+    return Work(served, monkeypatch)
+
+
+# -- texts --------------------------------------------------------------------------------------
+
+
+def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(served: Served, work: Work):
+    text = "x" * (work.most_chars + 1)
+    said = ("prompt.text", str(len(text)), f"at most {work.most_chars}", str(MAX_LEN))
+    for call in (served.generate, served.streamed, served.inference.Prefetch):
+        with refused(CODE.OUT_OF_RANGE, *said):
+            call(request(text))
+    with refused(CODE.OUT_OF_RANGE, *said):
+        served.inference.Tokenize(pb.TokenizeRequest(text=text))
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content=text[:-100])] * 2)
+    with refused(CODE.OUT_OF_RANGE, "prompt.chat", f"at most {work.most_chars}"):
+        served.generate(request(chat))
+    assert not work.texts
+
+
+def test_a_text_that_may_fit_is_tokenized_beside_the_loop(served: Served, work: Work):
+    with refused(CODE.OUT_OF_RANGE, "prompt: has", str(MAX_LEN)):
+        served.generate(request("x" * work.most_chars))
+    counted = served.inference.Tokenize(pb.TokenizeRequest(text="x" * work.most_chars))
+    assert len(counted.token_ids) > MAX_LEN, "Tokenize also says by how much a prompt is too long"
+    assert work.texts == [work.most_chars] * 2
+    assert all(name.startswith("jlora-text") for name in work.threads)
+
+
+def test_a_chat_is_bounded_by_the_number_of_its_messages(served: Served, work: Work):
+    chat = pb.Chat(messages=[pb.ChatMessage()] * (MAX_MESSAGES + 1))
+    with refused(CODE.INVALID_ARGUMENT, "messages", str(MAX_MESSAGES + 1), f"at most {MAX_MESSAGES}"):
+        served.generate(request(chat))
+    with refused(CODE.INVALID_ARGUMENT, f"at most {MAX_MESSAGES}"):
+        served.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert not work.texts
+
+
+def test_ids_are_counted_before_they_are_looked_at(served: Served, work: Work):
+    with refused(CODE.OUT_OF_RANGE, "500000 tokens", str(MAX_LEN)):
+        served.generate(request([VOCAB] * 500_000))  # none of them is valid
+    with refused(CODE.INVALID_ARGUMENT, "token_ids: has 500000 ids", f"{MAX_LEN}"):
+        served.inference.Detokenize(pb.DetokenizeRequest(token_ids=[5] * 500_000))
+    assert not work.texts
+    served.inference.Detokenize(pb.DetokenizeRequest(token_ids=[5] * MAX_LEN))
+    assert work.texts == [MAX_LEN] and all(name.startswith("jlora-text") for name in work.threads)
+
+
+def test_what_waits_for_the_tokenizer_is_bounded(served: Served, work: Work, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(texts, "WAITING_CHARS", 5000)
+    free, tokenizer = threading.Event(), served.backend.tokenizer
+    assert tokenizer is not None
+    whole = tokenizer.encode
+
+    def slow(*args: Any, **named: Any) -> list[int]:
+        assert free.wait(20)
+        return whole(*args, **named)
+
+    monkeypatch.setattr(tokenizer, "encode", slow)
+    first = served.inference.Generate.future(request("y" * 3000))
+    calls = [served.inference.Generate.future(request("z" * 3000)) for _ in range(5)]
+    for call in calls:
+        assert call.code() == CODE.RESOURCE_EXHAUSTED and "5000" in call.details()
+    free.set()
+    assert first.result(20).usage.completion_tokens == 8
+    assert served.generate(request("z" * 3000)).usage.completion_tokens == 8
+
+
+def test_a_message_is_bounded_after_decompression(served: Served):
+    with refused(CODE.RESOURCE_EXHAUSTED, "larger than max"):
+        served.inference.Generate(request("x" * (5 << 20)), compression=grpc.Compression.Gzip)
+    assert served.generate(request()).usage.completion_tokens == 8
+
+
+# -- bursts -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(served: Served) -> Iterator[Served]:
+    """The server with a full queue."""
+    with ExitStack() as stack:
+        for _ in range(ROOM):
+            stream = served.inference.GenerateStream(request("Hello", 3500))
+            stack.callback(stream.cancel)
+        wait_until(lambda: served.stats().live_requests == ROOM)
+        yield served
+    served.check_idle()
+
+
+def test_with_a_full_queue_a_call_is_refused_unread(full: Served, work: Work):
+    said = ("queue is full", f"limit {ROOM}")
+    with refused(CODE.RESOURCE_EXHAUSTED, *said):
+        full.generate(request("Hello"))
+    with refused(CODE.RESOURCE_EXHAUSTED, *said):
+        full.streamed(request("Hello"))
+    for method in ("Generate", "GenerateStream"):  # bytes that are no message: nothing has parsed them
+        with refused(CODE.RESOURCE_EXHAUSTED, *said):
+            list(full.channel.unary_stream(f"/jlora.v1.Inference/{method}")(b"\x1a\xff\xff"))
+    assert not work.texts
+    assert full.control.GetServerInfo(pb.GetServerInfoRequest()).waiting == SMALL["engine.max_queue"]
+    assert full.status() == "SERVING"
+
+
+def test_completions_count_and_not_requests(served: Served, work: Work):
+    with ExitStack() as stack:
+        for n, waiting in ((60, 52), (ROOM - 61, 71)):
+            stream = served.inference.GenerateStream(request("Hello", 3500, n=n, temperature=1.0))
+            stack.callback(stream.cancel)
+            wait_until(lambda waiting=waiting: served.stats().waiting == waiting)
+        work.texts.clear()
+        with refused(CODE.RESOURCE_EXHAUSTED, "queue is full"):
+            served.generate(request("Hello", n=2))
+        assert not work.texts
+    served.check_idle()
+    assert served.generate(request("Hello", n=2)).usage.completion_tokens == 16
+
+
+async def burst(address: str, count: int) -> Counter[str]:
+    """The statuses of so many calls at once."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = rpc.InferenceStub(channel)
+
+        async def one() -> str:
+            try:
+                await stub.Generate(request("Hello", 4), timeout=60)
+            except grpc.aio.AioRpcError as e:
+                return e.code().name
+            return "OK"
+
+        return Counter(await asyncio.gather(*(one() for _ in range(count))))
+
+
+def test_every_call_of_a_burst_is_answered(served: Served):
+    """None is CANCELLED by the transport, which nobody asked for."""
+    ends = asyncio.run(burst(served.address, 3000))
+    assert set(ends) <= {"OK", "RESOURCE_EXHAUSTED"} and ends["OK"] >= ROOM, ends
+    served.check_idle()
+
+
+def test_other_calls_are_bounded_too():
+    gate = Gate()
+    with ExitStack() as stack:
+        for _ in range(MOST_CALLS):
+            stack.enter_context(gate.call())
+        with pytest.raises(ResourceExhausted, match=f"limit {MOST_CALLS}"), gate.call():
+            pass
+    with gate.call(), gate.completions(4, 3):
+        with pytest.raises(QueueFull, match="3 completions run or wait, limit 4"):
+            gate.check_completions(4, 2)
+        gate.check_completions(4, 5)  # never fits: the engine says why
+        gate.check_completions(4, 1)
+
+
+# -- readers that do not read -------------------------------------------------------------------
+
+
+def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path):
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]  # a window that does not grow
+    with (
+        serve(text_model, {"engine.warmup": False, "serve.stall_s": 0.5}) as own,
+        grpc.insecure_channel(own.address, options=small) as channel,
+    ):
+        # A megabyte: far more than HTTP/2 sends unread.
+        stalled = rpc.InferenceStub(channel).GenerateStream(request("Hello", 3500, logprobs=20))
+        wait_until(lambda: own.stats().live_requests == 1)
+        neighbour = own.streamed(request("Hello", 200, logprobs=20))
+        assert neighbour.usage.completion_tokens == 200
+        wait_until(lambda: not own.stats().live_requests)
+        own.check_idle()
+        assert own.stats().generated_tokens < 3500
+        own.backend.gate.check_completions(1)  # it holds no place
+        got: list[pb.GenerateResponse] = []
+        with refused(CODE.RESOURCE_EXHAUSTED, "serve.stall_s = 0.5"):
+            got.extend(stalled)
