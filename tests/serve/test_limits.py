@@ -22,7 +22,8 @@ from jlora.serve.texts import MAX_MESSAGES
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, refused, request, serve, wait_until
 
 CODE = grpc.StatusCode
-ROOM = SMALL["engine.max_queue"] + SMALL["engine.max_seqs"]
+QUEUE, SEATS = SMALL["engine.max_queue"], SMALL["engine.max_seqs"]
+ROOM = QUEUE + SEATS
 
 
 class Work:
@@ -132,10 +133,10 @@ def test_a_message_is_bounded_after_decompression(served: Served):
 def full(served: Served) -> Iterator[Served]:
     """The server with a full queue."""
     with ExitStack() as stack:
-        for _ in range(ROOM):
-            stream = served.inference.GenerateStream(request("Hello", 3500))
-            stack.callback(stream.cancel)
-        wait_until(lambda: served.stats().live_requests == ROOM)
+        for count, live in ((SEATS, SEATS), (QUEUE, ROOM)):  # the queue alone would be too short for all at once
+            for _ in range(count):
+                stack.callback(served.inference.GenerateStream(request("Hello", 1300)).cancel)
+            wait_until(lambda live=live: served.stats().live_requests == live and served.stats().running == SEATS)
         yield served
     served.check_idle()
 
@@ -150,7 +151,7 @@ def test_with_a_full_queue_a_call_is_refused_unread(full: Served, work: Work):
         with refused(CODE.RESOURCE_EXHAUSTED, *said):
             list(full.channel.unary_stream(f"/jlora.v1.Inference/{method}")(b"\x1a\xff\xff"))
     assert not work.texts
-    assert full.control.GetServerInfo(pb.GetServerInfoRequest()).waiting == SMALL["engine.max_queue"]
+    assert full.control.GetServerInfo(pb.GetServerInfoRequest()).waiting == QUEUE
     assert full.status() == "SERVING"
 
 
