@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-import jax
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
@@ -23,7 +20,7 @@ from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config
-from jlora.engine import device
+from jlora.engine import compile_cache, device
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
@@ -79,7 +76,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
     system = system or System()
-    _use_compile_cache(config.serve.compile_cache)
+    compile_cache.use(config.serve.compile_cache)
     directory = checkpoint.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
@@ -183,13 +180,3 @@ def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> Re
         devices=tuple(f"{d.device_kind} {d.id}" for d in devices),
         config=config,
     )
-
-
-def _use_compile_cache(where: str) -> None:
-    """Compiled programs persist across starts, so that only the first one waits for XLA."""
-    if not where:
-        return
-    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    jax.config.update("jax_compilation_cache_dir", str(home / "jlora" / "xla") if where == "auto" else where)
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)

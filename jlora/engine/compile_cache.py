@@ -1,0 +1,84 @@
+"""Where compiled programs are kept between starts, and which of them are whole.
+
+jax writes an entry in place, so a process that is killed meanwhile leaves a part of one. jax then
+compiles the program at every start and never writes it again, because its file exists.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import os
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import jax
+
+log = logging.getLogger(__name__)
+
+STAMP = ".jlora-checked"  # its time of change: entries that have not changed since are whole
+ZSTD = b"\x28\xb5\x2f\xfd"  # how a stream of zstd begins; jax takes zlib where it finds no zstd
+
+
+def use(where: str) -> None:
+    """Keeps compiled programs in a directory; `auto` is in the user's cache, an empty name keeps none."""
+    if not where:
+        return
+    home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
+    directory = home / "jlora" / "xla" if where == "auto" else Path(where)
+    jax.config.update("jax_compilation_cache_dir", str(directory))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    try:
+        clean(directory)
+    except OSError as e:  # a cache that cannot be written still serves
+        log.warning("the compile cache is not checked: %s", e)
+
+
+def clean(directory: Path) -> list[str]:
+    """Removes entries that are not whole, among those that changed since the last call; their names.
+
+    Raises:
+        OSError: the directory cannot be read or written.
+    """
+    if not directory.is_dir():
+        return []
+    stamp, removed = directory / STAMP, []
+    began = stamp.with_suffix(".new")
+    began.touch()  # before the entries are looked at: one that is written meanwhile is checked next time
+    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
+    for entry in _changed(directory, since):
+        if not _whole(entry.read_bytes()):
+            entry.unlink(missing_ok=True)
+            removed.append(entry.name)
+            log.warning("the compile cache's entry %s is damaged: its program is compiled again", entry.name)
+    os.replace(began, stamp)
+    return removed
+
+
+def _changed(directory: Path, since: int) -> Iterator[Path]:
+    with os.scandir(directory) as found:
+        for entry in found:
+            if entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since:
+                yield Path(entry.path)
+
+
+def _whole(data: bytes) -> bool:
+    """Whether the compressed stream comes to its end."""
+    decompress = _zstd() if data.startswith(ZSTD) else zlib.decompress
+    if decompress is None:  # then jax cannot read it either, and another environment may
+        return True
+    try:
+        return bool(decompress(data))
+    except Exception:  # each library has an error of its own
+        return False
+
+
+def _zstd() -> Callable[[bytes], bytes] | None:
+    for module in ("compression.zstd", "zstandard"):
+        try:
+            return importlib.import_module(module).decompress
+        except ImportError:
+            log.debug("no %s", module)
+    return None

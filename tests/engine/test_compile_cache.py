@@ -1,0 +1,92 @@
+"""The directory of compiled programs: a damaged entry costs one slow start, not all."""
+
+from __future__ import annotations
+
+import os
+import time
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from jlora.engine import compile_cache
+
+KEYS = (
+    "jax_compilation_cache_dir",
+    "jax_persistent_cache_min_compile_time_secs",
+    "jax_persistent_cache_min_entry_size_bytes",
+)
+
+
+@pytest.fixture
+def events() -> Iterator[Counter[str]]:
+    """What jax's cache does, by event; its settings are restored."""
+    before, seen = {key: getattr(jax.config, key) for key in KEYS}, Counter[str]()
+
+    def heard(event: str, **_: object) -> None:
+        seen[event.rpartition("/")[2]] += 1
+
+    jax.monitoring.register_event_listener(heard)
+    yield seen
+    jax.monitoring.unregister_event_listener(heard)
+    for key, value in before.items():
+        jax.config.update(key, value)
+    compilation_cache.reset_cache()
+
+
+def started(directory: Path, events: Counter[str]) -> tuple[int, int]:
+    """Starts with this cache and compiles two programs: how many of them it had, and how many not."""
+    compilation_cache.reset_cache()
+    jax.clear_caches()
+    compile_cache.use(str(directory))
+    before = Counter(events)
+    for scale in (2.5, 3.5):
+        jax.jit(lambda x, scale=scale: x * scale + jnp.sin(x)).lower(jnp.ones(7)).compile()
+    return events["cache_hits"] - before["cache_hits"], events["cache_misses"] - before["cache_misses"]
+
+
+@pytest.mark.parametrize("kept", [0, 1, 100, -1], ids=lambda kept: f"{kept} bytes")
+def test_a_truncated_entry_is_compiled_once_and_found_from_then_on(tmp_path: Path, events: Counter[str], kept: int):
+    def mine() -> dict[str, bytes]:
+        return {path.name: path.read_bytes() for path in tmp_path.glob("*lambda*-cache")}
+
+    started(tmp_path, events)
+    hits, misses = started(tmp_path, events)
+    assert hits >= 2 and not misses
+    name, data = sorted(mine().items())[0]
+    (tmp_path / name).write_bytes(data[:kept])
+    assert started(tmp_path, events) == (hits - 1, 1)
+    assert len(mine()[name]) > 200
+    assert started(tmp_path, events) == (hits, 0)
+
+
+def test_only_entries_that_changed_are_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    for i in range(5):
+        (tmp_path / f"{i}-cache").write_bytes(zlib.compress(b"program" * 9))
+    (tmp_path / "notes.txt").write_text("no entry")
+    assert compile_cache.clean(tmp_path) == []
+    read, real = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.name) or real(path))
+    later = time.time() + 1
+    os.utime(tmp_path / compile_cache.STAMP, (later, later))
+    assert compile_cache.clean(tmp_path) == [] and read == []
+    (tmp_path / "3-cache").write_bytes(b"")
+    (tmp_path / "6-cache").write_bytes(compile_cache.ZSTD + b"cut")
+    os.utime(tmp_path / "3-cache", (later + 1, later + 1))
+    os.utime(tmp_path / "6-cache", (later + 1, later + 1))
+    os.utime(tmp_path / compile_cache.STAMP, (later, later))
+    assert "3-cache" in compile_cache.clean(tmp_path) and sorted(read) == ["3-cache", "6-cache"]
+    assert {"0-cache", "notes.txt"} <= {path.name for path in tmp_path.iterdir()}
+
+
+def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, events: Counter[str]):
+    assert compile_cache.clean(tmp_path / "none") == []
+    (tmp_path / "file").write_text("")
+    compile_cache.use(str(tmp_path / "file"))
+    (tmp_path / compile_cache.STAMP).mkdir()
+    compile_cache.use(str(tmp_path))
