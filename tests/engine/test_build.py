@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import pytest
 
 from jlora import config
@@ -45,7 +46,7 @@ def test_weights_that_do_not_fit_call_for_smaller_ones_and_not_for_a_smaller_poo
 
 
 def test_on_an_accelerator_more_devices_help_too(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(build.jax, "default_backend", lambda: "tpu")
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
     assert "model.tp" in refused(WEIGHTS // 2)
 
 
