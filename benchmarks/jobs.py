@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def prepare(plan: Plan, directory: Path) -> Workload:
     jobs, mark = draw(plan), directory / "plan.json"
     wanted = json.dumps(plan.describe(), indent=1)
     if not (mark.exists() and mark.read_text() == wanted):
-        mark.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        directory.mkdir(parents=True)
         write_model(directory / "model", plan.spec, plan.seed)
         for i, name in enumerate(plan.names):
             write_adapter(directory / "adapters" / name, plan.spec, plan.rank, plan.seed + 1000 + i)

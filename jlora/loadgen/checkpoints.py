@@ -1,13 +1,14 @@
-"""Writes random Llamas and adapters as files that jlora and transformers + PEFT both read.
+"""Llamas and adapters as files that jlora, transformers and PEFT read, and random ones of them.
 
-Every weight is representable in bfloat16: runs in bfloat16 and in float32 use the same numbers.
+Random weights are representable in bfloat16: runs in bfloat16 and in float32 use the same numbers.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -29,11 +30,18 @@ TINY = ModelSpec(
     vocab=512, width=64, mlp=96, layers=2, heads=4, kv_heads=2, head_dim=16, max_len=128, name="random-tiny"
 )
 
+# Of one layer, by projection: A [r, in] and B [out, r], as PEFT holds them.
+Layer = Mapping[str, tuple[np.ndarray, np.ndarray]]
 
-def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
-    """A random Llama as transformers writes it: config.json and model.safetensors, float32."""
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
+
+def save_model(directory: Path, spec: ModelSpec, tensors: Mapping[str, np.ndarray], **config: Any) -> None:
+    """A Llama as transformers writes it: config.json and model.safetensors.
+
+    Args:
+        tensors: by Hugging Face's names; matrices are [output, input].
+        config: further keys of config.json.
+    """
+    keys = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
         "vocab_size": spec.vocab,
@@ -46,53 +54,67 @@ def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
         "max_position_embeddings": spec.max_len,
         "rms_norm_eps": spec.norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": spec.rope_theta},
-        "tie_word_embeddings": False,
+        "tie_word_embeddings": spec.tied,
         "hidden_act": "silu",
         "bos_token_id": 1,
         "eos_token_id": 2,
         "dtype": "float32",
     }
-    (directory / "config.json").write_text(json.dumps(config, indent=1))
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "config.json").write_text(json.dumps({**keys, **config}, indent=1) + "\n")
+    save_file(dict(tensors), directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_adapter(directory: Path, layers: Sequence[Layer], rank: int, **config: Any) -> None:
+    """An adapter as PEFT writes it: adapter_config.json and adapter_model.safetensors.
+
+    Args:
+        rank: `r`; `lora_alpha` is twice that unless `config`, further keys of adapter_config.json, says otherwise.
+    """
+    keys = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": rank,
+        "lora_alpha": 2 * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": [MODULES[name].rpartition(".")[2] for name in layers[0]],
+        "inference_mode": True,
+    }
+    tensors = {}
+    for i, layer in enumerate(layers):
+        for name, (a, b) in layer.items():
+            module = f"base_model.model.model.layers.{i}.{MODULES[name]}"
+            tensors |= {f"{module}.lora_A.weight": a, f"{module}.lora_B.weight": b}
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / "adapter_config.json").write_text(json.dumps({**keys, **config}, indent=1) + "\n")
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+
+def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
+    """A random Llama in float32, unless it is there."""
+    if (directory / "model.safetensors").exists():
+        return
     rng, tensors = np.random.default_rng(seed), {}
     for name, slot in tensor_slots(spec).items():
         # The head is wide enough that greedy choices are rarely close.
         scale = {"embed": 1.0, "head": 2 * spec.width**-0.5}.get(slot.leaf, slot.shape[-1] ** -0.5)
         norm = len(slot.shape) == 1
         tensors[name] = np.ones(slot.shape, np.float32) if norm else _normal(rng, slot.shape, scale)
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    save_model(directory, spec, tensors)
 
 
-def write_adapter(
-    directory: Path, spec: ModelSpec, rank: int, seed: int, invocation: Sequence[int] | None = None
-) -> None:
-    """A random adapter on q, k, v and o as PEFT writes it, strong enough to change the greedy output.
-
-    Args:
-        invocation: the tokens that make it an activated LoRA.
-    """
-    directory.mkdir(parents=True, exist_ok=True)
-    config = {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": spec.name,
-        "r": rank,
-        "lora_alpha": 2 * rank,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "target_modules": [MODULES[name].rpartition(".")[2] for name in ADAPTED],
-        "inference_mode": True,
-        **({} if invocation is None else {"alora_invocation_tokens": list(invocation)}),
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config, indent=1))
+def write_adapter(directory: Path, spec: ModelSpec, rank: int, seed: int, **config: Any) -> None:
+    """A random adapter on q, k, v and o, strong enough to change the greedy output; nothing, if it is there."""
+    if (directory / "adapter_model.safetensors").exists():
+        return
     rng = np.random.default_rng(seed)
-    tensors = {}
-    for layer in range(spec.layers):
-        for name in ADAPTED:
-            width_in, width_out = spec.projection_shapes[name]
-            prefix = f"base_model.model.model.layers.{layer}.{MODULES[name]}"
-            tensors[f"{prefix}.lora_A.weight"] = _normal(rng, (rank, width_in), width_in**-0.5)
-            tensors[f"{prefix}.lora_B.weight"] = _normal(rng, (width_out, rank), 0.1)
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+
+    def pair(width_in: int, width_out: int) -> tuple[np.ndarray, np.ndarray]:
+        return _normal(rng, (rank, width_in), width_in**-0.5), _normal(rng, (width_out, rank), 0.1)
+
+    layers = [{name: pair(*spec.projection_shapes[name]) for name in ADAPTED} for _ in range(spec.layers)]
+    save_adapter(directory, layers, rank, base_model_name_or_path=spec.name, **config)
 
 
 def _normal(rng: np.random.Generator, shape: tuple[int, ...], scale: float) -> np.ndarray:

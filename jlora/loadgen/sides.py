@@ -86,13 +86,10 @@ def _weights(args: argparse.Namespace) -> list[str]:
     if args.model not in RANDOM:
         return ["--model", args.model]
     spec, directory = RANDOM[args.model], args.work / args.model
-    if not (directory / "model.safetensors").exists():
-        write_model(directory, spec, seed=0)
+    write_model(directory, spec, seed=0)
     names = [f"a{i}" for i in range(args.random_adapters)]
     paths = {}
     for i, rank in enumerate(mixes.ranks_of(args.ranks, Trace("", (), tuple(names)), args.seed)):
-        path = directory / "adapters" / f"{names[i]}-{rank}"
-        if not (path / "adapter_model.safetensors").exists():
-            write_adapter(path, spec, rank, seed=1000 + i)
-        paths[names[i]] = str(path)
+        paths[names[i]] = str(directory / "adapters" / f"{names[i]}-{rank}")
+        write_adapter(Path(paths[names[i]]), spec, rank, seed=1000 + i)
     return ["--model", str(directory), "--served-model-name", args.model, *flags_of(paths, {})]

@@ -14,23 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import load_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
+from jlora.loadgen.checkpoints import save_adapter, save_model
+from jlora.model.hf_names import MODULES, NORMS
 from jlora.model.spec import ModelSpec
 from tools.train_demo.data import ASSISTANT, BOS, EOS, PAD, SPECIALS, USER
 from tools.train_demo.plans import LoraShape
 
-MODULES = {
-    "q": "self_attn.q_proj",
-    "k": "self_attn.k_proj",
-    "v": "self_attn.v_proj",
-    "o": "self_attn.o_proj",
-    "gate": "mlp.gate_proj",
-    "up": "mlp.up_proj",
-    "down": "mlp.down_proj",
-}
-NORMS = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 CHAT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}{{ '<|' + message['role'] + '|>' + message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}"
@@ -42,13 +34,11 @@ Lora = list[dict[str, tuple[Any, Any]]]  # per layer: projection -> A [r, in], B
 
 def write_model(directory: Path, spec: ModelSpec, params: Mapping[str, Any]) -> None:
     """Writes `config.json`, `generation_config.json`, `model.safetensors` and the tokenizer."""
-    directory.mkdir(parents=True, exist_ok=True)
-    _write_json(directory / "config.json", _model_config(spec))
+    save_model(directory, spec, _named_weights(params), bos_token_id=BOS, eos_token_id=EOS, pad_token_id=PAD)
     _write_json(
         directory / "generation_config.json",
         {"_from_model_config": True, "bos_token_id": BOS, "eos_token_id": EOS, "pad_token_id": PAD},
     )
-    save_file(_named_weights(params), directory / "model.safetensors", metadata={"format": "pt"})
     write_tokenizer(directory, spec.max_len)
 
 
@@ -95,16 +85,17 @@ def write_adapter(
     Args:
         invocation: the tokens that an activated LoRA acts from.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    weights = {}
-    for index, layer in enumerate(lora):
-        for name, (a, b) in layer.items():
-            module = f"base_model.model.model.layers.{index}.{MODULES[name]}"
-            weights[f"{module}.lora_A.weight"] = _contiguous(a)
-            weights[f"{module}.lora_B.weight"] = _contiguous(np.asarray(b).T)
+    layers = [
+        {name: (_contiguous(a), _contiguous(np.asarray(b).T)) for name, (a, b) in layer.items()} for layer in lora
+    ]
     activated = {} if invocation is None else {"alora_invocation_tokens": list(invocation)}
-    _write_json(directory / "adapter_config.json", activated | _adapter_config(shape, base))
-    save_file(weights, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config: dict[str, Any] = {
+        "base_model_name_or_path": base,
+        "lora_alpha": shape.alpha,
+        "use_rslora": shape.rslora,
+        "rank_pattern": {MODULES[name].rpartition(".")[2]: rank for name, rank in shape.ranks.items()},
+    }
+    save_adapter(directory, layers, shape.rank, **config, **activated)
 
 
 def read_adapter(directory: Path, layers: int) -> Lora:
@@ -122,61 +113,6 @@ def read_adapter(directory: Path, layers: int) -> Lora:
         }
         for i in range(layers)
     ]
-
-
-def _model_config(spec: ModelSpec) -> dict[str, Any]:
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "bos_token_id": BOS,
-        "eos_token_id": EOS,
-        "pad_token_id": PAD,
-        "head_dim": spec.head_dim,
-        "hidden_act": "silu",
-        "hidden_size": spec.width,
-        "initializer_range": 0.02,
-        "intermediate_size": spec.mlp,
-        "max_position_embeddings": spec.max_len,
-        "mlp_bias": False,
-        "num_attention_heads": spec.heads,
-        "num_hidden_layers": spec.layers,
-        "num_key_value_heads": spec.kv_heads,
-        "rms_norm_eps": spec.norm_eps,
-        "rope_scaling": None,
-        "rope_theta": spec.rope_theta,
-        "tie_word_embeddings": spec.tied,
-        "torch_dtype": spec.dtype,
-        "use_cache": True,
-        "vocab_size": spec.vocab,
-    }
-
-
-def _adapter_config(shape: LoraShape, base: str) -> dict[str, Any]:
-    targets = [MODULES[name].rpartition(".")[2] for name in shape.targets]
-    pattern = {MODULES[name].rpartition(".")[2]: rank for name, rank in shape.ranks.items()}
-    return {
-        "alpha_pattern": {},
-        "base_model_name_or_path": base,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "init_lora_weights": True,
-        "layers_pattern": None,
-        "layers_to_transform": None,
-        "lora_alpha": shape.alpha,
-        "lora_dropout": 0.0,
-        "modules_to_save": None,
-        "peft_type": "LORA",
-        "r": shape.rank,
-        "rank_pattern": pattern,
-        "revision": None,
-        "target_modules": targets,
-        "task_type": "CAUSAL_LM",
-        "use_dora": False,
-        "use_rslora": shape.rslora,
-    }
 
 
 def _named_weights(params: Mapping[str, Any]) -> dict[str, np.ndarray]:

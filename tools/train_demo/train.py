@@ -105,11 +105,15 @@ def lora_joint(lora: export.Lora, shape: LoraShape, acts: jax.Array | None = Non
         acts: [T] whether it acts on a token; on all without it.
     """
 
-    def adapt(carry: Any, layer: int, x: jax.Array, products: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+    stacked = jax.tree.map(lambda *of_layers: jnp.stack(of_layers), *lora)  # the index of a layer is traced
+
+    def adapt(
+        carry: Any, layer: jax.Array | int, x: jax.Array, products: Mapping[str, jax.Array]
+    ) -> dict[str, jax.Array]:
         def adapted(name: str, y: jax.Array) -> jax.Array:
-            if name not in lora[layer]:
+            if name not in stacked:
                 return y
-            a, b = lora[layer][name]
+            a, b = (matrix[layer] for matrix in stacked[name])
             delta = (x @ a.T) @ b * shape.scale_of(name)
             return y + (delta if acts is None else jnp.where(acts[:, None], delta, 0))
 
