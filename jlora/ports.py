@@ -6,35 +6,62 @@ passes its own: a virtual clock, a disk that fails, threads that run in a chosen
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
 import logging
 import os
 import random
+import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 log = logging.getLogger(__name__)
+
+READ_BYTES = 1 << 24  # at once
+MAX_LINKS = 40  # one after the other, as in Linux
 
 Clock = Callable[[], float]  # seconds from any origin; they never go back
 
 
+class File(Protocol):
+    """An open regular file. Every method raises OSError as the `os` functions do."""
+
+    size: int  # when it was opened
+
+    def read(self, size: int) -> np.ndarray:
+        """The next `size` bytes, fewer at the end of the file. Other threads run meanwhile."""
+        ...
+
+
+class Folder(Protocol):
+    """An open directory. It stays the same one if another takes its place on the disk."""
+
+    def names(self, most: int) -> list[str]:
+        """The names in it, sorted; at most `most` of them."""
+        ...
+
+    def open(self, name: str) -> AbstractContextManager[File]:
+        """Opens a file of it. Raises OSError if there is none, or if it is no regular file."""
+        ...
+
+    def unchanged(self) -> bool:
+        """Whether the names of the files that were opened still stand for them, and none was written to."""
+        ...
+
+
 class Files(Protocol):
-    """Reads files and directories. Every method raises OSError as the `os` functions do."""
+    """Opens directories."""
 
-    def names(self, directory: str) -> list[str]:
-        """The names in a directory, sorted."""
-        ...
-
-    def size(self, path: str) -> int | None:
-        """Bytes of a regular file; None if there is none at `path`."""
-        ...
-
-    def read(self, path: str, size: int) -> bytes:
-        """At most `size` bytes from the start of a file."""
+    def folder(self, directory: str) -> AbstractContextManager[Folder]:
+        """Raises OSError if it cannot be opened, ValueError if it is no path."""
         ...
 
 
@@ -78,18 +105,102 @@ class Garbage(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class DiskFile(File):
+    """A file of the machine."""
+
+    fd: int
+    size: int
+
+    def read(self, size: int) -> np.ndarray:
+        data, got = np.empty(size, np.uint8), 0  # not zeroed: that would hold Python's lock
+        while got < size:
+            count = os.readv(self.fd, [data[got : got + READ_BYTES]])
+            if not count:
+                break
+            got += count
+        return data[:got]
+
+
+class DiskFolder(Folder):
+    """A directory of the machine.
+
+    Links to files are followed, because the cache of the Hugging Face hub, Kubernetes' volumes and data
+    version control consist of them. Every directory on the way is opened once, too: if all files are links
+    through one directory, and another takes its place, all come from the first.
+    """
+
+    def __init__(self, fd: int):
+        self._fd = fd
+        self._ways: dict[tuple[int, str], int] = {}  # (descriptor, path of a directory from there) -> descriptor
+        self._opened: dict[str, tuple[int, ...]] = {}
+
+    def names(self, most: int) -> list[str]:
+        with os.scandir(self._fd) as entries:
+            return sorted(entry.name for entry in itertools.islice(entries, most))
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[DiskFile]:
+        self._opened[name] = ()
+        directory, last = self._end(name)
+        fd = os.open(last, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory)
+        try:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):  # a FIFO, say, whose opening did not block
+                raise OSError(errno.EINVAL, "is not a regular file")
+            self._opened[name] = _identity(status)
+            yield DiskFile(fd, status.st_size)
+        finally:
+            os.close(fd)
+
+    def unchanged(self) -> bool:
+        try:
+            return all(self._identity(name) == opened for name, opened in self._opened.items())
+        except OSError:
+            return False
+
+    def close(self) -> None:
+        """Closes the directories on the way, not the folder's own."""
+        for fd in self._ways.values():
+            os.close(fd)
+
+    def _identity(self, name: str) -> tuple[int, ...]:
+        directory, last = self._end(name)
+        return _identity(os.stat(last, dir_fd=directory, follow_symlinks=False))
+
+    def _end(self, name: str) -> tuple[int, str]:
+        """Where a chain of links ends: the descriptor of the directory, and the name in it."""
+        directory = self._fd
+        for _ in range(MAX_LINKS):
+            try:
+                way, name = os.path.split(os.readlink(name, dir_fd=directory))
+            except OSError as e:
+                if e.errno == errno.EINVAL:  # not a link
+                    return directory, name
+                raise
+            if way and (directory, way) not in self._ways:
+                fd = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
+                self._ways[directory, way] = fd
+            directory = self._ways.get((directory, way), directory)
+        raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
+
+
 class DiskFiles(Files):
     """The machine's own files."""
 
-    def names(self, directory: str) -> list[str]:
-        return sorted(os.listdir(directory))
-
-    def size(self, path: str) -> int | None:
-        return os.path.getsize(path) if os.path.isfile(path) else None
-
-    def read(self, path: str, size: int) -> bytes:
-        with open(path, "rb") as stream:
-            return stream.read(size)
+    @contextmanager
+    def folder(self, directory: str) -> Iterator[DiskFolder]:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        folder = DiskFolder(fd)
+        try:
+            yield folder
+        finally:
+            folder.close()
+            os.close(fd)
 
 
 class OsThreads(Threads):

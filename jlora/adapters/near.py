@@ -7,7 +7,7 @@ from itertools import chain
 from os.path import commonprefix
 
 REACH = 4  # neighbours on each side, in each of two orders: at most 16 names are compared
-ALIKE = 0.6  # part of the longer name that both begin and end with
+ALIKE = 0.6  # of 1
 SHOWN = 3
 
 
@@ -44,7 +44,9 @@ def _neighbours(ordered: list[tuple[str, str]], key: str) -> list[str]:
 
 
 def likeness(a: str, b: str) -> float:
-    """Length of the common beginning and the common end, as a part of the longer name."""
+    """The part of the longer name that both have: beginning and end count whole, letters in between half."""
     head = len(commonprefix((a, b)))
     tail = len(commonprefix((a[head:][::-1], b[head:][::-1])))
-    return (head + tail) / max(len(a), len(b), 1)
+    middle, other = a[head : len(a) - tail], b[head : len(b) - tail]
+    shared = sum(min(middle.count(c), other.count(c)) for c in set(middle))
+    return (head + tail + shared / 2) / max(len(a), len(b), 1)

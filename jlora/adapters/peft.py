@@ -2,9 +2,9 @@
 
     adapter = read_peft("adapters/sql", spec, max_rank=64)
 
-Both files are read once into memory. The digest, the checks and the weights come from these bytes,
-so a file that is replaced meanwhile cannot mix two versions. The format has no checksum: a flipped
-bit that leaves a finite number goes unnoticed.
+The directory is opened once, so another that takes its place is not mixed with it. Files that change
+while they are read are read again. The format has no checksum: a flipped bit that leaves a finite number
+goes unnoticed. Anybody may have written the files, so what is read and parsed is bounded beforehand.
 """
 
 from __future__ import annotations
@@ -12,21 +12,24 @@ from __future__ import annotations
 import hashlib
 import itertools
 import logging
+import math
 import os
 import re
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
-import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, deserialize
 
-from jlora.adapters import peft_config
+from jlora.adapters import peft_config, tensor_file
 from jlora.adapters.adapter import Adapter
-from jlora.errors import DataLoss, InvalidArgument, NotFound
+from jlora.adapters.peft_config import LoraConfig, Target
+from jlora.adapters.tensor_file import WIDTHS, Entry
+from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.model.fields import short
 from jlora.model.hf_names import MODULES
 from jlora.model.spec import ModelSpec
-from jlora.ports import DiskFiles, Files
+from jlora.ports import DiskFiles, Files, Folder
 
 logger = logging.getLogger(__name__)
 
@@ -34,13 +37,41 @@ CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
-_DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16, "F64": np.float64}
 # Older files have the adapter's name before ".weight".
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<half>[AB])(\.[^.]+)?\.weight")
-_CONFIG_LIMIT = 16 << 20  # bytes; PEFT writes a few thousand
-_SLACK = 64 << 20  # extra bytes of a weight file to read, so that an error can name the unexpected tensor
 
-Tensors = Mapping[str, np.ndarray]
+ATTEMPTS = 3  # to read files that change
+MAX_FILES = 10_000  # of the directory
+MAX_NAME = 512  # characters of a tensor's name
+HEADER_BYTES, HEADER_BYTES_PER_MODULE = 1 << 16, 1024  # PEFT's two entries of a module have 300 bytes
+
+# The norms of A, of B with its scale, and their product, by which a projection multiplies at most. Trained
+# adapters stay below 1e3. With 1e6 everywhere every sum of a layer stays below 1e30, so float32 and bfloat16 hold it.
+MAX_GAIN = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class _Content:
+    """Both files of one version.
+
+    Attributes:
+        halves: (module, "A" or "B") -> where that matrix is in `data`.
+        data: uint8, the weight file behind its header.
+    """
+
+    config_bytes: bytes
+    config: LoraConfig
+    header: bytes
+    halves: Mapping[tuple[str, str], Entry]
+    data: np.ndarray
+
+    @property
+    def digest(self) -> str:
+        """sha256 of both files; the length prefix separates them."""
+        content = hashlib.sha256(len(self.config_bytes).to_bytes(8, "little"))
+        for part in (self.config_bytes, self.header, self.data):
+            content.update(part)
+        return content.hexdigest()
 
 
 def read_peft(
@@ -54,28 +85,17 @@ def read_peft(
     Raises:
         NotFound: the directory or one of its two files is missing.
         InvalidArgument: an option is not supported, or the tensors do not fit the options or the base.
-        DataLoss: a file is damaged, or a weight is not finite.
+        DataLoss: a file is damaged, or a weight is not finite, or the files change again and again.
     """
     label = os.path.basename(os.path.abspath(path))
-    directory, files = str(path), files or DiskFiles()
-    _refuse_pickles(files, directory, label)
-    config_bytes = _read(files, directory, f"{label}/{CONFIG}", _CONFIG_LIMIT)
-    config = peft_config.parse(config_bytes, spec, f"{label}/{CONFIG}")
-    modules = peft_config.target_modules(config, spec, f"{label}/{CONFIG}")
-    for module in modules:
-        if config.rank(module) > max_rank:
-            raise InvalidArgument(
-                f"{label}/{CONFIG}: r = {config.rank(module)} for {module}: "
-                f"must be at most {max_rank} (adapters.max_rank)"
-            )
-    data = _read(files, directory, f"{label}/{WEIGHTS}", _expected_bytes(config, modules, spec) + _SLACK)
-    tensors = _tensors(data, f"{label}/{WEIGHTS}")
-    weights = _weights(tensors, config, modules, spec, f"{label}/{WEIGHTS}")
+    content = _read(files or DiskFiles(), str(path), label, spec, max_rank)
+    config = content.config
+    weights = _weights(content, f"{label}/{WEIGHTS}")
     _warn_of_another_base(config.base, base_names, label)
-    ranks = {module.removeprefix("model."): config.rank(module) for module in modules}
+    ranks = {module.removeprefix("model."): target.rank for module, target in config.targets.items()}
     present = {projection for _, projection in weights}
     return Adapter(
-        digest=_digest(config_bytes, data),
+        digest=content.digest,
         rank=max(ranks.values()),
         ranks=ranks,
         target_modules=tuple(p for p in MODULES if p in present),
@@ -84,12 +104,50 @@ def read_peft(
     )
 
 
-def _refuse_pickles(files: Files, directory: str, label: str) -> None:
-    """Refuses pickled weights, which could run code, even beside a safetensors file."""
+def _read(files: Files, path: str, label: str, spec: ModelSpec, max_rank: int) -> _Content:
+    """Both files as they were at one time."""
+    for last in (*[False] * (ATTEMPTS - 1), True):
+        try:
+            with files.folder(path) as folder:
+                try:
+                    content = _read_once(folder, label, spec, max_rank)
+                except JloraError:
+                    if last or folder.unchanged():
+                        raise
+                    continue
+                if folder.unchanged():
+                    return content
+        except (OSError, ValueError) as e:  # ValueError: a NUL in the path
+            if isinstance(e, JloraError):
+                raise
+            raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
+    raise DataLoss(
+        f"adapter directory {label!r}: its files change while they are read; write a new version beside it, "
+        "and rename the directory when it is complete"
+    )
+
+
+def _read_once(folder: Folder, label: str, spec: ModelSpec, max_rank: int) -> _Content:
+    _refuse_pickles(folder, label)
+    config_bytes = _read_config(folder, label)
+    config = peft_config.parse(config_bytes, spec, max_rank, f"{label}/{CONFIG}")
+    where = f"{label}/{WEIGHTS}"
     try:
-        names = files.names(directory)
-    except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-        raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
+        with folder.open(WEIGHTS) as file:
+            most = HEADER_BYTES + HEADER_BYTES_PER_MODULE * len(config.targets)
+            header, entries = tensor_file.read_header(file, most, where)
+            halves = _halves(entries, config.targets, spec, where)
+            data = tensor_file.read_data(file, header, entries, where)
+    except OSError as e:
+        raise NotFound(f"{where}: {e.strerror}") from e
+    return _Content(config_bytes, config, header, halves, data)
+
+
+def _refuse_pickles(folder: Folder, label: str) -> None:
+    """Refuses pickled weights, which could run code, even beside a safetensors file."""
+    names = folder.names(MAX_FILES + 1)
+    if len(names) > MAX_FILES:
+        raise InvalidArgument(f"adapter directory {label!r}: must have at most {MAX_FILES} files")
     pickles = [n for n in names if n.endswith(PICKLES) and (n.startswith("adapter_model") or WEIGHTS not in names)]
     if pickles:
         raise InvalidArgument(
@@ -98,98 +156,77 @@ def _refuse_pickles(files: Files, directory: str, label: str) -> None:
         )
 
 
-def _read(files: Files, directory: str, where: str, limit: int) -> bytes:
-    label, name = os.path.split(where)
-    path = os.path.join(directory, name)
+def _read_config(folder: Folder, label: str) -> bytes:
     try:
-        size = files.size(path)
-        if size is None:
-            raise NotFound(f"adapter directory {label!r}: {name} is missing")
-        if size > limit:
-            raise InvalidArgument(f"{where}: {size} bytes: must be at most {limit} for this adapter")
-        return files.read(path, size)
+        with folder.open(CONFIG) as file:
+            if file.size > peft_config.MAX_BYTES:
+                limit = f"must be at most {peft_config.MAX_BYTES}"
+                raise InvalidArgument(f"{label}/{CONFIG}: {file.size} bytes: {limit}")
+            return file.read(file.size).tobytes()
     except OSError as e:
-        raise NotFound(f"{where}: {e.strerror}") from e
+        raise NotFound(f"{label}/{CONFIG}: {e.strerror}") from e
 
 
-def _expected_bytes(config: peft_config.LoraConfig, modules: Mapping[str, tuple[int, str]], spec: ModelSpec) -> int:
-    """Bytes of the weights in float64, the widest dtype."""
-    shapes = spec.projection_shapes
-    return 8 * sum(config.rank(module) * sum(shapes[projection]) for module, (_, projection) in modules.items())
-
-
-def _tensors(data: bytes, where: str) -> Tensors:
-    try:
-        entries = deserialize(data)
-    except SafetensorError as e:
-        raise DataLoss(f"{where}: damaged ({e})") from e
-    tensors = {}
-    for name, entry in entries:
-        if entry["dtype"] not in _DTYPES:
-            raise InvalidArgument(f"{where}: tensor {name!r} is {entry['dtype']}: must be one of {', '.join(_DTYPES)}")
-        tensors[name] = np.frombuffer(entry["data"], _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    return tensors
-
-
-def _weights(
-    tensors: Tensors,
-    config: peft_config.LoraConfig,
-    modules: Mapping[str, tuple[int, str]],
-    spec: ModelSpec,
-    where: str,
-) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
-    halves = _halves(tensors, modules, where)
-    weights = {}
-    for module, (layer, projection) in modules.items():
-        rank = config.rank(module)
-        width_in, width_out = spec.projection_shapes[projection]
-        a = _matrix(tensors[halves[module, "A"]], (rank, width_in), f"{where}: {module}.lora_A")
-        b = _matrix(tensors[halves[module, "B"]], (width_out, rank), f"{where}: {module}.lora_B")
-        with np.errstate(over="ignore"):  # the check below names the module
-            b = np.ascontiguousarray(b.T) * np.float32(config.scale(module))
-        if not np.isfinite(b).all():
-            raise InvalidArgument(f"{where}: {module}: the weights times lora_alpha overflow float32")
-        weights[layer, projection] = (a, b)
-    return weights
-
-
-def _halves(tensors: Tensors, modules: Mapping[str, tuple[int, str]], where: str) -> dict[tuple[str, str], str]:
-    """(module, "A" or "B") -> tensor's name; every tensor must be such a half, and none may be missing."""
-    halves: dict[tuple[str, str], str] = {}
-    for name in sorted(tensors):
-        match = _TENSOR.fullmatch(name)
-        if match is None or match["module"] not in modules:
-            raise InvalidArgument(
-                f"{where}: tensor {name!r} is not the lora_A or lora_B of a module that "
-                "target_modules selects in this base model"
-            )
-        other = halves.setdefault((match["module"], match["half"]), name)
-        if other != name:
-            raise InvalidArgument(f"{where}: tensors {other!r} and {name!r} are the same matrix of one module")
-    for module, half in itertools.product(modules, "AB"):
-        if (module, half) not in halves:
-            raise InvalidArgument(f"{where}: tensor base_model.model.{module}.lora_{half}.weight is missing")
+def _halves(
+    entries: Mapping[str, Entry], targets: Mapping[str, Target], spec: ModelSpec, where: str
+) -> dict[tuple[str, str], Entry]:
+    """(module, "A" or "B") -> its entry, which has the dtype and the shape of that matrix."""
+    halves = {}
+    for (module, half), name in _names(entries, targets, where).items():
+        entry, target = entries[name], targets[module]
+        width_in, width_out = spec.projection_shapes[target.projection]
+        shape = [target.rank, width_in] if half == "A" else [width_out, target.rank]
+        if entry.dtype not in WIDTHS:
+            known = ", ".join(WIDTHS)
+            raise InvalidArgument(f"{where}: tensor {name!r} is {short(entry.dtype)}: must be one of {known}")
+        if entry.shape != shape:
+            must = f"must be {shape} for this base model and rank"
+            raise InvalidArgument(f"{where}: {module}.lora_{half}: shape {short(entry.shape)}: {must}")
+        halves[module, half] = entry
     return halves
 
 
-def _matrix(tensor: np.ndarray, shape: tuple[int, int], where: str) -> np.ndarray:
-    if tensor.shape != shape:
-        raise InvalidArgument(
-            f"{where}: shape {list(tensor.shape)}: must be {list(shape)} for this base model and rank"
-        )
-    with np.errstate(over="ignore"):  # a float64 may overflow float32: the check below reports it
-        matrix = tensor.astype(np.float32)
-    if not np.isfinite(matrix).all():
+def _names(entries: Collection[str], targets: Collection[str], where: str) -> dict[tuple[str, str], str]:
+    """(module, "A" or "B") -> tensor's name; every tensor must be such a half, and none may be missing."""
+    names: dict[tuple[str, str], str] = {}
+    for name in sorted(entries):
+        match = _TENSOR.fullmatch(name) if len(name) <= MAX_NAME else None
+        if match is None or match["module"] not in targets:
+            raise InvalidArgument(
+                f"{where}: tensor {short(name)} is not the lora_A or lora_B of a module that "
+                "target_modules selects in this base model"
+            )
+        other = names.setdefault((match["module"], match["half"]), name)
+        if other != name:
+            raise InvalidArgument(f"{where}: tensors {other!r} and {name!r} are the same matrix of one module")
+    for module, half in itertools.product(targets, "AB"):
+        if (module, half) not in names:
+            raise InvalidArgument(f"{where}: tensor base_model.model.{module}.lora_{half}.weight is missing")
+    return names
+
+
+def _weights(content: _Content, where: str) -> dict[tuple[int, str], tuple[np.ndarray, np.ndarray]]:
+    weights = {}
+    for module, target in content.config.targets.items():
+        a, b = (tensor_file.to_float32(content.data, content.halves[module, half]) for half in "AB")
+        norm_a, norm_b = _norm(a, f"{where}: {module}.lora_A"), _norm(b, f"{where}: {module}.lora_B")
+        norm_b *= abs(target.scale)
+        gain = max(norm_a, norm_b, norm_a * norm_b)
+        if not gain <= MAX_GAIN:
+            raise InvalidArgument(
+                f"{where}: {module}: the weights times lora_alpha are too large: the norms of A and B with its scale, "
+                f"and their product, reach {gain:.3g}: must be at most {MAX_GAIN:.0f}"
+            )
+        weights[target.layer, target.projection] = a, np.ascontiguousarray(b.T) * np.float32(target.scale)
+    return weights
+
+
+def _norm(matrix: np.ndarray, where: str) -> float:
+    """Its Frobenius norm in float32, which may be infinite. Raises DataLoss if a value is not finite."""
+    norm = float(np.linalg.norm(matrix))
+    if not math.isfinite(norm) and not np.isfinite(matrix).all():
         raise DataLoss(f"{where}: contains NaN or infinity")
-    return matrix
-
-
-def _digest(config: bytes, weights: bytes) -> str:
-    """sha256 of both files; the length prefix separates them."""
-    content = hashlib.sha256(len(config).to_bytes(8, "little"))
-    content.update(config)
-    content.update(weights)
-    return content.hexdigest()
+    return norm
 
 
 def _warn_of_another_base(base: str, base_names: Collection[str], label: str) -> None:

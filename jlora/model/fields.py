@@ -76,5 +76,8 @@ class Fields:
 
 def short(value: Any) -> str:
     """The value as JSON, cut at 80 characters."""
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:  # it was read with less of the stack in use
+        text = f"a nested {type(value).__name__}"
     return text if len(text) <= 80 else text[:77] + "..."

@@ -154,7 +154,7 @@ def test_an_alpha_that_overflows_is_refused(tmp_path: Path):
     path = edit_tensors(
         _make.make_adapter(tmp_path / "a", SPEC, lora_alpha=1e29), lambda t: t[key(0, "q", "B")].fill(1e30)
     )
-    refused(path, InvalidArgument, "lora_alpha", "overflow")
+    refused(path, InvalidArgument, "lora_alpha", "at most 1000000")
 
 
 def test_missing_extra_and_misshapen_tensors_are_refused_by_name(tmp_path: Path):
@@ -291,4 +291,4 @@ def test_a_file_far_larger_than_the_adapter_is_not_read(tmp_path: Path):
     path = _make.make_adapter(tmp_path / "a", SPEC)
     with (path / WEIGHTS).open("r+b") as file:
         file.truncate(1 << 40)  # sparse: takes no disk
-    refused(path, InvalidArgument, WEIGHTS, str(1 << 40))
+    refused(path, DataLoss, WEIGHTS, "damaged", str(1 << 40))

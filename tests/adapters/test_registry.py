@@ -87,11 +87,11 @@ def test_a_version_is_live_while_its_name_stands_for_it():
     "wrong, right",
     [("chek", "check"), ("sql-adaptor", "sql-adapter"), ("rench", "french"), ("fr_ench", "french"),
      ("FRENCH", "french"),
-     ("frecnh", "french"), ("french-v", "french")],
+     ("frecnh", "french"), ("french-v", "french"), ("oen", "one")],
 )  # fmt: skip
 def test_a_slip_finds_the_name(wrong: str, right: str):
     names = near.NearNames()
-    for name in ("check", "sql-adapter", "french", *(f"tenant-{i}" for i in range(50))):
+    for name in ("check", "sql-adapter", "french", "one", *(f"tenant-{i}" for i in range(50))):
         names.add(name)
     assert names.of(wrong) == [right]
     assert names.of("of-another-kind") == []

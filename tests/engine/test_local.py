@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from jlora import config
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
-from jlora.ports import DiskFiles, System
+from jlora.ports import DiskFiles, DiskFolder, System
 from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make
 from tests.engine._replica import Running
@@ -21,19 +22,19 @@ from tests.engine.test_engine import BASE, GREEDY, running, serve, tokens
 
 
 class Gate(DiskFiles):
-    """A disk whose reads wait until it is open, or fail."""
+    """A disk whose folders open once it is open, or fail."""
 
     def __init__(self) -> None:
         self.open, self.reached = threading.Event(), threading.Event()
         self.error: OSError | None = None
         self.open.set()
 
-    def read(self, path: str, size: int) -> bytes:
+    def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
         self.reached.set()
         assert self.open.wait(60)
         if self.error is not None:
             raise self.error
-        return super().read(path, size)
+        return super().folder(directory)
 
     def shut(self) -> None:
         self.open.clear()
