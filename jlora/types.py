@@ -245,6 +245,8 @@ class EngineStats:
 
     Attributes:
         generated_tokens: output tokens that requests received, without those computed after a completion's end.
+        compiles_after_warmup: programs that a step had to compile.
+        programs_left: shapes of steps that are still being compiled beside them; larger ones stand in.
         host_step_s: mean Python time of a step; waits for the device and for copies do not count.
     """
 
@@ -256,6 +258,7 @@ class EngineStats:
     prompt_tokens: int
     preemptions: int
     compiles_after_warmup: int
+    programs_left: int
     host_step_s: float
 
 

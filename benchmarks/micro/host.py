@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from benchmarks.jobs import Plan, prepare
 from benchmarks.peers.ours import configure
 from benchmarks.runner import Options
-from jlora.engine.build import build
+from jlora.engine.build import build, compile_rest
 from jlora.engine.engine import Engine
 from jlora.loadgen.checkpoints import TINY
 from jlora.loadgen.rounds import Sample, Side
@@ -50,7 +50,7 @@ def run(options: Options) -> None:
     try:
         for running in sorted({load.running for load in loads}):
             settings = {**options.settings, "engine.max_seqs": running, "engine.max_queue": 8192}
-            engines[running] = build(configure(workload, options.dtype, settings)).engine
+            engines[running] = compile_rest(build(configure(workload, options.dtype, settings))).engine
         sides = [
             Side(load.name, lambda load=load: _measure(engines[load.running], load, workload.plan.names))
             for load in loads

@@ -1,4 +1,4 @@
-"""Seconds from the start of a server's process until it is ready.
+"""Seconds from the start of a server's process until it is ready, and until all its programs are compiled.
 
 cached   every program is on the disk, as after the first start
 cold     the directory of compiled programs is empty
@@ -27,8 +27,10 @@ def run(options: Options) -> None:
 
         def start() -> Sample:
             began = time.perf_counter()
-            with OverGrpc(workload, options.dtype, {**options.settings, "serve.compile_cache": programs}):
-                return {"seconds": time.perf_counter() - began}
+            server = OverGrpc(workload, options.dtype, {**options.settings, "serve.compile_cache": programs})
+            ready = time.perf_counter() - began
+            with server:
+                return {"seconds": ready, "all_compiled_s": time.perf_counter() - began}
 
         def cold() -> Sample:
             shutil.rmtree(programs, ignore_errors=True)

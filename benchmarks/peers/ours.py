@@ -15,7 +15,7 @@ from benchmarks.jobs import Job, Workload
 from jlora import config as configuration
 from jlora.config import Config
 from jlora.engine.local import LocalReplica
-from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.loadgen.server import ServerProcess, flags_of, look
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
@@ -56,6 +56,7 @@ class InProcess:
 
     def __init__(self, config: Config):
         self.replica = LocalReplica.start(config, progress=True)
+        self.replica.warm().result()
         self._runs = 0
 
     def __enter__(self) -> InProcess:
@@ -109,13 +110,14 @@ class InProcess:
 
 
 class OverGrpc:
-    """A server in a process of its own, called by one asyncio client."""
+    """A server in a process of its own, called by one asyncio client; entered, all its programs are compiled."""
 
     def __init__(self, workload: Workload, dtype: str, settings: Mapping[str, Any]):
         base = ["--model", str(workload.model), "--dtype", dtype, "--served-model-name", workload.plan.spec.name]
         self.server = ServerProcess([*base, *flags_of(workload.adapters, settings)])
 
     def __enter__(self) -> OverGrpc:
+        asyncio.run(look(self.server.address))
         return self
 
     def __exit__(self, *_: object) -> None:

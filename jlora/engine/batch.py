@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,14 @@ from jlora.validation import MAX_STOP_TOKENS
 
 # adapter uid -> for each of its device blocks, the projection whose units it holds
 Projections = Callable[[int], Sequence[str]]
+
+
+class Form(NamedTuple):
+    """The compiled form of a launch: rows of `chunk` tokens; `bare`: without adapters."""
+
+    rows: int
+    chunk: int
+    bare: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +62,22 @@ class Buckets:
     def shapes(self) -> list[tuple[int, int]]:
         """(rows, tokens per row) of every forward program with adapters."""
         return [(rows, 1) for rows in self.decode] + [(rows, ROW) for rows in self.prefill]
+
+    @property
+    def largest(self) -> Buckets:
+        """The fewest that serve every launch. A scored chunk needs a small one: its logits take memory."""
+        scored = _fitting(self.prefill, min(-(-SCORED_CHUNK // ROW), self.prefill[-1]))
+        return Buckets(self.decode[-1:], tuple(sorted({scored, self.prefill[-1]})))
+
+    def forms(self) -> list[Form]:
+        """Small ones first: they serve one client."""
+        bare = [Form(rows, 1, bare=True) for rows in self.bare]
+        return sorted([Form(*shape) for shape in self.shapes] + bare, key=lambda form: form.rows * form.chunk)
+
+    def having(self, form: Form) -> Buckets:
+        """These and one more."""
+        name = "bare" if form.bare else "decode" if form.chunk == 1 else "prefill"
+        return replace(self, **{name: tuple(sorted({*getattr(self, name), form.rows}))})
 
 
 def _sizes(limit: int) -> list[int]:
@@ -144,7 +168,7 @@ class BatchBuilder:
     def __init__(
         self, layout: PoolLayout, config: EngineConfig, spec: ModelSpec, projections: Projections, bare: bool = False
     ):
-        self.buckets = Buckets.of(config, bare)
+        self.buckets = self.compiled = Buckets.of(config, bare)  # a launch takes the smallest compiled that holds it
         self.slots = SlotTable.of(config.max_seqs, frozenset(spec.eos_ids))
         self.max_len = spec.max_len
         self._layout = layout
@@ -159,13 +183,13 @@ class BatchBuilder:
         """Every launch of a step, decode first; together they hold each work once."""
         out = []
         if decode:
-            bare = bool(self.buckets.bare) and not any(w.adapted for w in decode)
-            rows = _fitting(self.buckets.bare if bare else self.buckets.decode, len(decode))
+            bare = bool(self.compiled.bare) and not any(w.adapted for w in decode)
+            rows = _fitting(self.compiled.bare if bare else self.compiled.decode, len(decode))
             out.append(self.launch(decode, rows, 1, bare))
         # A scored chunk runs alone: logits are taken of every token of its launch.
         groups = [[w] for w in prefill if _scores(w)] + [[w for w in prefill if not _scores(w)]]
         for group in filter(None, groups):
-            out.append(self.launch(group, _fitting(self.buckets.prefill, sum(map(_rows, group))), ROW))
+            out.append(self.launch(group, _fitting(self.compiled.prefill, sum(map(_rows, group))), ROW))
         return out
 
     def blank(self, rows: int, chunk: int, bare: bool = False) -> Launch:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -39,6 +40,7 @@ from jlora.validation import Limits
 log = logging.getLogger(__name__)
 
 ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
+COMPILERS = 4  # programs compiled at a time; XLA uses several cores for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +65,13 @@ class Built:
 
     engine: Engine
     parts: Parts
+    runner: Runner
     info: ReplicaInfo
     reader: Reader
 
 
 def build(config: Config, progress: bool = True, system: System | None = None) -> Built:
-    """Loads the model and its adapters, makes the pool, compiles every program.
+    """Loads the model and its adapters, makes the pool, compiles the programs that serve every request.
 
     Raises:
         JloraError: one clear line of what cannot be had and which key to change.
@@ -94,12 +97,14 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap))
     if config.engine.warmup:
-        warm_up(runner, progress)
+        warm_up(runner, progress, system)
     for adapter in new:
         engine.adapters.add(adapter)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
-    return Built(engine, parts, info, reader)
+    if runner.left:
+        log.info("%d smaller forms of a step compile while it serves", len(runner.left))
+    return Built(engine, parts, runner, info, reader)
 
 
 def build_device(
@@ -123,12 +128,23 @@ def make_manager(
     return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
 
 
-def warm_up(runner: Runner, progress: bool) -> None:
-    """Compiles every program."""
-    with tqdm(total=runner.programs, desc="compiling", disable=not progress, leave=False) as bar:
-        for name in runner.warm_up():
-            bar.set_postfix_str(name)
-            bar.update()
+def warm_up(runner: Runner, progress: bool, system: System) -> None:
+    """Compiles the programs that serve every request; the runner names those that are left."""
+    threads = system.threads.pool("jlora-warm-up", min(os.cpu_count() or 1, COMPILERS))
+    try:
+        names = tqdm(runner.warm_up(threads), desc="compiling", total=runner.needed, disable=not progress, leave=False)
+        for name in names:
+            log.debug("compiled %s", name)
+    finally:
+        threads.shutdown(cancel_futures=True)
+
+
+def compile_rest(built: Built) -> Built:
+    """Compiles at once what `build` has left, for those who measure steps."""
+    for form in built.runner.left:
+        built.runner.compile(form)
+        built.runner.admit(form)
+    return built
 
 
 def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:

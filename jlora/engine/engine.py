@@ -227,6 +227,7 @@ class Engine:
             prompt_tokens=c.prompt,
             preemptions=s.preemptions,
             compiles_after_warmup=self._runner.compiles_after_warmup,
+            programs_left=self._runner.programs_left,
             host_step_s=c.host_s / max(c.steps, 1),
         )
 

@@ -20,6 +20,7 @@ from typing import TypeVar
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.config import Config
+from jlora.engine.batch import Form
 from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
 from jlora.engine.futures import chained, done, failed, follow, result_of, running, settle
@@ -64,9 +65,12 @@ class LocalReplica(Replica):
         self._closing = threading.Lock()
         self._closed = False
         self._loaders = system.threads.pool("jlora-load", LOADERS)
+        self._compiler = system.threads.pool("jlora-compile", 1)
         system.garbage.begin()
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
+        for form in built.runner.left:
+            self._compiler.submit(self._compile, form)
 
     @classmethod
     def start(cls, config: Config, progress: bool = True, system: System | None = None) -> LocalReplica:
@@ -77,6 +81,21 @@ class LocalReplica(Replica):
     @property
     def info(self) -> ReplicaInfo:
         return self._info
+
+    def warm(self) -> Future[bool]:
+        """Done when every program is compiled. Requests need not wait for it; measurements should."""
+        return self._when(lambda: self._built.runner.programs_left == 0 or None)
+
+    def _compile(self, form: Form) -> None:
+        """Runs on the compiler's thread, beside the steps."""
+        runner = self._built.runner
+        try:
+            runner.compile(form)
+        except Exception:
+            log.exception("%s does not compile; a larger form stands in for it", form)
+            self.between_steps(lambda: runner.drop(form))
+        else:
+            self.between_steps(lambda: runner.admit(form))
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -259,6 +278,7 @@ class LocalReplica(Replica):
             closed, self._closed = self._closed, True
         if not closed:  # once, whoever comes first
             self._loaders.shutdown(wait=False, cancel_futures=True)
+            self._compiler.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
 
     # -- the thread ---------------------------------------------------------------------------

@@ -119,6 +119,11 @@ class Runner(Protocol):
         """Programs compiled since warm-up."""
         ...
 
+    @property
+    def programs_left(self) -> int:
+        """Forms of launches that are still being compiled; larger ones stand in for them."""
+        ...
+
     def close(self) -> None:
         """Frees the device."""
         ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from threading import get_ident
@@ -13,7 +14,8 @@ import numpy as np
 
 from jlora.cache.pool import DevicePool
 from jlora.cache.transfer import Copy
-from jlora.engine.batch import BatchBuilder, Launch, uses_tables
+from jlora.engine.ahead import Ahead
+from jlora.engine.batch import BatchBuilder, Form, Launch, uses_tables
 from jlora.engine.compiles import COMPILES
 from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.plan import Sequence as Running
@@ -86,6 +88,8 @@ class Runner:
         self._clock = clock
         self._vocab = state.seen.shape[1]
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
+        self._ahead = Ahead(programs, params, pool, state)
+        self._left: dict[Form, Launch] = {}
         self._warmed = get_ident(), COMPILES.count  # by thread: compilations before it began to serve
         self.compiling = False
         self.compiled_at = 0.0
@@ -137,37 +141,61 @@ class Runner:
                 self.compiled_at = self._clock()
             self.compiling = False
 
-    def warm_up(self) -> Iterator[str]:
-        """Compiles and calls every program; yields a name after each. Touches no live block."""
+    def warm_up(self, threads: Executor) -> Iterator[str]:
+        """Compiles the programs that serve every launch, several at a time, and calls each; yields its name.
+
+        The others are `left`: until they are admitted, a launch takes a larger one. Touches no live block.
+        """
         buckets = self._builder.buckets
-        for rows, chunk in buckets.shapes:
-            blank = self._builder.blank(rows, chunk)
-            streams = chunk > 1 and self.pool.groups > 1
-            with self._watched([blank], streams):
-                self._dispatch(blank, (), _Arrivals(None))
-                if streams:
-                    self._streamed(blank, (), _Arrivals(None))
-            yield f"{rows}x{chunk}"
-        for rows in buckets.bare:
-            bare = self._builder.blank(rows, 1, bare=True)
-            with self._watched([bare]):
-                self._dispatch(bare, (), _Arrivals(None))
-            yield f"{rows}x1 without adapters"
+        blanks = {form: self._builder.blank(*form) for form in buckets.forms()}  # here: the builder has one thread
+        self._builder.compiled = buckets.largest
+        first = {form: blanks.pop(form) for form in buckets.largest.forms()}
+        self._left = blanks
+        compiled = [threads.submit(self._ahead.compile, *item) for item in first.items()]
         self._reset(0, (), (), {})
         self.pool.warm_up()
+        yield "copies"
+        for (form, blank), done in zip(first.items(), compiled, strict=True):
+            done.result()
+            with self._watched([blank], streamed=True):
+                self._dispatch(blank, (), _Arrivals(None))
+                if self._ahead.streams(form):
+                    self._streamed(blank, (), _Arrivals(None))
+            yield f"{form.rows}x{form.chunk}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
-        yield "copies"
+
+    @property
+    def needed(self) -> int:
+        """How many names `warm_up` yields."""
+        return 1 + len(self._builder.buckets.largest.forms())
+
+    @property
+    def left(self) -> tuple[Form, ...]:
+        """What `warm_up` has left: compile each on any thread, then admit it."""
+        return tuple(self._left)
+
+    @property
+    def programs_left(self) -> int:
+        return len(self._left)
+
+    def compile(self, form: Form) -> None:
+        """Compiles the programs of a form that is left. Any thread may call it while steps run."""
+        self._ahead.compile(form, self._left[form])
+
+    def admit(self, form: Form) -> None:
+        """Lets launches take a compiled form from now on. Call it between two steps."""
+        self._met |= set(_programs_of(self._left.pop(form), streamed=True))
+        self._builder.compiled = self._builder.compiled.having(form)
+
+    def drop(self, form: Form) -> None:
+        """Leaves a form that does not compile to a larger one."""
+        del self._left[form]
 
     def close(self) -> None:
         """Frees the device: weights, pool and slot state."""
         for leaf in jax.tree.leaves((self._weights.params, self.pool.array, self._state)):
             leaf.delete()
-
-    @property
-    def programs(self) -> int:
-        """How many names `warm_up` yields."""
-        return len(self._builder.buckets.shapes) + len(self._builder.buckets.bare) + 1
 
     @property
     def compiles_after_warmup(self) -> int:

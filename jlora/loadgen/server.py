@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import subprocess
@@ -17,6 +18,8 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Turn
 from jlora.types import Timing, Usage
+
+LOOK_S = 0.5  # between two looks at a server that still compiles
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +38,12 @@ class Server:
 
 
 async def look(address: str, timeout_s: float = 10.0) -> Server:
-    """Asks a server what it serves. Raises RuntimeError if nothing answers."""
+    """Asks a server what it serves, once all its programs are compiled. Raises RuntimeError if nothing answers."""
     async with grpc.aio.insecure_channel(address) as channel:
         try:
-            info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)
+            control = rpc.ControlStub(channel)
+            while (info := await control.GetServerInfo(pb.GetServerInfoRequest(), timeout=timeout_s)).programs_left:
+                await asyncio.sleep(LOOK_S)
             listed = [adapter async for adapter in _adapters(rpc.AdaptersStub(channel), timeout_s)]
         except grpc.aio.AioRpcError as e:
             raise RuntimeError(f"no jlora server at {address}: {e.code().name}: {e.details()}") from e

@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
-from jlora.model.sampling import Array, SampleBatch, Sampled, SlotState
+from jlora.model.sampling import Array, SampleBatch, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
@@ -59,16 +60,16 @@ class Batch(NamedTuple):
 class Programs(NamedTuple):
     """The jitted programs; see `build` for each one's signature."""
 
-    forward: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    sample: Callable[..., tuple[SlotState, Sampled]]
-    score: Callable[..., tuple[jax.Array, jax.Array, jax.Array]]
-    reset_slot: Callable[..., SlotState]
-    write_blocks: Callable[..., jax.Array]
-    read_blocks: Callable[..., jax.Array]
-    embed: Callable[..., jax.Array]
-    layers: Callable[..., tuple[jax.Array, jax.Array]]
-    finish: Callable[..., tuple[jax.Array, jax.Array]]
-    write_layers: Callable[..., jax.Array]
+    forward: Wrapped
+    sample: Wrapped
+    score: Wrapped
+    reset_slot: Wrapped
+    write_blocks: Wrapped
+    read_blocks: Wrapped
+    embed: Wrapped
+    layers: Wrapped
+    finish: Wrapped
+    write_layers: Wrapped
 
 
 def layer_groups(layers: int) -> int:
@@ -102,7 +103,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
     size = spec.layers // layer_groups(spec.layers)
     group = weights["layers"] if stacked else weights["layers"][:size]
 
-    def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Callable:
+    def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Wrapped:
         mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
         # Stated, so that an output has the sharding of the input that it replaces: jit then has one cache entry.
         shardings = jax.tree.map(

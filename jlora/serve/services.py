@@ -166,6 +166,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             config=_public_config(info.config),
             uptime_s=time.monotonic() - self._backend.started,
             compiles_after_warmup=stats.compiles_after_warmup,
+            programs_left=stats.programs_left,
             host_s_per_step=stats.host_step_s,
             steps=stats.steps,
             running=stats.running,

@@ -147,9 +147,10 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
     gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"
+    compiling = f"  {info.programs_left} programs left to compile" if info.programs_left else ""
     grid = Table.grid("name", "value", padding=(0, 2))
     for row in (
-        ("requests", f"{info.running} running  {info.waiting} waiting"),
+        ("requests", f"{info.running} running  {info.waiting} waiting{compiling}"),
         ("TTFT", ttft),
         ("gaps", f"{gaps} (longest in the last minute)"),
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),

@@ -50,6 +50,7 @@ class ModelledDevice:
     compiling = False
     compiled_at = 0.0
     compiles_after_warmup = 0
+    programs_left = 0
 
     def __init__(self, model: StepModel, groups: int, clock: VirtualClock):
         self.counts = DeviceCounts()

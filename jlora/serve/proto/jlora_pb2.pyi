@@ -332,7 +332,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s")
+    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -365,6 +365,7 @@ class ServerInfo(_message.Message):
     RECENT_TTFT_P99_S_FIELD_NUMBER: _ClassVar[int]
     LONGEST_LOOP_GAP_S_FIELD_NUMBER: _ClassVar[int]
     LONGEST_ENGINE_GAP_S_FIELD_NUMBER: _ClassVar[int]
+    PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     platform: str
@@ -390,7 +391,8 @@ class ServerInfo(_message.Message):
     recent_ttft_p99_s: float
     longest_loop_gap_s: float
     longest_engine_gap_s: float
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ...) -> None: ...
+    programs_left: int
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ...) -> None: ...
 
 class GetCacheStateRequest(_message.Message):
     __slots__ = ()

@@ -1,0 +1,65 @@
+"""Compiles a launch's programs before it runs, on any thread.
+
+    ahead = Ahead(programs, params, pool, state)
+    ahead.compile(form, blank)      # the first call of these programs compiles nothing
+
+jit finds the executable that `lower(...).compile()` made for arguments of the same shapes and
+shardings. XLA compiles, and loads from the persistent cache, without Python's lock: threads gain,
+and an engine that runs meanwhile keeps its pace. Tracing holds the lock, for about 0.2 s a program.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from jlora.cache.pool import DevicePool
+from jlora.engine.batch import Form, Launch
+from jlora.model.llama import Params
+from jlora.model.sampling import SlotState
+from jlora.model.step import Programs, group_layers
+
+
+class Ahead:
+    """Knows the shapes of an engine's arrays. It holds no array: the engine's thread donates and frees them."""
+
+    def __init__(self, programs: Programs, params: Params, pool: DevicePool, state: SlotState):
+        self._programs = programs
+        self._groups, self._group_layers = pool.groups, pool.group_layers
+        self._params, self._pool, self._state = jax.tree.map(_shape, (params, pool.array, state))
+
+    def compile(self, form: Form, blank: Launch) -> None:
+        """Compiles what launches of this form run; `blank` is one of them."""
+        for lowered in self._lowered(blank, self.streams(form)):
+            lowered.compile()
+
+    def streams(self, form: Form) -> bool:
+        """Whether launches of this form may also run in groups of layers, behind copies on their way."""
+        return form.chunk > 1 and self._groups > 1
+
+    def _lowered(self, launch: Launch, streams: bool) -> Iterator[jax.stages.Lowered]:
+        programs, params, last = self._programs, self._params, self._state.last
+        forward = programs.forward.lower(params, self._pool, last, launch.batch)
+        yield forward
+        _, rows, hidden = (self._replicated(out) for out in forward.out_info)
+        if launch.sampling is not None:
+            yield programs.sample.lower(params, rows, self._state, launch.sampling)
+        if launch.score_targets is not None:
+            yield programs.score.lower(params, hidden, launch.score_targets)
+        if streams:
+            batch = jax.device_put(launch.batch)
+            yield programs.embed.lower(params["embed"], last, batch)
+            group = group_layers(params, 0, self._group_layers)
+            yield programs.layers.lower(group, self._pool, hidden, np.int32(0), batch)
+            yield programs.finish.lower(params["norm"], hidden, batch)
+
+    def _replicated(self, out: Any) -> jax.ShapeDtypeStruct:
+        """An output as the next program's input; `last` is replicated over the mesh, too."""
+        return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=self._state.last.sharding)
+
+
+def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

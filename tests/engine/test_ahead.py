@@ -1,0 +1,110 @@
+"""A replica is ready with the largest programs; the others compile beside its steps."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Executor, Future
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jlora import config
+from jlora.ports import OsThreads, System
+from jlora.types import Request, SamplingParams
+from tests import _make
+from tests.engine._replica import Running
+from tests.engine.test_engine import BASE, GREEDY, TABLES, serve, tokens
+
+
+class Held(Executor):
+    """Runs what was submitted, in order, when a test says so; calls may be made to fail instead."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Callable, tuple]] = []
+
+    def submit(self, fn: Callable, /, *args, **kwargs) -> Future:
+        self.calls.append((fn, args))
+        return Future()
+
+    def run(self, count: int) -> None:
+        """On a thread of its own, as a pool would."""
+        calls, self.calls = self.calls[:count], self.calls[count:]
+        thread = threading.Thread(target=lambda: [fn(*args) for fn, args in calls])
+        thread.start()
+        thread.join()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.calls.clear()
+
+
+class HeldThreads(OsThreads):
+    def __init__(self) -> None:
+        super().__init__()
+        self.compiler = Held()
+
+    def pool(self, name: str, size: int) -> Executor:
+        return self.compiler if name == "jlora-compile" else super().pool(name, size)
+
+
+Served = tuple[Running, Held]
+
+
+@pytest.fixture(params=[1, 2], ids=["one device", "two devices"])
+def served(request: pytest.FixtureRequest, tiny_model: Path, tiny_spec, tmp_path: Path) -> Iterator[Served]:
+    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=9, r=4, targets=("q", "v", "o"))
+    threads = HeldThreads()
+    sizes = {"engine.max_seqs": 8, "engine.max_step_tokens": 128, "model.tp": request.param}
+    settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
+    replica = Running(config.load(None, settings), System(threads=threads))
+    yield replica, threads.compiler
+    replica.check_integrity()
+    replica.stop()
+
+
+def traffic(name: str) -> list[Request]:
+    """Prompts of every size, with and without an adapter, log-probabilities and penalties."""
+    scored = replace(GREEDY, logprobs=2, prompt_logprobs=1)
+    kinds: list[SamplingParams] = [GREEDY, scored, TABLES]
+    return [
+        Request(f"{name}{i}", tuple(range(3, 9 + 7 * i)), kinds[i % 3], adapter="a" if i % 2 else None)
+        for i in range(6)
+    ]
+
+
+def answers(replica: Running, name: str) -> list[list[int]]:
+    """One after the other, then all at once."""
+    alone = [tokens(serve(replica, [r])[r.id]) for r in traffic(name)]
+    together = serve(replica, traffic(name + "t"))
+    return alone + [tokens(together[r.id]) for r in traffic(name + "t")]
+
+
+def test_the_largest_programs_serve_everything_until_the_others_are_there(served: Served):
+    replica, compiler = served
+    left = len(compiler.calls)
+    assert replica.stats().programs_left == left > 1
+
+    first = answers(replica, "before")
+    compiler.run(left // 2)
+    assert replica.stats().programs_left == left - left // 2
+    assert answers(replica, "between") == first
+    compiler.run(left)
+    assert replica.local.warm().result(60)
+    assert answers(replica, "after") == first
+
+    stats = replica.stats()
+    assert stats.programs_left == 0 and stats.compiles_after_warmup == 0
+
+
+def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
+    served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    replica, compiler = served
+    left = len(compiler.calls)
+    with monkeypatch.context() as patched:
+        patched.setattr(replica.built.runner, "compile", lambda form: 1 / 0)
+        compiler.run(left)
+    assert replica.local.warm().result(60)
+    assert caplog.text.count("does not compile; a larger form stands in") == left
+    assert len(answers(replica, "x")) == 12 and replica.stats().compiles_after_warmup == 0
