@@ -3,6 +3,7 @@
     throughput, latency, peers   R1, R1b, both; --peer-python adds transformers + PEFT (docs/benchmarks.md)
     llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
+    refusals                     what a full queue costs: time to a refusal, refusals per second of a core
     lora                         adapters by active blocks against dense slots
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
@@ -32,6 +33,7 @@ STUDIES: Mapping[str, str] = {
     "llama": "benchmarks.peers.llama",
     "host": "benchmarks.micro.host",
     "cache": "benchmarks.micro.cache",
+    "refusals": "benchmarks.micro.refusals",
     "lora": "benchmarks.micro.lora",
     "startup": "benchmarks.micro.startup",
     "compare": "benchmarks.compare",

@@ -109,6 +109,17 @@ def host(study: Study) -> pd.DataFrame:
     return middle.astype({"running": int, "queued": int})
 
 
+def refusals(study: Study) -> pd.DataFrame:
+    """Milliseconds to a refusal, and refusals per second of a core."""
+    middle = median(study.rows, ["callers"]).reset_index()
+    made = middle[["callers"]].astype(int)
+    for name in ("p50", "p99", "max"):
+        made[f"{name} ms"] = (1e3 * middle[f"{name}_s"]).map("{:.1f}".format)
+    made["per second of a core"] = middle["per_core_s"].map("{:.0f}".format)
+    made["other answers"] = middle["otherwise"].astype(int)
+    return made
+
+
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import math
 import time
+from collections.abc import Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -45,12 +46,13 @@ SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.valu
 class GrpcServer:
     """One gRPC server over one `Backend`. Create it on the event loop that runs it."""
 
-    def __init__(self, backend: Backend, config: ServeConfig):
+    def __init__(self, backend: Backend, config: ServeConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()):
+        """`interceptors` see a call before the server's own."""
         self.backend = backend
         self._heartbeat_s = config.heartbeat_s
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server = grpc.aio.server(
-            interceptors=[StatusInterceptor(backend, config.stall_s)],
+            interceptors=[*interceptors, StatusInterceptor(backend, config.stall_s)],
             options=[
                 ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
                 ("grpc.max_receive_message_length", int(config.max_request_mib * 2**20)),

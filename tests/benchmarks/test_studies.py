@@ -40,6 +40,12 @@ def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Pat
     assert len({line["cell"] for line in lines}) == 4 and all(line["seconds"] > 0 for line in lines)
 
 
+def test_refusals_are_counted_and_timed(tmp_path: Path):
+    lines = study(tmp_path, "refusals", "--rounds", "1")
+    assert [line["callers"] for line in lines] == [10, 100]
+    assert all(line["refused"] > 0 and line["otherwise"] == 0 and 0 < line["p50_s"] <= line["p99_s"] for line in lines)
+
+
 @pytest.mark.slow
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
