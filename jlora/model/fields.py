@@ -15,7 +15,6 @@ from jlora.errors import DataLoss, InvalidArgument
 
 # A type, its bounds, and its description in an error message: "must be ...".
 Positive = Annotated[int, Meta(ge=1, description="a whole number, at least 1")]
-Number = Annotated[float, Meta(gt=-1e30, lt=1e30, description="a finite number")]
 AboveZero = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a finite number above 0")]
 Flag = Annotated[bool, Meta(description="true or false")]
 Text = Annotated[str, Meta(description="a string or null")]
