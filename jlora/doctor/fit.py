@@ -1,22 +1,19 @@
 """The simulator's step-time model (`jlora.sim.hardware.StepModel`), fitted to measured steps. No jax.
 
-A step's time is linear in the eight coefficients once the deciding side of each roofline is known.
-So the fit starts from a prior, finds the deciding sides, solves the linear problem and repeats until
-the sides stay. Errors are relative, coefficients positive (non-negative least squares; Lawson and
-Hanson 1974). Coefficients that the steps do not tell apart stay near the prior.
+Least squares of the relative errors, with positive coefficients, from a prior. Coefficients that the
+steps do not tell apart stay near it.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from scipy.optimize import nnls
+from scipy.optimize import least_squares
 
 from jlora.model.spec import ModelSpec
 from jlora.pallas.counts import Chip as Rated
@@ -24,8 +21,6 @@ from jlora.sim.hardware import FORMAT, Chip, Hardware, StepLoad, StepModel
 
 WISH = 0.01  # weight of the prior beside one measured step
 STEP_S = 5e-4  # prior of a step's fixed part
-TURNS = 50
-NAMES = tuple(field.name for field in dataclasses.fields(StepModel))
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,23 +78,21 @@ def hardware(spec: ModelSpec, rates: Rates) -> Hardware:
 
 def fit(prior: StepModel, steps: Sequence[Measured]) -> Fitted:
     """Fits the model to at least one step, from a prior by counting (`hardware(...).step_model()`)."""
-    known = np.array([getattr(prior, name) for name in NAMES])
-    taken = np.array([step.seconds for step in steps])
-    found, best, seen = known, (np.inf, known), set()
-    for _ in range(TURNS):
-        amounts = np.array([_amounts(found, step.load) for step in steps])
-        sides = (amounts > 0).tobytes()
-        if sides in seen:
-            break
-        seen.add(sides)
-        # In units of the prior, so that the wish is the same for each.
-        rows = np.vstack([amounts * known / taken[:, None], WISH * np.eye(len(known))])
-        wanted = np.concatenate([np.ones(len(steps)), np.full(len(known), WISH)])
-        found = nnls(rows, wanted)[0] * known
-        error = float(np.sum(_errors(found, steps) ** 2))
-        best = min(best, (error, found), key=lambda pair: pair[0])
-    errors = np.abs(_errors(best[1], steps))
-    return Fitted(_model(best[1]), float(np.median(errors)), float(errors.max()))
+    known = np.array(astuple(prior))
+
+    def model(factors: np.ndarray) -> StepModel:
+        return StepModel(*map(float, factors * known))
+
+    def errors(factors: np.ndarray) -> np.ndarray:
+        made = model(factors)
+        return np.array([made.seconds(step.load) / step.seconds - 1 for step in steps])
+
+    def residuals(factors: np.ndarray) -> np.ndarray:
+        return np.concatenate([errors(factors), WISH * (factors - 1)])
+
+    found = least_squares(residuals, np.ones(len(known)), bounds=(0, np.inf)).x
+    off = np.abs(errors(found))
+    return Fitted(model(found), float(np.median(off)), float(off.max()))
 
 
 def record(prior: StepModel, steps: Sequence[Measured], facts: Mapping[str, Any]) -> dict[str, Any]:
@@ -131,31 +124,3 @@ def write(made: Mapping[str, Any], out: Path) -> Path:
     path = out / f"step-{made['model']}.json"
     path.write_text(json.dumps(made, indent=1) + "\n")
     return path
-
-
-def _model(values: np.ndarray) -> StepModel:
-    return StepModel(**dict(zip(NAMES, map(float, values), strict=True)))
-
-
-def _amounts(values: np.ndarray, load: StepLoad) -> list[float]:
-    """How much of each coefficient a step has, where `values` say which sides decide (`StepModel.seconds`)."""
-    c = _model(values)
-    compute = load.prompt * c.prompt_token_s + load.decode * c.decode_token_s
-    weights = c.weights_s >= compute
-    context = load.context * c.context_token_s >= load.pairs * c.pair_s
-    blocks = load.adapter_blocks * c.adapter_block_s >= load.adapter_tokens * c.adapter_token_s
-    return [
-        1.0,
-        float(weights),
-        load.prompt * float(not weights),
-        load.decode * float(not weights),
-        load.context * float(context),
-        load.pairs * float(not context),
-        load.adapter_blocks * float(blocks),
-        load.adapter_tokens * float(not blocks),
-    ]
-
-
-def _errors(values: np.ndarray, steps: Sequence[Measured]) -> np.ndarray:
-    model = _model(values)
-    return np.array([model.seconds(step.load) / step.seconds - 1 for step in steps])
