@@ -73,9 +73,7 @@ def parser() -> Parser:
     made.add_argument("--studies", nargs="+", default=[], metavar="STUDY", help="compare: which (default: all five)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")
     made.add_argument("--llama-server", default="", metavar="PATH", help="llama-server of llama.cpp")
-    made.add_argument("--llama-model", type=Path, metavar="GGUF", help="the benchmark's model, float32")
-    made.add_argument("--llama-adapter", action="append", default=[], metavar="NAME=GGUF", help="and its adapters")
-    made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes them instead")
+    made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes GGUF files")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency, lora 15)")
     made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
@@ -93,14 +91,7 @@ def parser() -> Parser:
 
 def options(args: argparse.Namespace, dtype: str) -> Options:
     """The flags as a record."""
-    adapters = {name: Path(path) for name, _, path in (text.partition("=") for text in args.llama_adapter)}
     pairs = [(key, value) for key, _, value in (item.partition("=") for item in args.set)]
-    llama = {
-        "server": args.llama_server,
-        "model": args.llama_model,
-        "adapters": adapters,
-        "convert": args.llama_convert,
-    }
     return Options(
         out=args.out or Path("build/bench") / ("quick" if args.quick else "results"),
         work=args.work,
@@ -113,7 +104,8 @@ def options(args: argparse.Namespace, dtype: str) -> Options:
         settings={**(QUICK if args.quick else {}), **dict(pairs)},
         grpc=not args.no_grpc,
         peer_python=args.peer_python,
-        llama=llama,
+        llama_server=args.llama_server,
+        llama_convert=args.llama_convert,
         commits=tuple(args.commits),
         studies=tuple(args.studies),
     )

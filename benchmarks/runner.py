@@ -22,7 +22,7 @@ class Options:
         data: directory of the public traces; None draws the synthetic equivalents.
         settings: jlora `section.key` overrides.
         peer_python: an interpreter with torch, transformers and peft; "" measures jlora alone.
-        llama: the flags that say where llama.cpp is.
+        llama_server: llama.cpp's, "" measures jlora alone; llama_convert: a program that makes GGUF files.
         commits, studies: of `compare`.
     """
 
@@ -37,7 +37,8 @@ class Options:
     settings: Mapping[str, Any] = field(default_factory=dict)
     grpc: bool = True
     peer_python: str = ""
-    llama: Mapping[str, Any] = field(default_factory=dict)
+    llama_server: str = ""
+    llama_convert: str = ""
     commits: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()
 

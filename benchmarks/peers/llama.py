@@ -102,10 +102,10 @@ def run(options: Options) -> None:
 
 def _llama(options: Options, workload: Workload, slots: int) -> llama_server.LlamaServer | None:
     """The user's llama.cpp with the workload's weights."""
-    if not options.llama.get("server"):
+    if not options.llama_server:
         return None
     home = options.folder("r2")
-    peer = llama_server.Peer(**options.llama, threads=machine.threads())
+    peer = llama_server.Peer(options.llama_server, options.llama_convert, machine.threads())
     files = peer.files(workload, home / "gguf")
     return llama_server.LlamaServer(peer, files, slots, workload.plan.spec.max_len, home / "llama-server.log")
 

@@ -52,44 +52,24 @@ class Peer:
 
     Attributes:
         server: the llama-server program.
-        model, adapters: GGUF files of the benchmark's weights; or
-        convert: a program that makes them, called as `convert model DIR OUT.gguf` and
+        convert: a program that makes GGUF files, called as `convert model DIR OUT.gguf` and
             `convert adapter DIR OUT.gguf MODEL_DIR`.
         threads: it may use.
     """
 
     server: str
-    model: Path | None = None
-    adapters: Mapping[str, Path] | None = None
     convert: str = ""
     threads: int = 1
 
     def files(self, workload: Workload, work: Path) -> Files:
-        """The GGUF files, converted unless they are given or there already.
-
-        Raises:
-            ConfigError: files are missing, or not one per adapter, or cannot be made.
-        """
-        if self.model is not None:
-            given = dict(self.adapters or {})
-            missing = [name for name in workload.adapters if name not in given]
-            if missing:
-                raise ConfigError(
-                    f"--llama-adapter: none for {missing[0]}; the benchmark has {', '.join(workload.adapters)}"
-                )
-            return Files(self.model, {name: given[name] for name in workload.adapters})
+        """The GGUF files, converted unless they are there. Raises ConfigError if they cannot be made."""
         if not self.convert:
-            raise ConfigError("--llama-server: give GGUF files by --llama-model, or a program by --llama-convert")
+            raise ConfigError("--llama-server: give a program that makes GGUF files by --llama-convert")
         source = work / "with-tokenizer"
         write_tokenizer(workload, source)
         model = self._made(work / "model.gguf", "model", source)
-        return Files(
-            model,
-            {
-                name: self._made(work / f"{name}.gguf", "adapter", Path(path), source)
-                for name, path in workload.adapters.items()
-            },
-        )
+        adapters = workload.adapters.items()
+        return Files(model, {n: self._made(work / f"{n}.gguf", "adapter", Path(path), source) for n, path in adapters})
 
     def _made(self, out: Path, kind: str, source: Path, *more: Path) -> Path:
         """Runs the user's program, unless its output is there."""

@@ -131,10 +131,8 @@ def test_the_model_gets_a_tokenizer_of_its_own_size(workload: Workload, tmp_path
     assert not (workload.model / "tokenizer.json").exists()
 
 
-def test_files_are_given_one_per_adapter_or_made_by_the_users_program(workload: Workload, tmp_path: Path):
+def test_files_are_made_by_the_users_program(workload: Workload, tmp_path: Path):
     names = R2_QUICK.names
-    with pytest.raises(ConfigError, match=f"none for {names[1]}"):
-        Peer("x", tmp_path / "m.gguf", {names[0]: tmp_path / "a.gguf"}).files(workload, tmp_path)
     with pytest.raises(ConfigError, match="--llama-convert"):
         Peer("x").files(workload, tmp_path)
     script = program(tmp_path / "convert", '#!/bin/sh\nls "$2" > "$3"; echo "$1 $4" >> "$3"\n')
