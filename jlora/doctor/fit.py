@@ -45,12 +45,6 @@ class Rates:
         """For `Count.floor`: this device as it was measured."""
         return Rated("measured", self.bytes_per_s, self.flops_per_s)
 
-    @classmethod
-    def of(cls, found: Mapping[str, Any]) -> Rates:
-        """The inverse of `asdict`."""
-        links = (Link(**found[name]) for name in ("to_device", "to_host"))
-        return cls(found["bytes_per_s"], found["flops_per_s"], *links)
-
 
 @dataclass(frozen=True, slots=True)
 class Measured:

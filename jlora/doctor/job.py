@@ -33,7 +33,10 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from jlora.doctor import fit, journal
+from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Order
 from jlora.doctor.table import table
 
@@ -122,9 +125,8 @@ class Job:
     def _process(self, section: Section, path: Path, until: float) -> str:
         """Runs one process of a part; the reason why it did not come to its end, or ""."""
         args, seconds = self.args, max(1.0, until - time.monotonic())
-        order = Order(
-            section.part, str(path), seconds, args.kernels, args.quick, section.model, self.found.get("rates")
-        )
+        rates = msgspec.convert(self.found.get("rates"), Rates | None)
+        order = Order(section.part, str(path), seconds, args.kernels, args.quick, section.model, rates)
         search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
         env = {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": search}

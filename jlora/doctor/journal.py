@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from jlora.doctor.fit import Rates
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -25,7 +27,7 @@ class Order:
     kernels: str
     quick: bool
     model: str = ""  # of the part `steps`
-    rates: Mapping[str, Any] | None = None  # as the part `rates` measured them
+    rates: Rates | None = None  # as the part `rates` measured them
 
 
 class Journal:

@@ -6,7 +6,6 @@ job starts the part again, and a case that was begun once is not begun again.
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 
 from jlora import machine
 from jlora.doctor import checks, journal, rates, steps
@@ -49,12 +49,12 @@ class Part:
         """Of this device. Raises ValueError where they have not been measured."""
         if self.order.rates is None:
             raise ValueError(f"{self.order.part}: needs the device's rates")
-        return Rates.of(self.order.rates)
+        return self.order.rates
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs a part; 0 when it came to its end, `LOST` when the device broke."""
-    order = Order(**json.loads(argv[0]))
+    order = msgspec.json.decode(argv[0], type=Order)
     until, path = time.monotonic() + order.seconds, Path(order.to)
     before, writes = journal.read(path), Journal(path)
     writes.begin("the device's start")

@@ -1,7 +1,7 @@
-"""Plays a script of turns to a target in real time, open loop or closed.
+"""Plays a script of turns to a server in real time, open loop or closed.
 
 A turn is sent when `Script` says that it is due. What a session asks next contains the answers that
-the target gave. Times count from when a turn was *due*, so a client or a target that falls behind
+the server gave. Times count from when a turn was *due*, so a client or a server that falls behind
 cannot hide it. Nothing is retried: a request that fails keeps its status, and its session goes on.
 """
 
@@ -34,8 +34,8 @@ class Call:
     Attributes:
         due: when the trace wanted it; sent: when the player sent it.
         first, last: its first and last token; NaN if there was none.
-        status: `OK`, `INCOMPLETE` or the target's reason; detail: the target's words.
-        usage, timing: as the target reports them.
+        status: `OK`, `INCOMPLETE` or the name of the gRPC status; detail: the server's words.
+        usage, timing: as the server reports them.
     """
 
     turn: Turn
@@ -80,7 +80,7 @@ class Pace:
 
 
 class Player:
-    """One pass of a trace over one target, which calls `tick` after each request but the history's."""
+    """One pass of a trace over one server, which calls `tick` after each request but the history's."""
 
     def __init__(
         self,
@@ -91,7 +91,7 @@ class Player:
         tick: Callable[[], object] = lambda: None,
     ):
         self._target = target
-        self._models = models  # the target's name for each adapter of the trace
+        self._models = models  # the server's name for each adapter of the trace
         self._pace = pace
         self._tick = tick
         self._script = Script(sped_up(trace, pace.speed).turns)

@@ -72,7 +72,7 @@ class Part(NamedTuple):
 
 
 class Failed(Exception):
-    """A target did not answer a request: `status` names the reason, `detail` gives the target's words."""
+    """A server did not answer a request: `status` names the gRPC status, `detail` gives its words."""
 
     def __init__(self, status: str, detail: str):
         super().__init__(f"{status}: {detail}")

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.__main__ import GROUPS, STUDIES
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
-from jlora.cli import main
+from jlora.cli import BENCH, main
 
 
 def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
@@ -135,6 +137,14 @@ def test_the_pages_of_this_repository_come_from_their_records(tmp_path: Path):
     for name in PAGES:
         assert render(name, tmp_path, draw=False)
         assert (tmp_path / f"{name}.md").read_text() == (results / f"{name}.md").read_text(), f"{name}.md is edited"
+
+
+def test_a_page_of_results_names_a_study_that_is_there_or_says_that_it_left():
+    for page in (Path(__file__).parents[2] / "docs" / "results").glob("*.md"):
+        text = page.read_text()
+        for name in re.findall(r"`(?:NPROC=1 )?jlora bench ([a-z]+)", text):
+            known = name in (*STUDIES, *GROUPS, *BENCH)
+            assert known or f"no longer in the tree: `jlora bench {name}" in text.replace("NPROC=1 ", ""), page.name
 
 
 def test_a_wheel_says_where_the_studies_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys):
