@@ -11,14 +11,16 @@ from contextlib import contextmanager
 from jlora.errors import QueueFull, ResourceExhausted
 
 MOST_CALLS = 1024  # that want no completion, for example to list adapters or to tokenize
+MOST_BYTES = 512 << 20  # of the messages of all calls: gRPC keeps a message until its call has ended
 
 
 class Gate:
-    """Completions, and calls that want none, from their start to their end. For the event loop's thread only."""
+    """Completions, calls that want none, and bytes, each from start to end. For the event loop's thread only."""
 
     def __init__(self) -> None:
         self._calls = 0
         self._completions = 0
+        self._bytes = 0
 
     def check_calls(self) -> None:
         """Raises ResourceExhausted if the server has as many calls as it takes."""
@@ -31,14 +33,24 @@ class Gate:
             raise QueueFull(f"queue is full: {self._completions} completions run or wait, limit {room}")
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """A call that wants no completion; errors as in `check_calls`."""
-        self.check_calls()
-        self._calls += 1
+    def call(self, size: int, counts: bool) -> Iterator[None]:
+        """A call with a message of `size` bytes; `counts` says that it wants no completion.
+
+        Raises ResourceExhausted if there are too many of these calls, or too many bytes of all.
+        """
+        if counts:
+            self.check_calls()
+        if self._bytes and self._bytes + size > MOST_BYTES:
+            raise ResourceExhausted(
+                f"the server holds {self._bytes} bytes of requests, and {size} more pass the limit of {MOST_BYTES}"
+            )
+        self._calls += counts
+        self._bytes += size
         try:
             yield
         finally:
-            self._calls -= 1
+            self._calls -= counts
+            self._bytes -= size
 
     @contextmanager
     def completions(self, room: int, count: int) -> Iterator[None]:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing, nullcontext
-from typing import Any
+from contextlib import AbstractContextManager, aclosing
+from functools import partial
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 import grpc
@@ -29,6 +30,10 @@ QUEUED = frozenset({f"{PACKAGE}Inference/Generate", f"{PACKAGE}Inference/Generat
 MESSAGE_BYTES = 6000
 # A message that does not fit keeps both ends, where the field and the limit are. A character takes at most 12 bytes.
 MESSAGE_END = MESSAGE_BYTES // 24
+
+
+# Counts a call with so many bytes until it ends.
+Enter = Callable[[int], AbstractContextManager[None]]
 
 
 class DeadlineExceeded(errors.JloraError):
@@ -95,11 +100,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except errors.ResourceExhausted as e:
             return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer), handler.response_serializer
+        enter = partial(self._backend.gate.call, counts=method not in QUEUED)
         if handler.response_streaming:
-            call = _stream(handler.unary_stream, method, self._stall_s)
+            call = _stream(handler.unary_stream, method, enter, self._stall_s)
             return grpc.unary_stream_rpc_method_handler(call, parse, write)
-        counted = nullcontext if method in QUEUED else self._backend.gate.call
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, counted), parse, write)
+        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, enter), parse, write)
 
     def _check_room(self, method: str) -> None:
         if method not in QUEUED:
@@ -117,31 +122,35 @@ def _refusal(error: errors.ResourceExhausted, method: str) -> grpc.RpcMethodHand
     return grpc.stream_stream_rpc_method_handler(refuse)
 
 
-def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
-    """A parser that returns its error: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
+class _Received(NamedTuple):
+    """A client's message, and how many bytes it came in."""
 
-    def read(data: bytes) -> Any:
+    message: Any  # None: they are no message
+    size: int
+
+    def parsed(self) -> Any:
+        if self.message is None:
+            raise errors.InvalidArgument("request: is not a valid protobuf message of its type (strings are UTF-8)")
+        return self.message
+
+
+def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], _Received]:
+    """A parser that raises nothing: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
+
+    def read(data: bytes) -> _Received:
         try:
-            return parse(data)
-        except DecodeError as e:
-            return e
+            return _Received(parse(data), len(data))
+        except DecodeError:
+            return _Received(None, len(data))
 
     return read
 
 
-def _check(request: Any) -> None:
-    if isinstance(request, DecodeError):
-        raise errors.InvalidArgument("request: is not a valid protobuf message of its type (strings are UTF-8)")
-
-
-def _unary(
-    inner: Callable[..., Awaitable[Any]], method: str, counted: Callable[[], AbstractContextManager[None]]
-) -> Callable[..., Awaitable[Any]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> Any:
+def _unary(inner: Callable[..., Awaitable[Any]], method: str, enter: Enter) -> Callable[..., Awaitable[Any]]:
+    async def call(received: _Received, context: grpc.aio.ServicerContext) -> Any:
         try:
-            with counted():
-                _check(request)
-                return await inner(request, context)
+            with enter(received.size):
+                return await inner(received.parsed(), context)
         except ENDS:
             raise
         except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -150,13 +159,19 @@ def _unary(
     return call
 
 
-def _stream(inner: Callable[..., AsyncGenerator[Any]], method: str, stall_s: float) -> Callable[..., Awaitable[None]]:
-    async def call(request: Any, context: grpc.aio.ServicerContext) -> None:
+def _stream(
+    inner: Callable[..., AsyncGenerator[Any]], method: str, enter: Enter, stall_s: float
+) -> Callable[..., Awaitable[None]]:
+    async def call(received: _Received, context: grpc.aio.ServicerContext) -> None:
+        begun = False
         try:
-            _check(request)
-            async with aclosing(inner(request, context)) as responses:
-                async for response in responses:
-                    await _write(response, context, stall_s)
+            with enter(received.size):
+                async with aclosing(inner(received.parsed(), context)) as responses:
+                    async for response in responses:
+                        if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
+                            await context.send_initial_metadata(())
+                            begun = True
+                        await _write(response, context, stall_s)
         except ENDS:
             raise
         except BaseException as e:

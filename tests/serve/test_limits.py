@@ -191,14 +191,29 @@ def test_every_call_of_a_burst_is_answered(served: Served):
     served.check_idle()
 
 
+def test_the_bytes_of_all_messages_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch):
+    """gRPC holds a message until its call ends: thousands of large ones would fill the memory."""
+    monkeypatch.setattr("jlora.serve.gate.MOST_BYTES", 100_000)
+    stream = served.inference.GenerateStream(request("Hello", 3500, stop=["x" * 1024] * 16, logit_bias={5: 1.0}))
+    next(stream)
+    large = pb.TokenizeRequest(text="x" * 90_000)
+    with refused(CODE.RESOURCE_EXHAUSTED, "bytes of requests", "limit of 100000"):
+        served.inference.Tokenize(large)
+    stream.cancel()
+    served.check_idle()
+    with refused(CODE.OUT_OF_RANGE, "characters"):  # it is looked at
+        served.inference.Tokenize(large)
+
+
 def test_other_calls_are_bounded_too():
     gate = Gate()
     with ExitStack() as stack:
         for _ in range(MOST_CALLS):
-            stack.enter_context(gate.call())
-        with pytest.raises(ResourceExhausted, match=f"limit {MOST_CALLS}"), gate.call():
+            stack.enter_context(gate.call(1, counts=True))
+        with pytest.raises(ResourceExhausted, match=f"limit {MOST_CALLS}"), gate.call(1, counts=True):
             pass
-    with gate.call(), gate.completions(4, 3):
+        stack.enter_context(gate.call(1, counts=False))
+    with gate.call(1, counts=True), gate.completions(4, 3):
         with pytest.raises(QueueFull, match="3 completions run or wait, limit 4"):
             gate.check_completions(4, 2)
         gate.check_completions(4, 5)  # never fits: the engine says why
@@ -208,20 +223,22 @@ def test_other_calls_are_bounded_too():
 # -- readers that do not read -------------------------------------------------------------------
 
 
-def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path):
+@pytest.mark.parametrize("asked", [  # a megabyte, in many messages or in the first: HTTP/2 sends far less unread
+    request("Hello", 3500, logprobs=20), request([5] * 1500, 2500, prompt_logprobs=20),
+])  # fmt: skip
+def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path, asked: pb.GenerateRequest):
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]  # a window that does not grow
     with (
         serve(text_model, {"engine.warmup": False, "serve.stall_s": 0.5}) as own,
         grpc.insecure_channel(own.address, options=small) as channel,
     ):
-        # A megabyte: far more than HTTP/2 sends unread.
-        stalled = rpc.InferenceStub(channel).GenerateStream(request("Hello", 3500, logprobs=20))
+        stalled = rpc.InferenceStub(channel).GenerateStream(asked, timeout=60)
         wait_until(lambda: own.stats().live_requests == 1)
         neighbour = own.streamed(request("Hello", 200, logprobs=20))
         assert neighbour.usage.completion_tokens == 200
         wait_until(lambda: not own.stats().live_requests)
         own.check_idle()
-        assert own.stats().generated_tokens < 3500
+        assert own.stats().generated_tokens < 200 + asked.stopping.max_tokens
         own.backend.gate.check_completions(1)  # it holds no place
         got: list[pb.GenerateResponse] = []
         with refused(CODE.RESOURCE_EXHAUSTED, "serve.stall_s = 0.5"):
