@@ -17,7 +17,7 @@ import pytest
 
 from jlora import machine
 from jlora.cli import main as jlora
-from jlora.loadgen import cli, report
+from jlora.loadgen import cli, report, sides
 from jlora.loadgen.player import Call
 from jlora.loadgen.rounds import Budget, Sample, Side, Unfinished, measure
 from jlora.loadgen.sample import Slo
@@ -99,6 +99,27 @@ def test_the_command_of_the_results_page_is_understood():
     assert found
     args = cli.parser().parse(shlex.split(found[1]))
     assert len(args.config) == 5 and "model.dtype=float32" in args.set and args.random_adapters == 50
+
+
+def test_an_interrupt_that_reaches_the_servers_too_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch):
+    class Killed:
+        address = "127.0.0.1:1"
+
+        def __init__(self, flags: list[str]):
+            assert flags == ["--model", "DIR", "--set", "cache.policy=lru"]
+
+        def stop(self) -> None:
+            raise RuntimeError("the server's exit code after SIGTERM was -15")
+
+    async def look(address: str) -> str:
+        return address
+
+    monkeypatch.setattr(sides, "ServerProcess", Killed)
+    monkeypatch.setattr(sides, "look", look)
+    args = cli.parser().parse(["--config", "a=cache.policy=lru", "--model", "DIR"])
+    with pytest.raises(KeyboardInterrupt), sides.servers(args) as found:
+        assert found == {"a": "127.0.0.1:1"}
+        raise KeyboardInterrupt
 
 
 def test_an_interrupted_run_continues_after_its_finished_rounds(tmp_path: Path):
