@@ -102,6 +102,8 @@ class EngineConfig:
     """The step. `max_step_tokens` bounds the prompt tokens computed in one step.
 
     `kernels`: "auto" takes the platform's where they serve the model, "pallas" insists on them, "xla" avoids them.
+    `one_row`: whether one decoding sequence runs alone or padded to two rows; "auto" measures which is faster.
+    Replicas that must draw the same tokens to the last bit set it alike.
     """
 
     max_seqs: Annotated[int, Meta(ge=1, le=1024)] = 64
@@ -110,6 +112,7 @@ class EngineConfig:
     overlap: bool = True
     layers: Annotated[str, _one_of("auto", "scan", "unroll")] = "auto"
     kernels: Annotated[str, _one_of("auto", "pallas", "xla")] = "auto"
+    one_row: Annotated[str, _one_of("auto", "on", "off")] = "auto"
     warmup: bool = True
 
 

@@ -48,14 +48,17 @@ class Buckets:
 
     @classmethod
     def of(cls, config: EngineConfig, bare: bool = False) -> Buckets:
-        """Powers of two with half steps: rows up to max_seqs (at least 2), prompts up to max_step_tokens.
+        """Powers of two with half steps: rows up to max_seqs, prompts up to max_step_tokens.
+
+        One decoding sequence is padded to two rows unless `config.one_row` is "on".
 
         Decode has half steps only above 16 rows: below, a step costs the reading of the weights.
         `bare` has every other decode size and the largest: a padding row costs little where it is
         used (`device.has_bare`), a program seconds of compilation.
         """
         most = -(-config.max_step_tokens // ROW)
-        rows = _up_to(config.max_seqs, [n for n in _sizes(2 * config.max_seqs) if n > 16 or n in (2, 4, 8, 16)])
+        small = (2, 4, 8, 16) if config.one_row != "on" else (1, 2, 4, 8, 16)
+        rows = _up_to(config.max_seqs, [n for n in _sizes(2 * config.max_seqs) if n > 16 or n in small])
         return cls(rows, _up_to(most, _sizes(2 * most)), rows[::-2][::-1] if bare else ())
 
     @property
@@ -207,7 +210,7 @@ class BatchBuilder:
         starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
         table = np.zeros((rows, self._width), np.int32)
         row_of = np.full(rows, -1, np.int32)  # index of the row's work
-        last = np.zeros(max(2, rows), np.int32)  # at least two: see docs/notes/platforms.md
+        last = np.zeros(max(self.buckets.decode[0], rows), np.int32)
         row = 0
         for i, (seq, start, count, _) in enumerate(works):
             blocks = seq.lease.blocks if seq.lease else ()

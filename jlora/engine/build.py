@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
@@ -20,8 +21,8 @@ from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.pool import DevicePool, HostPool
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
-from jlora.config import Config
-from jlora.engine import compile_cache, device
+from jlora.config import Config, replace
+from jlora.engine import compile_cache, device, one_row
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
@@ -79,10 +80,11 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
     system = system or System()
-    compile_cache.use(config.serve.compile_cache)
+    kept = compile_cache.use(config.serve.compile_cache)
     directory = checkpoint.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
+    config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     info = _info(config, spec, layout, mesh)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
@@ -181,6 +183,14 @@ def _read_adapters(config: Config, reader: Reader, progress: bool) -> list[NewAd
         except JloraError as e:
             raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
     return found
+
+
+def _decided(config: Config, dtype: str, platform: str, kept: Path | None) -> Config:
+    """The configuration with what "auto" means on this machine, which `ReplicaInfo` then says."""
+    if config.engine.one_row != "auto":
+        return config
+    on = platform == "cpu" and one_row.is_faster(dtype, kept)  # an accelerator pads rows anyway
+    return replace(config, {"engine.one_row": "on" if on else "off"})
 
 
 def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> ReplicaInfo:

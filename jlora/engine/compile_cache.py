@@ -21,10 +21,10 @@ STAMP = ".jlora-checked"  # its time of change: entries that have not changed si
 ZSTD = b"\x28\xb5\x2f\xfd"  # how a stream of zstd begins; jax takes zlib where it finds no zstd
 
 
-def use(where: str) -> None:
-    """Keeps compiled programs in a directory; `auto` is in the user's cache, an empty name keeps none."""
+def use(where: str) -> Path | None:
+    """Keeps compiled programs in a directory, which it returns; `auto` is in the user's cache, "" keeps none."""
     if not where:
-        return
+        return None
     home = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
     directory = home / "jlora" / "xla" if where == "auto" else Path(where)
     jax.config.update("jax_compilation_cache_dir", str(directory))
@@ -34,6 +34,7 @@ def use(where: str) -> None:
         clean(directory)
     except OSError as e:  # a cache that cannot be written still serves
         log.warning("the compile cache is not checked: %s", e)
+    return directory
 
 
 def clean(directory: Path) -> list[str]:

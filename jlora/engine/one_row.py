@@ -1,0 +1,82 @@
+"""Whether a decode launch of one row is faster than one of two, by measure.
+
+A product of one row reads the weights once, but XLA's form of it differs by platform, type and
+version: on a CPU, float32 takes half the time of two rows, bfloat16 up to eight times as long
+(docs/notes/platforms.md). What was measured is kept beside the compiled programs.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import time
+from functools import cache
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+log = logging.getLogger(__name__)
+
+FILE = "one-row.json"
+COUNT, WIDTH, MLP = 12, 768, 2048  # weights of a measurement: more than a cache of the processor holds
+ROUNDS = 5
+
+
+def is_faster(dtype: str, kept: Path | None) -> bool:
+    """Looks up what was measured on this machine for weights of a type, or measures and keeps it in `kept`."""
+    key = f"{dtype}, jax {jax.__version__}, {_processor()}"
+    file = None if kept is None else kept / FILE
+    known = _read(file)
+    if key not in known:
+        one, two = _measure(dtype)
+        log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
+        known[key] = {"one_row_ms": one, "two_rows_ms": two}
+        _write(file, known)
+    return known[key]["one_row_ms"] < known[key]["two_rows_ms"]
+
+
+@cache
+def _measure(dtype: str) -> tuple[float, float]:
+    """Milliseconds of products with one and with two rows; the fastest of interleaved rounds."""
+    weights = [jnp.full((WIDTH, MLP), i, dtype) for i in range(COUNT)]
+    products = jax.jit(lambda x, weights: [x @ w for w in weights])
+    inputs = [jnp.ones((rows, WIDTH), dtype) for rows in (1, 2)]
+    times: list[list[float]] = [[], []]
+    for _ in range(1 + ROUNDS):
+        for x, taken in zip(inputs, times, strict=True):
+            began = time.perf_counter()
+            jax.block_until_ready(products(x, weights))
+            taken.append(1e3 * (time.perf_counter() - began))
+    one, two = (min(taken[1:]) for taken in times)  # the first round compiles
+    return one, two
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
+    return f"{name or platform.machine()}, {os.cpu_count()} cores"
+
+
+def _read(file: Path | None) -> dict[str, dict[str, float]]:
+    try:
+        return {} if file is None else json.loads(file.read_text())
+    except (OSError, ValueError):  # none yet, or a part of one: it is measured again
+        return {}
+
+
+def _write(file: Path | None, known: dict[str, dict[str, float]]) -> None:
+    if file is None:
+        return
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        new = file.with_suffix(".new")
+        new.write_text(json.dumps(known, indent=1))
+        new.replace(file)
+    except OSError as e:  # a cache that cannot be written still serves
+        log.warning("the measurement of one row is not kept: %s", e)
