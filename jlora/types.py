@@ -132,7 +132,7 @@ class TokenEvent:
     """One output token of a submitted request, or the end of one completion; fields as in `Delta`.
 
     `token_id` is None on a final event without a token (an abort). `error` says why a request that has failed
-    ended, and there is no usage then. `handle` is the engine's own name for
+    ended. `handle` is the engine's own name for
     the request: see `jlora.replica.Replica.submit`.
     """
 

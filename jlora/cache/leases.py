@@ -62,6 +62,17 @@ class Leases:
             lease.path = self._forecast.worth_copying(known)
         for node in (adapter, *lease.path):
             cells.lock(node)
+        try:
+            return self._grant(lease, known, tokens, headroom, again, spare_s)
+        except Exception:
+            self._unlock(lease, used=False)
+            raise
+
+    def _grant(
+        self, lease: Lease, known: list[Node], tokens: Sequence[int], headroom: int, again: bool, spare_s: float
+    ) -> Lease | None:
+        """Room for a lease whose nodes are locked, and the copies of what is not on the device."""
+        origin, adapter, cells = lease.origin, lease.adapter, self._cells
         size = 0 if adapter.device else adapter.size
         own = self._blocks_for(len(tokens)) - len(lease.path)
         need = sum(not node.device for node in lease.path) + own + headroom

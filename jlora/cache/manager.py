@@ -261,6 +261,18 @@ class CacheManager:
             self._cells.landed(copy)
             self._cells.retire(copy.adapter)
 
+    def lost(self, copy: Copy) -> bool:
+        """A copy has failed, and no lease waits for it: a pinned adapter is not pinned any more.
+
+        False while copies of what depends on it are under way; then ask again.
+        """
+        if not self._cells.lost(copy):
+            return False
+        for adapter in self._pinned & set(copy.nodes):
+            self.pin(adapter, False)
+        self._cells.retire(copy.adapter)
+        return True
+
     def flush(self) -> int:
         """Drops all KV that no lease or copy uses, in both tiers; device blocks freed."""
         before = self._cells.device.free

@@ -39,6 +39,11 @@ class DevicePool:
         self.array = zeros()
 
     @property
+    def lost(self) -> bool:
+        """Whether a program that failed has taken the donated array with it."""
+        return self.array.is_deleted()
+
+    @property
     def group_layers(self) -> int:
         return self.layout.layers // self.groups
 
@@ -84,6 +89,13 @@ class DevicePool:
             self.place(self.stage(nowhere, zeros))
             self.place_group(self.stage(nowhere, zeros[:, : self.group_layers]), 0)
             self.gather([0] * size)
+
+
+def as_shortage(error: Exception) -> Exception:
+    """The error; a MemoryError if it says that a device's memory is short."""
+    if isinstance(error, jax.errors.JaxRuntimeError) and str(error).startswith("RESOURCE_EXHAUSTED"):
+        return MemoryError(str(error))
+    return error
 
 
 def has_pinned_host(mesh: Mesh) -> bool:

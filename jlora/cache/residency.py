@@ -275,6 +275,40 @@ class Residency:
             self._arrive(node)
         self.epoch += 1
 
+    def lost(self, copy: Copy) -> bool:
+        """A copy has failed: takes back the blocks that it was to fill. No lease goes through its nodes any more.
+
+        False, and nothing has changed, while copies of what depends on its nodes are under way.
+        """
+        below = self._below(copy.nodes) if copy.direction == "in" else []
+        if any(node.moving for node in below):
+            return False
+        self.traffic.land(copy)
+        for node in copy.nodes:
+            node.coming = node.saving = False
+            self._settle(node)
+        for node in reversed((*copy.nodes, *below)):
+            if copy.direction == "out":
+                self._leave_host(node)
+                self._stay(node)
+                self.candidates.offer(node)
+            else:
+                self.counters.blocks_lost += 0 if node.host else node.size
+                self._leave_device(node)
+                self._prune(node)
+        self.epoch += 1
+        return True
+
+    def _below(self, nodes: Sequence[Node]) -> list[Node]:
+        """What depends on these nodes and is on the device, each after what it depends on."""
+        found = dict.fromkeys(nodes)
+        grown = list(nodes)
+        for node in grown:  # grows meanwhile
+            fresh = [child for child in node.dependents() if child.device and child not in found]
+            found |= dict.fromkeys(fresh)
+            grown += fresh
+        return grown[len(nodes) :]
+
     # -- the tree -------------------------------------------------------------------------------
 
     def adopt(self, node: Node, block: int) -> None:
@@ -377,6 +411,9 @@ class Residency:
 
     def _let_go(self, node: Node) -> None:
         self.evict(node)
+
+    def _stay(self, node: Node) -> None:
+        """The node's copy to the host has failed."""
 
     def _arrive(self, node: Node) -> None:
         self.candidates.offer(node)

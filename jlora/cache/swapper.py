@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import jax
 import numpy as np
 
-from jlora.cache.pool import DevicePool, HostPool, Staged
+from jlora.cache.pool import DevicePool, HostPool, Staged, as_shortage
 from jlora.cache.transfer import Copy
 from jlora.ports import System
 
@@ -29,9 +29,10 @@ class _Job:
     snapshot: list[jax.Array] = field(default_factory=list)  # on the way out
     staged: list[Staged] = field(default_factory=list)  # on the way in: the whole, or group after group
     placed: int = 0  # how many of these the device has been told to take in
+    error: Exception | None = None
 
 
-_Finish = Callable[[_Job | None, BaseException | None], None]
+_Finish = Callable[["_Job | None", BaseException | None], None]
 
 
 class Swapper:
@@ -48,6 +49,7 @@ class Swapper:
         self.host = host
         self._arrived = threading.Condition()
         self._done: list[_Job] = []
+        self._failed: list[_Job] = []
         self._streams: dict[Copy, _Job] = {}  # under way, in groups
         self._error: BaseException | None = None
         self._block_s = pool.layout.block_bytes / (gbps * 1e9) if gbps else 0.0
@@ -64,7 +66,11 @@ class Swapper:
         for copy in copies:
             job = _Job(copy)
             if copy.direction == "out":
-                job.snapshot = self._pool.gather(copy.source)
+                try:
+                    job.snapshot = self._pool.gather(copy.source)
+                except Exception as error:
+                    self._finish(job, error)
+                    continue
             elif copy.streams:
                 self._streams[copy] = job
             self._lanes[copy.direction].put(job)
@@ -74,13 +80,29 @@ class Swapper:
             done, self._done = self._done, []
             if self._error is not None:
                 raise self._error
-        for job in done:
+        return [job.copy for job in done if self._placed(job)]
+
+    def failed(self) -> list[tuple[Copy, Exception]]:
+        with self._arrived:
+            failed, self._failed = self._failed, []
+        for job in failed:
+            self._streams.pop(job.copy, None)
+        return [(job.copy, job.error) for job in failed if job.error is not None]
+
+    def _placed(self, job: _Job) -> bool:
+        """Makes a complete copy visible; False if that fails and the pool is as it was."""
+        try:
             if self._streams.pop(job.copy, None) is None:
                 for staged in job.staged:
                     self._pool.place(staged)
             else:
                 self._place_groups(job, len(job.staged))
-        return [job.copy for job in done]
+        except Exception as error:
+            if self._pool.lost:
+                raise
+            self._finish(job, error)
+            return False
+        return True
 
     def place(self, copy: Copy, group: int) -> float:
         job = self._streams.get(copy)
@@ -88,11 +110,11 @@ class Swapper:
             return 0.0
         began = self._clock()
         with self._arrived:
-            self._arrived.wait_for(lambda: len(job.staged) > group or self._error is not None)
+            self._arrived.wait_for(lambda: len(job.staged) > group or job.error or self._error is not None)
             if self._error is not None:
                 raise self._error
         waited = self._clock() - began
-        self._place_groups(job, group + 1)
+        self._place_groups(job, min(group + 1, len(job.staged)))
         return waited
 
     def _place_groups(self, job: _Job, count: int) -> None:
@@ -102,7 +124,7 @@ class Swapper:
 
     def wait(self, seconds: float) -> None:
         with self._arrived:
-            self._arrived.wait_for(lambda: self._done or self._error is not None, seconds)
+            self._arrived.wait_for(lambda: self._done or self._failed or self._error is not None, seconds)
 
     def close(self) -> None:
         """Ends the lanes; copies that have not begun are forgotten."""
@@ -134,10 +156,15 @@ class Swapper:
         self._lanes["out"].slow_down(at * self._block_s)
 
     def _finish(self, job: _Job | None, error: BaseException | None) -> None:
+        """A job has ended, or, without one, a lane."""
         with self._arrived:
-            if job is not None:
+            if job is None:
+                self._error = self._error or error
+            elif isinstance(error, Exception):
+                job.error = as_shortage(error)
+                self._failed.append(job)
+            else:
                 self._done.append(job)
-            self._error = self._error or error
             self._arrived.notify_all()
 
 
@@ -169,7 +196,11 @@ class _Lane:
         try:
             while (job := self._next()) is not None:
                 job.copy.started = self._began = self._clock()
-                self._carry(job)
+                try:
+                    self._carry(job)
+                except Exception as error:  # of this copy: the next one may do
+                    self._finish(job, error)
+                    continue
                 job.copy.seconds = self._clock() - self._began
                 self._finish(job, None)
         except BaseException as error:  # the engine's thread ends with it, too

@@ -61,8 +61,7 @@ class WriteBack(Split):
 
     def visit(self, nodes: Sequence[Node]) -> None:
         for node in nodes:
-            if node.standing == LEAVING:
-                self._stay(node)
+            self._stay(node)
         super().visit(nodes)
 
     def _leaving(self, kind: int) -> int:
@@ -72,7 +71,8 @@ class WriteBack(Split):
         return LEAVING if node.standing == LEAVING else super()._standing(node)
 
     def _stay(self, node: Node) -> None:
-        self._move(node, super()._standing(node))
+        if node.standing == LEAVING:
+            self._move(node, super()._standing(node))
 
     def _free(self, kind: int | None, count: int, gently: bool, spare_s: float) -> bool:
         """Evicts what has a copy and writes out the rest; True only if the room is there at once."""

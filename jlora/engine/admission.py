@@ -71,6 +71,7 @@ class Admission:
     """The waiting sequences."""
 
     def __init__(self, manager: CacheManager, config: EngineConfig):
+        self.at: Sequence | None = None  # the one that is being judged
         self.pace = 0.0  # seconds between this step and the last, 0 if that had no work
         self._manager = manager
         self._leases = manager.leases
@@ -114,6 +115,7 @@ class Admission:
 
     def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
         for sequence in sequences:
+            self.at = sequence
             facts = _Waiting(sequence, step, self)
             verdict = judge(facts, step)
             if verdict is Verdict.RUN:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from jlora.cache import inspect
 from jlora.cache.tree import Origin
+from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters
 from jlora.engine.plan import ROW, Drawn
 from jlora.engine.ports import Parts, Pending
@@ -54,6 +55,7 @@ class Engine:
         self._swapper = parts.swapper
         self._clock = parts.clock
         self._shape = shape
+        self._faults = Faults(parts)
         self._in_flight: Pending | None = None
         self._ended: list[TokenEvent] = []  # final events of aborted and stopped completions
         self._counts = _Counts()
@@ -64,29 +66,31 @@ class Engine:
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
-        return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended)
+        return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended or self._faults.ended)
 
     def step(self) -> list[TokenEvent]:
         """Plans and dispatches one step, then commits the one before; the events that it brought."""
         began = self._clock()
         self._manager.landed(self._swapper.landed())
+        self._faults.copies()
         self._ended += self._scheduler.expire(began)
-        plan = self._scheduler.plan(began)
+        plan = self._faults.plan(began)
         self._swapper.start(plan.copies)
-        pending = self._runner.run(plan, self._swapper) if plan.decode or plan.prefill else None
+        pending = self._faults.run(plan) if plan.decode or plan.prefill else None
         stalled_s = 0.0 if pending is None else pending.stalled_s
         self._counts.host_s += self._clock() - began - stalled_s
         done, self._in_flight = (self._in_flight, pending) if self._shape.overlap else (pending, None)
         if pending is None and done is None:
             self.rest()
         committed = [] if done is None else self._commit(done, done.read())
-        events, self._ended = committed + self._ended, []
+        events, self._ended, self._faults.ended = committed + self._ended + self._faults.ended, [], []
         self._registry.purge(self._manager.adapters)
         return events
 
     def tend(self) -> bool:
         """Lets an idle engine's copies land and starts those worth starting; whether it started any."""
         self._manager.landed(self._swapper.landed())
+        self._faults.copies()
         copies = self._scheduler.tend(self._clock())
         self._swapper.start(copies)
         self._registry.purge(self._manager.adapters)
@@ -117,6 +121,7 @@ class Engine:
         self._swapper.wait(WAIT_S)
 
     def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
+        self._faults.copies()  # a step that has read one of them draws nothing of worth
         now = self._clock()
         events = self._scheduler.commit(done.plan, drawn, now)
         counts = self._counts

@@ -17,7 +17,7 @@ from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.manager import CacheManager
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
-from jlora.engine.plan import Drawn, StepPlan
+from jlora.engine.plan import Drawn, Sequence, StepPlan, Work
 from jlora.ports import Clock
 from jlora.types import Request, TokenEvent
 
@@ -42,6 +42,12 @@ class Scheduler(Protocol):
     def expire(self, now: float) -> list[TokenEvent]: ...
     def can_pin(self, adapter: AdapterNode) -> bool: ...
     def plan(self, now: float) -> StepPlan: ...
+    @property
+    def suspect(self) -> Sequence | None: ...
+    def undo(self, works: Iterable[Work]) -> None: ...
+    def fail(self, handle: int, error: Exception, now: float) -> list[TokenEvent]: ...
+    def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]: ...
+    def retract(self) -> bool: ...
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]: ...
     def tend(self, now: float) -> tuple[Copy, ...]: ...
 
@@ -84,8 +90,15 @@ class Swapper(Protocol):
         """The copies completed since the last call; a step dispatched from now on sees them."""
         ...
 
+    def failed(self) -> list[tuple[Copy, Exception]]:
+        """The copies that have failed since the last call, and why. What they were to bring is undefined."""
+        ...
+
     def place(self, copy: Copy, group: int) -> float:
-        """Makes a streamed copy visible up to this group of layers; the seconds that it waited for the copy."""
+        """Makes a streamed copy visible up to this group of layers; the seconds that it waited for the copy.
+
+        It returns for one that has failed, too: `failed` names it before the step's results are taken in.
+        """
         ...
 
     def wait(self, seconds: float) -> None:
@@ -97,11 +110,29 @@ class Swapper(Protocol):
         ...
 
 
+class Undone(Exception):
+    """Work of a step was not dispatched; its cause says why. A MemoryError: the device or the host lacks memory.
+
+    Attributes:
+        pending: the part of the step that was; None if there is none.
+        works: the others.
+        sequence: the one that it is due to, if that is known.
+    """
+
+    def __init__(self, pending: Pending | None, works: tuple[Work, ...], sequence: Sequence | None):
+        super().__init__(f"{len(works)} works were not dispatched")
+        self.pending, self.works, self.sequence = pending, works, sequence
+
+
 class Runner(Protocol):
     """Runs plans on a device."""
 
     def run(self, plan: StepPlan, swapper: Swapper) -> Pending:
-        """Dispatches a step and returns at once, or when the last of `plan.streams` has come."""
+        """Dispatches a step and returns at once, or when the last of `plan.streams` has come.
+
+        Raises:
+            Undone: work was not dispatched, and the device's state is as if it had never been planned.
+        """
         ...
 
     @property

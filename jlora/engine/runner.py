@@ -6,25 +6,28 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from threading import get_ident
 
 import jax
 import numpy as np
 
-from jlora.cache.pool import DevicePool
+from jlora.cache.pool import DevicePool, as_shortage
 from jlora.cache.transfer import Copy
 from jlora.engine.ahead import Ahead
 from jlora.engine.batch import BatchBuilder, Form, Launch, uses_tables
 from jlora.engine.compiles import COMPILES
-from jlora.engine.plan import Drawn, StepPlan
+from jlora.engine.plan import Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
-from jlora.engine.ports import Swapper
+from jlora.engine.ports import Swapper, Undone
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.step import Programs, group_layers
 from jlora.ports import Clock
 from jlora.types import TokenLogprob
+
+_Scores = tuple[jax.Array, jax.Array, jax.Array]
+_Result = tuple[Sampled | None, _Scores | None]
 
 BIASES = 1024  # most logit_bias entries of a request
 
@@ -52,7 +55,7 @@ class Dispatched:
     weights: int
     launches: list[Launch]
     sampled: list[Sampled | None]
-    scores: list[tuple[jax.Array, jax.Array, jax.Array] | None]
+    scores: list[_Scores | None]
 
     def read(self) -> list[Drawn]:
         """Waits for the step; results in the order of `plan.work`."""
@@ -115,16 +118,35 @@ class Runner:
 
     def run(self, plan: StepPlan, swapper: Swapper) -> Dispatched:
         """Dispatches a step. See `jlora.engine.ports.Runner`."""
-        for work in plan.work:  # first: a launch reads its sequences' slots
-            if not work.sequence.set_up:
-                self._set_up(work.sequence)
-        launches = self._builder.launches(plan.decode, plan.prefill)
+        at: Sequence[Work] = ()  # what a failure is due to, if that is one sequence's work
+        launches: list[Launch] = []
         arrivals = _Arrivals(swapper)
-        results = []
-        with self._watched(launches, bool(plan.streams)):
-            for launch in launches:
-                streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
-                results.append(self._dispatch(launch, streams, arrivals))
+        results: list[_Result] = []
+        try:
+            for work in plan.work:  # first: a launch reads its sequences' slots
+                at = (work,)
+                if not work.sequence.set_up:
+                    self._set_up(work.sequence)
+            at = plan.work
+            launches = self._builder.launches(plan.decode, plan.prefill)
+            with self._watched(launches, bool(plan.streams)):
+                for launch in launches:
+                    at = launch.works
+                    streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
+                    results.append(self._dispatch(launch, streams, arrivals))
+        except Exception as error:
+            if self.pool.lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
+                raise  # a failed program has taken them: nothing is left to go on with
+            launches = launches[: len(results)]
+            part, undone = _split(plan, launches)
+            done = self._dispatched(part, launches, results, arrivals) if results else None
+            sequence = at[0].sequence if len(at) == 1 else None
+            raise Undone(done, undone, sequence) from as_shortage(error)
+        return self._dispatched(plan, launches, results, arrivals)
+
+    def _dispatched(
+        self, plan: StepPlan, launches: list[Launch], results: list[_Result], arrivals: _Arrivals
+    ) -> Dispatched:
         sampled, scores = [s for s, _ in results], [s for _, s in results]
         return Dispatched(plan, self._clock(), arrivals.waited_s, self._weights.version, launches, sampled, scores)
 
@@ -203,17 +225,17 @@ class Runner:
         thread, count = self._warmed
         return COMPILES.count - (count if thread == get_ident() else 0)
 
-    def _dispatch(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
+    def _dispatch(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals) -> _Result:
         sampled = scores = None
         if streams:
             rows, hidden = self._streamed(launch, streams, arrivals)
         else:
             pool, last = self.pool.array, self._state.last
             self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
-        if launch.sampling is not None:
-            self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
             scores = self._programs.score(self._weights.params, hidden, launch.score_targets)
+        if launch.sampling is not None:  # last: until then, the launch can be dispatched again
+            self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
         return sampled, scores
 
     def _streamed(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
@@ -254,6 +276,13 @@ class _Arrivals:
     def place(self, copy: Copy, group: int) -> None:
         assert self._swapper is not None, "a warm-up streams nothing"
         self.waited_s += self._swapper.place(copy, group)
+
+
+def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[Work, ...]]:
+    """The part of the plan that these launches carry out, and the other works."""
+    done = {work for launch in launches for work in launch.works}
+    decode, prefill = (tuple(work for work in works if work in done) for works in (plan.decode, plan.prefill))
+    return replace(plan, decode=decode, prefill=prefill), tuple(work for work in plan.work if work not in done)
 
 
 def _programs_of(launch: Launch, streamed: bool) -> Iterator[tuple]:

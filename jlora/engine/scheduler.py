@@ -16,8 +16,9 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import logging
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from operator import attrgetter
 
@@ -31,7 +32,11 @@ from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
+log = logging.getLogger(__name__)
+
 PLACE = attrgetter("place")
+SETBACKS = 3  # copies without memory before a sequence gives up
+CALM = 64  # steps without a shortage before a withheld slot is used again
 DEADLINES = 64  # of ended requests that are kept beside those of twice as many live ones
 
 
@@ -59,6 +64,9 @@ class Scheduler:
         self._ahead: dict[Sequence, None] = {}  # run before their adapter has landed (a dict as an ordered set)
         self._seeds = seeds or random.Random(0)  # of requests that name none
         self._planned: float | None = None  # when the last step was, if it had work
+        self._at: Sequence | None = None  # the one that is being planned
+        self._withheld: list[int] = []  # slots of sequences that memory was too short for
+        self._calm = 0  # steps since then
         self._deadlines: list[tuple[float, int]] = []  # heap of handles; some of requests that have ended
 
     # -- requests in and out ----------------------------------------------------------------
@@ -144,47 +152,111 @@ class Scheduler:
         return self.manager.take_copies()
 
     def plan(self, now: float) -> StepPlan:
-        """Decides the next step; empty if there is nothing to do now."""
+        """Decides the next step; empty if there is nothing to do now. If it raises, it has planned nothing."""
+        decode: list[Work] = []
+        prefill: list[Work] = []
+        try:
+            return self._plan(now, decode, prefill)
+        except Exception:
+            self.undo((*decode, *prefill))
+            suspect = self.suspect
+            if suspect is not None and suspect.lease is not None and suspect.slot < 0 and suspect not in self.loading:
+                self.loading.append(suspect)  # it was on its way from the queue to its slot
+            raise
+
+    def _plan(self, now: float, decode: list[Work], prefill: list[Work]) -> StepPlan:
+        self._at = self.queue.at = None
         self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._board(now)  # first: some have one token left to compute, so they decode in this step
-        decode = self._plan_decode()
+        self._plan_decode(decode)
         budget = self.config.max_step_tokens
-        prefill: list[Work] = []
         for sequence in self.running:
+            self._at = sequence
             if budget > 0 and sequence.remaining > 1:
                 budget -= self._add_chunk(prefill, sequence, budget)
         admissions = self.queue.admit(now, self.running, self.loading)
         while budget > 0 and self._slots:
-            sequence = next(admissions, None)
+            self._at = None  # the queue knows
+            sequence = self._at = next(admissions, None)
             if sequence is None:
                 break
             if self._run_if_ready(sequence, now):  # or its copies are under way, and the next one may run
                 budget -= self._add_chunk(prefill, sequence, budget)
+        self._at = self.queue.at = None
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
-        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), self._leases.streams(leases))
+        streams = self._leases.streams(leases)
+        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), streams)  # copies last: they are given out once
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in the results of a step, in the order of `plan.work`."""
-        events = []
+        events: list[TokenEvent] = []
         for work, result in zip(plan.work, drawn, strict=True):
             sequence = work.sequence
             if work.samples:
                 sequence.in_flight -= 1
             if sequence.finished is not None:
                 continue
-            if sequence.prompt_logprobs is not None:
-                # After a preemption, prompt chunks come again: keep only what is new.
-                known = len(sequence.prompt_logprobs) - 1 - work.start
-                sequence.prompt_logprobs += result.prompt_logprobs[known:] if known >= 0 else ()
-            if result.token is not None:
-                sequence.tokens.append(result.token)
+            try:
+                event = self._take_in(work, result, now)
+            except Exception as error:
+                events += self.fail(sequence.handle, error, now)
+            else:
+                events += [] if event is None else [event]
+        self._calm += bool(self._withheld)
+        if self._calm >= CALM:
+            self._slots.append(self._withheld.pop())
+            self._calm = 0
+        return events
+
+    # -- faults -------------------------------------------------------------------------------
+
+    @property
+    def suspect(self) -> Sequence | None:
+        """The sequence that `plan` was at when it raised, if it was at one."""
+        return self._at or self.queue.at
+
+    def undo(self, works: Iterable[Work]) -> None:
+        """Takes back work that was planned and not dispatched."""
+        for work in works:
+            sequence = work.sequence
+            sequence.in_flight -= work.samples
             if sequence.lease is not None:
-                known = min(sequence.computed, len(sequence.tokens))
-                self._leases.publish(sequence.lease, sequence.tokens, known)
-            if result.token is not None:
-                events.append(self._token(sequence, result.token, result.logprob, now))
+                sequence.computed -= work.count
+
+    def retract(self) -> bool:
+        """Memory is short: preempts the youngest running sequence and withholds its slot for some steps.
+
+        False if no more than one runs.
+        """
+        if len(self.running) < 2:
+            return False
+        self._preempt(max(self.running, key=PLACE))
+        self._withheld.append(self._slots.pop())
+        self._calm = 0
+        return True
+
+    def fail(self, handle: int, error: Exception, now: float) -> list[TokenEvent]:
+        """Ends a request with an error; the final events of its unfinished completions."""
+        log.error("request %d has failed", handle, exc_info=error)
+        if isinstance(error, MemoryError):
+            error = ResourceExhausted("the server has too little memory for the request; try again later")
+        return [replace(event, error=error) for event in self.abort(handle, now)]
+
+    def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
+        """Takes the copy's data from the sequences that wait for it: they end, or try again if memory was short."""
+        nodes, events = set(copy.nodes), list[TokenEvent]()
+        for sequence in (*self.running, *self.loading):
+            lease = sequence.lease
+            if lease is None or (lease.adapter not in nodes and nodes.isdisjoint(lease.path)):
+                continue
+            sequence.setbacks += 1
+            untouched = not (sequence.in_flight or lease.streamed)
+            if isinstance(error, MemoryError) and untouched and sequence.setbacks <= SETBACKS:
+                self._preempt(sequence)
+            else:
+                events += self.fail(sequence.handle, error, now)
         return events
 
     # -- inside -----------------------------------------------------------------------------
@@ -193,10 +265,23 @@ class Scheduler:
         """The unfinished completions of a live request."""
         return list(self._requests.get(handle, ()))
 
-    def _plan_decode(self) -> list[Work]:
-        decode: list[Work] = []
+    def _take_in(self, work: Work, result: Drawn, now: float) -> TokenEvent | None:
+        sequence = work.sequence
+        if sequence.prompt_logprobs is not None:
+            # After a preemption, prompt chunks come again: keep only what is new.
+            known = len(sequence.prompt_logprobs) - 1 - work.start
+            sequence.prompt_logprobs += result.prompt_logprobs[known:] if known >= 0 else ()
+        if result.token is not None:
+            sequence.tokens.append(result.token)
+        if sequence.lease is not None:
+            known = min(sequence.computed, len(sequence.tokens))
+            self._leases.publish(sequence.lease, sequence.tokens, known)
+        return None if result.token is None else self._token(sequence, result.token, result.logprob, now)
+
+    def _plan_decode(self, decode: list[Work]) -> None:
         planned: set[int] = set()
         for sequence in list(self.running):
+            self._at = sequence
             if sequence.lease is None or sequence.remaining != 1 or sequence.exhausted:
                 continue
             if self._make_room(sequence, planned):
@@ -204,7 +289,7 @@ class Scheduler:
                 decode.append(Work(sequence, sequence.computed, 1, True))
                 sequence.computed += 1
                 sequence.in_flight += 1
-        return decode
+        self._at = None
 
     def _make_room(self, sequence: Sequence, planned: set[int]) -> bool:
         """One more token for a decoding sequence, preempting from the end of the order if needed."""
@@ -234,6 +319,7 @@ class Scheduler:
     def _board(self, now: float) -> None:
         """Sequences whose copies have landed take their slots, in order of service."""
         for sequence in sorted(self.loading, key=PLACE):
+            self._at = sequence
             if self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 

@@ -148,8 +148,10 @@ class _Completion:
         reason = usage = timing = None
         if self._end is not None:
             reason, usage, timing = self._end.finish_reason, self._end.usage, self._end.timing
+            if self._end.error is not None:
+                raise self._end.error
             if usage is None or timing is None:
-                raise self._end.error or Unavailable("the engine stopped before the request ended; its log says why")
+                raise Unavailable("the engine stopped before the request ended; its log says why")
             # The engine may be a step past a stop string; usage counts the tokens that the client sees.
             usage = replace(usage, completion_tokens=self.tokens)
         elif not (self._ids or self._shown or self._prompt_logprobs):

@@ -69,6 +69,9 @@ class Link:
         done, self._done = self._done, []
         return done
 
+    def failed(self) -> list[tuple[Copy, Exception]]:
+        return []
+
     def next_landing(self) -> float:
         """Time at which the next copy completes; infinity if none is in progress."""
         return min(lane.ends for lane in self._lanes.values())

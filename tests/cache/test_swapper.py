@@ -127,11 +127,24 @@ def test_a_streamed_copy_that_nobody_streams_lands_whole(rig: Rig):
     assert all((rig.block(7 + i) == 25 + i).all() for i in range(3))
 
 
-def test_a_lane_that_fails_says_so_to_the_engine(rig: Rig):
-    rig.swapper.start([rig.copy("in", (4000,), (1,))])
-    rig.swapper.wait(10)
-    with pytest.raises(IndexError):
-        rig.swapper.landed()
+def test_a_copy_that_fails_is_named_and_the_lane_goes_on(rig: Rig):
+    bad, good = rig.copy("in", (4000,), (1,)), rig.copy("in", (3,), (2,))
+    rig.swapper.start([bad, good])
+    landed: list[Copy] = []
+    while not landed:
+        rig.swapper.wait(10)
+        landed = rig.swapper.landed()
+    assert landed == [good]
+    ((copy, error),) = rig.swapper.failed()
+    assert copy is bad and isinstance(error, IndexError) and rig.swapper.failed() == []
+
+
+def test_a_streamed_copy_that_fails_holds_up_no_step(rig: Rig):
+    copy = rig.copy("in", (4000,), (1,), streams=True)
+    rig.swapper.start([copy])
+    assert rig.swapper.place(copy, 2) >= 0.0
+    assert [failed for failed, _ in rig.swapper.failed()] == [copy]
+    assert rig.swapper.place(copy, 3) == 0.0 and rig.swapper.landed() == []
 
 
 def test_closing_does_not_wait_for_what_is_queued(slow: Rig):

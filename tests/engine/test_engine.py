@@ -77,13 +77,6 @@ def mixed() -> list[Request]:
     return [Request(f"r{i}", prompts[i % 5], params[i % 3], adapter=adapters[i % 7]) for i in range(21)]
 
 
-@pytest.fixture(scope="module")
-def expected(tiny_model: Path, tiny_adapters: dict[str, Path]) -> dict[str, list[int]]:
-    """The answers to `mixed()`, each request alone."""
-    with running(tiny_model, tiny_adapters, cache__prefix_reuse=False) as service:
-        return {request.id: tokens(serve(service, [request])[request.id]) for request in mixed()}
-
-
 @pytest.mark.parametrize(
     "settings",
     [

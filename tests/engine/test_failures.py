@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from jlora import config
 from jlora.errors import Unavailable
-from jlora.ports import DiskFiles, OsThreads, PythonGarbage, System
+from jlora.ports import DiskFiles, Folder, OsThreads, PythonGarbage, System
 from jlora.types import Request, TokenEvent
 from tests import _make
 from tests.engine._replica import Running
@@ -25,7 +26,7 @@ Inbox = queue.SimpleQueue[list[TokenEvent]]
 
 
 class Machine(PythonGarbage, DiskFiles):
-    """Calls `trouble` after each step and before each read of a file."""
+    """Calls `trouble` after each step and before a directory is opened."""
 
     def __init__(self) -> None:
         self.after: Callable[[], None] = lambda: None
@@ -34,9 +35,9 @@ class Machine(PythonGarbage, DiskFiles):
     def after_step(self) -> None:
         self.after()
 
-    def read(self, path: str, size: int) -> bytes:
+    def folder(self, directory: str) -> AbstractContextManager[Folder]:
         self.reading()
-        return super().read(path, size)
+        return super().folder(directory)
 
 
 def ends(error: BaseException) -> Callable[..., Any]:

@@ -1,0 +1,85 @@
+"""What an error within a step costs. Plain Python, no jax.
+
+Where the guilty request is known, it ends, and all others go on. Where memory is short, the youngest
+running sequence gives its place up. Everything else ends the engine, and so does an error that leaves
+the cache inconsistent.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from jlora.cache import inspect
+from jlora.cache.transfer import Copy
+from jlora.engine.plan import Sequence, StepPlan
+from jlora.engine.ports import Parts, Pending, Undone
+from jlora.types import TokenEvent
+
+log = logging.getLogger(__name__)
+
+TRIES = 4  # shortages in a row, with nobody left to give way, before a request ends for them
+MOST = 16  # before the engine does, since no request is to blame
+
+
+class Faults:
+    """The parts of a step that may fail, each behind what is left to do then."""
+
+    def __init__(self, parts: Parts):
+        self._scheduler = parts.scheduler
+        self._manager = parts.scheduler.manager
+        self._runner = parts.runner
+        self._swapper = parts.swapper
+        self._clock = parts.clock
+        self._copies: list[tuple[Copy, Exception]] = []  # failed, and their blocks not taken back yet
+        self._helpless = 0
+        self.ended: list[TokenEvent] = []  # final events of the requests that have failed
+
+    def plan(self, now: float) -> StepPlan:
+        """The next step; an empty one if planning failed."""
+        try:
+            plan = self._scheduler.plan(now)
+        except Exception as error:
+            self._settle(error, self._scheduler.suspect)
+            return StepPlan((), (), self._manager.take_copies())
+        if not plan.work:
+            self._helpless = 0
+        return plan
+
+    def run(self, plan: StepPlan) -> Pending | None:
+        """Dispatches a step; None if nothing of it was."""
+        try:
+            pending = self._runner.run(plan, self._swapper)
+        except Undone as undone:
+            self._scheduler.undo(undone.works)
+            cause = undone.__cause__
+            self._settle(cause if isinstance(cause, Exception) else undone, undone.sequence)
+            return undone.pending
+        self._helpless = 0
+        return pending
+
+    def copies(self) -> None:
+        """Ends the requests that wait for copies that have failed, and takes back those copies' blocks."""
+        for copy, error in self._swapper.failed():
+            log.error("a copy of %d blocks has failed (%s)", len(copy.source), copy.direction, exc_info=error)
+            self._copies.append((copy, error))
+        left = []
+        for copy, error in self._copies:
+            if copy.direction == "in":
+                self.ended += self._scheduler.fail_copy(copy, error, self._clock())
+            if not self._manager.lost(copy):
+                left.append((copy, error))
+        self._copies = left
+
+    def _settle(self, error: Exception, guilty: Sequence | None) -> None:
+        inspect.check_integrity(self._manager)
+        if isinstance(error, MemoryError):
+            log.warning("memory is short: %s", error, exc_info=error)
+            if self._scheduler.retract():
+                return
+            self._helpless += 1
+            if self._helpless < (MOST if guilty is None else TRIES):
+                return
+            self._helpless = 0
+        if guilty is None or guilty.finished is not None:
+            raise error
+        self.ended += self._scheduler.fail(guilty.handle, error, self._clock())

@@ -1,0 +1,259 @@
+"""Faults within a step: the guilty request ends, a shortage costs the youngest its place, others go on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+from jlora import config
+from jlora.engine.ports import Undone
+from jlora.errors import ResourceExhausted, Unavailable
+from jlora.types import Request
+from tests.engine._replica import Running
+from tests.engine.test_engine import BASE, GREEDY, SEEDED, mixed, serve, tokens
+
+BAD = "bad"  # the guilty request
+
+
+@pytest.fixture(scope="module")
+def shared(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
+    paths = {f"adapters.paths.{name}": str(path) for name, path in tiny_adapters.items()}
+    one = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "cache.hbm_blocks": 40, **paths}))
+    yield one
+    one.stop()
+
+
+@pytest.fixture
+def replica(shared: Running) -> Iterator[Running]:
+    """It lives after each test, and nothing is lost."""
+    yield shared
+    shared.check_integrity()
+    state = shared.cache_state()
+    assert state.hbm.running_kv == 0 and not shared.stats().live_requests
+    assert not shared.replica.failure.done()
+
+
+def wrapped(monkeypatch: pytest.MonkeyPatch, thing: object, name: str, before: Callable[..., None]) -> None:
+    """Calls `before` with the arguments of each call of a method; it may raise."""
+    real = getattr(thing, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        before(*args)
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(thing, name, call)
+
+
+def every(count: int, error: Callable[[], Exception]) -> Callable[..., None]:
+    """Raises at every so many calls."""
+    calls = iter(range(1, 1_000_000))
+
+    def trouble(*_: object) -> None:
+        if next(calls) % count == 0:
+            raise error()
+
+    return trouble
+
+
+def short() -> MemoryError:
+    return MemoryError("planted")
+
+
+def exhausted() -> Exception:
+    return jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+
+
+def same(replica: Running, expected: dict[str, list[int]], *more: Request) -> dict[str, Exception | None]:
+    """Serves the mixed requests and these; all others answer as always. How each of `more` ended."""
+    got = serve(replica, [*mixed(), *more])
+    assert {name: tokens(got[name]) for name in expected} == expected
+    return {request.id: got[request.id][-1].error for request in more}
+
+
+# -- memory -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [short, exhausted])
+@pytest.mark.parametrize("program", ["forward", "sample"])
+def test_a_launch_that_finds_no_memory_is_dispatched_again(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    program: str,
+    error: Callable[[], Exception],
+):
+    """Whichever launch of a step it is: no token is drawn twice, and none from a wrong state."""
+    before, programs = replica.stats().preemptions, replica.parts.runner._programs
+    trouble, real = every(5, error), getattr(programs, program)
+
+    def call(*args: Any) -> Any:
+        trouble()
+        return real(*args)
+
+    monkeypatch.setattr(replica.parts.runner, "_programs", programs._replace(**{program: call}))
+    same(replica, expected)
+    assert replica.stats().preemptions > before
+
+
+def test_memory_for_a_few_sequences_serves_them_few_by_few(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    widths = []
+
+    def narrow(plan: Any, _: Any) -> None:
+        if len({work.sequence for work in plan.work}) > 2:
+            raise Undone(None, plan.work, None) from short()
+        widths.append(len(plan.work))
+
+    wrapped(monkeypatch, replica.parts.runner, "run", narrow)
+    same(replica, expected)
+    assert set(widths) == {1, 2}
+
+
+def test_a_request_that_finds_no_memory_alone_ends_and_the_others_go_on(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    def greedy(plan: Any, _: Any) -> None:
+        guilty = [work.sequence for work in plan.work if work.sequence.request.id == BAD]
+        if guilty:
+            raise Undone(None, plan.work, guilty[0]) from short()
+
+    wrapped(monkeypatch, replica.parts.runner, "run", greedy)
+    ended = same(replica, expected, Request(BAD, tuple(range(3, 60)), GREEDY))
+    assert isinstance(ended[BAD], ResourceExhausted)
+
+
+@pytest.mark.parametrize(
+    ("where", "method"),
+    [("leases", "grow"), ("leases", "acquire"), ("leases", "streams"), ("manager", "take_copies"), ("cells", "take")],
+)
+def test_a_plan_that_finds_no_memory_is_made_again(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+    method: str,
+):
+    manager = replica.manager
+    thing = {"leases": manager.leases, "manager": manager, "cells": manager._cells.device}[where]
+    wrapped(monkeypatch, thing, method, every(7, short))
+    same(replica, expected)
+
+
+# -- a guilty request ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["sampling", "plan", "admission", "commit"])
+def test_what_one_request_breaks_ends_that_request(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+):
+    error, leases = RuntimeError("planted"), replica.manager.leases
+    guilty = Request(BAD, tuple(range(100, 140)), SEEDED)
+    thing, method, is_guilty = {
+        "sampling": (replica.parts.runner, "_set_up", lambda s: s.request.id == BAD),
+        "plan": (leases, "grow", lambda lease, _: lease is lease_of(replica)),
+        "admission": (leases, "acquire", lambda origin, prompt, *_: tuple(prompt[:40]) == guilty.prompt),
+        "commit": (leases, "publish", lambda lease, *_: lease is lease_of(replica)),
+    }[where]
+
+    def trouble(*args: Any) -> None:
+        if is_guilty(*args):
+            raise error
+
+    wrapped(monkeypatch, thing, method, trouble)
+    assert same(replica, expected, guilty)[BAD] is error
+
+
+def lease_of(replica: Running) -> Any:
+    running = (s for s in replica.parts.scheduler.running if s.request.id == BAD)
+    return next((s.lease for s in running), object())
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_copy_that_fails_ends_the_requests_that_wait_for_it(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+):
+    """Whatever the copies carry: adapters, prefixes, prefetches."""
+    for _ in range(2):  # with prefixes on the host, too
+        failed = 0
+        with monkeypatch.context() as broken:
+            wrapped(broken, replica.parts.runner.pool, "stage", every(count, lambda: RuntimeError("planted")))
+            got = serve(replica, mixed())
+        for name, events in got.items():
+            if events[-1].error is None:
+                assert tokens(events) == expected[name]
+            else:
+                assert str(events[-1].error) == "planted"
+                failed += 1
+        assert failed
+        replica.check_integrity()
+        same(replica, expected)
+
+
+def test_a_copy_without_memory_is_made_again(replica: Running, expected: dict, monkeypatch: pytest.MonkeyPatch):
+    replica.flush_cache()
+    wrapped(monkeypatch, replica.parts.runner.pool, "stage", every(3, exhausted))
+    for request in mixed():
+        events = serve(replica, [request])[request.id]
+        if events[-1].error is None:
+            assert tokens(events) == expected[request.id]
+        else:  # a step had begun to read it
+            assert isinstance(events[-1].error, ResourceExhausted)
+
+
+@pytest.mark.parametrize("where", ["gather", "write"])
+def test_a_copy_to_the_host_that_fails_ends_nothing(
+    replica: Running,
+    expected: dict,
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+):
+    thing = replica.parts.runner.pool if where == "gather" else replica.parts.swapper.host
+    wrapped(monkeypatch, thing, where, every(2, lambda: OSError("planted")))
+    for _ in range(3):
+        same(replica, expected)
+
+
+def test_a_failed_copy_of_a_pinned_adapter_unpins_it(replica: Running, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as broken:
+        serve(replica, [Request(f"p{i}", tuple(range(3 + i, 100 + i)), GREEDY) for i in range(8)])
+        assert replica.adapter("small").tier == "HOST"
+        wrapped(broken, replica.parts.runner.pool, "stage", every(1, lambda: RuntimeError("planted")))
+        assert not replica.pin_adapter("small", True).pinned
+    assert replica.pin_adapter("small", True).tier == "HBM"
+    replica.pin_adapter("small", False)
+
+
+# -- what cannot go on --------------------------------------------------------------------------
+
+
+def test_a_lost_pool_or_an_inconsistent_cache_ends_the_engine(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
+    for what in ("pool", "cache"):
+        replica = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "engine.warmup": False}))
+
+        def trouble(*_: object, what: str = what, replica: Running = replica) -> None:
+            if what == "pool":
+                replica.parts.runner.pool.array.delete()
+            else:
+                replica.manager._cells.device.used[0] += 1
+            raise short()
+
+        wrapped(monkeypatch, replica.parts.runner._builder, "launches", trouble)
+        event = serve(replica, [Request("x", (3, 4), GREEDY)])["x"][-1]
+        assert isinstance(event.error, Unavailable) and replica.replica.failure.done()
+        replica.local._loaders.shutdown()
+        replica.parts.swapper.close()
