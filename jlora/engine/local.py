@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_S = 0.1  # pause between two rounds of an idle engine
+COMMANDS = 128  # run between two steps at most, about 20 ms of submissions: the others wait for the next step
 LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
 COUNTING_S = 1.0  # between two snapshots where one has to look at the whole tree
@@ -306,7 +307,7 @@ class LocalReplica(Replica):
             self._gaps.note(self._system.clock() - self._beat)
             if self._engine.copying:
                 self._engine.rest()
-            elif self._work.wait(IDLE_S):
+            elif self._commands.empty() and self._work.wait(IDLE_S):
                 self._work.clear()
 
     def _step(self) -> float:
@@ -328,7 +329,7 @@ class LocalReplica(Replica):
 
     def _obey(self) -> None:
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
-        for _ in range(self._commands.qsize()):  # those that come meanwhile wait for the next step
+        for _ in range(min(self._commands.qsize(), COMMANDS)):  # those that come meanwhile wait for the next step
             command, future = self._commands.get()
             settle(future, command)
         self._answer_waits()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 
 from jlora import config
+from jlora.engine.local import COMMANDS
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
-from jlora.ports import DiskFiles, DiskFolder, System
+from jlora.ports import DiskFiles, DiskFolder, PythonGarbage, System
 from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make
 from tests.engine._replica import Running
@@ -41,15 +43,29 @@ class Gate(DiskFiles):
         self.reached.clear()
 
 
+class Rounds(PythonGarbage):
+    """Counts the rounds of an idle engine."""
+
+    count = 0
+
+    def idle(self) -> None:
+        self.count += 1
+
+
 @pytest.fixture(scope="module")
 def disk() -> Gate:
     return Gate()
 
 
 @pytest.fixture(scope="module")
-def replica(tiny_model: Path, disk: Gate) -> Iterator[Running]:
+def rounds() -> Rounds:
+    return Rounds()
+
+
+@pytest.fixture(scope="module")
+def replica(tiny_model: Path, disk: Gate, rounds: Rounds) -> Iterator[Running]:
     settings: dict[str, Any] = {**BASE, "model.path": str(tiny_model)}
-    one = Running(config.load(None, settings), System(files=disk))
+    one = Running(config.load(None, settings), System(files=disk, garbage=rounds))
     yield one
     one.check_integrity()
     one.stop()
@@ -265,3 +281,16 @@ def test_weights_change_between_two_steps_without_a_compilation(tmp_path: Path):
             other.stop()
             assert (first.version, swapped.version, runner.weights.version) == (0, 1, 2)
     assert answers[0] != answers[1] and (got, again) == (answers[0], answers[1])
+
+
+def test_a_burst_of_commands_leaves_room_for_steps(replica: Running, rounds: Rounds):
+    """They run in order, a limited number in each round of the engine."""
+    free, ran = threading.Event(), []
+    held = replica.local.between_steps(lambda: free.wait(20))
+    burst = [replica.local.between_steps(lambda i=i: ran.append((i, rounds.count))) for i in range(3 * COMMANDS)]
+    free.set()
+    assert held.result(20)
+    for command in burst:
+        command.result(20)
+    assert [i for i, _ in ran] == list(range(3 * COMMANDS))
+    assert max(Counter(count for _, count in ran).values()) <= COMMANDS
