@@ -223,7 +223,8 @@ def _weights(content: _Content, where: str) -> dict[tuple[int, str], tuple[np.nd
 
 def _norm(matrix: np.ndarray, where: str) -> float:
     """Its Frobenius norm in float32, which may be infinite. Raises DataLoss if a value is not finite."""
-    norm = float(np.linalg.norm(matrix))
+    with np.errstate(over="ignore", invalid="ignore"):
+        norm = float(np.linalg.norm(matrix))
     if not math.isfinite(norm) and not np.isfinite(matrix).all():
         raise DataLoss(f"{where}: contains NaN or infinity")
     return norm

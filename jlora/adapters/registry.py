@@ -157,7 +157,7 @@ class AdapterRegistry:
             return None, None
         raise InvalidArgument(
             f"prompt: does not invoke adapter {name!r}, an activated LoRA: it must hold alora_invocation_tokens = "
-            f'{list(tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
+            f'{_shown(tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
         )
 
     def by_uid(self, uid: int) -> Record:
@@ -167,3 +167,7 @@ class AdapterRegistry:
         """In order of name: those behind the name `after`, at most `most`."""
         names = sorted(name for name in self._by_name if name > after)
         return [self._by_name[name] for name in names[:most]]
+
+
+def _shown(tokens: Sequence[int]) -> str:
+    return str(list(tokens)) if len(tokens) <= 16 else f"[{', '.join(map(str, tokens[:16]))}, … {len(tokens)} tokens]"

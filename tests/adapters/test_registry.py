@@ -38,6 +38,14 @@ def test_a_prompt_without_the_invocation_is_refused_by_adapter_and_sequence_or_l
     assert lenient.resolve("check", (70, 8, 80)) == (None, None)
 
 
+def test_a_long_invocation_is_shown_by_its_beginning():
+    registry = AdapterRegistry()
+    registry.add(record(invocation=tuple(range(1000))))
+    with pytest.raises(InvalidArgument, match=r"= \[0, 1, .*, 15, … 1000 tokens\] ") as error:
+        registry.resolve("check", (70,))
+    assert len(str(error.value)) < 400
+
+
 def test_what_a_search_has_found_is_taken_unless_the_name_stands_for_another_invocation_by_now():
     registry = AdapterRegistry()
     registry.add(record(invocation=(70, 80)))
