@@ -117,9 +117,9 @@ def _read(files: Files, path: str, label: str, spec: ModelSpec, max_rank: int) -
                     continue
                 if folder.unchanged():
                     return content
+        except JloraError:
+            raise
         except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-            if isinstance(e, JloraError):
-                raise
             raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
     raise DataLoss(
         f"adapter directory {label!r}: its files change while they are read; write a new version beside it, "

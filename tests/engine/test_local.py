@@ -6,7 +6,6 @@ import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,31 +15,12 @@ import pytest
 from jlora import config
 from jlora.engine.local import COMMANDS
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
-from jlora.ports import DiskFiles, DiskFolder, PythonGarbage, System
+from jlora.ports import PythonGarbage, System
 from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make
+from tests._disk import Gate
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, running, serve, tokens
-
-
-class Gate(DiskFiles):
-    """A disk whose folders open once it is open, or fail."""
-
-    def __init__(self) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.error: OSError | None = None
-        self.open.set()
-
-    def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
-        self.reached.set()
-        assert self.open.wait(60)
-        if self.error is not None:
-            raise self.error
-        return super().folder(directory)
-
-    def shut(self) -> None:
-        self.open.clear()
-        self.reached.clear()
 
 
 class Rounds(PythonGarbage):

@@ -8,7 +8,6 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -18,25 +17,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jlora.adapters.peft import CONFIG, MAX_GAIN, WEIGHTS
-from jlora.ports import DiskFiles, DiskFolder, System
+from jlora.ports import System
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
+from tests._disk import Gate
 from tests.serve._server import Served, refused, request, serve, wait_until
 
 CODE = grpc.StatusCode
-
-
-class Gate(DiskFiles):
-    """A disk whose folders open once it is open."""
-
-    def __init__(self) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.open.set()
-
-    def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
-        self.reached.set()
-        assert self.open.wait(60)
-        return super().folder(directory)
 
 
 @pytest.fixture
@@ -169,7 +156,7 @@ def test_a_load_that_its_client_gives_up_is_not_loaded(
             ended.set()
 
     monkeypatch.setattr(gated.replica, "_load", watched)
-    disk.open.clear()
+    disk.shut()
     asked = pb.LoadAdapterRequest(name="unwanted", path=str(path))
     call = gated.adapters.LoadAdapter.future(asked, timeout=0.5 if how == "deadline" else 60)
     assert disk.reached.wait(60)

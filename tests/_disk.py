@@ -1,0 +1,28 @@
+"""A disk for tests of loads."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import AbstractContextManager
+
+from jlora.ports import DiskFiles, DiskFolder
+
+
+class Gate(DiskFiles):
+    """A disk whose folders open once it is open, or fail."""
+
+    def __init__(self) -> None:
+        self.open, self.reached = threading.Event(), threading.Event()
+        self.error: OSError | None = None
+        self.open.set()
+
+    def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
+        self.reached.set()
+        assert self.open.wait(60)
+        if self.error is not None:
+            raise self.error
+        return super().folder(directory)
+
+    def shut(self) -> None:
+        self.open.clear()
+        self.reached.clear()
