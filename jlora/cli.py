@@ -23,6 +23,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "chat": ("talk to a running server", "jlora.serve.console:chat"),
     "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
     "convert": ("write a model in the form that loads fastest", "jlora.cli:convert"),
+    "compile": ("prepare a directory of compiled programs for an image", "jlora.serve.compile:main"),
     "bench": ("measure servers under load; from a checkout, run a study", "jlora.cli:bench"),
     "doctor": ("check and measure this accelerator", "jlora.doctor.cli:main"),
     "sim": ("simulate cache policies on hardware that you name", "jlora.cli:simulate"),

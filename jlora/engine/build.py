@@ -9,9 +9,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import jax
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
+from jlora import __version__
 from jlora.adapters.names import at_start, check_name
 from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
@@ -87,6 +89,8 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     info = _info(config, spec, layout, mesh)
+    for difference in compile_cache.differences(kept, compiled_for(info, layout)):
+        log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
     new = _read_adapters(config, reader, progress)  # before the weights: a wrong path shows at once
@@ -183,6 +187,23 @@ def _read_adapters(config: Config, reader: Reader, progress: bool) -> list[NewAd
         except JloraError as e:
             raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
     return found
+
+
+def compiled_for(info: ReplicaInfo, layout: PoolLayout) -> dict[str, object]:
+    """What decides whether compiled programs fit: versions, devices, and every size of an array."""
+    engine = info.config.engine
+    return {
+        "jlora": __version__,
+        "jax": jax.__version__,
+        "device": info.devices[0].rpartition(" ")[0],
+        "tp": info.config.model.tp,
+        "dtype": info.dtype,
+        "vocab": info.limits.vocab,
+        "max_model_len": info.limits.max_len,
+        "blocks": layout.blocks - 1,
+        "block_tokens": layout.block_tokens,
+        **{name: getattr(engine, name) for name in ("max_seqs", "max_step_tokens", "kernels", "layers", "one_row")},
+    }
 
 
 def _decided(config: Config, dtype: str, platform: str, kept: Path | None) -> Config:

@@ -7,16 +7,18 @@ compiles the program at every start and never writes it again, because its file 
 from __future__ import annotations
 
 import importlib
+import json
 import logging
 import os
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax
 
 log = logging.getLogger(__name__)
 
+FACTS = "compiled-for.json"
 STAMP = ".jlora-checked"  # its time of change: entries that have not changed since are whole
 ZSTD = b"\x28\xb5\x2f\xfd"  # how a stream of zstd begins; jax takes zlib where it finds no zstd
 
@@ -35,6 +37,21 @@ def use(where: str) -> Path | None:
     except OSError as e:  # a cache that cannot be written still serves
         log.warning("the compile cache is not checked: %s", e)
     return directory
+
+
+def seal(directory: Path, facts: Mapping[str, object]) -> None:
+    """Writes into the directory what its programs were compiled for."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+
+
+def differences(directory: Path | None, facts: Mapping[str, object]) -> list[str]:
+    """How a sealed directory differs from what is needed here; none for one that `seal` never wrote."""
+    file = None if directory is None else directory / FACTS
+    if file is None or not file.is_file():
+        return []
+    made = json.loads(file.read_text())
+    return [f"{key} is {value}, it was {made.get(key)}" for key, value in facts.items() if made.get(key) != value]
 
 
 def clean(directory: Path) -> list[str]:

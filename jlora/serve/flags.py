@@ -78,8 +78,9 @@ Prints `jlora ready grpc=HOST:PORT model=... adapters=N blocks=N` when it is rea
 Ctrl-C lets running requests end within serve.drain_s seconds (default 30); a second one exits at once."""
 
 
-def _parser() -> Parser:
-    made = Parser("jlora serve", DESCRIPTION)
+def parser(prog: str, description: str) -> Parser:
+    """A parser of these flags; `config_of` reads what it returns."""
+    made = Parser(prog, description)
     for key, names, metavar, help in FLAGS:
         made.add_argument(*names, dest=key, metavar=metavar, help=f"{help} [{key}]")
     made.add_argument(
@@ -108,18 +109,24 @@ def parse(argv: Sequence[str] | None = None) -> Config:
 
     `adapters.paths` holds every adapter to load, including those of `adapters.dir`.
     """
-    made = _parser()
-    args = vars(made.parse(sys.argv[1:] if argv is None else argv))
+    made = parser("jlora serve", DESCRIPTION)
+    args = made.parse(sys.argv[1:] if argv is None else argv)
     try:
-        config = configuration.load(args["config"], _overrides(args))
-        if not config.model.path:
-            raise ConfigError("model.path is not set: give --model DIR_OR_ID")
-        if config.model.name:  # otherwise it is the directory's, unknown so far
-            check_base_name(config.model.name)
-        paths = at_start(config.adapters.paths, config.adapters.dir)
-        return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
+        return config_of(args)
     except JloraError as e:
         made.error(str(e))
+
+
+def config_of(args: argparse.Namespace) -> Config:
+    """The configuration of parsed flags. Raises JloraError, which names the flag or the key."""
+    given = vars(args)
+    config = configuration.load(given["config"], _overrides(given))
+    if not config.model.path:
+        raise ConfigError("model.path is not set: give --model DIR_OR_ID")
+    if config.model.name:  # otherwise it is the directory's, unknown so far
+        check_base_name(config.model.name)
+    paths = at_start(config.adapters.paths, config.adapters.dir)
+    return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
 
 
 def _overrides(args: dict[str, Any]) -> dict[str, str]:
