@@ -91,7 +91,7 @@ class Engine:
         """Lets an idle engine's copies land and starts those worth starting; whether it started any."""
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
-        copies = self._scheduler.tend(self._clock())
+        copies = self._faults.tend(self._clock())
         self._swapper.start(copies)
         self._registry.purge(self._manager.adapters)
         return bool(copies)

@@ -45,6 +45,16 @@ class Faults:
             self._helpless = 0
         return plan
 
+    def tend(self, now: float) -> tuple[Copy, ...]:
+        """The copies to start while nothing runs; none if that failed."""
+        try:
+            copies = self._scheduler.tend(now)
+        except Exception as error:
+            self._settle(error, None)
+            return ()
+        self._helpless = 0
+        return copies
+
     def run(self, plan: StepPlan) -> Pending | None:
         """Dispatches a step; None if nothing of it was."""
         try:

@@ -9,12 +9,14 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
+from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
 from jlora.serve.backend import Backend
@@ -144,6 +146,38 @@ def test_a_dead_engine_is_told_to_its_clients_and_to_health(text_model: Path, er
         wait_until(lambda: own.status() == "NOT_SERVING")
         assert own.control.Drain(pb.DrainRequest()).drained
     assert own.replica.failure.result(0) is error
+
+
+def test_a_copy_that_fails_is_told_to_its_own_client_and_the_log(
+    served: Served, text_model: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    """The adapter's copy to the device fails: requests for it end, a stream beside them goes on."""
+    stage, broken = DevicePool.stage, threading.Event()
+
+    def fails(pool: DevicePool, *args: Any) -> Any:
+        if broken.is_set():
+            raise RuntimeError("a planted failure of the link")
+        return stage(pool, *args)
+
+    monkeypatch.setattr(DevicePool, "stage", fails)
+    neighbour = served.inference.GenerateStream(request("Hello", 3000))
+    next(neighbour)
+    broken.set()
+    path = str(text_model.parent / "adapters" / "upper")
+    served.adapters.LoadAdapter(pb.LoadAdapterRequest(name="cold", path=path))
+    with caplog.at_level(logging.ERROR, "jlora"), refused(CODE.INTERNAL, "internal error") as error:
+        served.generate(request("Hello", model="cold"))
+    found = re.search(r"internal error ([0-9a-f]{12})", error.value.details())
+    assert found and "planted" not in error.value.details()
+    record = next(r for r in caplog.records if found[1] in r.getMessage())
+    assert record.exc_info and "planted" in str(record.exc_info[1])
+    broken.clear()
+    assert len(served.generate(request("Hello", model="cold")).outputs[0].token_ids) == 8
+    next(neighbour)
+    neighbour.cancel()
+    served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="cold"))
+    served.check_idle()
+    assert served.status() == "SERVING"
 
 
 class Panic(BaseException):
