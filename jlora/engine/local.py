@@ -72,6 +72,8 @@ class LocalReplica(Replica):
         self._thread = system.threads.start("jlora-engine", self._loop)
         for form in built.runner.left:
             self._compiler.submit(self._compile, form)
+        if built.runner.left:  # what they leave behind is loaded for good, too
+            self.warm().add_done_callback(lambda done: done.exception() or system.garbage.begin())
 
     @classmethod
     def start(cls, config: Config, progress: bool = True, system: System | None = None) -> LocalReplica:

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jlora import config
-from jlora.ports import OsThreads, System
+from jlora.ports import OsThreads, PythonGarbage, System
 from jlora.types import Request, SamplingParams
 from tests import _make
 from tests.engine._replica import Running
@@ -48,6 +48,15 @@ class HeldThreads(OsThreads):
         return self.compiler if name == "jlora-compile" else super().pool(name, size)
 
 
+class Counted(PythonGarbage):
+    """Counts how often everything counts as loaded."""
+
+    loaded = 0
+
+    def begin(self) -> None:
+        self.loaded += 1
+
+
 Served = tuple[Running, Held]
 
 
@@ -57,7 +66,7 @@ def served(request: pytest.FixtureRequest, tiny_model: Path, tiny_spec, tmp_path
     threads = HeldThreads()
     sizes = {"engine.max_seqs": 8, "engine.max_step_tokens": 128, "model.tp": request.param}
     settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
-    replica = Running(config.load(None, settings), System(threads=threads))
+    replica = Running(config.load(None, settings), System(threads=threads, garbage=Counted()))
     yield replica, threads.compiler
     replica.check_integrity()
     replica.stop()
@@ -89,8 +98,11 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
     compiler.run(left // 2)
     assert replica.stats().programs_left == left - left // 2
     assert answers(replica, "between") == first
+    garbage = replica.local._system.garbage
+    assert isinstance(garbage, Counted) and garbage.loaded == 1
     compiler.run(left)
     assert replica.local.warm().result(60)
+    assert garbage.loaded == 2, "what the programs left behind is kept out of later collections"
     assert answers(replica, "after") == first
 
     stats = replica.stats()
