@@ -69,7 +69,10 @@ class Faults:
 
     def copies(self) -> None:
         """Ends the requests that wait for copies that have failed, and takes back those copies' blocks."""
-        for copy, error in self._swapper.failed():
+        failed = self._swapper.failed()
+        if not failed and not self._copies:
+            return
+        for copy, error in failed:
             log.error("a copy of %d blocks has failed (%s)", len(copy.source), copy.direction, exc_info=error)
             self._copies.append((copy, error))
         left = []

@@ -203,11 +203,13 @@ class Scheduler:
             except Exception as error:
                 events += self.fail(sequence.handle, error, now)
             else:
-                events += [] if event is None else [event]
-        self._calm += bool(self._withheld)
-        if self._calm >= CALM:
-            self._slots.append(self._withheld.pop())
-            self._calm = 0
+                if event is not None:
+                    events.append(event)
+        if self._withheld:
+            self._calm += 1
+            if self._calm >= CALM:
+                self._slots.append(self._withheld.pop())
+                self._calm = 0
         return events
 
     # -- faults -------------------------------------------------------------------------------
