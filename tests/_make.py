@@ -17,7 +17,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jlora.model.spec import ModelSpec, RopeScaling
 
@@ -200,12 +200,6 @@ def write_json(path: Path, value: Any) -> None:
 def edit_json(path: Path, **changes: Any) -> None:
     """Replaces top-level keys of a JSON file."""
     write_json(path, {**json.loads(path.read_text()), **changes})
-
-
-def scale_adapter(directory: Path, by: float) -> None:
-    """Multiplies every weight of a written adapter, in float32."""
-    file = directory / "adapter_model.safetensors"
-    save_file({name: t * np.float32(by) for name, t in load_file(file).items()}, file)
 
 
 def _hf_rope(scaling: RopeScaling) -> dict[str, Any]:
