@@ -17,6 +17,7 @@ from jlora.layout import PoolLayout
 from jlora.model.step import Programs
 
 PIECES = (64, 16, 4, 1)  # blocks per copy program: few compiled shapes, no padding
+PIECE_SHARE = 1 / 16  # of the pool, at most: a piece lies on the device a second time while it is copied
 Staged = list[tuple[np.ndarray, jax.Array]]  # (block ids, data [n, L, B, 2K, H])
 
 
@@ -31,6 +32,7 @@ class DevicePool:
     def __init__(self, layout: PoolLayout, mesh: Mesh, programs: Programs, groups: int, pinned: bool = False):
         self.layout = layout
         self.groups = groups
+        self.pieces = tuple(size for size in PIECES if size <= max(1, layout.blocks * PIECE_SHARE))
         self._programs = programs
         self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
         self._pinned = self._staging.with_memory_kind("pinned_host") if pinned else None
@@ -53,7 +55,7 @@ class DevicePool:
         `data` must never be written again: on CPU a transfer may alias the numpy buffer.
         """
         staged = []
-        for at, piece in _pieces(ids):
+        for at, piece in self._pieces(ids):
             part = data[at : at + len(piece)]
             if self._pinned is not None:
                 part = jax.device_put(part, self._pinned)
@@ -74,7 +76,7 @@ class DevicePool:
 
     def gather(self, ids: Sequence[int]) -> list[jax.Array]:
         """Enqueues a snapshot of blocks as they are after what was dispatched before, and its transfer."""
-        found = [self._programs.read_blocks(self.array, piece) for _, piece in _pieces(ids)]
+        found = [self._programs.read_blocks(self.array, piece) for _, piece in self._pieces(ids)]
         if self._pinned is not None:
             return [jax.device_put(array, self._pinned) for array in found]
         for array in found:
@@ -83,12 +85,20 @@ class DevicePool:
 
     def warm_up(self) -> None:
         """Compiles every copy size; writes nothing (ids outside the pool are dropped)."""
-        for size in PIECES:
+        for size in self.pieces:
             nowhere = [-1] * size
             zeros = np.zeros((size, *self.layout.block_shape), self.array.dtype)
             self.place(self.stage(nowhere, zeros))
             self.place_group(self.stage(nowhere, zeros[:, : self.group_layers]), 0)
             self.gather([0] * size)
+
+    def _pieces(self, ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
+        """(position, ids) of runs in the compiled sizes."""
+        at = 0
+        while at < len(ids):
+            size = next(p for p in self.pieces if p <= len(ids) - at)
+            yield at, np.asarray(ids[at : at + size], np.int32)
+            at += size
 
 
 def as_shortage(error: Exception) -> Exception:
@@ -120,12 +130,3 @@ class HostPool:
     def read(self, ids: Sequence[int], layers: slice = slice(None)) -> np.ndarray:
         """A fresh copy [n, l, B, 2K, H] of some layers."""
         return self.array[list(ids), layers]
-
-
-def _pieces(ids: Sequence[int]) -> Iterator[tuple[int, np.ndarray]]:
-    """(position, ids) of runs in the compiled sizes."""
-    at = 0
-    while at < len(ids):
-        size = next(p for p in PIECES if p <= len(ids) - at)
-        yield at, np.asarray(ids[at : at + size], np.int32)
-        at += size

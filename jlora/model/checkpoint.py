@@ -175,7 +175,8 @@ def _open(directory: Path, spec: ModelSpec, files: ExitStack) -> list[_Tensor]:
     missing = [name for name in slots if name not in found]
     if missing:
         raise InvalidArgument(f"model directory {directory.name!r}: tensor {missing[0]!r} is missing from the weights")
-    return list(found.values())
+    # The head and the embedding first: a weight is on its device twice while it is placed, and these are large.
+    return sorted(found.values(), key=lambda tensor: tensor.slot.layer is not None)
 
 
 def _weight_files(directory: Path) -> list[str]:

@@ -51,6 +51,16 @@ class Rig:
         return rows[:, 0]
 
 
+@pytest.mark.parametrize(("blocks", "pieces"), [(13, (1,)), (64, (4, 1)), (1023, (16, 4, 1)), (1024, (64, 16, 4, 1))])
+def test_a_piece_of_a_copy_takes_at_most_a_sixteenth_of_the_pool(blocks: int, pieces: tuple[int, ...]):
+    layout, mesh = PoolLayout.of(SPEC, blocks, 4, 1), sharding.make_mesh(1)
+    pool = DevicePool(layout, mesh, step.build(SPEC, layout, mesh, stacked=True), 4)
+    assert pool.pieces == pieces
+    ids = list(range(1, min(blocks, 90)))
+    staged = pool.stage(ids, np.zeros((len(ids), *layout.block_shape), np.float32))
+    assert [block for piece, _ in staged for block in piece] == ids and max(len(p) for p, _ in staged) == pieces[0]
+
+
 @pytest.fixture(params=[False, True], ids=["plain", "pinned"])
 def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     made = Rig(pinned=request.param)

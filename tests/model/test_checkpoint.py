@@ -18,6 +18,7 @@ from safetensors.numpy import load_file, save_file
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model import checkpoint, llama, sharding
 from jlora.model.checkpoint import convert, load_params, read_spec, resolve
+from jlora.model.place import Listed
 from jlora.model.spec import ModelSpec
 from tests import _make
 
@@ -151,6 +152,16 @@ def test_the_host_holds_three_tensors_at_most_and_never_a_shard(
     assert len(held) == len(tensors) and max(map(len, held)) <= 3
     # A shard is many times its largest tensor, as in real models: the peak is far below it.
     assert 0 < max(map(sum, held)) <= 3 * max(tensors) < 0.5 * largest_shard
+
+
+def test_the_largest_tensors_are_placed_while_the_device_is_empty(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A weight is on its device twice while it is placed."""
+    _make.make_model(tmp_path / "m", layers=3, shards=2)
+    order, put = [], Listed.put
+    monkeypatch.setattr(Listed, "put", lambda into, name, *rest: (order.append(name), put(into, name, *rest))[1])
+    load(tmp_path / "m")
+    outside = [name for name in order if ".layers." not in name]
+    assert order[: len(outside)] == outside and {"lm_head.weight", "model.embed_tokens.weight"} <= set(outside)
 
 
 def test_the_progress_bar_counts_bytes_and_can_be_turned_off(tiny_model: Path, capsys: pytest.CaptureFixture[str]):
