@@ -122,6 +122,7 @@ class ServeConfig:
 
     Attributes:
         host, port: the gRPC address; port 0 takes a free one.
+        http_port: of OpenAI's HTTP on the same host; 0 takes a free one, -1 serves none.
         drain_s: seconds that running requests may take after SIGTERM.
         heartbeat_s: seconds without a round of the engine's loop after which health turns
             NOT_SERVING; must exceed the longest step.
@@ -134,6 +135,7 @@ class ServeConfig:
 
     host: str = "127.0.0.1"
     port: Annotated[int, Meta(ge=0, le=65535)] = 50051
+    http_port: Annotated[int, Meta(ge=-1, le=65535)] = -1
     drain_s: Annotated[float, Meta(ge=0)] = 30.0
     heartbeat_s: Annotated[float, Meta(gt=0)] = 10.0
     stall_s: Annotated[float, Meta(gt=0)] = 60.0

@@ -33,7 +33,11 @@ class ResourceExhausted(JloraError):
     """The queue is full, or the request can never fit the pool."""
 
 
-class QueueFull(ResourceExhausted):
+class Busy(ResourceExhausted):
+    """The server has too much to do now; the same call may be accepted later."""
+
+
+class QueueFull(Busy):
     """The queue is full now; the same request may be accepted later."""
 
 

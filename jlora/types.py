@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+Salt = str | tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,8 @@ class Request:
         adapter: None is the base model.
         priority: higher runs first; equal priorities run nearly in order of arrival (`jlora.engine.admission`).
         bypass_prefix_cache: the request neither reads KV from the prefix cache nor leaves KV there.
-        tenant: salt of the prefix cache; two tenants never share KV, even for equal prompts.
+        tenant: two tenants never share KV, even for equal prompts.
+        cache_salt: neither do two salts of one tenant.
         deadline: `time.monotonic()` seconds at which the engine aborts the request; None means never.
         invocation: where the prompt invokes the adapter; None before the search.
     """
@@ -85,6 +87,12 @@ class Request:
     tenant: str = ""
     deadline: float | None = None
     invocation: Invocation | None = None
+    cache_salt: str = ""
+
+    @property
+    def salt(self) -> Salt:
+        """What the prefix cache keeps apart: the tenant, and its salt if there is one."""
+        return (self.tenant, self.cache_salt) if self.cache_salt else self.tenant
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,6 +30,8 @@ import struct
 from collections.abc import Iterator, Reversible, Sequence
 from typing import NamedTuple
 
+from jlora.types import Salt
+
 ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 
 # What a node's device blocks are doing (`Node.standing`):
@@ -43,8 +45,8 @@ ADAPTER, KV = 0, 1  # kinds of node: what a block may hold
 ABSENT, LEAVING, BUSY, IN_USE, IDLE, BARE = range(6)
 
 # A block's tokens as int32 bytes. A suffix's first block adds its adapter's uid and the place of the
-# first activated token as int64; a conversation's first block is (tenant, these).
-Key = bytes | tuple[str, bytes]
+# first activated token as int64; a conversation's first block is (salt, these).
+Key = bytes | tuple[Salt, bytes]
 
 
 class Node:
@@ -180,7 +182,7 @@ class Origin(NamedTuple):
     """What a sequence's KV depends on, beside its tokens."""
 
     adapter: AdapterNode
-    tenant: str = ""  # salt: equal tokens of two tenants share nothing
+    salt: Salt = ""  # equal tokens of two tenants, or two salts of one, share nothing
     # Position of the first token that an activated LoRA acts on; what comes before is the base's KV.
     # None: the adapter acts on every token.
     activation: int | None = None
@@ -290,7 +292,7 @@ class Tree:
         if suffix:
             assert origin.activation is not None
             data = suffix_key(data, origin.adapter.uid, origin.activation % self.block_tokens)
-        return (origin.tenant, data) if first else data
+        return (origin.salt, data) if first else data
 
 
 def suffix_key(data: bytes, uid: int, place: int) -> bytes:

@@ -179,9 +179,9 @@ class Engine:
     def _origin(self, request: Request) -> Origin:
         """What the request's KV depends on: the adapter version that answers it, its tenant, its activation."""
         if request.adapter is None:
-            return Origin(self._manager.base, request.tenant)
+            return Origin(self._manager.base, request.salt)
         record, activation = self._registry.resolve(request.adapter, request.prompt, request.invocation)
-        return Origin(self._manager.base if record is None else record.node, request.tenant, activation)
+        return Origin(self._manager.base if record is None else record.node, request.salt, activation)
 
     def _fitted(self, request: Request, origin: Origin) -> Request:
         """The request with `max_tokens` set. Raises ResourceExhausted if the pool can never hold it."""

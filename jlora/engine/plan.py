@@ -78,7 +78,7 @@ class Sequence:
     @property
     def origin(self) -> Origin:
         """What its KV depends on beside its tokens."""
-        return Origin(self.adapter, self.request.tenant, self.activation)
+        return Origin(self.adapter, self.request.salt, self.activation)
 
     @property
     def longest(self) -> int:

@@ -1,11 +1,12 @@
-"""The state that the servicers share: the replica once it is loaded, and the model's tokenizer.
+"""The state that the fronts share: the replica once it is loaded, and the model's tokenizer.
 
-The gRPC port opens before the weights are read, so a call may arrive while there is no replica.
+The ports open before the weights are read, so a call may arrive while there is no replica.
 """
 
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
 from jlora.adapters.names import check_length
@@ -15,15 +16,18 @@ from jlora.replica import Replica
 from jlora.serve.gate import Gate
 from jlora.serve.recent import Recent
 from jlora.serve.tokenizer import Tokenizer
+from jlora.serve.workers import Workers
+from jlora.validation import MAX_COMPLETIONS
 
 
 @dataclass
 class Backend:
-    """The replica behind the servicers. Only the event loop sets these fields.
+    """The replica behind the fronts. Only the event loop sets these fields.
 
     Attributes:
         replica: None while loading.
         tokenizer: None while loading, and for a model that serves token ids only.
+        serving: what health says: loaded, not draining, and the engine moves. The gRPC server's watch sets it.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
         gaps: of the event loop.
@@ -31,11 +35,13 @@ class Backend:
 
     replica: Replica | None = None
     tokenizer: Tokenizer | None = None
+    serving: bool = False
     draining: bool = False
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
     gaps: Gaps = field(default_factory=Gaps)
     gate: Gate = field(default_factory=Gate)
+    workers: Workers = field(default_factory=Workers)
 
     @property
     def loaded(self) -> Replica:
@@ -49,6 +55,10 @@ class Backend:
         """Completions that may run or wait at once. Raises Unavailable while the model loads."""
         engine = self.loaded.info.config.engine
         return engine.max_queue + engine.max_seqs
+
+    def admitted(self, n: int, prompts: int = 1) -> AbstractContextManager[None]:
+        """Counts completions until their call ends. Raises QueueFull before anything is tokenized."""
+        return self.gate.completions(self.room, prompts * min(max(1, n), MAX_COMPLETIONS))
 
     def adapter_of(self, model: str) -> str | None:
         """The adapter, loaded or not, that `model` (base, adapter, base:adapter or empty) names; None is the base."""

@@ -9,7 +9,9 @@ import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
+from jlora.errors import InvalidArgument
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.texts import Chat, Prompt
 from jlora.types import AdapterInfo, Delta, SamplingParams, Timing, TokenLogprob, Usage
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -25,6 +27,29 @@ def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
             if field.name in _SAMPLING and (not field.has_presence or message.HasField(field.name)):
                 values[field.name] = getattr(message, field.name)
     return SamplingParams(**values)
+
+
+def prompt(request: pb.GenerateRequest) -> Prompt:
+    """The one that is set. Raises InvalidArgument if none is."""
+    if request.WhichOneof("prompt") == "token_ids":
+        return request.token_ids.ids
+    return _text(request, "prompt")
+
+
+def tokenize_input(request: pb.TokenizeRequest) -> str | Chat:
+    """As `prompt`."""
+    return _text(request, "input")
+
+
+def _text(message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str) -> str | Chat:
+    match message.WhichOneof(oneof):
+        case "text":
+            return message.text
+        case "chat":
+            return Chat(message.chat.messages)
+        case _:
+            choices = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
+            raise InvalidArgument(f"{oneof}: is not set; give {' or '.join(choices)}")
 
 
 def token_logprob(entry: TokenLogprob | None) -> pb.TokenLogprob:

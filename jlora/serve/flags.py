@@ -70,11 +70,12 @@ FLAGS = (
     ("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
     ("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
     ("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
+    ("serve.http_port", ("--http-port",), "PORT", "port of OpenAI's HTTP, 0 takes a free one (default: none)"),
 )
 
-DESCRIPTION = """Serves one Llama with many LoRA adapters over gRPC.
+DESCRIPTION = """Serves one Llama with many LoRA adapters over gRPC and HTTP.
 
-Prints `jlora ready grpc=HOST:PORT model=... adapters=N blocks=N` when it is ready. SIGTERM or
+Prints `jlora ready grpc=HOST:PORT [http=HOST:PORT] model=... adapters=N blocks=N` when it is ready. SIGTERM or
 Ctrl-C lets running requests end within serve.drain_s seconds (default 30); a second one exits at once."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from jlora.errors import QueueFull, ResourceExhausted
+from jlora.errors import Busy, QueueFull
 
 MOST_CALLS = 1024  # that want no completion, for example to list adapters or to tokenize
 MOST_BYTES = 512 << 20  # of the messages of all calls: gRPC keeps a message until its call has ended
@@ -23,9 +23,9 @@ class Gate:
         self._bytes = 0
 
     def check_calls(self) -> None:
-        """Raises ResourceExhausted if the server has as many calls as it takes."""
+        """Raises Busy if the server has as many calls as it takes."""
         if self._calls >= MOST_CALLS:
-            raise ResourceExhausted(f"the server is busy with {self._calls} calls, limit {MOST_CALLS}")
+            raise Busy(f"the server is busy with {self._calls} calls, limit {MOST_CALLS}")
 
     def check_completions(self, room: int, count: int = 1) -> None:
         """Raises QueueFull if `count` completions do not fit into `room` now, though they do at another time."""
@@ -36,12 +36,12 @@ class Gate:
     def call(self, size: int, counts: bool) -> Iterator[None]:
         """A call with a message of `size` bytes; `counts` says that it wants no completion.
 
-        Raises ResourceExhausted if there are too many of these calls, or too many bytes of all.
+        Raises Busy if there are too many of these calls, or too many bytes of all.
         """
         if counts:
             self.check_calls()
         if self._bytes and self._bytes + size > MOST_BYTES:
-            raise ResourceExhausted(
+            raise Busy(
                 f"the server holds {self._bytes} bytes of requests, and {size} more pass the limit of {MOST_BYTES}"
             )
         self._calls += counts

@@ -14,8 +14,9 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
+from contextlib import asynccontextmanager
 from typing import Self
 
 from jlora.serve.backend import Backend
@@ -77,7 +78,7 @@ class Generation:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if not self._answer.ended:
+        if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
@@ -106,3 +107,37 @@ class Generation:
         self.totals = usage, timing = self._answer.totals()
         if usage.completion_tokens:  # otherwise there was no first token
             self._recent.add(timing.ttft)
+
+
+@asynccontextmanager
+async def together(generations: Sequence[Generation]) -> AsyncIterator[None]:
+    """Submits all at once; if one is refused, none runs. Leaving the context aborts those that have not ended."""
+    try:
+        # All answers are awaited, or an error would leave the others on their way.
+        for entered in await asyncio.gather(*(g.__aenter__() for g in generations), return_exceptions=True):
+            if isinstance(entered, BaseException):
+                raise entered
+        yield
+    finally:
+        for generation in generations:
+            await generation.__aexit__()
+
+
+async def merged(generations: Sequence[Generation]) -> AsyncIterator[list[tuple[int, Delta]]]:
+    """The deltas of all, each with its generation's place, as soon as there are some."""
+    streams = [generation.deltas() for generation in generations]
+    if len(streams) == 1:  # without a task for every delta
+        async for deltas in streams[0]:
+            yield [(0, delta) for delta in deltas]
+        return
+    waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    try:
+        while waiting:
+            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+            places = {waiting.pop(task): task.result() for task in done}
+            waiting |= {asyncio.ensure_future(anext(streams[i], None)): i for i, d in places.items() if d is not None}
+            if pairs := [(i, delta) for i, deltas in places.items() for delta in deltas or ()]:
+                yield pairs
+    finally:
+        for task in waiting:
+            task.cancel()

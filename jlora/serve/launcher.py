@@ -1,7 +1,7 @@
 """The life of a serving process: bind, load, print the ready line, serve, drain, exit.
 
-bind the port (taken: one line, exit 1)
-start gRPC (health NOT_SERVING, calls UNAVAILABLE)
+bind the ports (one is taken: one line, exit 1)
+start gRPC and HTTP (health NOT_SERVING, calls UNAVAILABLE)
 load model and adapters, warm up (failed: one line, exit 1)
 print the ready line, health SERVING
 SIGTERM or SIGINT: refuse new requests, let running ones end, exit 0
@@ -21,12 +21,13 @@ from collections.abc import Sequence
 
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
-from jlora.config import Config
+from jlora.config import Config, ServeConfig
 from jlora.errors import JloraError
 from jlora.ports import ServerGarbage, System
 from jlora.replica import Replica
 from jlora.serve import flags
 from jlora.serve.backend import Backend
+from jlora.serve.http.server import HttpServer
 from jlora.serve.server import GrpcServer, address
 from jlora.serve.tokenizer import Tokenizer
 
@@ -56,25 +57,41 @@ async def serve(config: Config) -> int:
     """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
     stop = _stop_on_signal()
     backend = Backend()
-    server = GrpcServer(backend, config.serve)
-    port = server.bind(config.serve.host, config.serve.port)
+    servers, where = _bind(backend, config.serve)
     if not _is_local(config.serve.host):
-        log.warning("serve.host = %s: no authentication, whoever reaches the port may do all", config.serve.host)
-    await server.start()
+        log.warning("serve.host = %s: no authentication, whoever reaches a port may do all", config.serve.host)
+    for server in servers:
+        await server.start()
     try:
         await _load_or_stop(backend, config, stop)
         replica = backend.loaded
         adapters = len(await asyncio.wrap_future(replica.adapters()))
         blocks = (await asyncio.wrap_future(replica.state())).cache.hbm.total
-        where, model = address(config.serve.host, port), replica.info.model
-        print(f"jlora ready grpc={where} model={model} adapters={adapters} blocks={blocks}", flush=True)
-        if not await _fails_before(stop, replica) and await _drain(backend, server, config.serve.drain_s):
+        print(f"jlora ready {where} model={replica.info.model} adapters={adapters} blocks={blocks}", flush=True)
+        if not await _fails_before(stop, replica) and await _drain(backend, servers, config.serve.drain_s):
             return 0
-        await server.stop(GRACE_S)
+        await _stop(servers, GRACE_S)
         _exit(FAILED)
         return FAILED
     finally:
-        await server.stop(grace_s=0)
+        await _stop(servers, grace_s=0)
+
+
+Servers = Sequence[GrpcServer | HttpServer]
+
+
+def _bind(backend: Backend, config: ServeConfig) -> tuple[Servers, str]:
+    """The servers with their ports taken, and the addresses for the ready line."""
+    made: dict[str, tuple[GrpcServer | HttpServer, int]] = {"grpc": (GrpcServer(backend, config), config.port)}
+    if config.http_port >= 0:
+        made["http"] = (HttpServer(backend, config), config.http_port)
+    ports = {kind: server.bind(config.host, port) for kind, (server, port) in made.items()}
+    where = " ".join(f"{kind}={address(config.host, port)}" for kind, port in ports.items())
+    return [server for server, _ in made.values()], where
+
+
+async def _stop(servers: Servers, grace_s: float) -> None:
+    await asyncio.gather(*(server.stop(grace_s) for server in servers))
 
 
 async def _fails_before(stop: asyncio.Event, replica: Replica) -> bool:
@@ -119,7 +136,7 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     return LocalReplica.start(config, progress=True, system=System(garbage=ServerGarbage())), tokenizer
 
 
-async def _drain(backend: Backend, server: GrpcServer, timeout_s: float) -> bool:
+async def _drain(backend: Backend, servers: Servers, timeout_s: float) -> bool:
     """Lets running requests end and closes the replica; False if the engine has failed or hangs."""
     replica = backend.loaded
     backend.draining = True
@@ -130,7 +147,7 @@ async def _drain(backend: Backend, server: GrpcServer, timeout_s: float) -> bool
     await asyncio.wait((closing,), timeout=CLOSE_S)
     if not closing.done():
         log.error("the engine does not stop: its step has lasted %.0f s", replica.heartbeat_age())
-    await server.stop(GRACE_S)
+    await _stop(servers, GRACE_S)
     return closing.done() and not replica.failure.done()
 
 

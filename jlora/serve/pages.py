@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 
 from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument
@@ -11,6 +11,7 @@ from jlora.replica import Replica
 from jlora.serve import convert
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
+from jlora.types import AdapterInfo
 
 MOST = 1000  # adapters of a page
 PAGE_BYTES = 3 << 20  # a page ends before the adapter that passes this
@@ -23,18 +24,26 @@ async def page(replica: Replica, request: pb.ListAdaptersRequest) -> pb.ListAdap
         raise InvalidArgument(f"page_size = {request.page_size}: must be in [0, {MOST}]")
     size, summary = request.page_size or MOST, request.view == pb.ListAdaptersRequest.SUMMARY
     answer, after, room = pb.ListAdaptersResponse(), check_length(request.page_token, "page_token"), PAGE_BYTES
+    async for info in adapters(replica, after):
+        message = convert.adapter_info(info, summary)
+        room -= message.ByteSize()
+        if len(answer.adapters) == size or (room < 0 and answer.adapters):
+            answer.next_page_token = after
+            break
+        answer.adapters.append(message)
+        after = info.name
+    return answer
+
+
+async def adapters(replica: Replica, after: str = "") -> AsyncIterator[AdapterInfo]:
+    """The adapters behind the name `after` in order of name; the engine describes a few between two steps."""
     while True:
         infos = await asyncio.wrap_future(replica.adapters(after, CHUNK))
         for info in infos:
-            message = convert.adapter_info(info, summary)
-            room -= message.ByteSize()
-            if len(answer.adapters) == size or (room < 0 and answer.adapters):
-                answer.next_page_token = after
-                return answer
-            answer.adapters.append(message)
-            after = info.name
+            yield info
         if len(infos) < CHUNK:
-            return answer
+            return
+        after = infos[-1].name
 
 
 def walk(stub: rpc.AdaptersStub, timeout_s: float | None = None) -> Iterator[pb.AdapterInfo]:

@@ -113,6 +113,7 @@ class GrpcServer:
             looked = now
             well = replica is not None and not self.backend.draining and self._moves(replica, now < patient)
             if well != last:
+                self.backend.serving = well
                 await self._set_health(well)
                 log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
                 last = well

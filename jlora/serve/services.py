@@ -7,34 +7,29 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import logging
 import math
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
 
 import grpc
 
 from jlora import __version__
-from jlora.adapters.names import check_name
 from jlora.config import Config
-from jlora.errors import AlreadyExists, FailedPrecondition, InvalidArgument, JloraError
+from jlora.errors import InvalidArgument
 from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
+from jlora.serve.loading import load_adapter
 from jlora.serve.pages import page
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
-from jlora.serve.status import DeadlineExceeded, shortened
+from jlora.serve.status import DeadlineExceeded
 from jlora.serve.texts import Texts
 from jlora.types import AdapterInfo, Request
-from jlora.validation import MAX_COMPLETIONS, validate
 
 Context = grpc.aio.ServicerContext
-
-log = logging.getLogger(__name__)
 
 # Keys whose values are paths on the server: clients do not see them.
 PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache"})
@@ -53,7 +48,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         self._texts = Texts(backend)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        with self._admitted(request):
+        with self._backend.admitted(_completions(request)):
             ready = await self._request(request, context)
             # Without stop strings nothing needs to be read before the end.
             async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
@@ -61,7 +56,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
                 return convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        with self._admitted(request):
+        with self._backend.admitted(_completions(request)):
             ready = await self._request(request, context)
             async with Generation(self._backend, ready, eager=True) as generation:
                 async for deltas in generation.deltas():
@@ -78,37 +73,35 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         limits = self._backend.loaded.info.limits
-        return pb.TokenizeResponse(token_ids=await self._texts.tokenize(request), max_model_len=limits.max_len)
+        return pb.TokenizeResponse(
+            token_ids=await self._texts.tokenize(convert.tokenize_input(request)), max_model_len=limits.max_len
+        )
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         return pb.DetokenizeResponse(text=await self._texts.detokenize(request.token_ids, request.keep_special))
 
-    def _admitted(self, message: pb.GenerateRequest) -> AbstractContextManager[None]:
-        """Counts the request's completions until it ends. Raises QueueFull before anything is tokenized."""
-        count = message.sampling.n if message.sampling.HasField("n") else 1
-        return self._backend.gate.completions(self._backend.room, min(max(1, count), MAX_COMPLETIONS))
-
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
-        backend = self._backend
-        limits = backend.loaded.info.limits  # first: while loading there is nothing to validate against
+        adapter = self._backend.adapter_of(message.model)  # first: while loading there is nothing to validate against
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
         deadline = None if left is None else time.monotonic() + left
-        if message.stopping.stop and backend.tokenizer is None:
-            raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
-        adapter = backend.adapter_of(message.model)
-        request = Request(
+        draft = Request(
             id=message.request_id or uuid.uuid4().hex,
-            prompt=tuple(await self._texts.prompt(message)),
+            prompt=(),
             sampling=convert.sampling_params(message),
             adapter=adapter,
             priority=message.priority,
             bypass_prefix_cache=message.bypass_prefix_cache,
             tenant=message.tenant,
             deadline=deadline,
+            cache_salt=message.cache_salt,
         )
-        return validate(request, limits)
+        return await self._texts.request(convert.prompt(message), draft)
+
+
+def _completions(message: pb.GenerateRequest) -> int:
+    return message.sampling.n if message.sampling.HasField("n") else 1
 
 
 class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
@@ -116,17 +109,8 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
         replica = self._backend.loaded
-        name = check_name(request.name)
-        if name == replica.info.model:
-            raise AlreadyExists(f"name = {name!r}: is the base model's name")
-        if not request.path:
-            raise InvalidArgument("path: is empty, must name a directory on the server")
-        try:
-            return await _info(replica.load_adapter(name, request.path, request.pinned, request.replace))
-        except JloraError as e:
-            # The client's message names a file by its directory and name; only the log has the whole path.
-            log.warning("adapter %s is not loaded from %.4096r: %s", name, request.path, shortened(str(e)))
-            raise
+        loaded = await load_adapter(replica, request.name, request.path, request.pinned, request.replace)
+        return convert.adapter_info(loaded)
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.AdapterInfo:
         return await _info(self._backend.loaded.unload_adapter(request.name))

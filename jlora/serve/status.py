@@ -12,7 +12,7 @@ import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -22,6 +22,8 @@ from jlora import errors
 from jlora.serve.backend import Backend
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 PACKAGE = "/jlora.v1."
 QUEUED = frozenset({f"{PACKAGE}Inference/Generate", f"{PACKAGE}Inference/GenerateStream"})
@@ -59,12 +61,21 @@ ENDS = (asyncio.CancelledError, GeneratorExit)
 
 def status_of(error: BaseException, method: str) -> tuple[grpc.StatusCode, str]:
     """The code and message for a client."""
-    for cls in type(error).__mro__:
-        if cls in CODES:
-            return CODES[cls], shortened(str(error))
-    opaque = uuid.uuid4().hex[:12]
-    log.error("internal error %s in %s", opaque, method, exc_info=error)
-    return grpc.StatusCode.INTERNAL, f"internal error {opaque}: the server's log has the details under this id"
+    if (code := entry_of(CODES, error)) is not None:
+        return code, shortened(str(error))
+    return grpc.StatusCode.INTERNAL, opaque(error, method)
+
+
+def entry_of(table: Mapping[type[Exception], T], error: BaseException) -> T | None:
+    """The entry of the error's class, or of the nearest one that it inherits from."""
+    return next((table[cls] for cls in type(error).__mro__ if cls in table), None)
+
+
+def opaque(error: BaseException, method: str) -> str:
+    """What a client is told about our bug; the log gets the trace."""
+    name = uuid.uuid4().hex[:12]
+    log.error("internal error %s in %s", name, method, exc_info=error)
+    return f"internal error {name}: the server's log has the details under this id"
 
 
 def shortened(message: str) -> str:

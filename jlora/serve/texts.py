@@ -6,54 +6,71 @@ is checked first, and longer work runs on few threads while the tokenizer has re
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Protocol
 
-from jlora.errors import FailedPrecondition, InvalidArgument, OutOfRange, ResourceExhausted
+from jlora.errors import FailedPrecondition, InvalidArgument, OutOfRange
 from jlora.serve.backend import Backend
-from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tokenizer import Tokenizer
-from jlora.validation import check_prompt_length
+from jlora.serve.workers import INLINE_CHARS
+from jlora.types import Request
+from jlora.validation import check_prompt_length, validate
 
-T = TypeVar("T")
-
-THREADS = 2
-INLINE_CHARS = 1024  # a text of this length takes 0.2 ms
-WAITING_CHARS = 16 << 20  # of all texts on the threads and before them: some seconds of work
 MAX_MESSAGES = 4096  # of a chat; a template takes about 2 µs for one
 MAX_LISTED = 1 << 20  # ids in an answer of Tokenize: below a default client's 4 MiB
 
 
+class Message(Protocol):
+    """One message of a chat."""
+
+    @property
+    def role(self) -> str: ...
+
+    @property
+    def content(self) -> str: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Chat:
+    """A conversation for the model's chat template; `ask` ends it with the prompt for an answer."""
+
+    messages: Sequence[Message]
+    ask: bool = True
+
+
+Prompt = str | Chat | Sequence[int]
+
+
 class Texts:
-    """The tokenizer of a `Backend` for its servicers. Every method may raise FailedPrecondition: there is none."""
+    """The tokenizer of a `Backend` for its fronts. Every method may raise FailedPrecondition: there is none."""
 
     def __init__(self, backend: Backend):
         self._backend = backend
-        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="jlora-text")
-        self._chars = 0
 
-    async def prompt(self, message: pb.GenerateRequest) -> Sequence[int]:
-        """The token ids of a request: of its text, of its chat through the template, or its own.
+    async def request(self, prompt: Prompt, draft: Request) -> Request:
+        """The validated request: `draft` with the prompt's token ids.
 
-        Raises InvalidArgument for none at all, OutOfRange for more than the context takes.
+        Raises OutOfRange for a prompt that the context does not take, and what `validate` raises.
         """
         limits = self._backend.loaded.info.limits
-        if message.WhichOneof("prompt") == "token_ids":
-            ids = message.token_ids.ids
-            check_prompt_length(len(ids), limits)  # before they become Python's
-            return ids
-        return await self._encode(message, "prompt", lambda count: check_prompt_length(count, limits))
+        if draft.sampling.stop and self._backend.tokenizer is None:
+            raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
+        if isinstance(prompt, str | Chat):
+            ids: Sequence[int] = await self._encode(prompt, lambda count: check_prompt_length(count, limits))
+        else:
+            check_prompt_length(len(prompt), limits)  # before protobuf's become Python's
+            ids = prompt
+        return validate(replace(draft, prompt=tuple(ids)), limits)
 
-    async def tokenize(self, message: pb.TokenizeRequest) -> list[int]:
-        """As `prompt`, but also for more than the context takes."""
+    async def tokenize(self, prompt: str | Chat) -> list[int]:
+        """The token ids of a text or a chat, also if they are more than the context takes."""
 
         def check(count: int) -> None:
             if count > MAX_LISTED:
                 raise OutOfRange(f"input: has {count} tokens, Tokenize lists at most {MAX_LISTED}")
 
-        return await self._encode(message, "input", check)
+        return await self._encode(prompt, check)
 
     async def detokenize(self, ids: Sequence[int], keep_special: bool) -> str:
         """The text of `ids`. Raises InvalidArgument for an id that is none, or more ids than the context takes."""
@@ -68,25 +85,18 @@ class Texts:
                 raise InvalidArgument(f"token_ids[{i}] = {token}: must be in [0, {limits.vocab})")
             return tokenizer.decode(listed, skip_special=not keep_special)
 
-        return await self._beside(len(ids), work)
+        return await self._backend.workers.run(len(ids), work)
 
-    async def _encode(
-        self, message: pb.GenerateRequest | pb.TokenizeRequest, oneof: str, check: Callable[[int], None]
-    ) -> list[int]:
-        match message.WhichOneof(oneof):
-            case "text":
-                tokenizer, text = self._tokenizer("prompt.text"), message.text
-                if not text:
-                    raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
-                self._check_chars("prompt.text", len(text))
-                return await self._beside(len(text), lambda: tokenizer.encode(text, check))
-            case "chat":
-                return await self._chat(message.chat, check)
-            case _:
-                choices = [field.name for field in message.DESCRIPTOR.oneofs_by_name[oneof].fields]
-                raise InvalidArgument(f"{oneof}: is not set; give {' or '.join(choices)}")
+    async def _encode(self, prompt: str | Chat, check: Callable[[int], None]) -> list[int]:
+        if isinstance(prompt, Chat):
+            return await self._chat(prompt, check)
+        tokenizer = self._tokenizer("prompt.text")
+        if not prompt:
+            raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
+        self._check_chars("prompt.text", len(prompt))
+        return await self._backend.workers.run(len(prompt), lambda: tokenizer.encode(prompt, check))
 
-    async def _chat(self, chat: pb.Chat, check: Callable[[int], None]) -> list[int]:
+    async def _chat(self, chat: Chat, check: Callable[[int], None]) -> list[int]:
         tokenizer = self._tokenizer("prompt.chat")
         if len(chat.messages) > MAX_MESSAGES:
             raise InvalidArgument(f"messages: has {len(chat.messages)} messages, must have at most {MAX_MESSAGES}")
@@ -95,11 +105,11 @@ class Texts:
         self._check_chars("prompt.chat", size)
 
         def work() -> list[int]:
-            text = tokenizer.render(messages)
+            text = tokenizer.render(messages, chat.ask)
             self._check_chars("prompt.chat", len(text))  # the template may have added some
             return tokenizer.encode(text, check, special=False)
 
-        return await self._beside(max(size, INLINE_CHARS + 1), work)
+        return await self._backend.workers.run(max(size, INLINE_CHARS + 1), work)
 
     def _check_chars(self, field: str, chars: int) -> None:
         max_len = self._backend.loaded.info.limits.max_len
@@ -111,18 +121,3 @@ class Texts:
         if self._backend.tokenizer is None:
             raise FailedPrecondition(f"{field}: needs a tokenizer, and the model has none; use prompt.token_ids")
         return self._backend.tokenizer
-
-    async def _beside(self, chars: int, work: Callable[[], T]) -> T:
-        """Runs `work` over so many characters on a thread, or at once if they are few."""
-        if chars <= INLINE_CHARS:
-            return work()
-        if self._chars and self._chars + chars > WAITING_CHARS:
-            raise ResourceExhausted(
-                f"the tokenizer is busy: {self._chars} characters wait for it, and {chars} more pass the limit of "
-                f"{WAITING_CHARS}; ask again later"
-            )
-        self._chars += chars
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._chars -= chars

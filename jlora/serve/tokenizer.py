@@ -116,8 +116,8 @@ class Tokenizer:
         """
         return self.encode(self.render(messages), special=False)
 
-    def render(self, messages: Sequence[Mapping[str, str]]) -> str:
-        """The conversation as the model's text; errors as in `chat`."""
+    def render(self, messages: Sequence[Mapping[str, str]], ask: bool = True) -> str:
+        """The conversation as the model's text, with the prompt for an answer if `ask`; errors as in `chat`."""
         if self._template is None:
             raise FailedPrecondition("chat: the model has no chat template; send text or token ids")
         try:
@@ -127,7 +127,7 @@ class Tokenizer:
             raise InvalidArgument(f"messages{where.rstrip('`')}: {problem[0].lower()}{problem[1:]}") from e
         values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, **self._specials}
         try:
-            return self._template.render(**values, add_generation_prompt=True)
+            return self._template.render(**values, add_generation_prompt=ask)
         except jinja2.TemplateError as e:
             raise InvalidArgument(f"chat: the model's chat template refuses the messages: {e}") from e
         except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
@@ -137,6 +137,14 @@ class Tokenizer:
     def is_silent(self, token_id: int) -> bool:
         """Whether the token has no text: it is special, or not in the tokenizer."""
         return token_id in self._special_ids or self._core.id_to_token(token_id) is None
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token as it stands inside a text, with its space; a special token's name."""
+        if self.is_silent(token_id):
+            return self._core.id_to_token(token_id) or ""
+        if (raw := self.token_bytes(token_id)) is not None:
+            return raw.decode("utf-8", "replace")
+        return self.decode([token_id, token_id])[len(self.decode([token_id])) :]
 
     def token_bytes(self, token_id: int) -> bytes | None:
         """The raw bytes a token stands for; None if it stands for text, which `decode` gives."""

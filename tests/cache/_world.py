@@ -358,9 +358,9 @@ class World:
     def _kv(self, job: Job, end: int) -> Content:
         uid, at = job.adapter.uid, job.origin.activation
         if at is None:
-            return ("kv", uid, job.origin.tenant, *job.tokens[:end])
+            return ("kv", uid, job.origin.salt, *job.tokens[:end])
         activated = (("acts", uid), *job.tokens[at:end]) if end > at else ()
-        return ("kv", 0, job.origin.tenant, *job.tokens[: min(at, end)], *activated)
+        return ("kv", 0, job.origin.salt, *job.tokens[: min(at, end)], *activated)
 
     def _check_held(self, node: Node, expected: list[Content]) -> None:
         if node.on_device:

@@ -22,6 +22,7 @@ from jlora.model import checkpoint
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
 from jlora.serve.backend import Backend
+from jlora.serve.http.server import HttpServer
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
@@ -50,11 +51,12 @@ PATIENT = ServeConfig(heartbeat_s=60.0)
 
 @dataclass
 class Served:
-    """Stubs over one channel to a server in this process, and its replica."""
+    """Stubs over one channel to a server in this process, its HTTP address, and its replica."""
 
     backend: Backend
     channel: grpc.Channel
     address: str
+    http: str
     inference: rpc.InferenceStub = field(init=False)
     adapters: rpc.AdaptersStub = field(init=False)
     control: rpc.ControlStub = field(init=False)
@@ -148,22 +150,26 @@ def serve(model: Path, overrides: Mapping[str, Any], system: System | None = Non
 
 @contextmanager
 def serving(backend: Backend, config: ServeConfig = PATIENT) -> Iterator[Served]:
-    """A gRPC server over `backend` on a loop thread of its own."""
+    """A gRPC and an HTTP server over `backend` on one loop thread of their own."""
 
-    async def start() -> tuple[GrpcServer, int]:
-        server = GrpcServer(backend, config)
-        port = server.bind("127.0.0.1", 0)
-        await server.start()
-        return server, port
+    async def start() -> tuple[list[GrpcServer | HttpServer], list[int]]:
+        servers = [GrpcServer(backend, config), HttpServer(backend, config)]
+        ports = [server.bind("127.0.0.1", 0) for server in servers]
+        for server in servers:
+            await server.start()
+        return servers, ports
+
+    async def stop(servers: list[GrpcServer | HttpServer]) -> None:
+        await asyncio.gather(*(server.stop(0) for server in servers))
 
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, name="grpc", daemon=True)
     thread.start()
     try:
-        server, port = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
+        servers, (port, http) = asyncio.run_coroutine_threadsafe(start(), loop).result(30)
         with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-            yield Served(backend, channel, f"127.0.0.1:{port}")
-        asyncio.run_coroutine_threadsafe(server.stop(0), loop).result(30)
+            yield Served(backend, channel, f"127.0.0.1:{port}", f"http://127.0.0.1:{http}")
+        asyncio.run_coroutine_threadsafe(stop(servers), loop).result(30)
     finally:
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)

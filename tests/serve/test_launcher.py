@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import IO
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -32,7 +33,10 @@ from tests.serve._server import SMALL, refused, request, wait_until
 
 CODE = grpc.StatusCode
 ROOT = Path(__file__).resolve().parents[2]
-READY = re.compile(r"jlora ready grpc=(127\.0\.0\.1:\d+) model=(\S+) adapters=(\d+) blocks=(\d+)\n")
+READY = re.compile(
+    r"jlora ready grpc=(127\.0\.0\.1:\d+) (?:http=(?P<http>\S+) )?"
+    r"model=(?P<model>\S+) adapters=(?P<adapters>\d+) blocks=(?P<blocks>\d+)\n"
+)
 
 
 # -- cannot start -------------------------------------------------------------------------------
@@ -168,7 +172,8 @@ def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
     argv = ["--model", str(text_model), "--adapter-dir", str(text_model.parent / "adapters"), "--port", "0", *quick]
     with process([*argv, "--served-model-name", "named"]) as server:
         line = ready(server)
-        assert (line[2], line[3], int(line[4])) == ("named", "3", SMALL["cache.hbm_blocks"])
+        assert (line["model"], line["adapters"]) == ("named", "3") and line["http"] is None
+        assert int(line["blocks"]) == SMALL["cache.hbm_blocks"]
         with grpc.insecure_channel(line[1]) as channel:
             inference, health = rpc.InferenceStub(channel), health_pb2_grpc.HealthStub(channel)
             assert inference.Generate(request("Hello", model="named:upper")).outputs[0].text
@@ -182,6 +187,30 @@ def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
             assert list(stream)[-1].usage.completion_tokens == 1500
         output, _ = server.communicate(timeout=20)
         assert server.returncode == 0 and output == ""  # the ready line was all
+
+
+def test_http_answers_and_drains_as_grpc_does(text_model: Path, quick: list[str]):
+    body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True}
+    with process(["--model", str(text_model), "--port", "0", "--http-port", "0", *quick]) as server:
+        with httpx.Client(base_url=f"http://{ready(server)['http']}", timeout=60) as http:
+            wait_until(lambda: http.get("/health").status_code == 200)
+            with http.stream("POST", "/v1/completions", json=body) as answer:
+                lines = answer.iter_lines()
+                next(lines)
+                server.send_signal(signal.SIGTERM)
+                wait_until(lambda: http.get("/health").status_code == 503)
+                refusal = http.post("/v1/completions", json={**body, "stream": False})
+                assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
+                assert [line for line in lines if line][-1] == "data: [DONE]"
+        output, errors = server.communicate(timeout=20)
+        assert server.returncode == 0 and output == "", errors
+
+
+def test_a_taken_http_port_is_told_before_the_model_is_read(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(launcher, "load", lambda _: pytest.fail("the model is read"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        said = started(["--model", "x", "--http-port", str(taken.getsockname()[1])])
+    assert said.startswith("ConfigError: cannot listen on 127.0.0.1:") and "serve.http_port" in said
 
 
 def test_drain_does_not_wait_longer_than_it_was_told(text_model: Path, quick: list[str]):

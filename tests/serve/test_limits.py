@@ -14,7 +14,7 @@ import grpc
 import pytest
 
 from jlora.errors import QueueFull, ResourceExhausted
-from jlora.serve import texts
+from jlora.serve import workers
 from jlora.serve.gate import MOST_CALLS, Gate
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -101,7 +101,7 @@ def test_ids_are_counted_before_they_are_looked_at(served: Served, work: Work):
 
 
 def test_what_waits_for_the_tokenizer_is_bounded(served: Served, work: Work, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(texts, "WAITING_CHARS", 5000)
+    monkeypatch.setattr(workers, "WAITING_CHARS", 5000)
     free, tokenizer = threading.Event(), served.backend.tokenizer
     assert tokenizer is not None
     whole = tokenizer.encode

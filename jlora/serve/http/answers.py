@@ -1,0 +1,185 @@
+"""Deltas as OpenAI's JSON: whole answers, and the pieces of a stream."""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from jlora.serve.tokenizer import Tokenizer
+from jlora.types import Delta, Timing, TokenLogprob, Usage
+
+Totals = tuple[Usage, Timing]
+
+
+@dataclass(frozen=True, slots=True)
+class Tokens:
+    """The texts of single tokens; `by_id` says `token_id:N` instead."""
+
+    tokenizer: Tokenizer | None
+    by_id: bool
+
+    def text(self, token_id: int) -> str:
+        if self.by_id or self.tokenizer is None:
+            return f"token_id:{token_id}"
+        return self.tokenizer.token_text(token_id)
+
+    def raw(self, token_id: int) -> bytes:
+        """The bytes of a token; a character may need several tokens."""
+        known = None if self.tokenizer is None else self.tokenizer.token_bytes(token_id)
+        return self.text(token_id).encode() if known is None else known
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body says about the answer's form.
+
+    Attributes:
+        prompts: the token ids of every prompt.
+        echoes: the text that each completion begins with; empty without `echo`.
+    """
+
+    id: str
+    model: str
+    n: int
+    ids: bool
+    prompts: Sequence[Sequence[int]]
+    echoes: Sequence[str] = ()
+
+
+class Answers(ABC):
+    """The answers to one body. `place` is the number of a prompt, in the body's order."""
+
+    object: str
+    part: str  # the object of a stream's pieces
+
+    def __init__(self, asked: Asked, tokens: Tokens):
+        self.asked = asked
+        self.tokens = tokens
+        self._created = int(time.time())
+        self._begun: set[int] = set()  # choices with a piece
+
+    @abstractmethod
+    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+        """The delta as a choice; `piece` of a stream."""
+
+    def whole(self, deltas: Sequence[Sequence[Delta]], totals: Sequence[Totals]) -> dict[str, Any]:
+        """The answer of a call that does not stream."""
+        choices = [self._choice(i, delta, False) for i, several in enumerate(deltas) for delta in several]
+        return {**self._head(self.object), "choices": choices, **summed(totals)}
+
+    def piece(self, place: int, delta: Delta) -> dict[str, Any]:
+        """One event of a stream."""
+        return {**self._head(self.part), "choices": [self._choice(place, delta, True)]}
+
+    def last(self, totals: Sequence[Totals]) -> dict[str, Any]:
+        """The event after the last choice, if the client asked for usage."""
+        return {**self._head(self.part), "choices": [], **summed(totals)}
+
+    def index(self, place: int, delta: Delta) -> int:
+        """The number of a choice: n of them for every prompt."""
+        return place * self.asked.n + delta.index
+
+    def begins(self, place: int, delta: Delta) -> bool:
+        """Whether this is a choice's first piece."""
+        index = self.index(place, delta)
+        first = index not in self._begun
+        self._begun.add(index)
+        return first
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.asked.id, "object": kind, "created": self._created, "model": self.asked.model}
+
+    def _choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+        made = {
+            "index": self.index(place, delta),
+            **self.choice(place, delta, piece),
+            "finish_reason": delta.finish_reason,
+        }
+        if self.asked.ids:
+            made["token_ids"] = delta.token_ids
+        if self.asked.ids and not piece:
+            made["prompt_token_ids"] = self.asked.prompts[place]
+        if delta.prompt_logprobs is not None and not piece:
+            made["prompt_logprobs"] = [self._by_id(entry) for entry in delta.prompt_logprobs]
+        return made
+
+    def _by_id(self, entry: TokenLogprob | None) -> dict[str, Any] | None:
+        """vLLM's form: token id -> its logprob and text."""
+        if entry is None:
+            return None
+        pairs = dict([*entry.top, (entry.token_id, entry.logprob)])
+        return {str(t): {"logprob": p, "decoded_token": self.tokens.text(t)} for t, p in pairs.items()}
+
+
+class Completions(Answers):
+    """`/v1/completions`."""
+
+    object = part = "text_completion"
+
+    def __init__(self, asked: Asked, tokens: Tokens):
+        super().__init__(asked, tokens)
+        self._chars: dict[int, int] = {}  # of a choice's text so far
+
+    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+        echo = self.asked.echoes[place] if self.asked.echoes and self.begins(place, delta) else ""
+        return {"text": echo + delta.text, "logprobs": self._logprobs(place, delta, bool(self.asked.echoes))}
+
+    def _logprobs(self, place: int, delta: Delta, echo: bool) -> dict[str, Any] | None:
+        if delta.logprobs is None:
+            return None
+        entries: list[TokenLogprob | None] = (
+            [*(delta.prompt_logprobs or ()), *delta.logprobs] if echo else [*delta.logprobs]
+        )
+        ids = [entry.token_id if entry else self.asked.prompts[place][0] for entry in entries]
+        texts = [self.tokens.text(i) for i in ids]
+        at, offsets = self._chars.get(self.index(place, delta), 0), []
+        for text in texts:
+            offsets.append(at)
+            at += len(text)
+        self._chars[self.index(place, delta)] = at
+        return {
+            "tokens": texts,
+            "token_logprobs": [entry and entry.logprob for entry in entries],
+            "top_logprobs": [entry and self._likely(entry) for entry in entries],
+            "text_offset": offsets,
+        }
+
+    def _likely(self, entry: TokenLogprob) -> dict[str, float]:
+        return {self.tokens.text(t): p for t, p in [*reversed(entry.top), (entry.token_id, entry.logprob)]}
+
+
+class ChatAnswers(Answers):
+    """`/v1/chat/completions`."""
+
+    object = "chat.completion"
+    part = "chat.completion.chunk"
+
+    def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+        logprobs = None if delta.logprobs is None else {"content": [self._token(entry) for entry in delta.logprobs]}
+        role = {"role": "assistant"} if not piece or self.begins(place, delta) else {}
+        return {"delta" if piece else "message": {**role, "content": delta.text}, "logprobs": logprobs}
+
+    def _token(self, entry: TokenLogprob) -> dict[str, Any]:
+        return {**self._one(entry.token_id, entry.logprob), "top_logprobs": [self._one(*pair) for pair in entry.top]}
+
+    def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
+        return {"token": self.tokens.text(token_id), "logprob": logprob, "bytes": list(self.tokens.raw(token_id))}
+
+
+def summed(totals: Sequence[Totals]) -> dict[str, Any]:
+    """Usage of all prompts together, and the timing of the one with the first token."""
+    usages = [usage for usage, _ in totals]
+    prompt, output = sum(u.prompt_tokens for u in usages), sum(u.completion_tokens for u in usages)
+    timing = min((timing for _, timing in totals), key=lambda t: t.ttft or float("inf"))
+    return {
+        "usage": {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
+        },
+        "timing": {f"{name}_s": seconds for name, seconds in asdict(timing).items()},
+    }

@@ -1,0 +1,159 @@
+"""One HTTP request: its body within bounds, and its answer as JSON or as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import msgspec
+from starlette.types import Receive, Scope, Send
+
+from jlora.config import ServeConfig
+from jlora.errors import InvalidArgument, ResourceExhausted
+from jlora.serve.backend import Backend
+from jlora.serve.http import failures
+
+JSON = "application/json"
+EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """One server-sent event."""
+    return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class Call:
+    """What a handler sees of its request, and the ways to answer it."""
+
+    def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig):
+        self.body = b""
+        self.matched: Mapping[str, str] = scope.get("path_params", {})  # what the route's pattern matched
+        self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self._receive = receive
+        self._send = send
+        self._config = config
+        self._started = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of the body that the client declares, or the most that it may send. Raises BodyTooLarge."""
+        most = int(self._config.max_request_mib * 2**20)
+        size = int(self.headers.get("content-length", most if "transfer-encoding" in self.headers else 0))
+        self._check_size(size)
+        return size
+
+    def _check_size(self, size: int) -> None:
+        if size > self._config.max_request_mib * 2**20:
+            limit = self._config.max_request_mib
+            raise failures.BodyTooLarge(f"the body has {size} bytes, limit serve.max_request_mib = {limit:g}")
+
+    async def read(self) -> None:
+        """Takes the body. Raises BodyTooLarge, and InvalidArgument for one that does not arrive."""
+        parts, size, more = [], 0, True
+        try:
+            async with asyncio.timeout(self._config.stall_s):
+                while more:
+                    message = await self._receive()
+                    if message["type"] == "http.disconnect":
+                        raise asyncio.CancelledError
+                    parts.append(message.get("body", b""))
+                    size += len(parts[-1])
+                    self._check_size(size)
+                    more = message.get("more_body", False)
+        except TimeoutError:
+            raise InvalidArgument(f"the body has not arrived in serve.stall_s = {self._config.stall_s:g} s") from None
+        self.body = b"".join(parts)
+
+    async def json(self, value: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
+        """The whole answer."""
+        await self.whole(msgspec.json.encode(value), status, {"content-type": JSON, **(headers or {})})
+
+    async def whole(self, content: bytes, status: int, headers: Mapping[str, str]) -> None:
+        """The whole answer as bytes."""
+        await self._start(status, {"content-length": str(len(content)), **headers})
+        await self._send({"type": "http.response.body", "body": content})
+
+    async def write(self, events: bytes, more: bool = True) -> None:
+        """Server-sent events, once the client has read enough of those before. Raises ResourceExhausted if not."""
+        if not self._started:
+            await self._start(200, EVENTS)
+        try:
+            async with asyncio.timeout(self._config.stall_s):
+                await self._send({"type": "http.response.body", "body": events, "more_body": more})
+        except TimeoutError:
+            limit = f"serve.stall_s = {self._config.stall_s:g} s"
+            raise ResourceExhausted(f"the client has read nothing for {limit}") from None
+
+    async def fail(self, error: BaseException, where: str) -> None:
+        """An error as the answer, or as the last event of a stream."""
+        status, value, headers = failures.answer(error, where)
+        if not self._started:
+            await self.json(value, status, headers)
+        else:
+            await self._send({"type": "http.response.body", "body": event(value) + DONE})
+
+    async def gone(self) -> None:
+        """Returns when the client has closed its connection."""
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _start(self, status: int, headers: Mapping[str, str]) -> None:
+        self._started = True
+        raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
+        await self._send({"type": "http.response.start", "status": status, "headers": raw})
+
+
+Handler = Callable[[Call], Awaitable[None]]
+
+
+class Endpoint:
+    """One route as an ASGI application: admission, the body, the handler, and errors as answers.
+
+    `queued` says that a call wants completions: with a full queue it is refused before its body is read.
+    """
+
+    def __init__(self, handler: Handler, backend: Backend, config: ServeConfig, queued: bool = False):
+        self._handler = handler
+        self._backend = backend
+        self._config = config
+        self._queued = queued
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        call = Call(scope, receive, send, self._config)
+        try:
+            await self._answer(call, scope["method"] == "POST")
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
+            await call.fail(e, scope["path"])
+
+    async def _answer(self, call: Call, posted: bool) -> None:
+        gate = self._backend.gate
+        if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
+            gate.check_completions(self._backend.room)
+        with gate.call(call.size, counts=not self._queued):
+            if posted:
+                _check_type(call.headers.get("content-type", ""))
+                await call.read()
+            await _while_here(call, self._handler(call))
+
+
+def _check_type(given: str) -> None:
+    """A browser asks before it sends JSON to a foreign host; other types could come from any page."""
+    if given.partition(";")[0].strip().lower() != JSON:
+        raise InvalidArgument(f"content-type = {given[:60]!r}: must be {JSON}")
+
+
+async def _while_here(call: Call, work: Awaitable[None]) -> None:
+    """Runs `work` until it ends or the client has gone."""
+    working, gone = asyncio.ensure_future(work), asyncio.ensure_future(call.gone())
+    try:
+        await asyncio.wait((working, gone), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        working.cancel()
+        gone.cancel()
+        await asyncio.wait((working, gone))
+    if not working.cancelled():
+        working.result()

@@ -1,0 +1,70 @@
+"""Errors in OpenAI's shape: a status, a type, a code, and the parameter that the message names."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jlora import errors
+from jlora.serve.status import DeadlineExceeded, entry_of, opaque, shortened
+
+RETRY_S = "1"  # a client's wait before it asks a busy server again
+
+
+class BodyTooLarge(errors.JloraError):
+    """The body passes `serve.max_request_mib`."""
+
+
+class Failure(NamedTuple):
+    """How an error class leaves."""
+
+    status: int
+    code: str
+    retry: bool = False
+
+
+FAILURES: Mapping[type[Exception], Failure] = {
+    errors.InvalidArgument: Failure(400, "invalid_value"),
+    errors.OutOfRange: Failure(400, "context_length_exceeded"),
+    errors.FailedPrecondition: Failure(400, "not_supported"),
+    errors.DataLoss: Failure(400, "damaged_file"),
+    errors.ResourceExhausted: Failure(400, "does_not_fit"),
+    errors.NotFound: Failure(404, "model_not_found"),
+    errors.AlreadyExists: Failure(409, "already_exists"),
+    BodyTooLarge: Failure(413, "request_too_large"),
+    errors.Busy: Failure(429, "rate_limit_exceeded", retry=True),
+    errors.Unavailable: Failure(503, "unavailable", retry=True),
+    DeadlineExceeded: Failure(504, "deadline_exceeded"),
+}
+# What the shared code calls a field -> its name in a body.
+_NAMES = {
+    "prompt.text": "prompt",
+    "prompt.chat": "messages",
+    "prompt.token_ids": "prompt",
+    "token_ids": "tokens",
+    "chat": "messages",
+    "include_stop": "include_stop_str_in_output",
+    "name": "lora_name",
+    "path": "lora_path",
+}
+_FIELD = re.compile(r"([a-z_][\w.\[\]]*)(?= = |: )")
+
+
+def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """Status, body and headers for a client."""
+    failure = entry_of(FAILURES, error)
+    if failure is None:
+        return 500, body(500, opaque(error, where)), {}
+    said = shortened(str(error))
+    found = _FIELD.match(said)
+    field = None if found is None else _NAMES.get(found[1], found[1])
+    message = said if found is None else f"{field}{said[found.end() :]}"
+    headers = {"retry-after": RETRY_S} if failure.retry else {}
+    return failure.status, body(failure.status, message, field, failure.code), headers
+
+
+def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    """The JSON of an error."""
+    kind = "server_error" if status >= 500 else "rate_limit_error" if status == 429 else "invalid_request_error"
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,0 +1,154 @@
+"""Completions, chats, prefetch and the tokenizer over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from jlora.errors import InvalidArgument
+from jlora.serve.backend import Backend
+from jlora.serve.generation import Generation, merged, together
+from jlora.serve.http.answers import Answers, Asked, ChatAnswers, Completions, Tokens
+from jlora.serve.http.call import DONE, Call, event
+from jlora.serve.http.schema import (
+    MAX_TOKENS,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    GenerationBody,
+    PrefetchBody,
+    TokenizeBody,
+    read,
+)
+from jlora.serve.texts import Prompt, Texts
+from jlora.types import Request, SamplingParams
+
+
+class Inference:
+    """The handlers of calls that generate or prepare to."""
+
+    def __init__(self, backend: Backend):
+        self._backend = backend
+        self._texts = Texts(backend)
+
+    async def completions(self, call: Call) -> None:
+        """`/v1/completions`."""
+        body = read(call.body, CompletionBody)
+        _check_stream(body, body.echo and body.logprobs is not None)
+        prompts = body.prompts()
+        self._check_count(len(prompts) * max(1, body.n or 1))
+        # An echo with log-probabilities has those of the prompt, too.
+        wanted = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
+        most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
+        sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=most)
+        with self._backend.admitted(sampling.n, len(prompts)):
+            requests = await self._requests(body, prompts, sampling)
+            echoes = [await self._echo(p) for p in prompts] if body.echo else ()
+            asked = self._asked("cmpl-", body, requests, echoes)
+            await self._answer(call, body, requests, Completions(asked, self._tokens(body)))
+
+    async def chat(self, call: Call) -> None:
+        """`/v1/chat/completions`."""
+        body = read(call.body, ChatBody)
+        _check_stream(body, False)
+        sampling = body.sampling(logprobs=body.most_likely(), max_tokens=body.most_tokens())
+        chat = body.chat()
+        with self._backend.admitted(sampling.n):
+            requests = await self._requests(body, [chat], sampling)
+            asked = self._asked("chatcmpl-", body, requests)
+            await self._answer(call, body, requests, ChatAnswers(asked, self._tokens(body)))
+
+    async def prefetch(self, call: Call) -> None:
+        """`/v1/prefetch`: brings a later request's adapter and cached prefix to the device."""
+        body = read(call.body, PrefetchBody)
+        adapter = self._backend.adapter_of(body.model or "")
+        draft = Request(uuid.uuid4().hex, (), adapter=adapter, cache_salt=body.cache_salt or "")
+        ready = await self._texts.request(body.asked(), draft)
+        result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
+        coming = {"cached_tokens": result.cached_tokens, "coming_bytes": result.coming_bytes}
+        await call.json({"adapter_resident": result.resident_adapter, **coming})
+
+    async def tokenize(self, call: Call) -> None:
+        """`/tokenize`."""
+        body = read(call.body, TokenizeBody)
+        limits, prompt = self._backend.loaded.info.limits, body.asked()
+        ids = await self._texts.tokenize(prompt)
+        answer: dict[str, Any] = {"count": len(ids), "max_model_len": limits.max_len, "tokens": ids}
+        if body.return_token_strs:
+            tokens = Tokens(self._backend.tokenizer, by_id=False)
+            answer["token_strs"] = [tokens.text(i) for i in ids]
+        await call.json(answer)
+
+    async def detokenize(self, call: Call) -> None:
+        """`/detokenize`; special tokens show by name, as in vLLM."""
+        body = read(call.body, DetokenizeBody)
+        await call.json({"prompt": await self._texts.detokenize(body.tokens, keep_special=True)})
+
+    def _check_count(self, completions: int) -> None:
+        if completions > self._backend.room:
+            raise InvalidArgument(f"prompt: asks for {completions} completions, limit {self._backend.room}")
+
+    async def _requests(
+        self, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
+    ) -> list[Request]:
+        name = body.request_id if body.request_id is not None else uuid.uuid4().hex
+        draft = Request(
+            id=name,
+            prompt=(),
+            sampling=sampling,
+            adapter=self._backend.adapter_of(body.model or ""),
+            priority=-body.priority,  # vLLM's lower ones run first
+            bypass_prefix_cache=body.bypass_prefix_cache or False,
+            cache_salt=body.cache_salt or "",
+        )
+        if len(prompts) == 1:
+            return [await self._texts.request(prompts[0], draft)]
+        return [await self._texts.request(p, replace(draft, id=f"{name}-{i}")) for i, p in enumerate(prompts)]
+
+    async def _echo(self, prompt: str | list[int]) -> str:
+        return prompt if isinstance(prompt, str) else await self._texts.detokenize(prompt, keep_special=False)
+
+    def _asked(self, prefix: str, body: GenerationBody, requests: list[Request], echoes: Sequence[str] = ()) -> Asked:
+        return Asked(
+            id=prefix + (body.request_id or requests[0].id),
+            model=body.model or self._backend.loaded.info.model,
+            n=requests[0].sampling.n,
+            ids=body.return_token_ids or False,
+            prompts=[request.prompt for request in requests],
+            echoes=echoes,
+        )
+
+    def _tokens(self, body: GenerationBody) -> Tokens:
+        return Tokens(self._backend.tokenizer, by_id=body.return_tokens_as_token_ids or False)
+
+    async def _answer(self, call: Call, body: GenerationBody, requests: list[Request], answers: Answers) -> None:
+        eager = body.stream or bool(body.stop)  # otherwise nothing needs to be read before the end
+        running = [Generation(self._backend, request, eager=eager) for request in requests]
+        async with together(running):
+            if body.stream:
+                await self._stream(call, body, running, answers)
+            else:
+                wholes = await asyncio.gather(*(generation.whole() for generation in running))
+                await call.json(answers.whole(wholes, [g.totals for g in running if g.totals]))
+
+    async def _stream(self, call: Call, body: GenerationBody, running: list[Generation], answers: Answers) -> None:
+        async for pairs in merged(running):
+            await call.write(b"".join(event(answers.piece(place, delta)) for place, delta in pairs))
+        options = body.stream_options
+        usage = (
+            event(answers.last([g.totals for g in running if g.totals])) if options and options.include_usage else b""
+        )
+        await call.write(usage + DONE, more=False)
+
+
+def _check_stream(body: GenerationBody, echoed: bool | None) -> None:
+    """Raises InvalidArgument for what a stream cannot have."""
+    if not body.stream and body.stream_options is not None:
+        raise InvalidArgument("stream_options: needs stream = true")
+    if body.stream and body.prompt_logprobs is not None:
+        raise InvalidArgument("prompt_logprobs: is not supported with stream = true")
+    if body.stream and echoed:
+        raise InvalidArgument("logprobs: is not supported with echo and stream = true")

@@ -1,0 +1,117 @@
+"""The HTTP server: uvicorn on the event loop that also runs gRPC, over the same `Backend`.
+
+server = HttpServer(backend, config.serve)
+port = server.bind("127.0.0.1", 0)     # before the weights are read
+await server.start()                   # answers 503 until the backend has a replica
+await server.stop(grace_s=1.0)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from jlora.config import ServeConfig
+from jlora.errors import ConfigError
+from jlora.serve.backend import Backend
+from jlora.serve.http import failures
+from jlora.serve.http.call import Endpoint, Handler
+from jlora.serve.http.inference import Inference
+from jlora.serve.http.models import Models
+from jlora.serve.server import BACKLOG, address
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves the process's signals to the launcher."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class HttpServer:
+    """One HTTP server over one `Backend`. Create it on the event loop that runs it."""
+
+    def __init__(self, backend: Backend, config: ServeConfig):
+        self._uvicorn = _Uvicorn(
+            uvicorn.Config(
+                application(backend, config),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="error",  # a client's broken request is no event for the operator
+                access_log=False,
+                proxy_headers=False,
+                server_header=False,
+                limit_concurrency=BACKLOG,
+            )
+        )
+        self._socket: socket.socket | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def bind(self, host: str, port: int) -> int:
+        """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            self._socket = socket.create_server((host.strip("[]"), port), family=family)
+        except OSError as e:
+            raise ConfigError(
+                f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "
+                "change serve.http_port or serve.host (port 0 takes a free one)"
+            ) from e
+        return self._socket.getsockname()[1]
+
+    async def start(self) -> None:
+        """Starts to answer."""
+        assert self._socket is not None, "bind first"
+        self._task = asyncio.create_task(self._uvicorn.serve([self._socket]), name="http")
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new connections, gives live calls `grace_s` seconds (at least one), closes the port."""
+        if self._task is not None:
+            self._uvicorn.config.timeout_graceful_shutdown = max(1, math.ceil(grace_s))
+            self._uvicorn.should_exit = True
+            await asyncio.wait((self._task,))
+
+
+def application(backend: Backend, config: ServeConfig) -> Starlette:
+    """The routes."""
+    inference, models = Inference(backend), Models(backend)
+
+    def route(path: str, handler: Handler, method: str = "POST", queued: bool = False) -> Route:
+        return Route(path, Endpoint(handler, backend, config, queued), methods=[method])
+
+    return Starlette(
+        routes=[
+            route("/v1/completions", inference.completions, queued=True),
+            route("/v1/chat/completions", inference.chat, queued=True),
+            route("/v1/models", models.list, "GET"),
+            route("/v1/models/{name:path}", models.one, "GET"),
+            *(route(f"{prefix}/load_lora_adapter", models.load) for prefix in ("", "/v1")),
+            *(route(f"{prefix}/unload_lora_adapter", models.unload) for prefix in ("", "/v1")),
+            route("/v1/prefetch", inference.prefetch),
+            route("/tokenize", inference.tokenize),
+            route("/detokenize", inference.detokenize),
+            route("/health", models.health, "GET"),
+            route("/ready", models.ready, "GET"),
+            route("/version", models.version, "GET"),
+        ],
+        exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]
+    )
+
+
+async def _no_route(request: Request, error: HTTPException) -> Response:
+    """404 and 405 in OpenAI's shape."""
+    said = f"{request.method} {request.url.path[:200]}: {error.detail}"
+    return JSONResponse(failures.body(error.status_code, said), error.status_code, error.headers)

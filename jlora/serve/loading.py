@@ -1,0 +1,31 @@
+"""Loading of adapters while the server runs, for every front."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from jlora.adapters.names import check_name
+from jlora.errors import AlreadyExists, InvalidArgument, JloraError
+from jlora.replica import Replica
+from jlora.serve.status import shortened
+from jlora.types import AdapterInfo
+
+log = logging.getLogger(__name__)
+
+
+async def load_adapter(replica: Replica, name: str, path: str, pinned: bool, replace: bool) -> AdapterInfo:
+    """Loads a PEFT directory on the server's disk; done when requests can use it.
+
+    Raises InvalidArgument, AlreadyExists (also for the base's name) and what the replica raises.
+    """
+    if check_name(name) == replica.info.model:
+        raise AlreadyExists(f"name = {name!r}: is the base model's name")
+    if not path:
+        raise InvalidArgument("path: is empty, must name a directory on the server")
+    try:
+        return await asyncio.wrap_future(replica.load_adapter(name, path, pinned, replace))
+    except JloraError as e:
+        # The client's message names a file by its directory and name; only the log has the whole path.
+        log.warning("adapter %s is not loaded from %.4096r: %s", name, path, shortened(str(e)))
+        raise

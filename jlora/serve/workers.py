@@ -1,0 +1,39 @@
+"""Threads beside the event loop for work on texts: few, and with a bounded backlog."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from jlora.errors import Busy
+
+T = TypeVar("T")
+
+THREADS = 2
+INLINE_CHARS = 1024  # a text of this length takes 0.2 ms
+WAITING_CHARS = 16 << 20  # of all texts on the threads and before them: some seconds of work
+
+
+class Workers:
+    """Runs work on texts. For the event loop's thread only."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="jlora-text")
+        self._chars = 0
+
+    async def run(self, chars: int, work: Callable[[], T]) -> T:
+        """Runs `work` over so many characters on a thread, or at once if they are few. Raises Busy."""
+        if chars <= INLINE_CHARS:
+            return work()
+        if self._chars and self._chars + chars > WAITING_CHARS:
+            raise Busy(
+                f"the tokenizer is busy: {self._chars} characters wait for it, and {chars} more pass the limit of "
+                f"{WAITING_CHARS}; ask again later"
+            )
+        self._chars += chars
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._chars -= chars

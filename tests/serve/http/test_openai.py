@@ -1,0 +1,194 @@
+"""The real `openai` package against the server: answers, streams, and equality with gRPC."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import pytest
+
+from jlora.serve.proto import jlora_pb2 as pb
+from tests.serve._server import MAX_LEN, Served, request
+
+GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
+NAMES = ("base", "upper", "lower", "wide")
+
+
+def extra(**fields: Any) -> dict[str, Any]:
+    return {"temperature": 0.0, "extra_body": {**GREEDY["extra_body"], **fields}}
+
+
+def ids(choice: Any) -> list[int]:
+    return choice.model_extra["token_ids"]
+
+
+def test_models_list_the_base_and_every_adapter(client: openai.OpenAI, served: Served):
+    entries = {model.id: model for model in client.models.list()}
+    assert list(entries) == ["base", *sorted(NAMES[1:])]
+    assert {name: entry.model_extra["parent"] for name, entry in entries.items()} == {
+        "base": None, "upper": "base", "lower": "base", "wide": "base",
+    }  # fmt: skip
+    assert {name: entry.model_extra["root"] for name, entry in entries.items()} == {n: n for n in entries}
+    assert all(entry.model_extra["max_model_len"] == MAX_LEN for entry in entries.values())
+    assert client.models.retrieve("upper").model_extra["adapter"]["rank"] == 4
+    with pytest.raises(openai.NotFoundError, match="nothing"):
+        client.models.retrieve("nothing")
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_completion_is_grpcs_answer(client: openai.OpenAI, served: Served, model: str):
+    sampled = {"temperature": 0.7, "top_p": 0.9, "seed": 5, "n": 2}
+    for grpc_fields, http_fields in (({}, extra()), (sampled, {**extra(), **sampled})):
+        want = served.generate(request("Hello", 12, model=model, logprobs=2, **grpc_fields))
+        got = client.completions.create(model=model, prompt="Hello", max_tokens=12, logprobs=2, **http_fields)
+        assert [c.text for c in got.choices] == [o.text for o in want.outputs]
+        assert [ids(c) for c in got.choices] == [list(o.token_ids) for o in want.outputs]
+        assert [c.finish_reason for c in got.choices] == ["length"] * len(want.outputs)
+        for choice, output in zip(got.choices, want.outputs, strict=True):
+            assert choice.logprobs.token_logprobs == pytest.approx([x.logprob for x in output.logprobs], abs=1e-5)
+        assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (
+            want.usage.prompt_tokens,
+            want.usage.completion_tokens,
+        )
+        assert got.object == "text_completion" and got.model == model and got.id.startswith("cmpl-")
+    assert got.model_extra["timing"]["ttft_s"] > 0
+
+
+@pytest.mark.parametrize("model", ["base", "upper"])
+def test_a_chat_is_grpcs_answer_whole_and_streamed(client: openai.OpenAI, served: Served, model: str):
+    chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello there")])
+    want = served.generate(request(chat, 20, model=model, logprobs=2)).outputs[0]
+    asked = {"model": model, "messages": [{"role": "user", "content": "Hello there"}], "max_completion_tokens": 20}
+    got = client.chat.completions.create(**asked, logprobs=True, top_logprobs=2, **extra())
+    choice = got.choices[0]
+    assert (choice.message.role, choice.message.content) == ("assistant", want.text)
+    assert ids(choice) == list(want.token_ids) and got.object == "chat.completion"
+    assert [t.logprob for t in choice.logprobs.content] == pytest.approx([x.logprob for x in want.logprobs], abs=1e-5)
+    assert all(len(t.top_logprobs) == 2 and t.top_logprobs[0].token == t.token for t in choice.logprobs.content)
+    raw = b"".join(bytes(t.bytes) for t in choice.logprobs.content)
+    assert raw.decode("utf-8", "replace").replace("\ufffd", "") == want.text.replace("\ufffd", "")
+    chunks = list(client.chat.completions.create(**asked, stream=True, **extra()))
+    assert "".join(c.choices[0].delta.content or "" for c in chunks) == want.text
+    assert [c.choices[0].delta.role for c in chunks] == ["assistant"] + [None] * (len(chunks) - 1)
+    assert [c.choices[0].finish_reason for c in chunks] == [None] * (len(chunks) - 1) + ["length"]
+    assert len({c.id for c in chunks}) == 1 and chunks[0].object == "chat.completion.chunk" and len(chunks) > 2
+
+
+def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI):
+    asked = {"model": "wide", "prompt": ["Hello", "Good day"], "n": 2, "max_tokens": 30, "seed": 3}
+    sampled = {**extra(), "temperature": 1.0}
+    whole = client.completions.create(**asked, **sampled)
+    texts = {c.index: c.text for c in whole.choices}
+    assert sorted(texts) == [0, 1, 2, 3] and len(set(texts.values())) == 4
+    parts: dict[int, str] = dict.fromkeys(texts, "")
+    usage, events = None, 0
+    options = {"include_usage": True}
+    for chunk in client.completions.create(**asked, stream=True, stream_options=options, **sampled):  # type: ignore
+        assert usage is None  # the last event has it
+        usage, events = chunk.usage, events + 1
+        for choice in chunk.choices:
+            parts[choice.index] += choice.text
+    assert parts == texts and events > 4
+    assert usage is not None and usage.completion_tokens == whole.usage.completion_tokens == 120
+    assert chunk.choices == [] and chunk.model_extra["timing"]["ttft_s"] > 0
+
+
+def test_prompts_of_every_kind(client: openai.OpenAI, served: Served):
+    tokens = list(served.inference.Tokenize(pb.TokenizeRequest(text="Hello")).token_ids)
+    one = client.completions.create(model="base", prompt="Hello", **extra()).choices[0]
+    assert one.model_extra["prompt_token_ids"] == tokens and len(ids(one)) == 16  # OpenAI's default
+    for prompt in (tokens, ["Hello"], [tokens], ["Hello", tokens]):
+        choices = client.completions.create(model="base", prompt=prompt, **extra()).choices  # type: ignore
+        assert [c.index for c in choices] == list(range(len(choices)))
+        assert {c.text for c in choices} == {one.text}
+    assert len(choices) == 2
+
+
+def test_echo_begins_with_the_prompt_and_its_logprobs(client: openai.OpenAI, served: Served):
+    want = served.generate(request("Hello", 4, logprobs=1, prompt_logprobs=1))
+    got = client.completions.create(model="base", prompt="Hello", max_tokens=4, echo=True, logprobs=1, **extra())
+    choice = got.choices[0]
+    assert choice.text == "Hello" + want.outputs[0].text
+    entries = [None, *(e.logprob for e in want.prompt_logprobs[1:]), *(e.logprob for e in want.outputs[0].logprobs)]
+    assert choice.logprobs.token_logprobs == [e if e is None else pytest.approx(e, abs=1e-5) for e in entries]
+    assert choice.logprobs.tokens[:2] == ["<s>", "He"] and len(choice.logprobs.text_offset) == len(entries)
+    streamed = client.completions.create(model="base", prompt="Hello", max_tokens=4, echo=True, stream=True, **extra())
+    assert "".join(c.choices[0].text for c in streamed) == choice.text
+
+
+def test_sampling_fields_reach_the_engine_by_vllms_names(client: openai.OpenAI, served: Served):
+    bias = {str(token): 100.0 for token in range(40, 90)}
+    free = client.completions.create(model="base", prompt="Hello", max_tokens=20, logit_bias=bias, seed=4).choices[0]
+    assert len(free.text) == 20
+    fields = {"include_stop_str_in_output": True, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0}
+    asked = {"model": "base", "prompt": "Hello", "max_tokens": 20, "logit_bias": bias, "seed": 4}
+    stop = free.text[7:10]
+    cut = client.completions.create(**asked, stop=[stop]).choices[0]  # type: ignore[call-overload]
+    assert (cut.text, cut.finish_reason) == (free.text[: free.text.index(stop)], "stop")
+    kept = client.completions.create(**asked, stop=stop, extra_body=fields).choices[0]  # type: ignore[call-overload]
+    assert kept.text == free.text[: free.text.index(stop) + 3]
+    ended = {"model": "base", "prompt": "Hello", "logit_bias": {"50": 100}, "temperature": 0}
+    by_id = client.completions.create(**ended, extra_body={"stop_token_ids": [50], "return_token_ids": True})
+    assert by_id.choices[0].finish_reason == "stop" and ids(by_id.choices[0]) == [50]
+    later = {"stop_token_ids": [50], "min_tokens": 4, "return_token_ids": True}
+    assert len(ids(client.completions.create(**ended, extra_body=later).choices[0])) == 5
+
+
+def test_prompt_logprobs_have_vllms_form(client: openai.OpenAI, served: Served):
+    want = served.generate(request("Hello", 1, prompt_logprobs=2)).prompt_logprobs
+    got = client.completions.create(model="base", prompt="Hello", max_tokens=1, **extra(prompt_logprobs=2))
+    entries = got.choices[0].model_extra["prompt_logprobs"]
+    assert entries[0] is None and len(entries) == len(want)
+    for entry, expected in zip(entries[1:], want[1:], strict=True):
+        assert entry[str(expected.token_id)]["logprob"] == pytest.approx(expected.logprob, abs=1e-5)
+        assert len(entry) in (2, 3) and all(set(value) == {"logprob", "decoded_token"} for value in entry.values())
+
+
+def test_parts_of_text_are_a_text(client: openai.OpenAI):
+    def asked(content: Any) -> str | None:
+        messages: Any = [{"role": "user", "content": content}]
+        answer = client.chat.completions.create(model="base", messages=messages, max_tokens=8, temperature=0)
+        return answer.choices[0].message.content
+
+    assert asked([{"type": "text", "text": "Hello"}, {"type": "text", "text": "there"}]) == asked("Hello\nthere")
+
+
+def test_a_cache_salt_keeps_prompts_apart(client: openai.OpenAI, served: Served):
+    prompt = [7, *range(100, 200)]
+
+    def cached(**fields: Any) -> int:
+        got = client.completions.create(model="base", prompt=prompt, max_tokens=1, **extra(**fields))
+        assert got.usage is not None and got.usage.prompt_tokens_details is not None
+        return got.usage.prompt_tokens_details.cached_tokens or 0
+
+    assert [cached(), cached(), cached(cache_salt="a"), cached(cache_salt="a"), cached(cache_salt="b")] == [
+        0,
+        96,
+        0,
+        96,
+        0,
+    ]
+    salted = request(prompt, 1, cache_salt="a")
+    assert served.generate(salted).usage.cached_tokens == 96  # one salt on both fronts
+    salted.tenant = "other"
+    assert served.generate(salted).usage.cached_tokens == 0  # mixed into the tenant, never instead of it
+
+
+def test_async_clients_share_the_batch(served: Served):
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=f"{served.http}/v1", api_key="none", max_retries=0) as client:
+
+            async def one(model: str) -> str:
+                text = ""
+                stream = await client.completions.create(model=model, prompt="Hello", stream=True, **extra())
+                async for chunk in stream:
+                    text += chunk.choices[0].text
+                return text
+
+            return await asyncio.gather(*(one(model) for model in NAMES * 4))
+
+    texts = asyncio.run(all_of_them())
+    want = [served.generate(request("Hello", 16, model=model)).outputs[0].text for model in NAMES]
+    assert texts == want * 4
+    served.check_idle()

@@ -1,0 +1,110 @@
+"""Server-sent events on the wire, and requests whose client leaves."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+
+import httpx
+import pytest
+
+from jlora.config import ServeConfig
+from tests.serve._server import Served, serving, wait_until
+
+LONG = {"prompt": "Hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+
+def test_events_on_the_wire(http: httpx.Client):
+    body = {**LONG, "max_tokens": 6, "stream": True}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["cache-control"] == "no-cache"
+        lines = list(answer.iter_lines())
+    events, blanks = lines[::2], lines[1::2]
+    assert set(blanks) == {""} and all(line.startswith("data: ") for line in events)
+    assert events[-1] == "data: [DONE]"
+    whole = [json.loads(line.removeprefix("data: ")) for line in events[:-1]]
+    assert [e["choices"][0]["finish_reason"] for e in whole] == [None] * (len(whole) - 1) + ["length"]
+    assert not any("usage" in e for e in whole)  # not asked for
+
+
+def test_the_first_token_comes_at_once(served: Served, http: httpx.Client):
+    with http.stream("POST", "/v1/completions", json={**LONG, "stream": True}) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert served.stats().running == 1  # far from its end
+    served.check_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_aborts_its_request(served: Served, stream: bool):
+    """Within two steps: the engine makes hardly more tokens than the client has seen."""
+    before = served.stats().generated_tokens
+    body = {**LONG, "n": 2, "stream": stream}
+    if stream:
+        with httpx.stream("POST", f"{served.http}/v1/completions", json=body, timeout=60) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.http}/v1/completions", json=body, timeout=httpx.Timeout(60, read=0.2))
+    served.check_idle()
+    assert served.stats().generated_tokens - before < 3000
+
+
+def test_a_client_that_leaves_while_it_waits_frees_its_place(served: Served):
+    body = {**LONG, "stream": True}
+    with httpx.Client(base_url=served.http, timeout=60) as client:
+        running = [client.stream("POST", "/v1/completions", json=body) for _ in range(8)]
+        lines = [stream.__enter__().iter_lines() for stream in running]
+        for each in lines:
+            next(each)
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{served.http}/v1/completions", json=LONG, timeout=httpx.Timeout(60, read=0.2))
+        wait_until(lambda: served.stats().live_requests == 8 and served.stats().waiting == 0)
+        for stream in running:
+            stream.__exit__(None, None, None)
+    served.check_idle()
+
+
+def test_an_engine_that_ends_ends_the_stream_with_an_error(served: Served, http: httpx.Client):
+    """The status has left already; the error is an event."""
+    body = {**LONG, "stream": True, "request_id": "victim"}
+    with http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = answer.iter_lines()
+        next(lines)
+        assert served.replica.abort_named("victim").result(20)
+        events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[-1]["choices"][0]["finish_reason"] == "abort"
+
+
+def test_a_client_that_reads_nothing_is_cut(served: Served):
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0, stall_s=0.3)) as impatient:
+        body = {**LONG, "n": 8, "logprobs": 20, "stream": True}  # more than the sockets hold
+        with httpx.stream("POST", f"{impatient.http}/v1/completions", json=body, timeout=60) as answer:
+            wait_until(lambda: served.stats().live_requests == 8 or served.stats().live_requests == 1)
+            wait_until(lambda: served.stats().live_requests == 0, timeout_s=60)
+            assert answer.status_code == 200
+    served.check_idle()
+
+
+def test_one_client_of_many_leaves_and_nobody_else_notices(served: Served, http: httpx.Client):
+    body = {**LONG, "max_tokens": 60}
+    want = http.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    texts: list[str] = []
+
+    def ask() -> None:
+        texts.append(httpx.post(f"{served.http}/v1/completions", json=body, timeout=60).json()["choices"][0]["text"])
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    with httpx.stream("POST", f"{served.http}/v1/completions", json={**LONG, "stream": True}, timeout=60) as leaver:
+        for thread in threads:
+            thread.start()
+        lines = leaver.iter_lines()
+        next(lines)
+        time.sleep(0.05)
+    for thread in threads:
+        thread.join(60)
+    assert texts == [want] * 4
+    served.check_idle()
