@@ -1,10 +1,10 @@
-"""Which node is evicted, fetched or dropped next: the orders that a policy's keys make. No jax.
+"""Which node to evict, prefetch or drop next: nodes in the order of a policy's keys. No jax.
 
 victims   on the device, nothing uses or needs them        evicted, least valuable first
 queued    the same, but a queued sequence needs them       evicted when there are no victims left
 doubles   KV in both tiers                                 their host copies go when the host is full
 drops     KV leaves on the host only                       dropped for good after that
-roots     on the host, all that they need on the device    fetched ahead, most valuable first
+roots     on the host, all that they need on the device    prefetched, most valuable first
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Which host copies to give up first: those of KV that is on the device anyway. Plain Python, no jax.
+"""Which host copies to drop first: those of KV that is also on the device. Plain Python, no jax.
 
-KV in both tiers takes two places. It loses nothing with the host copy as long as it stays on the
-device; it has to be copied out again only before it leaves. So when the host is full, KV in use goes
-first: a request needs it now, and the link has time until it is idle. Of idle KV, the node goes that
-leaves the device last, if that is later than the node to be saved in its place: otherwise the two
-would take turns.
+KV in both tiers takes two blocks. While it stays on the device, it does not need its host copy; it
+must be copied out again only before it is evicted. So a full host first drops the copies of KV that
+running requests use: the link has time to copy it again until it is idle. Of idle KV, it drops the
+copy of the node that will leave the device last. That node must leave later than the node that needs
+the room, or the two would replace each other again and again.
 """
 
 from __future__ import annotations

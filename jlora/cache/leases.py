@@ -1,9 +1,9 @@
 """Leases: what a running sequence holds of the cache, from its admission to its end. No jax.
 
 A lease is its adapter's blocks, the cached prefix, and blocks of its own for what it will compute.
-Data on the host is brought in by copies; the lease's step runs when it is ready (`readiness`), and
-other sequences run meanwhile. Blocks that fill up with known tokens are *published* into the tree,
-where later requests find them. When the lease ends they stay.
+Copies bring data from the host. The lease's step runs when its data is ready (`readiness`), and
+other sequences run meanwhile. A block that is full of known tokens is *published* into the tree,
+where later requests find it. It stays there when the lease ends.
 """
 
 from __future__ import annotations

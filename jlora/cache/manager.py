@@ -1,7 +1,7 @@
 """The cache as its users know it: adapters, the queue's wants, leases, copies. Plain Python, no jax.
 
 adapters     reserve, add_adapter, pin, kill ...         the engine loads and unloads them
-the queue    expect, unexpect, hint                      others leave before what it needs
+the queue    expect, unexpect, hint                      the nodes that it needs leave last
 leases       `leases.acquire`, `publish`, `release` ...  what a running sequence holds
 copies       take_copies, landed                         the swapper, or a model of a link, makes them
 """

@@ -2,8 +2,8 @@
 
     every monitor_s:
         use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
-        use below `lower`        fetch the most valuable roots while the link idles
-        link idle                copy the coldest KV to the host, in place of copies of what stays
+        use below `lower`        prefetch the most valuable roots while the link idles
+        link idle                copy the coldest KV to the host, over copies of KV that stays on the device
 
 The backup is why an eviction never writes: a node that is about to leave already has its copy.
 """

@@ -1,8 +1,8 @@
 """What a cache policy decides, and jlora's own. Plain Python, no jax.
 
-A policy ranks nodes; it never moves anything and holds nothing of the tree. The mechanism
-(`residency`, `monitor`) is the same for all: asynchronous copies, one pool, one tree. What a
-published system does differently is a few answers in its class (`baselines`, `fastlibra`):
+A policy ranks nodes. It moves nothing, and it keeps no part of the tree. The mechanism
+(`residency`, `monitor`) is the same for all: asynchronous copies, one pool, one tree. A
+published system differs in a few answers of its class (`baselines`, `fastlibra`):
 
     key, value    which idle node is worth least
     ask, meet     what it learns from a request: how long its adapter and its conversation were silent

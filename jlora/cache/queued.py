@@ -1,16 +1,17 @@
-"""What the queue needs, and which of it may leave first. Plain Python, no jax.
+"""The nodes that queued sequences need, and which of them leaves first. Plain Python, no jax.
 
-For nodes that no request has asked for yet, policies guess when they will be used. For nodes that a
-queued sequence needs, the order of service tells, so all policies share this: such nodes leave after
-all others. Of each kind, the node that is needed last leaves first (Belady, A study of replacement
-algorithms, 1966). Of these two, the one leaves whose loading saves less per block, for each place
-until it is needed:
+A policy estimates when an idle node will be used. For a node that a queued sequence needs, the order
+of service gives the answer. So under every policy such nodes leave after all others. The candidates
+are the adapter and the KV node that are needed last (Belady, A study of replacement algorithms,
+1966). Of these two, the one with the smaller worth leaves: the load time that it saves, per block and
+per place in the queue until it is needed:
 
     worth_i = load_i / blocks_i / (place_i - served)
 
-A sequence marks only the last nodes of its prefix (`Want`); they keep the nodes above them. When such
-a node has left, the rest of the prefix is history like any other: its copy has to be waited for
-anyway. Priorities are far apart in places (`Sequence.place`), so across them only the order counts.
+A sequence marks only the last nodes of its prefix (`Want`), and these keep the nodes above them on
+the device. When a marked node has left, the rest of the prefix is ordinary history, because the
+sequence must wait for a copy anyway. Sequences of different priority are far apart in places
+(`Sequence.place`), so between priorities only the order counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where every node's data is, and every change of it: the mechanism below all policies.
+"""Where every node's data is, and every change of that: the mechanism that all policies share.
 
 An eviction never writes: adapters have a master copy on the host, and KV is copied out while it is
-idle. So to evict is to forget a block id. Copies are only *decided* here; they go out with the next
-plan, and `landed` takes them in. Plain Python, no jax.
+idle. So an eviction only forgets a block id. This module *decides* copies; the next plan starts them,
+and `landed` completes them. Plain Python, no jax.
 
 A lease or a copy under way keeps a node where it is, and a pin keeps it on the device. A node on the
 device keeps what it needs there: KV its prefix and its adapter (unless the policy is an ablation

@@ -1,7 +1,7 @@
 """How soon conversations and adapters are used again, learned from earlier ones. Plain Python, no jax.
 
-A conversation is silent after its answer. It continues after some seconds, or never. Which of the two
-cannot be known, but how many earlier conversations continued at which age can:
+A conversation is silent after an answer. It continues after some seconds, or never. Nobody knows which,
+but the table counts how many earlier conversations continued at which age of silence:
 
     began      silences so far: every request ends one or opens a conversation, and begins another
     back[k]    of these, how many ended at an age between EDGES[k] and EDGES[k + 1]
@@ -9,9 +9,9 @@ cannot be known, but how many earlier conversations continued at which age can:
 
     rate(age) = back[k] / seconds spent silent in k,    seconds = width of k * mean of left(k), left(k + 1)
 
-This is the occurrence / exposure rate of an actuary's life table, a hazard. Old counts fade, so the
-table follows the traffic. It begins as `PRIOR` silences that end by a power law. Measurements replace
-all but `LASTING` of them, so ages without measurements keep a rate. The table is a dozen numbers,
+This is the occurrence / exposure rate of an actuary's life table, a hazard rate. Old counts decay, so
+the table follows the traffic. It starts with `PRIOR` silences that end by a power law. Measurements
+replace all but `LASTING` of them, so ages without measurements keep a rate. The table is a dozen numbers,
 whatever the cache holds.
 
 Adapters are few beside conversations, so `Silences` also counts adapters that are still silent. Without

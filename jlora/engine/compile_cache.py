@@ -1,7 +1,7 @@
-"""Where compiled programs are kept between starts, and which of them are whole.
+"""Where compiled programs are kept between starts, and which of them are complete.
 
-jax writes an entry in place, so a process that is killed meanwhile leaves a part of one. jax then
-compiles the program at every start and never writes it again, because its file exists.
+jax writes an entry in place, so a process that is killed meanwhile leaves an incomplete file. jax then
+compiles the program at every start and never writes the entry again, because the file exists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The device side of an engine: ops, programs, pool and slot state around weights that are there already.
+"""The device side of an engine: ops, programs, pool and slot state for weights that are already loaded.
 
 Kept apart from `build`, which reads files: a benchmark with random weights needs this part alone.
 """

@@ -1,8 +1,8 @@
 """What an error within a step costs. Plain Python, no jax.
 
-Where the guilty request is known, it ends, and all others go on. Where memory is short, the youngest
-running sequence gives its place up. Everything else ends the engine, and so does an error that leaves
-the cache inconsistent.
+If one request is at fault, it ends and all others continue. If memory runs out, the youngest running
+sequence is preempted. Every other error ends the engine, and so does one that leaves the cache
+inconsistent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Whether a decode launch of one row is faster than one of two, by measure.
+"""Measures whether a decode launch of one row is faster than one of two.
 
 A product of one row reads the weights once, but XLA's form of it differs by platform, type and
 version: on a CPU, float32 takes half the time of two rows, bfloat16 up to eight times as long

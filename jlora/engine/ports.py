@@ -1,4 +1,4 @@
-"""What the engine stands on. The product and the simulator each bring their own parts. No jax.
+"""The parts that an engine needs. The product and the simulator each bring their own. No jax.
 
 part        product                         simulator
 clock       time.monotonic                  virtual seconds

@@ -1,4 +1,4 @@
-"""How large the two tiers are: as configured, else what the memory and the workload's limits allow."""
+"""The sizes of the two tiers: as configured, or else what the memory and the workload's limits allow."""
 
 from __future__ import annotations
 
