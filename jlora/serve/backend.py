@@ -14,6 +14,7 @@ from jlora.errors import InvalidArgument, Unavailable
 from jlora.gaps import Gaps
 from jlora.replica import Replica
 from jlora.serve.gate import Gate
+from jlora.serve.observed import Observed
 from jlora.serve.recent import Recent
 from jlora.serve.tokenizer import Tokenizer
 from jlora.serve.workers import Workers
@@ -39,6 +40,7 @@ class Backend:
     draining: bool = False
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
+    observed: Observed = field(default_factory=Observed)
     gaps: Gaps = field(default_factory=Gaps)
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)

@@ -61,6 +61,8 @@ class Generation:
     def __init__(self, backend: Backend, request: Request, eager: bool):
         self._replica = backend.loaded
         self._recent = backend.recent
+        self._observed = backend.observed
+        self._began = time.monotonic()
         self._request = request
         self._inbox = Inbox(eager)
         self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
@@ -80,6 +82,7 @@ class Generation:
     async def __aexit__(self, *_: object) -> None:
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
+            self._observed.ends["abort"] += self._answer.running
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
@@ -91,6 +94,7 @@ class Generation:
             deltas, stops = self._answer.push(await self._inbox.get())
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
+            self._observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
             if self._answer.ended:
                 self._finish()
             if deltas:
@@ -105,6 +109,7 @@ class Generation:
         if self._answer.aborted and deadline is not None and time.monotonic() >= deadline:
             raise DeadlineExceeded("the deadline passed before the request ended")
         self.totals = usage, timing = self._answer.totals()
+        self._observed.answered(usage, timing, self._request.sampling.n, time.monotonic() - self._began)
         if usage.completion_tokens:  # otherwise there was no first token
             self._recent.add(timing.ttft)
 

@@ -31,7 +31,12 @@ class Answer:
 
     @property
     def ended(self) -> bool:
-        return len(self._ends) == len(self._completions)
+        return not self.running
+
+    @property
+    def running(self) -> int:
+        """Completions that have not ended."""
+        return len(self._completions) - len(self._ends)
 
     @property
     def aborted(self) -> bool:

@@ -13,6 +13,7 @@ import contextlib
 import math
 import socket
 from collections.abc import Iterator
+from functools import partial
 
 import uvicorn
 from starlette.applications import Starlette
@@ -27,6 +28,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 from jlora.serve.http.call import Endpoint, Handler
 from jlora.serve.http.inference import Inference
+from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
 from jlora.serve.server import BACKLOG, address
 
@@ -106,6 +108,7 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/health", models.health, "GET"),
             route("/ready", models.ready, "GET"),
             route("/version", models.version, "GET"),
+            route("/metrics", partial(metrics, backend), "GET"),
         ],
         exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]
     )

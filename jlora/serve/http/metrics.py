@@ -1,0 +1,168 @@
+"""`/metrics`: one scrape as Prometheus's metrics, ours (`jlora_*`) and vLLM's names (`vllm:*`).
+
+A scrape takes one snapshot of the replica, so its numbers belong together; nothing is kept between two scrapes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from jlora.replica import ReplicaInfo, ReplicaState
+from jlora.serve import pages
+from jlora.serve.backend import Backend
+from jlora.serve.http.call import Call
+from jlora.serve.observed import Observed
+from jlora.types import AdapterInfo
+
+CLASSES = ("free", "adapters", "history_kv", "running_kv")
+TIERS = ("HBM", "HOST", "LOADING")
+REASONS = ("stop", "length", "abort")
+NAMED = 64  # adapters in a label: as many as run and wait at once, within reason
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What one scrape shows. Passes for a registry of prometheus_client, which asks for `collect` only."""
+
+    info: ReplicaInfo
+    state: ReplicaState
+    adapters: Sequence[AdapterInfo]
+    observed: Observed
+    loop_gap_s: float
+
+    def collect(self) -> Iterator[Metric]:
+        yield from self._cache()
+        yield from self._engine()
+        yield from self._vllm()
+        yield from self._vllm_cache()
+        yield from self._vllm_times()
+
+    def _cache(self) -> Iterator[Metric]:
+        cache = self.state.cache
+        blocks = GaugeMetricFamily("jlora_blocks", "Blocks of a tier by what they hold.", labels=("tier", "class"))
+        for tier, blocks_of in (("hbm", cache.hbm), ("host", cache.host)):
+            for kind in CLASSES:
+                blocks.add_metric((tier, kind), getattr(blocks_of, kind))
+        yield blocks
+        where = Counter(info.tier for info in self.adapters)
+        adapters = GaugeMetricFamily("jlora_adapters", "Adapters by where their weights are.", labels=("tier",))
+        for name in TIERS:
+            adapters.add_metric((name.lower(),), where[name])
+        yield adapters
+        moved = CounterMetricFamily("jlora_moved_bytes", "Bytes copied between the tiers.", labels=("direction",))
+        moved.add_metric(("in",), cache.bytes_swapped_in)
+        moved.add_metric(("out",), cache.bytes_swapped_out)
+        yield moved
+        yield _gauge("jlora_in_flight_blocks", "Blocks being copied between the tiers.", cache.in_flight)
+        yield _gauge("jlora_invalid_kv_blocks", "Device blocks of KV that no request can use.", cache.invalid_kv)
+        for name, said, value in (
+            ("adapter_lookups", "Admitted requests with an adapter.", cache.adapter_lookups),
+            ("adapter_hits", "Those whose adapter was on the device.", cache.adapter_hits),
+            ("kv_lookup_tokens", "Prompt tokens looked up in the prefix cache.", cache.kv_lookup_tokens),
+            ("kv_hit_tokens", "Those found in either tier.", cache.kv_hit_tokens),
+            ("kv_host_hit_tokens", "Those found on the host only.", cache.kv_host_hit_tokens),
+            ("clean_evictions", "Evictions that needed no copy.", cache.clean_evictions),
+            ("lost_blocks", "Blocks of KV dropped without a copy elsewhere.", cache.blocks_lost),
+            ("recomputed_tokens", "Tokens found on the host but recomputed.", cache.recomputed_tokens),
+            ("streamed_requests", "Requests that started before their copies landed.", cache.streamed),
+        ):
+            yield _counter(f"jlora_{name}", said, value)
+
+    def _engine(self) -> Iterator[Metric]:
+        stats = self.state.stats
+        yield _gauge("jlora_running_sequences", "Sequences in the batch.", stats.running)
+        yield _gauge("jlora_waiting_sequences", "Sequences in the queue.", stats.waiting)
+        yield _gauge("jlora_live_requests", "Requests that have not ended.", stats.live_requests)
+        yield _gauge("jlora_programs_left", "Programs that are still being compiled.", stats.programs_left)
+        yield _gauge("jlora_host_step_seconds", "Mean Python time of a step.", stats.host_step_s)
+        yield _gauge("jlora_longest_loop_gap_seconds", "The event loop's longest stall in a minute.", self.loop_gap_s)
+        gap = self.state.longest_gap_s
+        yield _gauge("jlora_longest_engine_gap_seconds", "The longest time between two steps in a minute.", gap)
+        yield _counter("jlora_steps", "Steps of the engine.", stats.steps)
+        yield _counter("jlora_preemptions", "Sequences that lost their place.", stats.preemptions)
+        yield _counter("jlora_compiles", "Programs that a step had to compile.", stats.compiles_after_warmup)
+
+    @property
+    def _labels(self) -> dict[str, str]:
+        return {"model_name": self.info.model, "engine": "0"}
+
+    def _vllm(self) -> Iterator[Metric]:
+        stats, labels = self.state.stats, self._labels
+        yield _gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running, labels)
+        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", stats.waiting, labels)
+        yield _counter("vllm:num_preemptions", "Sequences that lost their place.", stats.preemptions, labels)
+        yield _counter("vllm:prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens, labels)
+        yield _counter("vllm:generation_tokens", "Tokens that requests received.", stats.generated_tokens, labels)
+        ends = CounterMetricFamily(
+            "vllm:request_success", "Completions by how they ended.", labels=(*labels, "finished_reason")
+        )
+        for reason in REASONS:
+            ends.add_metric((*labels.values(), reason), self.observed.ends[reason])
+        yield ends
+        busy = {
+            "max_lora": str(self.info.config.engine.max_seqs),  # one for each sequence of a step
+            "running_lora_adapters": _names(info.name for info in self.adapters if info.running),
+            "waiting_lora_adapters": _names(info.name for info in self.adapters if info.waiting),
+        }
+        yield _gauge("vllm:lora_requests_info", "Adapters of running and waiting requests.", time.time(), busy)
+
+    def _vllm_cache(self) -> Iterator[Metric]:
+        cache, labels = self.state.cache, self._labels
+        facts = {"block_size": str(self.info.block_tokens), "num_gpu_blocks": str(cache.hbm.total)}
+        yield _gauge("vllm:cache_config_info", "The cache's settings.", 1, {**facts, "engine": "0"})
+        # Idle KV and idle adapters leave when a request needs their blocks, so they count as free, as in vLLM.
+        used = cache.hbm.running_kv / max(1, cache.hbm.total)
+        yield _gauge("vllm:kv_cache_usage_perc", "The share of blocks that running requests use.", used, labels)
+        lookups, hits = cache.kv_lookup_tokens, cache.kv_hit_tokens
+        yield _counter("vllm:prefix_cache_queries", "Tokens looked up in the prefix cache.", lookups, labels)
+        yield _counter("vllm:prefix_cache_hits", "Tokens found in the prefix cache.", hits, labels)
+
+    def _vllm_times(self) -> Iterator[Metric]:
+        seen, labels = self.observed, self._labels
+        for name, said, histogram in (
+            ("time_to_first_token_seconds", "From arrival to the first token.", seen.first_token),
+            ("inter_token_latency_seconds", "Between two tokens.", seen.gap),
+            ("e2e_request_latency_seconds", "From arrival to the end.", seen.whole),
+            ("request_queue_time_seconds", "In the queue.", seen.queue),
+            ("request_prefill_time_seconds", "From the blocks to the first token.", seen.prefill),
+            ("request_decode_time_seconds", "From the first token to the end.", seen.decode),
+            ("request_prompt_tokens", "Tokens of a prompt.", seen.prompt_tokens),
+            ("request_generation_tokens", "Tokens of an answer.", seen.output_tokens),
+        ):
+            family = HistogramMetricFamily(f"vllm:{name}", said, labels=tuple(labels))
+            family.add_metric(tuple(labels.values()), histogram.buckets(), histogram.sum)
+            yield family
+
+
+def _gauge(name: str, said: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    family = GaugeMetricFamily(name, said, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _counter(name: str, said: str, value: float, labels: dict[str, str] | None = None) -> Metric:
+    """The name gets `_total`."""
+    family = CounterMetricFamily(name, said, labels=tuple(labels or ()))
+    family.add_metric(tuple((labels or {}).values()), value)
+    return family
+
+
+def _names(names: Iterable[str]) -> str:
+    return ",".join(sorted(names)[:NAMED])
+
+
+async def metrics(backend: Backend, call: Call) -> None:
+    """`GET /metrics`, in the format that the scraper accepts."""
+    replica = backend.loaded
+    state = await asyncio.wrap_future(replica.state())
+    adapters = [info async for info in pages.adapters(replica)]
+    shown = Snapshot(replica.info, state, adapters, backend.observed, backend.gaps.longest())
+    encode, kind = choose_encoder(call.headers.get("accept", ""))
+    await call.whole(encode(shown), 200, {"content-type": kind})
