@@ -93,6 +93,7 @@ class GrpcServer:
         """Refuses new calls, gives live ones `grace_s` seconds, closes the port."""
         for task in self._tasks:
             task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._set_health(False)
         await self._server.stop(grace_s)
 
