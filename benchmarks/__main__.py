@@ -50,8 +50,11 @@ BY_DTYPE = ("throughput", "latency", "lora", "startup", "compare")  # measured o
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the studies asked for; returns the exit code."""
+    """Runs the studies asked for; returns the exit code. Without a name it only says which there are."""
     args = parser().parse(list(sys.argv[1:] if argv is None else argv))
+    if args.name is None:
+        print(__doc__)
+        return 2
     try:
         if args.commits and args.name != "compare":
             raise ConfigError(f"{args.commits[0]}: only compare takes commits")
@@ -68,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def parser() -> Parser:
     """The flags."""
     made = Parser("jlora bench", __doc__ or "")
-    made.add_argument("name", nargs="?", default="all", choices=[*GROUPS, *STUDIES], help="which study (default: all)")
+    made.add_argument("name", nargs="?", choices=[*GROUPS, *STUDIES], help="which study")
     made.add_argument("commits", nargs="*", metavar="COMMIT", help="compare: OLD and NEW")
     made.add_argument("--studies", nargs="+", default=[], metavar="STUDY", help="compare: which (default: all five)")
     made.add_argument("--peer-python", default="", metavar="PATH", help="interpreter with torch, transformers, peft")

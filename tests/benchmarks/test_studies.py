@@ -26,6 +26,12 @@ def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
     return lines
 
 
+def test_without_a_name_it_says_which_studies_there_are(capsys: pytest.CaptureFixture[str]):
+    assert main(["bench"]) == 2
+    said = capsys.readouterr().out
+    assert all(name in said for name in (*GROUPS, *STUDIES))
+
+
 @pytest.mark.slow
 def test_the_cache_is_timed_at_every_size(tmp_path: Path):
     lines = study(tmp_path, "cache", "--rounds", "1")
