@@ -252,9 +252,14 @@ sys.exit(launcher.main(sys.argv[1:-1]))
 
 def test_a_dead_engine_ends_the_process_after_its_clients_know(text_model: Path, quick: list[str], tmp_path: Path):
     end = tmp_path / "end"
-    argv = ["--model", str(text_model), "--port", "0", *quick, str(end)]
+    argv = ["--model", str(text_model), "--port", "0", "--http-port", "0", *quick, str(end)]
+    body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     with process(argv, ["-c", DYING]) as server:
-        with grpc.insecure_channel(ready(server)[1]) as channel:
+        line = ready(server)
+        http = httpx.stream("POST", f"http://{line['http']}/v1/completions", json=body, timeout=60)
+        with grpc.insecure_channel(line[1]) as channel, http as answer:
+            lines = answer.iter_lines()
+            next(lines)
             streams = [rpc.InferenceStub(channel).GenerateStream(request("Hello", 4000)) for _ in range(5)]
             for stream in streams:
                 next(stream)
@@ -262,6 +267,8 @@ def test_a_dead_engine_ends_the_process_after_its_clients_know(text_model: Path,
             for stream in streams:
                 with refused(CODE.UNAVAILABLE, "the engine has failed"):
                     list(stream)
+            last = [said for said in lines if said][-2:]
+            assert "the engine has failed" in last[0] and '"error"' in last[0] and last[1] == "data: [DONE]"
         _, errors = server.communicate(timeout=20)
         assert server.returncode == launcher.FAILED and "thread jlora-engine has failed" in errors
 

@@ -17,6 +17,7 @@ from jlora.serve.http import failures
 JSON = "application/json"
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
+PIECE = 64 << 10  # of a long answer: the next one is written when the client has read of this one
 
 
 def event(value: Any) -> bytes:
@@ -34,6 +35,7 @@ class Call:
         self._receive = receive
         self._send = send
         self._config = config
+        self._cut: Callable[[], None] = scope["state"]["cut"]
         self._started = False
 
     @property
@@ -73,18 +75,14 @@ class Call:
     async def whole(self, content: bytes, status: int, headers: Mapping[str, str]) -> None:
         """The whole answer as bytes."""
         await self._start(status, {"content-length": str(len(content)), **headers})
-        await self._send({"type": "http.response.body", "body": content})
+        for at in range(0, max(1, len(content)), PIECE):
+            await self._body(content[at : at + PIECE], more=at + PIECE < len(content))
 
     async def write(self, events: bytes, more: bool = True) -> None:
         """Server-sent events, once the client has read enough of those before. Raises ResourceExhausted if not."""
         if not self._started:
             await self._start(200, EVENTS)
-        try:
-            async with asyncio.timeout(self._config.stall_s):
-                await self._send({"type": "http.response.body", "body": events, "more_body": more})
-        except TimeoutError:
-            limit = f"serve.stall_s = {self._config.stall_s:g} s"
-            raise ResourceExhausted(f"the client has read nothing for {limit}") from None
+        await self._body(events, more)
 
     async def fail(self, error: BaseException, where: str) -> None:
         """An error as the answer, or as the last event of a stream."""
@@ -92,12 +90,21 @@ class Call:
         if not self._started:
             await self.json(value, status, headers)
         else:
-            await self._send({"type": "http.response.body", "body": event(value) + DONE})
+            await self._body(event(value) + DONE, more=False)
 
     async def gone(self) -> None:
         """Returns when the client has closed its connection."""
         while (await self._receive())["type"] != "http.disconnect":
             pass
+
+    async def _body(self, content: bytes, more: bool) -> None:
+        try:
+            async with asyncio.timeout(self._config.stall_s):
+                await self._send({"type": "http.response.body", "body": content, "more_body": more})
+        except TimeoutError:
+            self._cut()  # closing would wait for the client to read
+            limit = f"serve.stall_s = {self._config.stall_s:g} s"
+            raise ResourceExhausted(f"the client has read nothing for {limit}") from None
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self._started = True

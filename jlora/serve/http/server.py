@@ -30,6 +30,7 @@ from jlora.serve.http.call import Endpoint, Handler
 from jlora.serve.http.inference import Inference
 from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
+from jlora.serve.http.protocol import Connection
 from jlora.serve.server import BACKLOG, address
 
 
@@ -48,7 +49,7 @@ class HttpServer:
         self._uvicorn = _Uvicorn(
             uvicorn.Config(
                 application(backend, config),
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,

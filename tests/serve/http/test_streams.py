@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import re
+import socket
 import threading
 import time
+from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
@@ -13,6 +18,13 @@ from jlora.config import ServeConfig
 from tests.serve._server import Served, serving, wait_until
 
 LONG = {"prompt": "Hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
+
+
+def posted(body: dict[str, Any]) -> bytes:
+    """A request as its bytes."""
+    content = json.dumps(body).encode()
+    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
 def test_events_on_the_wire(http: httpx.Client):
@@ -86,6 +98,65 @@ def test_a_client_that_reads_nothing_is_cut(served: Served):
             wait_until(lambda: served.stats().live_requests == 8 or served.stats().live_requests == 1)
             wait_until(lambda: served.stats().live_requests == 0, timeout_s=60)
             assert answer.status_code == 200
+            with pytest.raises(httpx.RemoteProtocolError):  # it does not end as an answer does
+                for _ in answer.iter_raw():
+                    pass
+    served.check_idle()
+
+
+def test_a_whole_answer_that_nobody_reads_is_cut(served: Served):
+    config = ServeConfig(heartbeat_s=60.0, stall_s=0.3)
+    body = {**LONG, "max_tokens": 1200, "n": 8, "logprobs": 20}  # more than the sockets hold
+    with serving(served.backend, config) as impatient, socket.socket() as raw:
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        url = urlsplit(impatient.http)
+        raw.connect((url.hostname, url.port))
+        raw.sendall(posted(body))
+        raw.settimeout(60)
+        wait_until(lambda: served.stats().live_requests == 1)
+        wait_until(lambda: served.stats().live_requests == 0, timeout_s=60)
+        time.sleep(1.0)  # longer than stall_s
+        answer = b""
+        with contextlib.suppress(ConnectionResetError):
+            while piece := raw.recv(1 << 20):
+                answer += piece
+    declared = re.search(rb"content-length: (\d+)", answer)
+    assert declared is not None and len(answer) < int(declared[1])
+
+
+def test_a_head_without_end_is_refused(served: Served):
+    url = urlsplit(served.http)
+    with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\n")
+        answer = b""
+        with contextlib.suppress(ConnectionError):
+            for i in range(10_000):
+                raw.sendall(b"X-%d: %s\r\n" % (i, b"y" * 1000))
+                if i % 70 == 69:
+                    raw.settimeout(0.2)
+                    with contextlib.suppress(TimeoutError):
+                        answer += raw.recv(1000)
+                        break
+        assert answer.startswith(b"HTTP/1.1 400") and b"head" in answer
+    assert httpx.get(f"{served.http}/health", timeout=20).status_code == 200
+
+
+def test_bodies_of_every_size_pass(http: httpx.Client):
+    """However they are cut into packets, and on one connection."""
+    for size in (1, 60_000, 70_000, 250_000, 300_000, 1_000_000, 10):
+        answer = http.post("/v1/completions", json={"prompt": "x" * size, "max_tokens": 1})
+        assert answer.status_code == (200 if size < 1000 else 400) and answer.json()
+
+
+def test_a_client_that_pipelines_and_leaves_aborts_its_request(served: Served):
+    url, content = urlsplit(served.http), posted({**LONG, "stream": True})
+    with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+        raw.sendall(content)
+        raw.recv(1000)
+        raw.sendall(content)
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(1 << 16):
+                pass
     served.check_idle()
 
 

@@ -1,0 +1,41 @@
+"""uvicorn's HTTP/1.1 connection with bounds of ours."""
+
+from __future__ import annotations
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 64 << 10  # of a request's line and headers
+
+
+class Connection(HttpToolsProtocol):
+    """One connection: its heads are bounded, it has one request at a time, and its handler can cut it off.
+
+    A client that sends a request before it has the answer to the one before (pipelining) is cut off: uvicorn would
+    not notice that it has gone while the first one runs.
+    """
+
+    _unfinished = 0  # bytes of a head so far
+    _borders = 0  # ends of heads and of messages so far; an even number: a head is on its way
+
+    def data_received(self, data: bytes) -> None:
+        before = self._borders
+        super().data_received(data)
+        within = before == self._borders and before % 2 == 0
+        self._unfinished = self._unfinished + len(data) if within else 0
+        if self._unfinished > HEAD_BYTES and not self.transport.is_closing():
+            self.send_400_response(f"The request's head passes {HEAD_BYTES} bytes.")
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self.scope["state"]["cut"] = self.transport.abort  # pyright: ignore[reportTypedDictNotRequiredAccess]
+
+    def on_headers_complete(self) -> None:
+        self._borders += 1
+        if self.cycle is not None and not self.cycle.response_complete:
+            self.transport.abort()
+        else:
+            super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        self._borders += 1
