@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import socket
 import threading
 import time
 from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import pytest
@@ -88,6 +91,27 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(served: Served, method
         steps = [state.stats.steps for at, state in looks if at > known]
         assert not steps or steps[-1] - steps[0] <= 2 + 2  # the first and the last look may each be a step old
         assert why == "cancelled" or call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
+        neighbour.cancel()
+    served.check_idle()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_http_client_that_leaves_is_noticed_at_once(served: Served, stream: bool):
+    noted = Noted(served.replica)
+    with serving(Backend(noted, served.backend.tokenizer)) as front:
+        neighbour = front.inference.Generate.future(request("Hello", LONG))  # keeps the steps coming
+        fields = {"max_tokens": LONG, "ignore_eos": True, "bypass_prefix_cache": True, "stream": stream}
+        body = json.dumps({"prompt": PROMPT, **fields}).encode()
+        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        with socket.create_connection((urlsplit(front.http).hostname, urlsplit(front.http).port), timeout=20) as client:
+            client.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
+            wait_until(lambda: served.cache().hbm.running_kv > BLOCKS)
+            looks, free = looking(served.replica)
+            wait_until(lambda: looks)
+        assert free.wait(20)
+        wait_until(lambda: noted.aborted)
+        steps = [state.stats.steps for at, state in looks if at > noted.aborted[0]]
+        assert not steps or steps[-1] - steps[0] <= 2 + 2  # the first and the last look may each be a step old
         neighbour.cancel()
     served.check_idle()
 
