@@ -8,6 +8,7 @@ import re
 
 import pytest
 
+from jlora.adapters import patterns
 from jlora.adapters.patterns import MAX_CHARS, compile_pattern
 from jlora.adapters.peft_config import parse
 from jlora.errors import InvalidArgument
@@ -117,3 +118,15 @@ def test_a_layers_pattern_that_matches_without_an_index_selects_nothing_as_in_pe
     path = _make.make_adapter(tmp_path / "a", SPEC)
     _make.edit_json(path / "adapter_config.json", layers_pattern="m|x", layers_to_transform=[0])
     refused(path, InvalidArgument, "target_modules", "matches no projection")
+
+
+@pytest.mark.parametrize(
+    "pattern", ["(?i)" + r"[\0-\uffff]" * 90, "[" + r"\U0001ffff-\U0010ffff" * 40 + "]", r"((\w{30}){30}){30}"]
+)
+def test_what_re2_refuses_never_reaches_re(pattern: str, monkeypatch: pytest.MonkeyPatch):
+    """`re` expands the first range for each of its repetitions, while it holds Python's lock."""
+    seen: list[str] = []
+    monkeypatch.setattr(patterns.re, "compile", seen.append)
+    with pytest.raises(ValueError):
+        compile_pattern(pattern)
+    assert not seen
