@@ -11,6 +11,7 @@
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
     report                       the pages and figures of the files in --out
     all                          throughput, latency, host, cache
+    serve, workloads             the load generator and its traffic; each has its own --help
 
 An interrupted study goes on where it stopped. Run it on a machine that does nothing else.
 """

@@ -213,7 +213,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The flags."""
-    made = argparse.ArgumentParser("jlora doctor", description=__doc__)
+    plain = argparse.RawDescriptionHelpFormatter
+    made = argparse.ArgumentParser("jlora doctor", description=__doc__, formatter_class=plain)
     made.add_argument("--quick", action="store_true", help="one model, fewer shapes, a third of the time")
     made.add_argument("--kernels", default="auto", choices=("auto", "pallas", "xla"), help="ops of the steps")
     made.add_argument("--minutes", type=float, default=7.75, help="all is over by then")

@@ -145,9 +145,9 @@ def warm_up(runner: Runner, progress: bool, system: System) -> None:
         threads.shutdown(cancel_futures=True)
 
 
-def compile_rest(built: Built) -> Built:
-    """Compiles at once what `build` has left, for those who measure steps."""
-    for form in built.runner.left:
+def compile_rest(built: Built, progress: bool = False) -> Built:
+    """Compiles at once what `build` has left: before a measurement, or for `jlora compile`."""
+    for form in tqdm(built.runner.left, desc="compiling the rest", disable=not progress, leave=False):
         built.runner.compile(form)
         built.runner.admit(form)
     return built
