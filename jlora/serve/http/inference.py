@@ -100,7 +100,7 @@ class Inference:
             prompt=(),
             sampling=sampling,
             adapter=self._backend.adapter_of(body.model or ""),
-            priority=-body.priority,  # vLLM's lower ones run first
+            priority=-(body.priority or 0),  # vLLM's lower ones run first
             bypass_prefix_cache=body.bypass_prefix_cache or False,
             cache_salt=body.cache_salt or "",
         )

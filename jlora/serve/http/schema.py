@@ -122,7 +122,7 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     prompt_logprobs: int | None = None
-    priority: Annotated[int, Meta(gt=-(2**31), lt=2**31)] = 0
+    priority: Annotated[int, Meta(gt=-(2**31), lt=2**31)] | None = None
     cache_salt: str | None = None
     bypass_prefix_cache: bool | None = None
     request_id: str | None = None
@@ -189,14 +189,14 @@ class ChatBody(_with(GenerationBody, _CHAT), kw_only=True):
     """`/v1/chat/completions`."""
 
     messages: list[MessageBody]
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
 
     def chat(self) -> Chat:
         """The conversation. Raises InvalidArgument for content that is no text."""
-        return conversation(self.messages, self.add_generation_prompt)
+        return conversation(self.messages, self.add_generation_prompt is not False)
 
     def most_tokens(self) -> int | None:
         """`max_completion_tokens`, or its older name. Raises InvalidArgument if they differ."""

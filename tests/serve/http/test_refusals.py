@@ -12,6 +12,7 @@ import openai
 import pytest
 
 from jlora.serve.backend import Backend
+from jlora.serve.http.schema import ChatBody, CompletionBody
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, request, serving, wait_until
 
 ROOM = SMALL["engine.max_queue"] + SMALL["engine.max_seqs"]
@@ -103,6 +104,13 @@ def test_values_that_mean_not_used_are_taken(http: httpx.Client):
     assert http.post("/v1/completions", json={**COMPLETION, **unused}).status_code == 200
     unused = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "top_logprobs": 0}
     assert http.post("/v1/chat/completions", json={**CHAT, **unused}).status_code == 200
+
+
+def test_null_is_the_default_of_every_field(http: httpx.Client):
+    for path, kind, body in (("completions", CompletionBody, COMPLETION), ("chat/completions", ChatBody, CHAT)):
+        nulls = dict.fromkeys(kind.__struct_fields__)
+        answer = http.post(f"/v1/{path}", json={**nulls, **body})
+        assert answer.status_code == 200 and answer.json()["usage"]["completion_tokens"] <= 2, answer.text
 
 
 def test_an_unknown_field_is_refused_with_the_nearest(http: httpx.Client):
