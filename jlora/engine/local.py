@@ -38,6 +38,7 @@ IDLE_S = 0.1  # pause between two rounds of an idle engine
 COMMANDS = 128  # run between two steps at most, about 20 ms of submissions: the others wait for the next step
 LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
+DRAIN_S = 1e8  # a longer timeout is none: a thread's wait has an end, too
 COUNTING_S = 1.0  # between two snapshots where one has to look at the whole tree
 
 
@@ -267,8 +268,12 @@ class LocalReplica(Replica):
         if timeout_s is not None:  # on a thread of its own: a step may take longer
 
             def wait() -> None:
-                futures.wait([drained], timeout_s)
-                answer(not self._names)
+                try:
+                    futures.wait([drained], min(DRAIN_S, timeout_s))
+                except Exception:  # a failure of this thread would end the engine, and with it what is drained
+                    log.exception("the drain's timeout is lost; the drain ends with the last request")
+                else:
+                    answer(not self._names)
 
             self._system.threads.start("jlora-drain", wait)
         return drained
@@ -383,7 +388,10 @@ class LocalReplica(Replica):
         for event in events:
             by_request.setdefault(event.handle, []).append(event)
         for handle, batch in by_request.items():
-            live = self._live[handle]
+            live = self._live.get(handle)
+            if live is None:  # its submission has failed, so nobody waits for it
+                self._engine.abort(handle)
+                continue
             live.open.difference_update(e.index for e in batch if e.finish_reason is not None)
             if not live.open:
                 del self._live[handle], self._names[live.name]

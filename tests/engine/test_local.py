@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import Counter
@@ -193,6 +194,15 @@ def test_a_drain_refuses_at_once_and_ends_with_the_last_request(tiny_model: Path
             replica.submit(Request("y", (3, 4), GREEDY), inbox.put)
         assert replica.replica.drain().result(60)
         assert replica.stats().live_requests == 0
+
+
+def test_a_drain_with_a_huge_timeout_ends_with_the_last_request(tiny_model: Path):
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    with running(tiny_model, {}, engine__max_seqs=2) as replica:
+        replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
+        drains = [replica.replica.drain(seconds) for seconds in (1e10, 1e300, math.inf, math.nan)]
+        assert all(drain.result(60) for drain in drains)
+        assert replica.stats().live_requests == 0 and not replica.replica.failure.done()
 
 
 def test_an_engine_that_fails_ends_requests_commands_and_waits(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
