@@ -86,9 +86,14 @@ class Admission:
         return (sequence for _, sequence in self._queue)
 
     def enqueue(self, sequence: Sequence) -> None:
-        sequence.want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
-        sequence.refused = -1
-        bisect.insort(self._queue, (sequence.place, sequence))
+        """If it raises, the sequence is not in the queue."""
+        want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
+        try:
+            bisect.insort(self._queue, (sequence.place, sequence))
+        except BaseException:
+            self._manager.unexpect(want)
+            raise
+        sequence.want, sequence.refused = want, -1
 
     def dequeue(self, sequence: Sequence) -> None:
         """Takes it out: it has a lease, or has ended."""

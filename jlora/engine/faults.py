@@ -35,12 +35,12 @@ class Faults:
         self.ended: list[TokenEvent] = []  # final events of the requests that have failed
 
     def plan(self, now: float) -> StepPlan:
-        """The next step; an empty one if planning failed."""
+        """The next step; an empty one if planning failed, and then its copies go out with a later one."""
         try:
             plan = self._scheduler.plan(now)
         except Exception as error:
             self._settle(error, self._scheduler.suspect)
-            return StepPlan((), (), self._manager.take_copies())
+            return StepPlan((), (), ())
         if not plan.work:
             self._helpless = 0
         return plan
@@ -84,10 +84,13 @@ class Faults:
         self._copies = left
 
     def _settle(self, error: Exception, guilty: Sequence | None) -> None:
-        inspect.check_integrity(self._manager)
+        try:
+            inspect.check_integrity(self._manager)
+        except MemoryError:
+            log.warning("memory is too short to check the cache after: %s", error)
         if isinstance(error, MemoryError):
             log.warning("memory is short: %s", error, exc_info=error)
-            if self._scheduler.retract():
+            if self._retract():
                 return
             self._helpless += 1
             if self._helpless < (MOST if guilty is None else TRIES):
@@ -96,3 +99,9 @@ class Faults:
         if guilty is None or guilty.finished is not None:
             raise error
         self.ended += self._scheduler.fail(guilty.handle, error, self._clock())
+
+    def _retract(self) -> bool:
+        try:
+            return self._scheduler.retract()
+        except MemoryError:  # even for that: nobody gives way
+            return False

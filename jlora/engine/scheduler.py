@@ -104,19 +104,25 @@ class Scheduler:
         if self.waiting + sampling.n > limit:
             raise QueueFull(f"queue is full: {self.waiting} waiting, limit {limit}")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
-        leader: Sequence | None = None
-        for index in range(sampling.n):
-            sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)
-            sequence.tokens = list(request.prompt)
-            if sampling.prompt_logprobs is not None and index == 0:
-                sequence.prompt_logprobs = [None]
-            leader = leader or sequence
-            self._requests.setdefault(leader.order, []).append(sequence)
-            self.queue.enqueue(sequence)
-        assert leader is not None
-        if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, leader.order))
-        return leader.order
+        siblings: list[Sequence] = []
+        try:
+            for index in range(sampling.n):
+                leader = siblings[0] if siblings else None
+                sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)
+                sequence.tokens = list(request.prompt)
+                if sampling.prompt_logprobs is not None and index == 0:
+                    sequence.prompt_logprobs = [None]
+                self.queue.enqueue(sequence)
+                siblings.append(sequence)
+            handle = siblings[0].order
+            if request.deadline is not None:
+                heapq.heappush(self._deadlines, (request.deadline, handle))
+            self._requests[handle] = siblings
+        except BaseException:
+            for sequence in siblings:
+                self.queue.dequeue(sequence)
+            raise
+        return handle
 
     def abort(self, handle: int, now: float) -> list[TokenEvent]:
         """Ends a request at once; the final events of its unfinished completions, none if it is not live."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import jax
 import pytest
 
 from jlora import config
+from jlora.cache import inspect
+from jlora.engine import admission, faults
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
 from jlora.types import Request
@@ -61,6 +64,10 @@ def every(count: int, error: Callable[[], Exception]) -> Callable[..., None]:
 
 def short() -> MemoryError:
     return MemoryError("planted")
+
+
+def _raise(error: Exception) -> None:
+    raise error
 
 
 def exhausted() -> Exception:
@@ -145,6 +152,71 @@ def test_a_plan_that_finds_no_memory_is_made_again(
     manager = replica.manager
     thing = {"leases": manager.leases, "manager": manager, "cells": manager._cells.device}[where]
     wrapped(monkeypatch, thing, method, every(7, short))
+    same(replica, expected)
+
+
+@pytest.mark.parametrize(
+    ("where", "count"),
+    [*((where, count) for where in ("grow", "acquire", "take", "plan") for count in (1, 2, 3))]
+    + [*((where, count) for where in ("streams", "take_copies", "tend", "check_integrity") for count in (2, 3))],
+)
+def test_shortages_in_a_row_end_requests_at_most(
+    replica: Running, expected: dict, monkeypatch: pytest.MonkeyPatch, where: str, count: int
+):
+    """Each request answers as always, or says that memory was too short for it."""
+    manager, scheduler = replica.manager, replica.parts.scheduler
+    thing, method = {
+        "grow": (manager.leases, "grow"),
+        "acquire": (manager.leases, "acquire"),
+        "streams": (manager.leases, "streams"),
+        "take": (manager._cells.device, "take"),
+        "take_copies": (manager, "take_copies"),
+        "tend": (manager, "tend"),
+        "plan": (scheduler, "_make_room"),
+        "check_integrity": (faults.inspect, "check_integrity"),
+    }[where]
+    with monkeypatch.context() as patch:
+        wrapped(patch, thing, method, every(count, short))
+        if where == "check_integrity":
+            wrapped(patch, manager.leases, "grow", every(3, short))
+        for name, events in serve(replica, mixed()).items():
+            if events[-1].error is None:
+                assert tokens(events) == expected[name]
+            else:
+                assert isinstance(events[-1].error, ResourceExhausted)
+    replica.check_integrity()
+    same(replica, expected)
+
+
+@pytest.mark.parametrize("method", ["take_copies", "tend"])
+def test_a_second_shortage_right_after_the_first_ends_nothing(
+    replica: Running, expected: dict, monkeypatch: pytest.MonkeyPatch, method: str
+):
+    calls = iter(range(1_000_000))
+    wrapped(monkeypatch, replica.manager, method, lambda *_: _raise(short()) if next(calls) % 10 in (3, 4, 5) else None)
+    same(replica, expected)
+
+
+@pytest.mark.parametrize("where", ["enqueue", "insort"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+def test_a_submission_that_finds_no_memory_leaves_nothing_behind(
+    replica: Running, expected: dict, monkeypatch: pytest.MonkeyPatch, where: str, count: int
+):
+    """Whichever of its completions it was at."""
+    request = Request(BAD, (3, 4, 5), replace(SEEDED, n=4))
+    thing = replica.parts.scheduler.queue if where == "enqueue" else admission.bisect
+    with replica.paused(), monkeypatch.context() as patch:
+        wrapped(patch, thing, where, every(count, short))
+        with pytest.raises(MemoryError):
+            replica.local._engine.submit(request)
+        assert replica.parts.scheduler.waiting == replica.parts.scheduler.live == 0
+        inspect.check_integrity(replica.manager)
+    assert same(replica, expected, request)[BAD] is None
+
+
+def test_events_that_nobody_waits_for_are_dropped_and_their_request_ends(replica: Running, expected: dict):
+    with replica.paused():
+        replica.local._engine.submit(Request(BAD, (3, 4, 5), SEEDED))
     same(replica, expected)
 
 
