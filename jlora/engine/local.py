@@ -11,6 +11,7 @@ import logging
 import math
 import queue
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
@@ -35,7 +36,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_S = 0.1  # pause between two rounds of an idle engine
-COMMANDS = 128  # run between two steps at most, about 20 ms of submissions: the others wait for the next step
+COMMANDS_S = 0.01  # of commands between two steps, and the rest of the last one: the others wait for the next step
 LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
 DRAIN_S = 1e8  # a longer timeout is none: a thread's wait has an end, too
@@ -50,7 +51,8 @@ class LocalReplica(Replica):
         self._built = built
         self._engine: Engine = built.engine
         self._system = system
-        self._commands: queue.SimpleQueue[tuple[Callable[[], object], Future]] = queue.SimpleQueue()
+        # In their order, and each goes at once when its caller cancels it: prompts may wait here.
+        self._commands: OrderedDict[Future, Callable[[], object]] = OrderedDict()
         self._waits: list[_Wait] = []
         self._live: dict[int, _Live] = {}  # by handle; only the engine's thread
         self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
@@ -95,7 +97,7 @@ class LocalReplica(Replica):
         runner = self._built.runner
         try:
             runner.compile(form)
-        except Exception:
+        except BaseException:  # also SystemExit: the form would be left for ever
             log.exception("%s does not compile; a larger form stands in for it", form)
             self.between_steps(lambda: runner.drop(form))
         else:
@@ -133,8 +135,9 @@ class LocalReplica(Replica):
 
     def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:
         live = self._names.get((tenant, request_id))
-        if live is not None:  # its submission, if it has not run, runs first
-            self.between_steps(lambda: live.handle is not None and self._engine.abort(live.handle))
+        if live is not None and (live.abort is None or live.abort.done()):  # one at a time is enough
+            # Its submission, if it has not run, runs first.
+            live.abort = self.between_steps(lambda: live.handle is not None and self._engine.abort(live.handle))
         return done(live is not None)
 
     def stop(self, handle: int, index: int, outputs: int) -> Future[None]:
@@ -161,6 +164,7 @@ class LocalReplica(Replica):
                     answer.set_exception(e)
 
         loading.add_done_callback(over)
+        answer.add_done_callback(lambda answer: answer.cancelled() and loading.cancel())  # one that waits for a loader
         return answer
 
     def _load(self, answer: Future[AdapterInfo], name: str, path: str, pinned: bool, replace: bool) -> AdapterInfo:
@@ -314,7 +318,7 @@ class LocalReplica(Replica):
             self._gaps.note(self._system.clock() - self._beat)
             if self._engine.copying:
                 self._engine.rest()
-            elif self._commands.empty() and self._work.wait(IDLE_S):
+            elif not self._commands and self._work.wait(IDLE_S):
                 self._work.clear()
 
     def _step(self) -> float:
@@ -336,9 +340,13 @@ class LocalReplica(Replica):
 
     def _obey(self) -> None:
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
-        for _ in range(min(self._commands.qsize(), COMMANDS)):  # those that come meanwhile wait for the next step
-            command, future = self._commands.get()
-            settle(future, command)
+        until = self._system.clock() + COMMANDS_S
+        for _ in range(len(self._commands)):  # those that come meanwhile wait for the next step
+            if (taken := self._take_command()) is None:  # the last ones have just been cancelled
+                break
+            settle(*taken)
+            if self._system.clock() >= until:
+                break
         self._answer_waits()
         if not self._asks.empty():
             self._snapshot = self._look()
@@ -410,7 +418,8 @@ class LocalReplica(Replica):
     def between_steps(self, command: Callable[[], T]) -> Future[T]:
         """Runs `command` on the engine's thread, between two steps."""
         future: Future[T] = Future()
-        self._commands.put((command, future))
+        self._commands[future] = command
+        future.add_done_callback(self._drop_cancelled)
         self._work.set()
         if self._ended:  # the thread may have missed this one
             self._refuse_commands()
@@ -426,12 +435,19 @@ class LocalReplica(Replica):
 
         return chained(self.between_steps(begin), lambda waiting: waiting)
 
+    def _take_command(self) -> tuple[Future, Callable[[], object]] | None:
+        try:
+            return self._commands.popitem(last=False)
+        except KeyError:  # there is none
+            return None
+
+    def _drop_cancelled(self, future: Future) -> None:
+        if future.cancelled():
+            self._commands.pop(future, None)
+
     def _refuse_commands(self) -> None:
-        while True:
-            try:
-                _, future = self._commands.get_nowait()
-            except queue.Empty:
-                return
+        while (taken := self._take_command()) is not None:
+            future, _ = taken
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._refusal())
 
@@ -449,6 +465,7 @@ class _Live:
     sink: Sink
     open: set[int]  # completions that have not ended
     handle: int | None = None  # None: the engine does not have it yet
+    abort: Future[bool] | None = None  # the last one asked for by name
 
 
 @dataclass(slots=True)

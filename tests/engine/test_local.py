@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jlora import config
-from jlora.engine.local import COMMANDS
+from jlora.engine import local
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from jlora.ports import PythonGarbage, System
 from jlora.types import AdapterInfo, Request, TokenEvent
@@ -273,14 +273,76 @@ def test_weights_change_between_two_steps_without_a_compilation(tmp_path: Path):
     assert answers[0] != answers[1] and (got, again) == (answers[0], answers[1])
 
 
-def test_a_burst_of_commands_leaves_room_for_steps(replica: Running, rounds: Rounds):
-    """They run in order, a limited number in each round of the engine."""
-    free, ran = threading.Event(), []
-    held = replica.local.between_steps(lambda: free.wait(20))
-    burst = [replica.local.between_steps(lambda i=i: ran.append((i, rounds.count))) for i in range(3 * COMMANDS)]
-    free.set()
-    assert held.result(20)
+def test_commands_leave_room_for_steps(replica: Running, rounds: Rounds, monkeypatch: pytest.MonkeyPatch):
+    """They run in order, for a limited time in each round of the engine, and at least one."""
+    monkeypatch.setattr(local, "COMMANDS_S", 0.0)
+    ran: list[tuple[int, int]] = []
+    with replica.paused():
+        burst = [replica.local.between_steps(lambda i=i: ran.append((i, rounds.count))) for i in range(20)]
     for command in burst:
         command.result(20)
-    assert [i for i, _ in ran] == list(range(3 * COMMANDS))
-    assert max(Counter(count for _, count in ran).values()) <= COMMANDS
+    assert [i for i, _ in ran] == list(range(20))
+    assert max(Counter(count for _, count in ran).values()) == 1
+
+
+def test_what_waits_for_the_engine_goes_when_its_caller_cancels(replica: Running):
+    with replica.paused():
+        waiting = len(replica.local._commands)
+        request = Request("c", (3, 4), GREEDY)
+        submitted = [replica.replica.submit(replace(request, id=f"c{i}"), lambda _: None) for i in range(50)]
+        assert len(replica.local._commands) == waiting + 50
+        assert all(future.cancel() for future in submitted)
+        assert len(replica.local._commands) == waiting and not replica.local._names
+    assert replica.stats().live_requests == 0
+
+
+def test_a_live_request_has_one_abort_under_way(replica: Running):
+    inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+    with replica.paused():
+        submitted = replica.replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
+        waiting = len(replica.local._commands)
+        assert all(replica.replica.abort_named("x").result(60) for _ in range(100))
+        assert len(replica.local._commands) == waiting + 1
+    submitted.result(60)
+    assert inbox.get(timeout=60)[-1].finish_reason == "abort"
+    assert not replica.abort("x") and replica.stats().live_requests == 0
+
+
+def test_a_load_that_its_caller_cancels_before_a_loader_takes_it_never_starts(
+    replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    started, load = [], replica.local._load
+
+    def watched(answer: Any, name: str, *args: Any) -> AdapterInfo:
+        started.append(name)
+        return load(answer, name, *args)
+
+    monkeypatch.setattr(replica.local, "_load", watched)
+    disk.shut()
+    loads = [replica.replica.load_adapter(f"busy{i}", path) for i in range(local.LOADERS)]
+    assert disk.reached.wait(60)
+    unwanted = [replica.replica.load_adapter(f"unwanted{i}", path) for i in range(20)]
+    assert all(answer.cancel() for answer in unwanted)
+    last = replica.replica.load_adapter("last", path)
+    disk.open.set()
+    for answer in (*loads, last):
+        replica.unload_adapter(answer.result(60).name)
+    assert sorted(started) == sorted([*(f"busy{i}" for i in range(local.LOADERS)), "last"])
+
+
+@pytest.mark.parametrize("error", [SystemExit, MemoryError])
+def test_a_program_that_does_not_compile_is_dropped_whatever_the_error(
+    replica: Running, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+):
+    dropped, runner = [], replica.parts.runner
+
+    def compile_it(form: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "compile", compile_it)
+    monkeypatch.setattr(runner, "drop", dropped.append)
+    form: Any = object()
+    replica.local._compiler.submit(replica.local._compile, form).result(60)
+    replica.stats()
+    replica.local.between_steps(lambda: None).result(60)
+    assert dropped == [form] and not replica.replica.failure.done()
