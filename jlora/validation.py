@@ -34,6 +34,8 @@ MAX_STOP_CHARS = 1024
 MAX_STOP_TOKENS = 64
 MAX_LOGPROBS = 20
 MAX_ID_CHARS = 256
+# Of an answer: its output tokens, and the likely tokens of each. One has up to 30 bytes, a message 64 MiB.
+MAX_ENTRIES = 1 << 21
 
 _ID = re.compile(r"[\x21-\x7e]+")
 
@@ -66,6 +68,7 @@ def validate(request: Request, limits: Limits) -> Request:
     prompt = _prompt(request.prompt, limits)
     sampling = _sampling(request.sampling, limits.vocab)
     most = _max_tokens(len(prompt), sampling.max_tokens, limits)
+    _check_entries(sampling, most)
     if sampling.min_tokens > most:
         raise _refuse("min_tokens", sampling.min_tokens, f"at most max_tokens, here {most}")
     return dataclasses.replace(
@@ -87,6 +90,20 @@ def check_prompt_length(count: int, limits: Limits) -> None:
     """Raises OutOfRange if a prompt of `count` tokens leaves no room for output."""
     if count >= limits.max_len:
         raise OutOfRange(f"prompt: has {count} tokens, must leave room for output in the context of {limits.max_len}")
+
+
+def entries_of(sampling: SamplingParams) -> int:
+    """What an answer has for each output token: the token, and its likely ones."""
+    return 1 + (sampling.logprobs or 0)
+
+
+def _check_entries(sampling: SamplingParams, most: int) -> None:
+    entries = sampling.n * most * entries_of(sampling)
+    if entries > MAX_ENTRIES:
+        raise InvalidArgument(
+            f"n * max_tokens * (logprobs + 1) = {sampling.n} * {most} * {entries_of(sampling)} = {entries}: "
+            f"must be at most {MAX_ENTRIES}"
+        )
 
 
 def _sampling(s: SamplingParams, vocab: int) -> SamplingParams:

@@ -5,8 +5,9 @@ An unset `optional` field takes the record's default, so each default is written
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jlora.errors import InvalidArgument
@@ -17,6 +18,8 @@ from jlora.types import AdapterInfo, Delta, SamplingParams, Timing, TokenLogprob
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 _ADAPTER = frozenset(field.name for field in dataclasses.fields(AdapterInfo))
 _SUMMARY = _ADAPTER - {"ranks", "alora_invocation_tokens"}
+
+PER_TURN = 64  # tokens whose log-probabilities become messages in one turn of the loop
 
 
 def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
@@ -60,21 +63,24 @@ def token_logprob(entry: TokenLogprob | None) -> pb.TokenLogprob:
     return pb.TokenLogprob(token_id=entry.token_id, logprob=entry.logprob, top=top)
 
 
-def response(
+async def response(
     request_id: str, deltas: Iterable[Delta], totals: tuple[Usage, Timing] | None = None
 ) -> pb.GenerateResponse:
-    """A message of a stream, or the whole answer; `totals` go on the last one."""
+    """A message of a stream, or the whole answer; `totals` go on the last one. A long one takes many turns."""
     message = pb.GenerateResponse(request_id=request_id)
+    parts: list[tuple[Any, Sequence[TokenLogprob | None]]] = []
     for delta in deltas:
-        message.outputs.add(
-            index=delta.index,
-            text=delta.text,
-            token_ids=delta.token_ids,
-            logprobs=map(token_logprob, delta.logprobs or ()),
-            finish_reason=delta.finish_reason,
+        output = message.outputs.add(
+            index=delta.index, text=delta.text, token_ids=delta.token_ids, finish_reason=delta.finish_reason
         )
-        if delta.prompt_logprobs is not None:
-            message.prompt_logprobs.extend(map(token_logprob, delta.prompt_logprobs))
+        for field, entries in ((output.logprobs, delta.logprobs), (message.prompt_logprobs, delta.prompt_logprobs)):
+            parts += (
+                [(field, entries[at : at + PER_TURN]) for at in range(0, len(entries), PER_TURN)] if entries else []
+            )
+    for i, (field, entries) in enumerate(parts):
+        if i:
+            await asyncio.sleep(0)
+        field.extend(map(token_logprob, entries))
     if totals is not None:
         usage, timing = totals
         message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage)))

@@ -5,8 +5,8 @@
             ...
                                                                          # leaving early aborts the request
 
-The engine's thread puts events into an `Inbox`, and the event loop takes all that have arrived.
-So a slow reader delays no other request, and its backlog goes out as one message.
+The engine's thread puts events into an `Inbox`, and the event loop takes what has arrived, a bounded part in
+each turn. So a slow reader delays no other request, and its backlog goes out in few messages.
 """
 
 from __future__ import annotations
@@ -23,12 +23,16 @@ from jlora.serve.backend import Backend
 from jlora.serve.status import DeadlineExceeded
 from jlora.serve.stream import Answer, joined
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
+from jlora.validation import entries_of
+
+BACKLOG = 256  # events that wake the loop also if it is not eager
+SLICE = 512  # token ids and log-probabilities that one turn of the loop reads
 
 
 class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
-    Unless `eager`, only the end of a completion wakes the loop, which saves both threads time.
+    Unless `eager`, only the end of a completion or a backlog wakes the loop, which saves both threads time.
     """
 
     def __init__(self, eager: bool):
@@ -40,18 +44,22 @@ class Inbox:
 
     def put(self, events: list[TokenEvent]) -> None:
         self._events.extend(events)
-        urgent = self._eager or any(e.finish_reason for e in events)
+        urgent = self._eager or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
         if urgent and not self._woken and not self._loop.is_closed():
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake.set)
 
-    async def get(self) -> list[TokenEvent]:
+    async def get(self, most: int) -> list[TokenEvent]:
+        """The next events, at most so many."""
         await self._wake.wait()
         self._wake.clear()
         self._woken = False
         taken = []
-        while self._events:
+        while self._events and len(taken) < most:
             taken.append(self._events.popleft())
+        if self._events:  # the other tasks of the loop have a turn first
+            self._wake.set()
+            await asyncio.sleep(0)
         return taken
 
 
@@ -65,6 +73,7 @@ class Generation:
         self._began = time.monotonic()
         self._request = request
         self._inbox = Inbox(eager)
+        self._slice = max(1, SLICE // entries_of(request.sampling))
         self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
         self._handle = -1  # the replica's, once it is submitted
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
@@ -91,7 +100,7 @@ class Generation:
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """New deltas, as soon as there are some. Raises DeadlineExceeded if the deadline ended the request."""
         while not self._answer.ended:
-            deltas, stops = self._answer.push(await self._inbox.get())
+            deltas, stops = self._answer.push(await self._inbox.get(self._slice))
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
             self._observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
@@ -102,7 +111,11 @@ class Generation:
 
     async def whole(self) -> list[Delta]:
         """One delta per completion; errors as in `deltas`."""
-        return joined([delta async for deltas in self.deltas() for delta in deltas])
+        wholes = []
+        for whole in joined([delta async for deltas in self.deltas() for delta in deltas]):
+            wholes.append(whole)
+            await asyncio.sleep(0)
+        return wholes
 
     def _finish(self) -> None:
         deadline = self._request.deadline

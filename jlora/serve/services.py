@@ -53,14 +53,14 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
             # Without stop strings nothing needs to be read before the end.
             async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
                 whole = await generation.whole()
-                return convert.response(ready.id, whole, generation.totals)
+                return await convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         with self._backend.admitted(_completions(request)):
             ready = await self._request(request, context)
             async with Generation(self._backend, ready, eager=True) as generation:
                 async for deltas in generation.deltas():
-                    yield convert.response(ready.id, deltas, generation.totals)
+                    yield await convert.response(ready.id, deltas, generation.totals)
 
     async def Prefetch(self, request: pb.GenerateRequest, context: Context) -> pb.PrefetchResponse:
         ready = await self._request(request, context)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -75,12 +75,12 @@ class Answer:
         )
 
 
-def joined(deltas: Iterable[Delta]) -> list[Delta]:
+def joined(deltas: Iterable[Delta]) -> Iterator[Delta]:
     """One delta for each completion, in order of index."""
     parts: dict[int, list[Delta]] = defaultdict(list)
     for delta in deltas:
         parts[delta.index].append(delta)
-    return [_whole(parts[index]) for index in sorted(parts)]
+    return (_whole(parts[index]) for index in sorted(parts))
 
 
 def _whole(deltas: Sequence[Delta]) -> Delta:

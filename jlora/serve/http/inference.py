@@ -132,7 +132,9 @@ class Inference:
                 await self._stream(call, body, running, answers)
             else:
                 wholes = await asyncio.gather(*(generation.whole() for generation in running))
-                await call.json(answers.whole(wholes, [g.totals for g in running if g.totals]))
+                totals = [g.totals for g in running if g.totals]
+                # On a thread: a large answer takes a second, and the loop has others to serve.
+                await call.json(await asyncio.to_thread(answers.whole, wholes, totals))
 
     async def _stream(self, call: Call, body: GenerationBody, running: list[Generation], answers: Answers) -> None:
         async for pairs in merged(running):

@@ -1,0 +1,123 @@
+"""No turn of the event loop reads or converts more than a bounded part of an answer, however long it is."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any
+
+import grpc
+import pytest
+
+from jlora.replica import Sink
+from jlora.serve import convert, generation
+from jlora.serve.backend import Backend
+from jlora.serve.generation import BACKLOG, SLICE, Generation, Inbox
+from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
+from jlora.validation import MAX_COMPLETIONS, MAX_ENTRIES
+from tests.serve._server import Served, refused, request
+
+ENTRY = TokenLogprob(5, -1.0, ((5, -1.0), (6, -2.0)))
+END: dict[str, Any] = {"finish_reason": "length", "usage": Usage(1, 0, 1), "timing": Timing()}
+
+
+class AtOnce:
+    """A replica that answers a request with all its events at once."""
+
+    info = SimpleNamespace(eos_ids=frozenset())
+
+    def __init__(self, events: list[TokenEvent]):
+        self._events = events
+
+    def submit(self, asked: Request, sink: Sink) -> Future[int]:
+        sink(self._events)
+        done: Future[int] = Future()
+        done.set_result(1)
+        return done
+
+
+class Turns:
+    """Counts work by the turn of the loop that does it."""
+
+    def __init__(self) -> None:
+        self.most = self._now = 0
+
+    def add(self, count: int) -> None:
+        self._now += count
+        self.most = max(self.most, self._now)
+
+    async def watch(self) -> None:
+        while True:
+            self._now = 0
+            await asyncio.sleep(0)
+
+
+async def watched(turns: Turns, work: Any) -> Any:
+    watch = asyncio.create_task(turns.watch())
+    await asyncio.sleep(0)
+    try:
+        return await work
+    finally:
+        watch.cancel()
+
+
+@pytest.mark.parametrize("eager", [True, False])
+@pytest.mark.parametrize("logprobs", [None, 20])
+def test_a_turn_reads_a_bounded_part_of_what_has_arrived(
+    eager: bool, logprobs: int | None, monkeypatch: pytest.MonkeyPatch
+):
+    n, tokens, turns = 4, 1000, Turns()
+    events = [TokenEvent("r", i, 5) for _ in range(tokens) for i in range(n)]
+    events += [TokenEvent("r", i, 5, **END) for i in range(n)]
+    push = generation.Answer.push
+
+    def noted(self: Any, events: list[TokenEvent]) -> Any:
+        turns.add(len(events) * (1 + (logprobs or 0)))
+        return push(self, events)
+
+    monkeypatch.setattr(generation.Answer, "push", noted)
+
+    async def whole() -> list[Delta]:
+        backend: Any = Backend(AtOnce(events))  # pyright: ignore[reportArgumentType]
+        async with Generation(backend, Request("r", (1,), SamplingParams(n=n, logprobs=logprobs)), eager) as made:
+            return await made.whole()
+
+    answer = asyncio.run(watched(turns, whole()))
+    assert [len(delta.token_ids) for delta in answer] == [tokens + 1] * n
+    assert 0 < turns.most <= 2 * SLICE
+
+
+def test_a_backlog_wakes_a_reader_that_waits_for_the_end():
+    async def first() -> int:
+        inbox = Inbox(eager=False)
+        inbox.put([TokenEvent("r", 0, 5)] * (BACKLOG - 1))
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(inbox.get(SLICE), 0.05)
+        inbox.put([TokenEvent("r", 0, 5)])
+        return len(await asyncio.wait_for(inbox.get(SLICE), 20))
+
+    assert asyncio.run(first()) == BACKLOG
+
+
+def test_a_turn_converts_a_bounded_part_of_an_answer(monkeypatch: pytest.MonkeyPatch):
+    turns, convert_one = Turns(), convert.token_logprob
+
+    def noted(entry: TokenLogprob | None) -> Any:
+        turns.add(1)
+        return convert_one(entry)
+
+    monkeypatch.setattr(convert, "token_logprob", noted)
+    deltas = [Delta(i, token_ids=(5,) * 500, logprobs=(ENTRY,) * 500) for i in range(8)]
+    deltas[0] = Delta(0, logprobs=(ENTRY,) * 500, prompt_logprobs=(None, *[ENTRY] * 999))
+    message = asyncio.run(watched(turns, convert.response("r", deltas)))
+    assert [len(output.logprobs) for output in message.outputs] == [500] * 8 and len(message.prompt_logprobs) == 1000
+    assert 0 < turns.most <= convert.PER_TURN * 2
+
+
+def test_an_answer_too_large_for_a_message_is_refused_by_its_numbers(served: Served):
+    most = MAX_ENTRIES // (MAX_COMPLETIONS * 21)
+    with refused(
+        grpc.StatusCode.INVALID_ARGUMENT, "n * max_tokens * (logprobs + 1)", f"64 * {most + 1} * 21", str(MAX_ENTRIES)
+    ):
+        served.generate(request("Hello", most + 1, n=MAX_COMPLETIONS, logprobs=20))
