@@ -126,7 +126,7 @@ class ServeConfig:
         drain_s: seconds that running requests may take after SIGTERM.
         heartbeat_s: seconds without a round of the engine's loop after which health turns
             NOT_SERVING; must exceed the longest step.
-        stall_s: seconds after which a stream ends whose client reads nothing.
+        stall_s: seconds after which a call ends whose message has not arrived, and a stream whose client reads nothing.
         max_request_mib: the largest message that a client may send, after decompression.
         compile_cache: directory of compiled programs ("auto": in the user's cache; "": none).
         log_level: warning, info, or debug, which logs every decision of the cache (evictions, copies,

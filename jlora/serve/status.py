@@ -89,8 +89,8 @@ def shortened(message: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each handler of `jlora.v1` (not health and reflection), so that an exception becomes a status.
 
-    A call that finds the server full is refused before its message is read. A stream whose client reads nothing
-    for `stall_s` seconds ends.
+    A call that finds the server full is refused before its message is read. A call ends whose message has not
+    arrived in `stall_s` seconds, and a stream whose client reads nothing for so long.
     """
 
     def __init__(self, backend: Backend, stall_s: float):
@@ -112,10 +112,12 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer), handler.response_serializer
         enter = partial(self._backend.gate.call, counts=method not in QUEUED)
+        # As handlers of streams both are called before there is a message, so that its arrival has a limit.
         if handler.response_streaming:
             call = _stream(handler.unary_stream, method, enter, self._stall_s)
-            return grpc.unary_stream_rpc_method_handler(call, parse, write)
-        return grpc.unary_unary_rpc_method_handler(_unary(handler.unary_unary, method, enter), parse, write)
+            return grpc.stream_stream_rpc_method_handler(call, parse, write)
+        call = _unary(handler.unary_unary, method, enter, self._stall_s)
+        return grpc.stream_unary_rpc_method_handler(call, parse, write)
 
     def _check_room(self, method: str) -> None:
         if method not in QUEUED:
@@ -157,9 +159,23 @@ def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], _Received]:
     return read
 
 
-def _unary(inner: Callable[..., Awaitable[Any]], method: str, enter: Enter) -> Callable[..., Awaitable[Any]]:
-    async def call(received: _Received, context: grpc.aio.ServicerContext) -> Any:
+async def _receive(context: grpc.aio.ServicerContext, stall_s: float) -> _Received:
+    try:
+        async with asyncio.timeout(stall_s):
+            received = await context.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the message has not arrived in serve.stall_s = {stall_s:g} s") from None
+    if not isinstance(received, _Received):
+        raise errors.InvalidArgument("request: the call ended without a message")
+    return received
+
+
+def _unary(
+    inner: Callable[..., Awaitable[Any]], method: str, enter: Enter, stall_s: float
+) -> Callable[..., Awaitable[Any]]:
+    async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
         try:
+            received = await _receive(context, stall_s)
             with enter(received.size):
                 return await inner(received.parsed(), context)
         except ENDS:
@@ -173,9 +189,10 @@ def _unary(inner: Callable[..., Awaitable[Any]], method: str, enter: Enter) -> C
 def _stream(
     inner: Callable[..., AsyncGenerator[Any]], method: str, enter: Enter, stall_s: float
 ) -> Callable[..., Awaitable[None]]:
-    async def call(received: _Received, context: grpc.aio.ServicerContext) -> None:
+    async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
         begun = False
         try:
+            received = await _receive(context, stall_s)
             with enter(received.size):
                 async with aclosing(inner(received.parsed(), context)) as responses:
                     async for response in responses:

@@ -13,13 +13,14 @@ from typing import Any
 import grpc
 import pytest
 
+from jlora.config import ServeConfig
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.serve import workers
 from jlora.serve.gate import MOST_CALLS, Gate
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.texts import MAX_MESSAGES
-from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, refused, request, serve, wait_until
+from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
 QUEUE, SEATS = SMALL["engine.max_queue"], SMALL["engine.max_seqs"]
@@ -124,6 +125,32 @@ def test_a_message_is_bounded_after_decompression(served: Served):
     with refused(CODE.RESOURCE_EXHAUSTED, "larger than max"):
         served.inference.Generate(request("x" * (5 << 20)), compression=grpc.Compression.Gzip)
     assert served.generate(request()).usage.completion_tokens == 8
+
+
+class Silent:
+    """A client's messages: none, until the test ends them."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def __iter__(self) -> Silent:
+        return self
+
+    def __next__(self) -> bytes:
+        self.ended.wait(30)
+        raise StopIteration
+
+
+@pytest.mark.parametrize("method", ["Inference/Generate", "Inference/GenerateStream", "Control/GetServerInfo"])
+def test_a_call_whose_message_does_not_arrive_ends(served: Served, method: str):
+    with serving(served.backend, ServeConfig(stall_s=0.2)) as front, grpc.insecure_channel(front.address) as channel:
+        silent = Silent()
+        call = channel.stream_stream(f"/jlora.v1.{method}")(silent, timeout=20)
+        assert call.code() == CODE.DEADLINE_EXCEEDED and "serve.stall_s = 0.2" in call.details()
+        silent.ended.set()
+        call = channel.stream_stream(f"/jlora.v1.{method}")(iter(()), timeout=20)
+        assert call.code() == CODE.INVALID_ARGUMENT and "without a message" in call.details()
+        assert front.generate(request()).usage.completion_tokens == 8
 
 
 # -- bursts -------------------------------------------------------------------------------------
