@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import ml_dtypes
@@ -28,17 +28,23 @@ class Packed:
     projections: tuple[str, ...]
 
 
-def _largest_ranks(adapter: Adapter) -> Mapping[str, int]:
-    ranks: dict[str, int] = {}
-    for (_, name), (a, _) in adapter.weights.items():
-        ranks[name] = max(ranks.get(name, 0), a.shape[0])
-    return ranks
+def largest_ranks(ranks: Iterable[tuple[str, int]]) -> Mapping[str, int]:
+    """Projection -> its largest rank, of pairs (projection, rank)."""
+    largest: dict[str, int] = {}
+    for name, rank in ranks:
+        largest[name] = max(largest.get(name, 0), rank)
+    return largest
+
+
+def blocks_of(ranks: Mapping[str, int], layout: PoolLayout) -> int:
+    """Blocks of an adapter with these largest ranks of projections."""
+    return sum(-(-rank // layout.units[name].per_block) for name, rank in ranks.items())
 
 
 def pack(adapter: Adapter, layout: PoolLayout) -> Packed:
     """Puts every rank unit into its block. Raises InvalidArgument if a weight overflows the pool's dtype."""
     parts, projections = [], []
-    for name, rank in _largest_ranks(adapter).items():
+    for name, rank in largest_ranks((name, len(a)) for (_, name), (a, _) in adapter.weights.items()).items():
         unit = layout.units[name]
         count = -(-rank // unit.per_block)
         shards = [_pack_shard(adapter, layout, name, unit, count, shard) for shard in range(layout.tp)]

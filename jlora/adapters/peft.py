@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,6 +49,9 @@ HEADER_BYTES, HEADER_BYTES_PER_MODULE = 1 << 16, 1024  # PEFT's two entries of a
 # adapters stay below 1e3. With 1e6 everywhere every sum of a layer stays below 1e30, so float32 and bfloat16 hold it.
 MAX_GAIN = 1e6
 
+Check = Callable[[Iterable[tuple[str, int]]], None]  # takes (projection, rank) of every module
+Parse = Callable[[bytes], LoraConfig]
+
 
 @dataclass(frozen=True, slots=True)
 class _Content:
@@ -75,20 +78,33 @@ class _Content:
 
 
 def read_peft(
-    path: str | Path, spec: ModelSpec, max_rank: int, base_names: Collection[str] = (), files: Files | None = None
+    path: str | Path,
+    spec: ModelSpec,
+    max_rank: int,
+    base_names: Collection[str] = (),
+    files: Files | None = None,
+    check: Check | None = None,
 ) -> Adapter:
     """Reads and checks the adapter in directory `path` for the base model `spec`.
 
     Args:
         max_rank: largest rank of a module (`adapters.max_rank`).
         base_names: names of the served base. Logs a warning if the adapter names another base.
+        check: may refuse the adapter for the ranks of its modules, before the weights are read.
     Raises:
         NotFound: the directory or one of its two files is missing.
         InvalidArgument: an option is not supported, or the tensors do not fit the options or the base.
         DataLoss: a file is damaged, or a weight is not finite, or the files change again and again.
     """
     label = os.path.basename(os.path.abspath(path))
-    content = _read(files or DiskFiles(), str(path), label, spec, max_rank)
+
+    def parse(data: bytes) -> LoraConfig:
+        config = peft_config.parse(data, spec, max_rank, f"{label}/{CONFIG}")
+        if check is not None:
+            check((target.projection, target.rank) for target in config.targets.values())
+        return config
+
+    content = _read(files or DiskFiles(), str(path), label, spec, parse)
     config = content.config
     weights = _weights(content, f"{label}/{WEIGHTS}")
     _warn_of_another_base(config.base, base_names, label)
@@ -104,13 +120,13 @@ def read_peft(
     )
 
 
-def _read(files: Files, path: str, label: str, spec: ModelSpec, max_rank: int) -> _Content:
+def _read(files: Files, path: str, label: str, spec: ModelSpec, parse: Parse) -> _Content:
     """Both files as they were at one time."""
     for last in (*[False] * (ATTEMPTS - 1), True):
         try:
             with files.folder(path) as folder:
                 try:
-                    content = _read_once(folder, label, spec, max_rank)
+                    content = _read_once(folder, label, spec, parse)
                 except JloraError:
                     if last or folder.unchanged():
                         raise
@@ -127,10 +143,10 @@ def _read(files: Files, path: str, label: str, spec: ModelSpec, max_rank: int) -
     )
 
 
-def _read_once(folder: Folder, label: str, spec: ModelSpec, max_rank: int) -> _Content:
+def _read_once(folder: Folder, label: str, spec: ModelSpec, parse: Parse) -> _Content:
     _refuse_pickles(folder, label)
     config_bytes = _read_config(folder, label)
-    config = peft_config.parse(config_bytes, spec, max_rank, f"{label}/{CONFIG}")
+    config = parse(config_bytes)
     where = f"{label}/{WEIGHTS}"
     try:
         with folder.open(WEIGHTS) as file:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from jlora import __version__
 from jlora.adapters.names import at_start, check_name
-from jlora.adapters.packing import pack
+from jlora.adapters.packing import blocks_of, largest_ranks, pack
 from jlora.adapters.peft import read_peft
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
@@ -27,7 +27,7 @@ from jlora.config import Config, replace
 from jlora.engine import compile_cache, device, one_row
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
-from jlora.engine.loading import NewAdapter
+from jlora.engine.loading import NewAdapter, check_size
 from jlora.engine.ports import Parts
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
@@ -162,8 +162,13 @@ def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
     if check_name(name) == reader.base_names[0]:
         raise InvalidArgument(f"name = {name!r}: is the base model's own name")
     began = reader.clock()
-    adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files)
-    packed = pack(adapter, reader.layout)
+    layout = reader.layout
+
+    def check(ranks: Iterable[tuple[str, int]]) -> None:  # block 0 is unused, and one is for KV
+        check_size(name, blocks_of(largest_ranks(ranks), layout), layout.blocks - 2, layout.blocks - 1)
+
+    adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
+    packed = pack(adapter, layout)
     return NewAdapter(
         name=name,
         digest=adapter.digest,

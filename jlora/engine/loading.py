@@ -43,6 +43,15 @@ class NewAdapter:
     read_s: float
 
 
+def check_size(name: str, size: int, most: int, total: int, hint: str = "") -> None:
+    """Raises ResourceExhausted if an adapter of `size` blocks can never fit the pool."""
+    if size > most:
+        raise ResourceExhausted(
+            f"adapter {name!r} needs {size} blocks, and at most {most} of the pool's {total} can hold an adapter; "
+            f"raise cache.hbm_blocks{hint}"
+        )
+
+
 class Adapters:
     """The adapters of one engine. All methods but `fill` belong to the engine's thread."""
 
@@ -70,12 +79,8 @@ class Adapters:
         """
         if not replace:
             self._registry.check_free(new.name)
-        size, most = len(new.projections), self._manager.adapter_limit
-        if size > most:
-            raise ResourceExhausted(
-                f"adapter {new.name!r} needs {size} blocks, and at most {most} of the pool's {self._manager.total} "
-                f"can hold an adapter; raise cache.hbm_blocks{self._manager.share_hint}"
-            )
+        size, manager = len(new.projections), self._manager
+        check_size(new.name, size, manager.adapter_limit, manager.total, manager.share_hint)
         blocks = self._manager.reserve(size)
         if blocks is None:
             raise ResourceExhausted(

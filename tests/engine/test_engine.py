@@ -278,6 +278,13 @@ def test_what_can_never_fit_is_refused_with_the_key_to_change(service: Running, 
         service.submit(never, lambda events: None)
 
 
+def test_an_adapter_that_never_fits_is_refused_before_its_weights_are_read(service: Running, tmp_path: Path, tiny_spec):
+    path = _make.make_adapter(tmp_path / "a", tiny_spec, r=256, targets=tuple(_make.MODULES))
+    (path / "adapter_model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(ResourceExhausted, match=r"needs \d+ blocks, .*; raise cache.hbm_blocks"):
+        read_adapter("large", str(path), service.built.reader)
+
+
 def test_a_stopped_service_says_so(tiny_model: Path):
     with running(tiny_model, {}, engine__warmup=False, engine__max_seqs=2) as service:
         pass
