@@ -16,6 +16,8 @@ from jlora.types import AdapterInfo
 MOST = 1000  # adapters of a page
 PAGE_BYTES = 3 << 20  # a page ends before the adapter that passes this
 CHUNK = 128  # adapters that the engine describes between two steps
+PER_TURN = 8  # adapters that become messages in one turn of the event loop
+AT_ONCE = 2  # pages that a server makes at a time
 
 
 async def page(replica: Replica, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
@@ -39,7 +41,9 @@ async def adapters(replica: Replica, after: str = "") -> AsyncIterator[AdapterIn
     """The adapters behind the name `after` in order of name; the engine describes a few between two steps."""
     while True:
         infos = await asyncio.wrap_future(replica.adapters(after, CHUNK))
-        for info in infos:
+        for i, info in enumerate(infos):
+            if i and i % PER_TURN == 0:
+                await asyncio.sleep(0)
             yield info
         if len(infos) < CHUNK:
             return

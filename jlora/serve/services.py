@@ -22,7 +22,7 @@ from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
 from jlora.serve.loading import load_adapter
-from jlora.serve.pages import page
+from jlora.serve.pages import AT_ONCE, page
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import DeadlineExceeded
@@ -107,6 +107,10 @@ def _completions(message: pb.GenerateRequest) -> int:
 class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
     """Loads, unloads, lists and pins adapters; each call is one command of the replica."""
 
+    def __init__(self, backend: Backend):
+        super().__init__(backend)
+        self._pages = asyncio.Semaphore(AT_ONCE)
+
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
         replica = self._backend.loaded
         loaded = await load_adapter(replica, request.name, request.path, request.pinned, request.replace)
@@ -116,7 +120,8 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
         return await _info(self._backend.loaded.unload_adapter(request.name))
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
-        return await page(self._backend.loaded, request)
+        async with self._pages:
+            return await page(self._backend.loaded, request)
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
         return await _info(self._backend.loaded.adapter(request.name))

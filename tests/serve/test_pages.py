@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from typing import Any
 
 import grpc
 import pytest
 
+from jlora.serve import services
 from jlora.serve.backend import Backend
-from jlora.serve.pages import CHUNK, MOST, page, walk
+from jlora.serve.pages import AT_ONCE, CHUNK, MOST, PER_TURN, page, walk
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import AdapterInfo
 from tests.serve._server import Served, refused, serving
@@ -92,3 +94,43 @@ def test_one_adapter_larger_than_a_page_still_comes(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("jlora.serve.pages.PAGE_BYTES", 10)
     answer = asyncio.run(page(Many(3), pb.ListAdaptersRequest()))  # type: ignore[arg-type]
     assert len(answer.adapters) == 1 and answer.next_page_token == answer.adapters[0].name
+
+
+def test_few_pages_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch):
+    live, most = 0, 0
+
+    async def made(*_: object) -> pb.ListAdaptersResponse:
+        nonlocal live, most
+        live += 1
+        most = max(most, live)
+        await asyncio.sleep(0.01)
+        live -= 1
+        return pb.ListAdaptersResponse()
+
+    monkeypatch.setattr(services, "page", made)
+
+    async def ask() -> None:
+        servicer = services.AdaptersServicer(Backend(Many(1)))  # pyright: ignore[reportArgumentType]
+        context: Any = None
+        await asyncio.gather(*(servicer.ListAdapters(pb.ListAdaptersRequest(), context) for _ in range(20)))
+
+    asyncio.run(ask())
+    assert most == AT_ONCE
+
+
+def test_a_page_leaves_the_loop_a_turn_after_a_few_adapters():
+    async def count() -> int:
+        turns, replica = 0, Many(CHUNK - 1)
+
+        async def watch() -> None:
+            nonlocal turns
+            while True:
+                turns += 1
+                await asyncio.sleep(0)
+
+        watching = asyncio.create_task(watch())
+        await page(replica, pb.ListAdaptersRequest(view=SUMMARY))  # pyright: ignore[reportArgumentType]
+        watching.cancel()
+        return turns
+
+    assert asyncio.run(count()) >= CHUNK // PER_TURN - 1
