@@ -50,6 +50,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
         with self._backend.admitted(_completions(request)):
             ready = await self._request(request, context)
+            del request  # it may hold far more than `ready`: protobuf keeps what a later value of a field replaced
             # Without stop strings nothing needs to be read before the end.
             async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
                 whole = await generation.whole()
@@ -58,6 +59,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
         with self._backend.admitted(_completions(request)):
             ready = await self._request(request, context)
+            del request  # as above
             async with Generation(self._backend, ready, eager=True) as generation:
                 async for deltas in generation.deltas():
                     yield await convert.response(ready.id, deltas, generation.totals)

@@ -177,7 +177,9 @@ def _unary(
         try:
             received = await _receive(context, stall_s)
             with enter(received.size):
-                return await inner(received.parsed(), context)
+                answer = inner(received.parsed(), context)
+                del received  # a handler may drop its message, which can be far larger than what it reads
+                return await answer
         except ENDS:
             raise
         except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -194,7 +196,9 @@ def _stream(
         try:
             received = await _receive(context, stall_s)
             with enter(received.size):
-                async with aclosing(inner(received.parsed(), context)) as responses:
+                responses = inner(received.parsed(), context)
+                del received  # as above
+                async with aclosing(responses):
                     async for response in responses:
                         if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
                             await context.send_initial_metadata(())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -151,6 +152,18 @@ def test_a_call_whose_message_does_not_arrive_ends(served: Served, method: str):
         call = channel.stream_stream(f"/jlora.v1.{method}")(iter(()), timeout=20)
         assert call.code() == CODE.INVALID_ARGUMENT and "without a message" in call.details()
         assert front.generate(request()).usage.completion_tokens == 8
+
+
+def test_a_running_request_holds_no_message(served: Served):
+    """A message of 4 MiB may take 100 MB in memory: protobuf keeps what a later value of the same field replaced."""
+    wire = request("Hello", 1300, request_id="dropped").SerializeToString()
+    stub = served.channel.unary_stream("/jlora.v1.Inference/GenerateStream")
+    call = stub(wire)
+    next(call)
+    messages = [found for found in gc.get_objects() if type(found) is pb.GenerateRequest]
+    assert not [message for message in messages if message.request_id == "dropped"]
+    call.cancel()
+    served.check_idle()
 
 
 # -- bursts -------------------------------------------------------------------------------------
