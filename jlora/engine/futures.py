@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -10,6 +11,36 @@ from jlora.errors import Unavailable
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class Commands:
+    """Commands for another thread, first in, first out; any thread may call.
+
+    One that its caller cancels leaves at once: it may hold a long prompt.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[Future, Callable[[], object]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def put(self, command: Callable[[], T]) -> Future[T]:
+        future: Future[T] = Future()
+        self._waiting[future] = command
+        future.add_done_callback(self._drop)
+        return future
+
+    def take(self) -> tuple[Future, Callable[[], object]] | None:
+        """The first one, for `settle`; None if there is none."""
+        try:
+            return self._waiting.popitem(last=False)
+        except KeyError:
+            return None
+
+    def _drop(self, ended: Future) -> None:
+        if ended.cancelled():
+            self._waiting.pop(ended, None)
 
 
 def done(result: T) -> Future[T]:

@@ -11,7 +11,6 @@ import logging
 import math
 import queue
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from concurrent import futures
 from concurrent.futures import CancelledError, Future
@@ -24,7 +23,7 @@ from jlora.config import Config
 from jlora.engine.batch import Form
 from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
-from jlora.engine.futures import chained, done, failed, follow, result_of, running, settle
+from jlora.engine.futures import Commands, chained, done, failed, follow, result_of, running, settle
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
 from jlora.ports import System
@@ -51,8 +50,7 @@ class LocalReplica(Replica):
         self._built = built
         self._engine: Engine = built.engine
         self._system = system
-        # In their order, and each goes at once when its caller cancels it: prompts may wait here.
-        self._commands: OrderedDict[Future, Callable[[], object]] = OrderedDict()
+        self._commands = Commands()
         self._waits: list[_Wait] = []
         self._live: dict[int, _Live] = {}  # by handle; only the engine's thread
         self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
@@ -342,7 +340,7 @@ class LocalReplica(Replica):
         """Runs the commands that have come, then answers the waits that they or the last step fulfilled."""
         until = self._system.clock() + COMMANDS_S
         for _ in range(len(self._commands)):  # those that come meanwhile wait for the next step
-            if (taken := self._take_command()) is None:  # the last ones have just been cancelled
+            if (taken := self._commands.take()) is None:  # the last ones have just been cancelled
                 break
             settle(*taken)
             if self._system.clock() >= until:
@@ -417,9 +415,7 @@ class LocalReplica(Replica):
 
     def between_steps(self, command: Callable[[], T]) -> Future[T]:
         """Runs `command` on the engine's thread, between two steps."""
-        future: Future[T] = Future()
-        self._commands[future] = command
-        future.add_done_callback(self._drop_cancelled)
+        future = self._commands.put(command)
         self._work.set()
         if self._ended:  # the thread may have missed this one
             self._refuse_commands()
@@ -435,18 +431,8 @@ class LocalReplica(Replica):
 
         return chained(self.between_steps(begin), lambda waiting: waiting)
 
-    def _take_command(self) -> tuple[Future, Callable[[], object]] | None:
-        try:
-            return self._commands.popitem(last=False)
-        except KeyError:  # there is none
-            return None
-
-    def _drop_cancelled(self, future: Future) -> None:
-        if future.cancelled():
-            self._commands.pop(future, None)
-
     def _refuse_commands(self) -> None:
-        while (taken := self._take_command()) is not None:
+        while (taken := self._commands.take()) is not None:
             future, _ = taken
             if future.set_running_or_notify_cancel():
                 future.set_exception(self._refusal())

@@ -11,6 +11,8 @@ from jlora.replica import Replica
 from jlora.serve.status import shortened
 from jlora.types import AdapterInfo
 
+MAX_PATH = 4096  # characters: as many bytes as Linux takes
+
 log = logging.getLogger(__name__)
 
 
@@ -23,6 +25,8 @@ async def load_adapter(replica: Replica, name: str, path: str, pinned: bool, rep
         raise AlreadyExists(f"name = {name!r}: is the base model's name")
     if not path:
         raise InvalidArgument("path: is empty, must name a directory on the server")
+    if len(path) > MAX_PATH:
+        raise InvalidArgument(f"path = {path[:32] + '…'!r}: must have at most {MAX_PATH} characters, got {len(path)}")
     try:
         return await asyncio.wrap_future(replica.load_adapter(name, path, pinned, replace))
     except JloraError as e:

@@ -91,6 +91,29 @@ def test_a_version_is_live_while_its_name_stands_for_it():
     assert registry.live(2) is None and registry.versions("check") == [1]
 
 
+class Counted(str):
+    """Counts the comparisons with it."""
+
+    compared = 0
+
+    def __lt__(self, other: str) -> bool:
+        Counted.compared += 1
+        return str.__lt__(self, other)
+
+
+def test_pages_are_in_order_of_name_and_take_no_time_by_the_other_names():
+    registry = AdapterRegistry()
+    for i in (i * 7 % 1000 for i in range(1000)):
+        registry.add(record(f"tenant-{i:04d}", uid=registry.new_uid()))
+    for i in range(0, 1000, 2):
+        registry.remove(f"tenant-{i:04d}")
+    names = [f"tenant-{i:04d}" for i in range(1, 1000, 2)]
+    assert [r.name for r in registry.all()] == names
+    assert [r.name for r in registry.all(Counted("tenant-0500"), 3)] == names[250:253]
+    assert 0 < Counted.compared <= 10
+    assert [r.name for r in registry.all(names[-2], 3)] == names[-1:] and registry.all(names[-1]) == []
+
+
 @pytest.mark.parametrize(
     "wrong, right",
     [("chek", "check"), ("sql-adaptor", "sql-adapter"), ("rench", "french"), ("fr_ench", "french"),

@@ -104,6 +104,7 @@ def test_invalid_files_are_refused_and_disturb_nobody(
         ({"lora_path": "x"}, "lora_name: is missing"),
         ({"lora_name": "x"}, "lora_path: is missing"),
         ({"lora_name": "x", "lora_path": ""}, "lora_path: is empty"),
+        ({"lora_name": "x", "lora_path": "x" * 4097}, "at most 4096 characters, got 4097"),
         ({"lora_name": "../x", "lora_path": "x"}, "lora_name = '../x'"),
         ({"lora_name": 5, "lora_path": "x"}, "lora_name: expected str"),
         ({"lora_name": "x", "lora_path": "x", "load_inplace": "yes"}, "load_inplace: expected bool"),
