@@ -64,15 +64,17 @@ class Waiting:
 
 
 class Running(Waiting):
-    """A local replica and what it was built from."""
+    """A local replica and what it was built from; `warm`: every program is compiled, and nothing runs beside it."""
 
-    def __init__(self, config: Config, system: System | None = None):
+    def __init__(self, config: Config, system: System | None = None, warm: bool = True):
         system = system or System()
         self.built: Built = build(config, progress=False, system=system)
         self.local = LocalReplica(self.built, system)
         self.layout = self.built.reader.layout
         self.parts: Any = self.built.parts
         super().__init__(self.local)
+        if warm:
+            self.local.warm().result(120)
 
     @property
     def manager(self) -> CacheManager:

@@ -66,7 +66,7 @@ def served(request: pytest.FixtureRequest, tiny_model: Path, tiny_spec, tmp_path
     threads = HeldThreads()
     sizes = {"engine.max_seqs": 8, "engine.max_step_tokens": 128, "model.tp": request.param}
     settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
-    replica = Running(config.load(None, settings), System(threads=threads, garbage=Counted()))
+    replica = Running(config.load(None, settings), System(threads=threads, garbage=Counted()), warm=False)
     yield replica, threads.compiler
     replica.check_integrity()
     replica.stop()
