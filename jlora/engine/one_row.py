@@ -12,6 +12,7 @@ import logging
 import os
 import platform
 import time
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -25,21 +26,8 @@ COUNT, WIDTH, MLP = 12, 768, 2048  # weights of a measurement: more than a cache
 ROUNDS = 5
 
 
-def is_faster(dtype: str, kept: Path | None) -> bool:
-    """Looks up what was measured on this machine for weights of a type, or measures and keeps it in `kept`."""
-    key = f"{dtype}, jax {jax.__version__}, {_processor()}"
-    file = None if kept is None else kept / FILE
-    known = _read(file)
-    if key not in known:
-        one, two = _measure(dtype)
-        log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
-        known[key] = {"one_row_ms": one, "two_rows_ms": two}
-        _write(file, known)
-    return known[key]["one_row_ms"] < known[key]["two_rows_ms"]
-
-
 @cache
-def _measure(dtype: str) -> tuple[float, float]:
+def measure(dtype: str) -> tuple[float, float]:
     """Milliseconds of products with one and with two rows; the fastest of interleaved rounds."""
     weights = [jnp.full((WIDTH, MLP), i, dtype) for i in range(COUNT)]
     products = jax.jit(lambda x, weights: [x @ w for w in weights])
@@ -52,6 +40,19 @@ def _measure(dtype: str) -> tuple[float, float]:
             taken.append(1e3 * (time.perf_counter() - began))
     one, two = (min(taken[1:]) for taken in times)  # the first round compiles
     return one, two
+
+
+def is_faster(dtype: str, kept: Path | None, measure: Callable[[str], tuple[float, float]] = measure) -> bool:
+    """Looks up what was measured on this machine for weights of a type, or measures and keeps it in `kept`."""
+    key = f"{dtype}, jax {jax.__version__}, {_processor()}"
+    file = None if kept is None else kept / FILE
+    known = _read(file)
+    if key not in known:
+        one, two = measure(dtype)
+        log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
+        known[key] = {"one_row_ms": one, "two_rows_ms": two}
+        _write(file, known)
+    return known[key]["one_row_ms"] < known[key]["two_rows_ms"]
 
 
 def _processor() -> str:

@@ -20,16 +20,18 @@ def test_the_launch_of_one_row_is_compiled_where_it_is_on():
 
 
 @pytest.mark.parametrize(("one", "two", "faster"), [(1.0, 2.0, True), (8.0, 1.0, False)])
-def test_a_measurement_is_made_once_and_kept(
-    one: float, two: float, faster: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_measurement_is_made_once_and_kept(one: float, two: float, faster: bool, tmp_path: Path):
     made: list[str] = []
-    monkeypatch.setattr(one_row, "_measure", lambda dtype: made.append(dtype) or (one, two))
-    assert [one_row.is_faster("float32", tmp_path) for _ in range(3)] == [faster] * 3 and made == ["float32"]
-    one_row.is_faster("bfloat16", tmp_path)
+
+    def measure(dtype: str) -> tuple[float, float]:
+        made.append(dtype)
+        return one, two
+
+    assert [one_row.is_faster("float32", tmp_path, measure) for _ in range(3)] == [faster] * 3 and made == ["float32"]
+    one_row.is_faster("bfloat16", tmp_path, measure)
     assert made == ["float32", "bfloat16"] and len(json.loads((tmp_path / one_row.FILE).read_text())) == 2
     (tmp_path / one_row.FILE).write_text("{")
-    assert one_row.is_faster("float32", tmp_path) is faster and len(made) == 3
+    assert one_row.is_faster("float32", tmp_path, measure) is faster and len(made) == 3
 
 
 def test_what_auto_means_is_told_and_both_answer_alike(tiny_model: Path):
