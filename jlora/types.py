@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 FinishReason = Literal["stop", "length", "abort"]
+ColdStart = Literal["", "wait", "stream", "cpu"]  # see `Timing.cold_start`
 Salt = str | tuple[str, str]
 
 
@@ -125,6 +127,9 @@ class Timing:
         prefill: from the end of the later cold start to the first token.
         ttft: from submit to the first token.
         tpot: mean gap between later tokens; 0 if there are none.
+        cold_start: how the request met the copy of its adapter (`engine.cold_start`); "" if it met none. Metrics
+            count cold starts by it. "wait": the copy landed before the first step that needed it. "stream": that
+            step ran behind the copy, layer by layer. "cpu": the host computed the adapter's part meanwhile.
     """
 
     queue: float = 0.0
@@ -133,6 +138,12 @@ class Timing:
     prefill: float = 0.0
     ttft: float = 0.0
     tpot: float = 0.0
+    cold_start: ColdStart = ""
+
+    def fields(self) -> dict[str, Any]:
+        """The values by the names that clients see: seconds end in _s."""
+        values = dataclasses.asdict(self)
+        return {"cold_start": values.pop("cold_start"), **{f"{name}_s": value for name, value in values.items()}}
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jlora.cache.tree import AdapterNode, Node, Origin
+from jlora.types import ColdStart
 
 
 @dataclass(slots=True, eq=False)
@@ -23,6 +24,7 @@ class Lease:
     streamed: bool = False  # a step of it began before its copies had landed
     adapter_s: float = 0.0  # waited for the adapter, from the grant on or from where nothing else was left to do
     kv_s: float = 0.0  # waited for the prefix, from the grant on
+    cold_start: ColdStart = ""  # how it met the copy of its adapter
 
     @property
     def adapter(self) -> AdapterNode:

@@ -64,6 +64,7 @@ class Gate:
             landed = {node.kind for node in needed} - {node.kind for node in left if not streamed}
             if ADAPTER in landed:
                 lease.adapter_s = 0.0 if lease.ahead else waited
+                lease.cold_start = "stream" if lease.adapter.coming else "wait"
             if KV in landed:
                 lease.kv_s = waited
             lease.coming = [node for node in lease.coming if node.kind not in kinds] + left

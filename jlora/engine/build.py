@@ -97,7 +97,8 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     registry = AdapterRegistry(config.adapters.alora_missing)
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
     host_blocks = choose_host_blocks(config, layout, sum(len(adapter.projections) for adapter in new))
-    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams=pool.groups > 1)
+    streams = pool.groups > 1 and config.engine.cold_start != "wait"
+    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
     swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps, system)
     parts = Parts(scheduler, registry, runner, swapper, system.clock)

@@ -21,7 +21,7 @@ from typing import NamedTuple
 from jlora.cache.lease import Lease, Want
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode, Origin
-from jlora.types import FinishReason, Request, TokenLogprob
+from jlora.types import ColdStart, FinishReason, Request, TokenLogprob
 
 ROW = 32  # tokens; a prompt chunk is laid out in rows, and a step's budget counts whole rows
 SCORED_CHUNK = 64  # tokens of a chunk with prompt log-probabilities: it bounds the memory of their logits
@@ -56,6 +56,7 @@ class Sequence:
     slot_s: float = 0.0  # seconds it waited for a slot after its copies had landed
     adapter_s: float = 0.0  # seconds its lease waited for the adapter before that
     kv_s: float = 0.0  # and for cached KV
+    cold_start: ColdStart = ""  # see `Timing.cold_start`
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0

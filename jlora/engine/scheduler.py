@@ -385,6 +385,7 @@ class Scheduler:
             if not sequence.boarded:  # so far it has only waited
                 sequence.admitted = 0.0
         assert sequence.lease is not None
+        sequence.cold_start = sequence.cold_start or sequence.lease.cold_start
         self._leases.release(sequence.lease)
         self._ahead.pop(sequence, None)
         sequence.lease, sequence.computed = None, 0
@@ -442,4 +443,5 @@ def _timing(s: Sequence, now: float) -> Timing:
         prefill=max(0.0, first - started) if s.admitted else 0.0,
         ttft=first - s.arrived,
         tpot=(s.last_token - first) / gaps if gaps > 0 else 0.0,
+        cold_start=s.cold_start,
     )

@@ -10,14 +10,14 @@ import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import grpc
 
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Turn
-from jlora.types import Timing, Usage
+from jlora.types import ColdStart, Timing, Usage
 
 LOOK_S = 0.5  # between two looks at a server that still compiles
 
@@ -113,6 +113,7 @@ def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
         prefill=timing.prefill_s,
         ttft=timing.ttft_s,
         tpot=timing.tpot_s,
+        cold_start=cast(ColdStart, timing.cold_start),
     )
 
 

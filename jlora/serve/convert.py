@@ -84,7 +84,7 @@ async def response(
     if totals is not None:
         usage, timing = totals
         message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage)))
-        message.timing.CopyFrom(pb.Timing(**{f"{k}_s": v for k, v in dataclasses.asdict(timing).items()}))
+        message.timing.CopyFrom(pb.Timing(**timing.fields()))
     return message
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from jlora.serve.tokenizer import Tokenizer
@@ -181,5 +181,5 @@ def summed(totals: Sequence[Totals]) -> dict[str, Any]:
             "total_tokens": prompt + output,
             "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
         },
-        "timing": {f"{name}_s": seconds for name, seconds in asdict(timing).items()},
+        "timing": timing.fields(),
     }

@@ -149,20 +149,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Timing(_message.Message):
-    __slots__ = ("queue_s", "adapter_cold_start_s", "kv_cold_start_s", "prefill_s", "ttft_s", "tpot_s")
+    __slots__ = ("queue_s", "adapter_cold_start_s", "kv_cold_start_s", "prefill_s", "ttft_s", "tpot_s", "cold_start")
     QUEUE_S_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_COLD_START_S_FIELD_NUMBER: _ClassVar[int]
     KV_COLD_START_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     TTFT_S_FIELD_NUMBER: _ClassVar[int]
     TPOT_S_FIELD_NUMBER: _ClassVar[int]
+    COLD_START_FIELD_NUMBER: _ClassVar[int]
     queue_s: float
     adapter_cold_start_s: float
     kv_cold_start_s: float
     prefill_s: float
     ttft_s: float
     tpot_s: float
-    def __init__(self, queue_s: _Optional[float] = ..., adapter_cold_start_s: _Optional[float] = ..., kv_cold_start_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ...) -> None: ...
+    cold_start: str
+    def __init__(self, queue_s: _Optional[float] = ..., adapter_cold_start_s: _Optional[float] = ..., kv_cold_start_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., ttft_s: _Optional[float] = ..., tpot_s: _Optional[float] = ..., cold_start: _Optional[str] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("request_id", "outputs", "prompt_logprobs", "usage", "timing")
