@@ -7,11 +7,13 @@ import shutil
 import subprocess
 from collections.abc import Mapping
 
+import grpc
 import httpx
 import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from jlora.replica import ReplicaState
 from jlora.serve.backend import Backend
 from jlora.serve.observed import Histogram
 from tests.serve._server import SMALL, Served, request, serving, wait_until
@@ -41,10 +43,19 @@ def vllm(samples: Samples, name: str, **labels: str) -> float:
     return value(samples, f"vllm:{name}", **LABELS, **labels)
 
 
+def settled(served: Served, http: httpx.Client) -> tuple[ReplicaState, Samples]:
+    """A scrape and the state at its time. Backups may go on while no request runs, so the state must not change."""
+    served.check_idle()
+    while True:
+        before, samples, after = served.replica.state().result(20), scrape(http), served.replica.state().result(20)
+        if (before.cache, before.stats) == (after.cache, after.stats):
+            return after, samples
+
+
 def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
     http.post("/v1/completions", json={**BODY, "model": "upper"})
-    served.check_idle()
-    cache, stats, samples = served.cache(), served.stats(), scrape(http)
+    state, samples = settled(served, http)
+    cache, stats = state.cache, state.stats
     for tier, blocks in (("hbm", cache.hbm), ("host", cache.host)):
         kinds = {kind: value(samples, "jlora_blocks", **{"tier": tier, "class": kind}) for kind in
                  ("free", "adapters", "history_kv", "running_kv")}  # fmt: skip
@@ -64,7 +75,7 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
 
 
 def test_vllms_names_have_its_labels(served: Served, http: httpx.Client):
-    samples = scrape(http)
+    _, samples = settled(served, http)
     assert value(samples, "vllm:cache_config_info", block_size="16", num_gpu_blocks="700", engine="0") == 1
     assert vllm(samples, "num_requests_running") == vllm(samples, "num_requests_waiting") == 0
     assert vllm(samples, "kv_cache_usage_perc") == 0
@@ -76,27 +87,39 @@ def test_vllms_names_have_its_labels(served: Served, http: httpx.Client):
 
 
 def test_the_adapters_at_work_are_named(served: Served, http: httpx.Client):
-    streams = [served.inference.GenerateStream(request("Hello", 3000, model=m, n=4)) for m in ("upper", "wide")]
-    late = []
+    """A state that takes some steps to come about, so it is waited for in the scrape itself."""
+    names = {"running_lora_adapters": "upper,wide", "waiting_lora_adapters": "lower"}
+    at_work = frozenset({"max_lora": str(SMALL["engine.max_seqs"]), **names}.items())
+    streams: list[grpc.Call] = []
+    found: list[Samples] = []
+
+    def ask(model: str, n: int) -> None:  # so long that all can run to their ends without a preemption
+        streams.append(served.inference.GenerateStream(request("Hello", 1100, model=model, n=n)))
+
+    def shows() -> bool:
+        if not served.stats().live_requests:  # also when all have ended before a look
+            ask("upper", 4)
+            ask("wide", 4)
+        found.append(scrape(http))
+        at = found[-1]
+        counts = (vllm(at, "num_requests_running"), vllm(at, "num_requests_waiting"))
+        if counts == (8, 0):
+            ask("lower", 1)
+        return counts == (8, 1) and ("vllm:lora_requests_info", at_work) in at
+
     try:
-        for stream in streams:
-            next(stream)
-        late.append(served.inference.GenerateStream(request("Hello", 3000, model="lower")))
-        wait_until(lambda: served.stats().waiting == 1)
-        samples = scrape(http)
-        assert (vllm(samples, "num_requests_running"), vllm(samples, "num_requests_waiting")) == (8, 1)
-        assert 0 < vllm(samples, "kv_cache_usage_perc") < 1
-        names = {"running_lora_adapters": "upper,wide", "waiting_lora_adapters": "lower"}
-        max_lora = str(SMALL["engine.max_seqs"])
-        assert value(samples, "vllm:lora_requests_info", max_lora=max_lora, **names) > 1e9  # when it was so
+        wait_until(shows, timeout_s=60)
+        assert 0 < vllm(found[-1], "kv_cache_usage_perc") < 1
+        assert found[-1]["vllm:lora_requests_info", at_work] > 1e9  # when it was so
     finally:
-        for stream in (*streams, *late):
+        for stream in streams:
             stream.cancel()
     served.check_idle()
 
 
 @pytest.mark.parametrize("front", ["http", "grpc", "stream"])
 def test_every_answer_counts_once(served: Served, http: httpx.Client, front: str):
+    served.check_idle()
     before = scrape(http)
     if front == "grpc":
         served.generate(request("Hello", 6, n=2))
@@ -119,6 +142,7 @@ def test_every_answer_counts_once(served: Served, http: httpx.Client, front: str
 
 
 def test_a_client_that_leaves_counts_as_aborted(served: Served, http: httpx.Client):
+    served.check_idle()
     before = vllm(scrape(http), "request_success_total", finished_reason="abort")
     with httpx.stream(
         "POST", f"{served.http}/v1/completions", json={**BODY, "max_tokens": 3000, "stream": True}
