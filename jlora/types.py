@@ -267,6 +267,7 @@ class EngineStats:
         compiles_after_warmup: programs that a step had to compile.
         programs_left: shapes of steps that are still being compiled beside them; larger ones stand in.
         host_step_s: mean Python time of a step; waits for the device and for copies do not count.
+        plan_s, dispatch_s, read_s, commit_s: where the time of all steps went. `read_s` is the wait for the device.
     """
 
     running: int
@@ -279,6 +280,10 @@ class EngineStats:
     compiles_after_warmup: int
     programs_left: int
     host_step_s: float
+    plan_s: float = 0.0
+    dispatch_s: float = 0.0
+    read_s: float = 0.0
+    commit_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

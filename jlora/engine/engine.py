@@ -12,7 +12,7 @@ from jlora.cache import inspect
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters
-from jlora.engine.plan import ROW, Drawn
+from jlora.engine.plan import ROW
 from jlora.engine.ports import Parts, Pending
 from jlora.errors import InvalidArgument, ResourceExhausted
 from jlora.types import CacheState, EngineStats, PrefetchResult, Request, TokenEvent
@@ -41,7 +41,14 @@ class _Counts:
     steps: int = 0
     generated: int = 0
     prompt: int = 0
-    host_s: float = 0.0
+    plan_s: float = 0.0
+    dispatch_s: float = 0.0
+    read_s: float = 0.0
+    commit_s: float = 0.0
+
+    @property
+    def host_s(self) -> float:
+        return self.plan_s + self.dispatch_s + self.commit_s
 
 
 class Engine:
@@ -70,19 +77,21 @@ class Engine:
 
     def step(self) -> list[TokenEvent]:
         """Plans and dispatches one step, then commits the one before; the events that it brought."""
-        began = self._clock()
+        counts, began = self._counts, self._clock()
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
         self._ended += self._scheduler.expire(began)
         plan = self._faults.plan(began)
         self._swapper.start(plan.copies)
+        planned = self._clock()
         pending = self._faults.run(plan) if plan.decode or plan.prefill else None
         stalled_s = 0.0 if pending is None else pending.stalled_s
-        self._counts.host_s += self._clock() - began - stalled_s
+        counts.plan_s += planned - began
+        counts.dispatch_s += self._clock() - planned - stalled_s
         done, self._in_flight = (self._in_flight, pending) if self._shape.overlap else (pending, None)
         if pending is None and done is None:
             self.rest()
-        committed = [] if done is None else self._commit(done, done.read())
+        committed = [] if done is None else self._commit(done)
         events, self._ended, self._faults.ended = committed + self._ended + self._faults.ended, [], []
         self._registry.purge(self._manager.adapters)
         return events
@@ -120,7 +129,10 @@ class Engine:
         """Pauses until a copy lands, for `WAIT_S` at most."""
         self._swapper.wait(WAIT_S)
 
-    def _commit(self, done: Pending, drawn: list[Drawn]) -> list[TokenEvent]:
+    def _commit(self, done: Pending) -> list[TokenEvent]:
+        waits = self._clock()
+        drawn = done.read()
+        self._counts.read_s += self._clock() - waits
         self._faults.copies()  # a step that has read one of them draws nothing of worth
         now = self._clock()
         events = self._scheduler.commit(done.plan, drawn, now)
@@ -132,7 +144,7 @@ class Engine:
         counts.steps += 1
         counts.prompt += prompt
         counts.generated += sum(event.token_id is not None for event in events)
-        counts.host_s += self._clock() - now
+        counts.commit_s += self._clock() - now
         return events
 
     # -- requests ---------------------------------------------------------------------------
@@ -234,6 +246,10 @@ class Engine:
             compiles_after_warmup=self._runner.compiles_after_warmup,
             programs_left=self._runner.programs_left,
             host_step_s=c.host_s / max(c.steps, 1),
+            plan_s=c.plan_s,
+            dispatch_s=c.dispatch_s,
+            read_s=c.read_s,
+            commit_s=c.commit_s,
         )
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from jlora.errors import InvalidArgument, Unavailable
 from jlora.gaps import Gaps
 from jlora.replica import Replica
 from jlora.serve.gate import Gate
-from jlora.serve.observed import Observed
+from jlora.serve.observed import Ended, Observed
 from jlora.serve.recent import Recent
 from jlora.serve.tokenizer import Tokenizer
 from jlora.serve.workers import Workers
@@ -57,6 +57,12 @@ class Backend:
         """Completions that may run or wait at once. Raises Unavailable while the model loads."""
         engine = self.loaded.info.config.engine
         return engine.max_queue + engine.max_seqs
+
+    def ended(self, ended: Ended) -> None:
+        """An answer has ended; whatever watches hears of it here."""
+        self.observed.answered(ended)
+        if ended.usage.completion_tokens:  # otherwise there was no first token
+            self.recent.add(ended.timing.ttft)
 
     def admitted(self, n: int, prompts: int = 1) -> AbstractContextManager[None]:
         """Counts completions until their call ends. Raises QueueFull before anything is tokenized."""

@@ -20,6 +20,7 @@ from contextlib import asynccontextmanager
 from typing import Self
 
 from jlora.serve.backend import Backend
+from jlora.serve.observed import Ended
 from jlora.serve.status import DeadlineExceeded
 from jlora.serve.stream import Answer, joined
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
@@ -68,8 +69,7 @@ class Generation:
 
     def __init__(self, backend: Backend, request: Request, eager: bool):
         self._replica = backend.loaded
-        self._recent = backend.recent
-        self._observed = backend.observed
+        self._backend = backend
         self._began = time.monotonic()
         self._request = request
         self._inbox = Inbox(eager)
@@ -91,7 +91,7 @@ class Generation:
     async def __aexit__(self, *_: object) -> None:
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
-            self._observed.ends["abort"] += self._answer.running
+            self._backend.observed.ends["abort"] += self._answer.running
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
@@ -103,7 +103,7 @@ class Generation:
             deltas, stops = self._answer.push(await self._inbox.get(self._slice))
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
-            self._observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
+            self._backend.observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
             if self._answer.ended:
                 self._finish()
             if deltas:
@@ -122,9 +122,10 @@ class Generation:
         if self._answer.aborted and deadline is not None and time.monotonic() >= deadline:
             raise DeadlineExceeded("the deadline passed before the request ended")
         self.totals = usage, timing = self._answer.totals()
-        self._observed.answered(usage, timing, self._request.sampling.n, time.monotonic() - self._began)
-        if usage.completion_tokens:  # otherwise there was no first token
-            self._recent.add(timing.ttft)
+        whole_s = time.monotonic() - self._began
+        model = self._request.adapter or self._replica.info.model
+        began = time.time() - whole_s
+        self._backend.ended(Ended(self._request, model, usage, timing, self._answer.longest, began, whole_s))
 
 
 @asynccontextmanager

@@ -8,17 +8,40 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
-from jlora.types import Timing, Usage
+from jlora.serve.tally import Tally
+from jlora.types import Request, Timing, Usage
 
 # Upper bounds in seconds, as vLLM has them: a board that reads both sees the same steps.
 FIRST = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0)
 GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5, 5.0, 10.0, 80.0)
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 960.0)
+COLD = ("wait", "stream", "cpu")  # kinds of an adapter's cold start
 TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """An answer that has ended, for all that watch: metrics, traces, the dashboard.
+
+    Attributes:
+        model: the base's name, or the adapter's.
+        longest: output tokens of the longest completion.
+        began: `time.time()` of the request's arrival; whole_s: seconds from there to the end.
+        trace: the caller's `traceparent` and `tracestate`, as far as it sent them.
+    """
+
+    request: Request
+    model: str
+    usage: Usage
+    timing: Timing
+    longest: int
+    began: float
+    whole_s: float
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 class Histogram:
@@ -52,6 +75,8 @@ class Observed:
         first_token, queue, prefill: as `Timing` has them.
         gap: between two tokens of a completion; the request's mean counts for each of its gaps.
         decode: from the first token to the end; whole: from the request's arrival to the end.
+        per_token: the request's mean gap, once for each request.
+        adapter_cold, kv_cold: cold starts, those of adapters by how they were met (`Timing.cold_start`).
         ends: completions by finish reason; those whose client has gone count as "abort".
     """
 
@@ -61,19 +86,35 @@ class Observed:
     prefill: Histogram = _histogram(WHOLE)
     decode: Histogram = _histogram(WHOLE)
     whole: Histogram = _histogram(WHOLE)
+    per_token: Histogram = _histogram(GAP)
+    adapter_cold: dict[str, Histogram] = field(default_factory=lambda: {kind: Histogram(FIRST) for kind in COLD})
+    kv_cold: Histogram = _histogram(FIRST)
     prompt_tokens: Histogram = _histogram(TOKENS)
     output_tokens: Histogram = _histogram(TOKENS)
+    longest: Histogram = _histogram(TOKENS)
+    completions: Histogram = _histogram(TOKENS)
+    by_adapter: Tally = field(default_factory=Tally)
     ends: Counter[str] = field(default_factory=Counter)
 
-    def answered(self, usage: Usage, timing: Timing, completions: int, whole_s: float) -> None:
-        """A request has ended `whole_s` seconds after it was submitted; without a first token it has no times."""
-        self.whole.add(whole_s)
+    def answered(self, ended: Ended) -> None:
+        """Counts an answer; without a first token it has no times."""
+        usage, timing = ended.usage, ended.timing
+        completions = ended.request.sampling.n
+        self.by_adapter.add(ended.model, usage)
+        self.whole.add(ended.whole_s)
         self.prompt_tokens.add(usage.prompt_tokens)
         self.output_tokens.add(usage.completion_tokens)
+        self.longest.add(ended.longest)
+        self.completions.add(completions)
+        if timing.cold_start:
+            self.adapter_cold[timing.cold_start].add(timing.adapter_cold_start)
+        if timing.kv_cold_start:
+            self.kv_cold.add(timing.kv_cold_start)
         if not usage.completion_tokens:
             return
         self.first_token.add(timing.ttft)
         self.queue.add(timing.queue)
         self.prefill.add(timing.prefill)
-        self.decode.add(max(0.0, whole_s - timing.ttft))
+        self.decode.add(max(0.0, ended.whole_s - timing.ttft))
         self.gap.add(timing.tpot, max(0, usage.completion_tokens - completions))
+        self.per_token.add(timing.tpot, timing.tpot > 0)

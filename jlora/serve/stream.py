@@ -39,6 +39,11 @@ class Answer:
         return len(self._completions) - len(self._ends)
 
     @property
+    def longest(self) -> int:
+        """Output tokens of the longest completion."""
+        return max(completion.tokens for completion in self._completions)
+
+    @property
     def aborted(self) -> bool:
         return any(end.finish_reason == "abort" for end in self._ends)
 

@@ -24,6 +24,7 @@ from jlora.types import AdapterInfo
 CLASSES = ("free", "adapters", "history_kv", "running_kv")
 TIERS = ("HBM", "HOST", "LOADING")
 REASONS = ("stop", "length", "abort")
+OPEN = "application/openmetrics-text"
 NAMED = 64  # adapters in a label: as many as run and wait at once, within reason
 
 
@@ -40,6 +41,7 @@ class Snapshot:
     def collect(self) -> Iterator[Metric]:
         yield from self._cache()
         yield from self._engine()
+        yield from self._adapters()
         yield from self._vllm()
         yield from self._vllm_cache()
         yield from self._vllm_times()
@@ -85,9 +87,34 @@ class Snapshot:
         yield _gauge("jlora_longest_loop_gap_seconds", "The event loop's longest stall in a minute.", self.loop_gap_s)
         gap = self.state.longest_gap_s
         yield _gauge("jlora_longest_engine_gap_seconds", "The longest time between two steps in a minute.", gap)
+        parts = CounterMetricFamily("jlora_step_seconds", "Time of all steps by part.", labels=("part",))
+        for part in ("plan", "dispatch", "read", "commit"):
+            parts.add_metric((part,), getattr(stats, f"{part}_s"))
+        yield parts
         yield _counter("jlora_steps", "Steps of the engine.", stats.steps)
         yield _counter("jlora_preemptions", "Sequences that lost their place.", stats.preemptions)
         yield _counter("jlora_compiles", "Programs that a step had to compile.", stats.compiles_after_warmup)
+
+    def _adapters(self) -> Iterator[Metric]:
+        seen = self.observed
+        families = [
+            CounterMetricFamily(f"jlora_adapter_{name}", said, labels=("adapter",))
+            for name, said in (
+                ("requests", "Answered requests by adapter; the base goes by its name."),
+                ("prompt_tokens", "Prompt tokens of answered requests by adapter."),
+                ("output_tokens", "Output tokens of answered requests by adapter."),
+            )
+        ]
+        for name, counts in seen.by_adapter.lines().items():
+            for family, count in zip(families, counts, strict=True):
+                family.add_metric((name,), count)
+        yield from families
+        cold = HistogramMetricFamily("jlora_cold_start_seconds", "Waits for copies, by what came and how.",
+                                     labels=("of", "kind"))  # fmt: skip
+        for kind, histogram in seen.adapter_cold.items():
+            cold.add_metric(("adapter", kind), histogram.buckets(), histogram.sum)
+        cold.add_metric(("kv", "wait"), seen.kv_cold.buckets(), seen.kv_cold.sum)
+        yield cold
 
     @property
     def _labels(self) -> dict[str, str]:
@@ -129,12 +156,16 @@ class Snapshot:
         for name, said, histogram in (
             ("time_to_first_token_seconds", "From arrival to the first token.", seen.first_token),
             ("inter_token_latency_seconds", "Between two tokens.", seen.gap),
+            ("time_per_output_token_seconds", "Between two tokens; an older name.", seen.gap),
+            ("request_time_per_output_token_seconds", "A request's mean between two tokens.", seen.per_token),
             ("e2e_request_latency_seconds", "From arrival to the end.", seen.whole),
             ("request_queue_time_seconds", "In the queue.", seen.queue),
             ("request_prefill_time_seconds", "From the blocks to the first token.", seen.prefill),
             ("request_decode_time_seconds", "From the first token to the end.", seen.decode),
             ("request_prompt_tokens", "Tokens of a prompt.", seen.prompt_tokens),
             ("request_generation_tokens", "Tokens of an answer.", seen.output_tokens),
+            ("request_max_num_generation_tokens", "Tokens of an answer's longest completion.", seen.longest),
+            ("request_params_n", "Completions that a request asks for.", seen.completions),
         ):
             family = HistogramMetricFamily(f"vllm:{name}", said, labels=tuple(labels))
             family.add_metric(tuple(labels.values()), histogram.buckets(), histogram.sum)
@@ -164,5 +195,7 @@ async def metrics(backend: Backend, call: Call) -> None:
     state = await asyncio.wrap_future(replica.state())
     adapters = [info async for info in pages.adapters(replica)]
     shown = Snapshot(replica.info, state, adapters, backend.observed, backend.gaps.longest())
-    encode, kind = choose_encoder(call.headers.get("accept", ""))
+    # A colon is no character to escape, but prometheus_client's default for OpenMetrics would replace it.
+    wanted = f"{OPEN}; version=1.0.0;escaping=allow-utf-8" if OPEN in call.headers.get("accept", "") else ""
+    encode, kind = choose_encoder(wanted)
     await call.whole(encode(shown), 200, {"content-type": kind})

@@ -153,9 +153,18 @@ def test_a_client_that_leaves_counts_as_aborted(served: Served, http: httpx.Clie
     wait_until(lambda: vllm(scrape(http), "request_success_total", finished_reason="abort") == before + 1)
 
 
-def test_openmetrics_for_those_who_ask(http: httpx.Client):
-    accept = {"accept": "application/openmetrics-text; version=1.0.0"}
-    answer = http.get("/metrics", headers=accept)
+@pytest.mark.parametrize(
+    "accept",
+    [
+        "application/openmetrics-text; version=1.0.0",
+        # What Prometheus 2 and 3 send.
+        "application/openmetrics-text;version=1.0.0,application/openmetrics-text;version=0.0.1;q=0.75,"
+        "text/plain;version=0.0.4;q=0.5,*/*;q=0.1",
+        "application/openmetrics-text;version=1.0.0;escaping=allow-utf-8;q=0.6,text/plain;version=0.0.4;q=0.3",
+    ],
+)
+def test_openmetrics_for_those_who_ask(http: httpx.Client, accept: str):
+    answer = http.get("/metrics", headers={"accept": accept})
     assert answer.headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
     assert answer.text.endswith("# EOF\n")
     assert {"jlora_blocks", "vllm:num_requests_running"} <= {family.name for family in parse_openmetrics(answer.text)}
