@@ -105,7 +105,8 @@ class EngineConfig:
     `one_row`: whether one decoding sequence runs alone or padded to two rows; "auto" measures which is faster.
     Replicas that must draw the same tokens to the last bit set it alike.
     `cold_start`: what a request does while its adapter is on its way to the device. "wait": waits for all of it.
-    "stream": runs behind the copy, layer by layer, if the copy needs less time than the step.
+    "stream": runs behind the copy, layer by layer, if the copy needs less time than the step. "cpu": runs at
+    once, and the host computes the adapter's part until its layers have come.
     """
 
     max_seqs: Annotated[int, Meta(ge=1, le=1024)] = 64
@@ -115,7 +116,7 @@ class EngineConfig:
     layers: Annotated[str, _one_of("auto", "scan", "unroll")] = "auto"
     kernels: Annotated[str, _one_of("auto", "pallas", "xla")] = "auto"
     one_row: Annotated[str, _one_of("auto", "on", "off")] = "auto"
-    cold_start: Annotated[str, _one_of("wait", "stream")] = "stream"
+    cold_start: Annotated[str, _one_of("wait", "stream", "cpu")] = "stream"
     warmup: bool = True
 
 

@@ -75,3 +75,19 @@ def _pack_shard(
             units[:, : unit.a] = a[ranks]
             units[:, unit.b_start : unit.b_start + unit.b] = b[ranks]
     return flat.reshape(count, layout.layers, layout.block_tokens, heads, layout.head_dim)
+
+
+def unpack(data: np.ndarray, layout: PoolLayout, name: str) -> list[tuple[np.ndarray, np.ndarray]]:
+    """One projection's blocks of one layer, [n, B, 2K, H], as each shard's A [r, in] and B [r, out] in float32.
+
+    r counts the blocks' units, also those without a rank, which are zero.
+    """
+    unit, count = layout.units[name], len(data)
+    parts = data.reshape(count, layout.block_tokens, layout.tp, -1)
+    factors = []
+    for shard in range(layout.tp):
+        flat = parts[:, :, shard].reshape(count, -1)
+        size = unit.slots * flat.shape[1] // layout.block_tokens
+        units = flat[:, : unit.per_block * size].reshape(-1, size).astype(np.float32, copy=False)
+        factors.append((units[:, : unit.a], units[:, unit.b_start : unit.b_start + unit.b]))
+    return factors

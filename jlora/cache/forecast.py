@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from jlora.cache.transfer import Copy, Meter, Traffic
-from jlora.cache.tree import KV, AdapterNode, Node
+from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 # A prefix is computed again only if copying it would take so many times as long: near saturation
 # compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
@@ -48,13 +48,18 @@ class Forecast:
         guard = RECOMPUTE_QUICK if load_s <= computed_s else RECOMPUTE
         return path if self.wait_s + load_s <= guard * computed_s else path[: missing[0]]
 
+    def arrival_s(self, adapter: AdapterNode) -> float:
+        """How long an adapter will yet take to the device if a request waits for it from now on."""
+        copy = self._traffic.flying.get(adapter)
+        if copy is None:
+            return 0.0 if adapter.on_device else self.wait_s + self._meter.load_s(ADAPTER, adapter.size)
+        return self._left_s(copy, self._clock()) if copy.started else self.wait_s
+
     def outlasts(self, adapter: AdapterNode, tokens: int) -> bool:
         """Whether the adapter's copy under way takes longer than computing so many tokens."""
-        copy = self._traffic.flying.get(adapter)
-        if copy is None or not tokens:
+        if adapter not in self._traffic.flying or not tokens:
             return False
-        left_s = self._left_s(copy, self._clock()) if copy.started else self.wait_s
-        return left_s > tokens * self._meter.token_s
+        return self.arrival_s(adapter) > tokens * self._meter.token_s
 
     def fits_in_step(self, nodes: Sequence[Node], tokens: int) -> bool:
         """Whether the rest of the nodes' copies takes less time than computing so many tokens."""

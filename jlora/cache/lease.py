@@ -21,6 +21,7 @@ class Lease:
     cached: int = 0  # prompt tokens whose KV was known, on the device or on the host
     coming: list[Node] = field(default_factory=list)  # of path and adapter, those whose copy was not seen to land
     ahead: bool = False  # its next step may run before the copy of its activated LoRA has landed
+    helped: bool = False  # the host computes its adapter's part as long as the adapter's copy is under way
     streamed: bool = False  # a step of it began before its copies had landed
     adapter_s: float = 0.0  # waited for the adapter, from the grant on or from where nothing else was left to do
     kv_s: float = 0.0  # waited for the prefix, from the grant on

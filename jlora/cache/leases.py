@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease
@@ -115,12 +115,17 @@ class Leases:
         """The copies under way that these leases read: a step with them must stream them."""
         found: dict[Copy, None] = {}
         for lease in leases:
-            read = (node for node in lease.coming if node.coming and not (lease.ahead and node.kind == ADAPTER))
+            alone = lease.ahead or lease.helped  # it needs no adapter on the device
+            read = (node for node in lease.coming if node.coming and not (alone and node.kind == ADAPTER))
             copies = [self._cells.traffic.flying[node] for node in read]
             self._cells.counters.streamed += bool(copies) and not lease.streamed
             lease.streamed |= bool(copies)
             found |= dict.fromkeys(copies)
         return tuple(found)
+
+    def helps(self, leases: Iterable[Lease]) -> tuple[Copy, ...]:
+        """The copies under way of these leases' adapters: the host stands in for them."""
+        return tuple(dict.fromkeys(self._cells.traffic.flying[lease.adapter] for lease in leases))
 
     def grow(self, lease: Lease, tokens: int) -> bool:
         """Makes the lease hold `tokens` tokens; False if there is no room now."""

@@ -121,6 +121,7 @@ class HostPool:
     """
 
     def __init__(self, layout: PoolLayout, blocks: int):
+        self.layout = layout
         self.array = np.empty((blocks + 1, *layout.block_shape), jnp.dtype(layout.dtype))
 
     def write(self, ids: Sequence[int], data: np.ndarray) -> None:
@@ -130,3 +131,7 @@ class HostPool:
     def read(self, ids: Sequence[int], layers: slice = slice(None)) -> np.ndarray:
         """A fresh copy [n, l, B, 2K, H] of some layers."""
         return self.array[list(ids), layers]
+
+    def layer(self, ids: Sequence[int], layer: int) -> np.ndarray:
+        """A fresh copy [n, B, 2K, H] of one layer."""
+        return self.array[list(ids), layer]

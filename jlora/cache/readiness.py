@@ -7,7 +7,7 @@ from enum import Enum, auto
 
 from jlora.cache.forecast import Forecast
 from jlora.cache.lease import Lease
-from jlora.cache.tree import ADAPTER, KV
+from jlora.cache.tree import ADAPTER, KV, AdapterNode
 
 
 class Readiness(Enum):
@@ -15,14 +15,24 @@ class Readiness(Enum):
 
     WAIT = auto()  # nothing: it reads data that is on its way
     AHEAD = auto()  # compute the tokens before its activated LoRA acts; the adapter's copy may be under way
+    HOST = auto()  # run whole; the host computes its adapter's part as long as the adapter's copy is under way
     STREAM = auto()  # run whole; its layers wait for their part of the copies under way
     READY = auto()  # run whole
 
 
+# (adapter, seconds until its copy has landed, tokens of the step) -> whether the host is to help meanwhile
+Helps = Callable[[AdapterNode, float, int], bool]
+
+
 class Gate:
-    """Decides readiness, and keeps what each lease waited for."""
+    """Decides readiness, and keeps what each lease waited for.
+
+    Attributes:
+        helps: decides where the host helps; None: it never does.
+    """
 
     def __init__(self, forecast: Forecast, clock: Callable[[], float]):
+        self.helps: Helps | None = None
         self._forecast = forecast
         self._clock = clock
 
@@ -38,15 +48,31 @@ class Gate:
         """
         if unadapted and lease.coming and tokens <= unadapted:
             return self._ahead(lease, tokens)
+        outlasts = self._forecast.outlasts(lease.adapter, unadapted)
+        if not outlasts and self._helped(lease, tokens):
+            return Readiness.HOST
         found = self._arrived(lease, (ADAPTER, KV), tokens)
         if found is not Readiness.WAIT:
             lease.ahead = False
             return found
-        return self._ahead(lease, unadapted) if self._forecast.outlasts(lease.adapter, unadapted) else found
+        return self._ahead(lease, unadapted) if outlasts else found
+
+    def could_help(self, adapter: AdapterNode, tokens: int) -> bool:
+        """Whether the host would compute the adapter's part of so many tokens while the adapter comes."""
+        return self.helps is not None and self.helps(adapter, self._forecast.arrival_s(adapter), tokens)
 
     def hold(self, lease: Lease) -> None:
         """A lease that has run ahead of its adapter waits for it from now on."""
         lease.ahead, lease.since = False, self._clock()
+
+    def _helped(self, lease: Lease, tokens: int) -> bool:
+        """Whether the host helps in the lease's next step; its prefix must be there, or come in time."""
+        lease.helped = lease.adapter.coming and self.could_help(lease.adapter, tokens)
+        lease.helped = lease.helped and self._arrived(lease, (KV,), tokens) is not Readiness.WAIT
+        if lease.helped:
+            lease.adapter_s = 0.0 if lease.ahead else self._clock() - lease.since
+            lease.ahead, lease.cold_start = False, "cpu"
+        return lease.helped
 
     def _ahead(self, lease: Lease, tokens: int) -> Readiness:
         lease.ahead = self._arrived(lease, (KV,), tokens) is not Readiness.WAIT

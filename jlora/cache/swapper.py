@@ -104,6 +104,10 @@ class Swapper:
             return False
         return True
 
+    def arrived(self, copy: Copy, group: int) -> bool:
+        job = self._streams.get(copy)
+        return job is not None and len(job.staged) > group
+
     def place(self, copy: Copy, group: int) -> float:
         job = self._streams.get(copy)
         if job is None:  # it has landed as a whole

@@ -194,6 +194,10 @@ class Admission:
         """Whether all of these could have a lease now, if the queue needed nothing."""
         return self._leases.fit([(s.adapter, len(s.tokens)) for s in sequences], self._headroom(step))
 
+    def host_helps(self, sequence: Sequence) -> bool:
+        """Whether it could run at once although its adapter is missing."""
+        return self._leases.gate.could_help(sequence.adapter, len(sequence.tokens))
+
     def needs_copy(self, sequence: Sequence) -> bool:
         """Whether it would wait for copies of its prefix if it got a lease now."""
         return self._leases.needs_copy(sequence.origin, sequence.tokens, sequence.reuses)
@@ -226,7 +230,7 @@ class _Waiting:
         its adapter's copy comes after theirs.
         """
         sequence, held = self._sequence, len(self._step.held)
-        if not self.adapter_ready:
+        if not self.adapter_ready and not self._queue.host_helps(sequence):
             return held > 0 or not sequence.unadapted
         if not held or self._finds_all():
             return False

@@ -15,11 +15,14 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import NamedSharding
 
 from jlora.cache.pool import DevicePool
 from jlora.engine.batch import Form, Launch
+from jlora.model.cut import SITES, SPLIT, layer_of
 from jlora.model.llama import Params
 from jlora.model.sampling import SlotState
+from jlora.model.spec import PROJECTIONS
 from jlora.model.step import Programs, group_layers
 
 
@@ -28,6 +31,7 @@ class Ahead:
 
     def __init__(self, programs: Programs, params: Params, pool: DevicePool, state: SlotState):
         self._programs = programs
+        self.helps = False  # the host may compute the adapters' part of any form
         self._groups, self._group_layers = pool.groups, pool.group_layers
         self._params, self._pool, self._state = jax.tree.map(_shape, (params, pool.array, state))
 
@@ -49,12 +53,30 @@ class Ahead:
             yield programs.sample.lower(params, rows, self._state, launch.sampling)
         if launch.score_targets is not None:
             yield programs.score.lower(params, hidden, launch.score_targets)
-        if streams:
+        if streams or self.helps:
             batch = jax.device_put(launch.batch)
             yield programs.embed.lower(params["embed"], last, batch)
             group = group_layers(params, 0, self._group_layers)
             yield programs.layers.lower(group, self._pool, hidden, np.int32(0), batch)
             yield programs.finish.lower(params["norm"], hidden, batch)
+            if self.helps:
+                yield from self._cut(hidden, batch)
+
+    def _cut(self, x: jax.ShapeDtypeStruct, batch: Any) -> Iterator[jax.stages.Lowered]:
+        """The programs of a layer with the host's help; its weights tell the products' widths."""
+        programs, w, at = self._programs.cut, layer_of(self._params, 0), np.int32(0)
+        width = {name: w[name].shape[-1] for name in PROJECTIONS}
+        qkv, gate_up, out = (self._split(x, sum(width[n] for n in names)) for names in (*SITES[::2], "o"))
+        yield programs.enter.lower(w, x, at)
+        yield programs.attend.lower(w, self._pool, (qkv, qkv), at, batch)
+        yield programs.middle.lower(w, x, (x, out), at)
+        yield programs.hidden.lower(w, (gate_up, gate_up), at)
+        yield programs.leave.lower(x, (x, out))
+
+    def _split(self, x: jax.ShapeDtypeStruct, width: int) -> jax.ShapeDtypeStruct:
+        """An array of products, split over the mesh."""
+        sharding = NamedSharding(x.sharding.mesh, SPLIT)
+        return jax.ShapeDtypeStruct((x.shape[0], width), x.dtype, sharding=sharding)
 
     def _replicated(self, out: Any) -> jax.ShapeDtypeStruct:
         """An output as the next program's input; `last` is replicated over the mesh, too."""

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.plan import ROW, SCORED_CHUNK, Work
 from jlora.engine.plan import Sequence as Seq
@@ -108,6 +109,10 @@ def _scores(work: Work) -> bool:
     return sequence.prompt_logprobs is not None and work.start < sequence.prompt_len - 1
 
 
+def _adapters(works: Sequence[Work]) -> tuple[AdapterNode, ...]:
+    return tuple(dict.fromkeys(w.sequence.adapter for w in works if w.adapted))
+
+
 @dataclass(frozen=True, slots=True)
 class Launch:
     """One forward: its work in row order and its arrays; `samples` are the rows that draw a token."""
@@ -116,6 +121,16 @@ class Launch:
     batch: Batch
     sampling: SampleBatch | None
     score_targets: np.ndarray | None = None
+
+    @property
+    def adapters(self) -> tuple[AdapterNode, ...]:
+        """The adapters that act on any of its tokens, by their index in the batch."""
+        return _adapters(self.works)
+
+    @property
+    def helped(self) -> bool:
+        """Whether the host computes these adapters' part."""
+        return any(work.helped for work in self.works)
 
 
 @dataclass(slots=True)
@@ -182,8 +197,22 @@ class BatchBuilder:
         self._projections = projections
         self._adapters: tuple[tuple, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
+    def by_projection(self, uid: int, blocks: Sequence[int]) -> dict[str, tuple[int, ...]]:
+        """An adapter's blocks of either tier by the projection whose units they hold."""
+        held: dict[str, tuple[int, ...]] = {}
+        for name, block in zip(self._projections(uid), blocks, strict=True):
+            held[name] = (*held.get(name, ()), block)
+        return held
+
     def launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
         """Every launch of a step, decode first; together they hold each work once."""
+        cold = [[w for w in works if w.helped] for works in (decode, prefill)]
+        if any(cold):  # their layers run in parts: the others keep the usual programs
+            warm = ([w for w in works if not w.helped] for works in (decode, prefill))
+            return [*self._launches(*warm), *self._launches(*cold)]
+        return self._launches(decode, prefill)
+
+    def _launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
         out = []
         if decode:
             bare = bool(self.compiled.bare) and not any(w.adapted for w in decode)
@@ -249,12 +278,12 @@ class BatchBuilder:
         self, works: Sequence[Work], row_of: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Adapter index per token [T], and the blocks of the adapters that act on any, grouped by projection."""
-        nodes = {w.sequence.adapter.uid: w.sequence.adapter for w in works if w.adapted}
-        index = {uid: i for i, uid in enumerate(nodes)}
-        of_work = np.array([index.get(w.sequence.adapter.uid, -1) for w in works] + [-1], np.int32)
+        nodes = _adapters(works)
+        index = {node: i for i, node in enumerate(nodes)}
+        of_work = np.array([index.get(w.sequence.adapter, -1) for w in works] + [-1], np.int32)
         acts_from = np.array([w.sequence.activation or 0 for w in works] + [0], np.int32)
         adapters = np.where(positions >= acts_from[row_of][:, None], of_work[row_of][:, None], -1).reshape(-1)
-        key = tuple((uid, node.device) for uid, node in nodes.items())
+        key = tuple((node.uid, node.device) for node in nodes)
         if self._adapters is None or self._adapters[0] != key:
             self._adapters = (key, self._group(key))
         return adapters, self._adapters[1]

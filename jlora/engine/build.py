@@ -25,8 +25,10 @@ from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config, replace
 from jlora.engine import compile_cache, device, one_row
+from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
+from jlora.engine.host_lora import HostLora
 from jlora.engine.loading import NewAdapter, check_size
 from jlora.engine.ports import Parts
 from jlora.engine.runner import Runner
@@ -100,7 +102,11 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     streams = pool.groups > 1 and config.engine.cold_start != "wait"
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
-    swapper = Swapper(pool, HostPool(layout, host_blocks), config.cache.link_gbps, system)
+    host = HostPool(layout, host_blocks)
+    swapper = Swapper(pool, host, config.cache.link_gbps, system)
+    if config.engine.cold_start == "cpu":
+        help_from_host(runner, host, mesh, config, system)
+        manager.leases.gate.helps = lambda adapter, left_s, tokens: True
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap))
     if config.engine.warmup:
@@ -133,6 +139,12 @@ def make_manager(
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len))
     return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
+
+
+def help_from_host(runner: Runner, host: HostPool, mesh: Mesh, config: Config, system: System) -> None:
+    """Lets the host compute the part of adapters that are on their way."""
+    lora = HostLora(host.layout, host.layer, system)
+    runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
 
 
 def warm_up(runner: Runner, progress: bool, system: System) -> None:

@@ -120,6 +120,12 @@ class Work(NamedTuple):
         """Whether an adapter acts on any of its tokens."""
         return self.sequence.adapter.size > 0 and self.start + self.count > (self.sequence.activation or 0)
 
+    @property
+    def helped(self) -> bool:
+        """Whether the host computes its adapter's part, because the adapter's copy is under way."""
+        lease = self.sequence.lease
+        return self.adapted and lease is not None and lease.helped and lease.adapter.coming
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -129,6 +135,7 @@ class StepPlan:
     prefill: tuple[Work, ...]
     copies: tuple[Copy, ...]
     streams: tuple[Copy, ...] = ()  # under way; the prompt work reads them, each layer its part
+    helps: tuple[Copy, ...] = ()  # of adapters, under way; the host computes what has not come of them
 
     @property
     def work(self) -> tuple[Work, ...]:

@@ -94,6 +94,10 @@ class Swapper(Protocol):
         """The copies that have failed since the last call, and why. What they were to bring is undefined."""
         ...
 
+    def arrived(self, copy: Copy, group: int) -> bool:
+        """Whether `place` of a copy under way would not wait. False for a copy that comes as a whole."""
+        ...
+
     def place(self, copy: Copy, group: int) -> float:
         """Makes a streamed copy visible up to this group of layers; the seconds that it waited for the copy.
 

@@ -8,6 +8,7 @@ from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import get_ident
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -15,11 +16,14 @@ import numpy as np
 from jlora.cache.pool import DevicePool, as_shortage
 from jlora.cache.transfer import Copy
 from jlora.engine.ahead import Ahead
+from jlora.engine.assist import Assist, Shares
 from jlora.engine.batch import BatchBuilder, Form, Launch, uses_tables
 from jlora.engine.compiles import COMPILES
+from jlora.engine.host_lora import Share
 from jlora.engine.plan import Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
+from jlora.model.cut import CutLayer
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.step import Programs, group_layers
@@ -92,6 +96,7 @@ class Runner:
         self._vocab = state.seen.shape[1]
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
         self._ahead = Ahead(programs, params, pool, state)
+        self._assist: Assist | None = None
         self._left: dict[Form, Launch] = {}
         self._warmed = get_ident(), COMPILES.count  # by thread: compilations before it began to serve
         self.compiling = False
@@ -116,6 +121,15 @@ class Runner:
         self._weights = Weights(self._weights.version + 1, params)
         return self._weights
 
+    @property
+    def cut(self) -> CutLayer:
+        """The programs of a layer with the host's help."""
+        return self._programs.cut
+
+    def accept(self, assist: Assist) -> None:
+        """Lets the host help with adapters that are on their way; call it before `warm_up`."""
+        self._assist, self._ahead.helps = assist, True
+
     def run(self, plan: StepPlan, swapper: Swapper) -> Dispatched:
         """Dispatches a step. See `jlora.engine.ports.Runner`."""
         at: Sequence[Work] = ()  # what a failure is due to, if that is one sequence's work
@@ -132,8 +146,7 @@ class Runner:
             with self._watched(launches, bool(plan.streams)):
                 for launch in launches:
                     at = launch.works
-                    streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
-                    results.append(self._dispatch(launch, streams, arrivals))
+                    results.append(self._dispatch(launch, _copies_of(launch, plan), arrivals))
         except Exception as error:
             if self.pool.lost or any(leaf.is_deleted() for leaf in jax.tree.leaves(self._state)):
                 raise  # a failed program has taken them: nothing is left to go on with
@@ -180,9 +193,11 @@ class Runner:
         for (form, blank), done in zip(first.items(), compiled, strict=True):
             done.result()
             with self._watched([blank], streamed=True):
-                self._dispatch(blank, (), _Arrivals(None))
+                self._dispatch(blank, _Copies(), _Arrivals(None))
                 if self._ahead.streams(form):
-                    self._streamed(blank, (), _Arrivals(None))
+                    self._grouped(blank, _Copies(), _Arrivals(None))
+                if self._assist is not None:
+                    self._grouped(blank, _Copies(), _Arrivals(None), ())
             yield f"{form.rows}x{form.chunk}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
@@ -216,6 +231,8 @@ class Runner:
 
     def close(self) -> None:
         """Frees the device: weights, pool and slot state."""
+        if self._assist is not None:
+            self._assist.close()
         for leaf in jax.tree.leaves((self._weights.params, self.pool.array, self._state)):
             leaf.delete()
 
@@ -225,10 +242,11 @@ class Runner:
         thread, count = self._warmed
         return COMPILES.count - (count if thread == get_ident() else 0)
 
-    def _dispatch(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals) -> _Result:
+    def _dispatch(self, launch: Launch, copies: _Copies, arrivals: _Arrivals) -> _Result:
         sampled = scores = None
-        if streams:
-            rows, hidden = self._streamed(launch, streams, arrivals)
+        if copies:
+            shares = self._shares(launch, copies.helped) if copies.helped else None
+            rows, hidden = self._grouped(launch, copies, arrivals, shares)
         else:
             pool, last = self.pool.array, self._state.last
             self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
@@ -238,18 +256,33 @@ class Runner:
             self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
         return sampled, scores
 
-    def _streamed(self, launch: Launch, streams: Sequence[Copy], arrivals: _Arrivals):
-        """A forward in groups of layers, each behind the arrival of what it reads."""
-        programs, size = self._programs, self.pool.group_layers
+    def _grouped(self, launch: Launch, copies: _Copies, arrivals: _Arrivals, shares: Shares | None = None):
+        """A forward in groups of layers, each behind the arrival of what it reads.
+
+        With `shares`, the host computes these as long as not all of `copies.helped` has come.
+        """
+        programs, params, size = self._programs, self._weights.params, self.pool.group_layers
         batch = jax.device_put(launch.batch)  # once for all groups
-        x = programs.embed(self._weights.params["embed"], self._state.last, batch)
+        x = programs.embed(params["embed"], self._state.last, batch)
         for group in range(self.pool.groups):
-            for copy in streams:
+            for copy in copies.streamed:
                 arrivals.place(copy, group)
-            weights = group_layers(self._weights.params, group, size)
-            first = np.int32(group * size)
-            self.pool.array, x = programs.layers(weights, self.pool.array, x, first, batch)
-        return programs.finish(self._weights.params["norm"], x, batch)
+            first = group * size
+            if shares is not None and not arrivals.complete(copies.helped, group):
+                assert self._assist is not None
+                x = self._assist.run(params, range(first, first + size), self.pool, (x, batch), shares)
+            else:
+                weights = group_layers(params, group, size)
+                self.pool.array, x = programs.layers(weights, self.pool.array, x, np.int32(first), batch)
+        return programs.finish(params["norm"], x, batch)
+
+    def _shares(self, launch: Launch, helped: Sequence[Copy]) -> list[Share]:
+        """What the host computes of a launch: each adapter's tokens, and its blocks in the host tier."""
+        sources, batch, shares = {copy.adapter: copy.source for copy in helped}, launch.batch, []
+        for index, adapter in enumerate(launch.adapters):
+            rows = np.flatnonzero((batch.adapters == index) & (batch.write_rows >= 0))
+            shares.append(Share(rows, self._builder.by_projection(adapter.uid, sources[adapter])))
+        return shares
 
     def _set_up(self, sequence: Running) -> None:
         self._builder.slots.set(sequence)
@@ -277,6 +310,31 @@ class _Arrivals:
         assert self._swapper is not None, "a warm-up streams nothing"
         self.waited_s += self._swapper.place(copy, group)
 
+    def complete(self, copies: Sequence[Copy], group: int) -> bool:
+        """Whether a group of layers of all these copies has come, and makes it visible then."""
+        if self._swapper is None or not all(self._swapper.arrived(copy, group) for copy in copies):
+            return False
+        for copy in copies:
+            self.place(copy, group)
+        return True
+
+
+class _Copies(NamedTuple):
+    """The copies under way that a launch reads: it waits for the streamed ones, the host helps with the others."""
+
+    streamed: tuple[Copy, ...] = ()
+    helped: tuple[Copy, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.streamed or self.helped)
+
+
+def _copies_of(launch: Launch, plan: StepPlan) -> _Copies:
+    streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
+    if not launch.helped:
+        return _Copies(streams)
+    return _Copies(streams, tuple(copy for copy in plan.helps if copy.adapter in launch.adapters))
+
 
 def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[Work, ...]]:
     """The part of the plan that these launches carry out, and the other works."""
@@ -288,7 +346,7 @@ def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[
 def _programs_of(launch: Launch, streamed: bool) -> Iterator[tuple]:
     """The programs that a launch runs, each named by what tells its compiled forms apart."""
     shape, bare = launch.batch.tokens.shape, not len(launch.batch.blocks)
-    yield "forward", shape, bare, streamed and shape[1] > 1
+    yield "forward", shape, bare, (streamed and shape[1] > 1) or launch.helped
     if launch.sampling is not None:
         yield "sample", len(launch.batch.last)
     if launch.score_targets is not None:

@@ -193,7 +193,9 @@ class Scheduler:
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         streams = self._leases.streams(leases)
-        return StepPlan(tuple(decode), tuple(prefill), self.tend(now), streams)  # copies last: they are given out once
+        helps = self._leases.helps([w.sequence.lease for w in (*decode, *prefill) if w.helped and w.sequence.lease])
+        copies = self.tend(now)  # last: they are given out once
+        return StepPlan(tuple(decode), tuple(prefill), copies, streams, helps)
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in the results of a step, in the order of `plan.work`."""

@@ -1,7 +1,8 @@
 """The jitted programs of one step: a forward pass over the pool, then sampling.
 
 They are two programs, so that compiled shapes add up instead of multiplying. A launch whose adapter
-or prefix is still arriving runs in groups of layers (`embed`, `layers` once per group, `finish`).
+or prefix is still arriving runs in groups of layers (`embed`, `layers` once per group, `finish`). Where
+the host computes an adapter's part, a group runs layer by layer, in parts (`cut`).
 
 Every program updates the donated pool or slot state in place and returns it.
 """
@@ -19,6 +20,7 @@ from jax.stages import Wrapped
 
 from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
+from jlora.model.cut import CutLayer, Cutter
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
 from jlora.model.sampling import Array, SampleBatch, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
@@ -70,6 +72,7 @@ class Programs(NamedTuple):
     layers: Wrapped
     finish: Wrapped
     write_layers: Wrapped
+    cut: CutLayer
 
 
 def layer_groups(layers: int) -> int:
@@ -96,6 +99,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
     layers(group's weights, pool, x, first layer, batch) -> pool, x
     finish(params["norm"], x, batch) -> rows [R, D], hidden [T, D]
     write_layers(pool, ids [n], data [n, L / groups, B, 2K, H], first layer) -> pool
+    cut: see `CutLayer`
     """
     weights = sharding.param_specs(spec)
     weights = sharding.stacked_specs(weights) if stacked else weights
@@ -123,6 +127,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
         on_mesh(partial(_layers, spec, place), (group, pool, rep, rep, rep), (pool, rep), donate=1),
         on_mesh(partial(_finish, spec), (rep, rep, rep), (rep, rep)),
         on_mesh(partial(ops.write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
+        Cutter(spec, place.shard, partial(_attending, place), stacked).build(on_mesh, weights, pool),
     )
 
 
@@ -162,6 +167,10 @@ def _tokens(last: jax.Array, b: Batch) -> jax.Array:
 
 def _positions(b: Batch) -> jax.Array:
     return (b.starts[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32)).reshape(-1)
+
+
+def _attending(place: _Place, pool: jax.Array, b: Batch) -> tuple[jax.Array, Joints]:
+    return _positions(b), _joints(place, pool.shape[0], b)
 
 
 def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:

@@ -81,6 +81,9 @@ class Link:
         self._clock.advance(self.arrival(copy, group))
         return self._clock.now - began
 
+    def arrived(self, copy: Copy, group: int) -> bool:
+        return copy.streams and self.arrival(copy, group) <= self._clock.now
+
     def wait(self, seconds: float) -> None:
         clock = self._clock
         clock.advance(min(clock.horizon, clock.now + seconds, self.next_landing()))
