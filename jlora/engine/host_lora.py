@@ -15,7 +15,6 @@ from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import numpy as np
-from threadpoolctl import threadpool_limits
 
 from jlora.adapters.packing import unpack
 from jlora.layout import PoolLayout
@@ -50,6 +49,13 @@ class Site:
     factors: list[tuple[Share, Mapping[str, Future[_Factors]]]]
 
 
+def _one_thread_each() -> None:
+    """numpy's BLAS uses the calling thread alone from now on."""
+    from threadpoolctl import threadpool_limits  # here: it looks through the libraries that are loaded
+
+    threadpool_limits(1, user_api="blas")
+
+
 class HostLora:
     """The host's part of launches; `read` reaches the host tier."""
 
@@ -58,7 +64,7 @@ class HostLora:
         self._read = read
         self._size = max(1, (os.cpu_count() or 1) - 1)
         self._threads: Executor = (system or System()).threads.pool("jlora-host-lora", self._size)
-        threadpool_limits(1, user_api="blas")
+        _one_thread_each()
 
     def prepare(self, shares: Sequence[Share], names: tuple[str, ...], layer: int) -> Site:
         """Begins to read the factors; returns at once."""
