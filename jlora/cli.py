@@ -22,6 +22,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "generate": ("one text from a running server, streamed", "jlora.serve.console:generate"),
     "chat": ("talk to a running server", "jlora.serve.console:chat"),
     "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),
+    "keys": ("make API keys for a server", "jlora.serve.access.cli:main"),
     "convert": ("write a model in the form that loads fastest", "jlora.cli:convert"),
     "compile": ("prepare a directory of compiled programs for an image", "jlora.serve.compile:main"),
     "bench": ("measure servers under load; from a checkout, run a study", "jlora.cli:bench"),

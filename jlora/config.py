@@ -132,6 +132,8 @@ class ServeConfig:
             NOT_SERVING; must exceed the longest step.
         stall_s: seconds after which a call ends whose message has not arrived, and a stream whose client reads nothing.
         max_request_mib: the largest message that a client may send, after decompression.
+        keys: the file of API keys; "" serves whoever reaches a port.
+        insecure: without keys, listen also where other machines reach the ports.
         compile_cache: directory of compiled programs ("auto": in the user's cache; "": none).
         log_level: warning, info, or debug, which logs every decision of the cache (evictions, copies,
             hints, refusals). The log goes to stderr.
@@ -144,6 +146,8 @@ class ServeConfig:
     heartbeat_s: Annotated[float, Meta(gt=0)] = 10.0
     stall_s: Annotated[float, Meta(gt=0)] = 60.0
     max_request_mib: Annotated[float, Meta(gt=0, lt=2048)] = 4.0
+    keys: str = ""
+    insecure: bool = False
     compile_cache: str = "auto"
     log_level: Annotated[str, _one_of("debug", "info", "warning")] = "info"
 

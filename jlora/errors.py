@@ -5,6 +5,8 @@ The gRPC front maps each class to one status code. Any other exception is a bug 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class JloraError(Exception):
     """Base of every error that the caller can fix."""
@@ -19,10 +21,15 @@ class OutOfRange(JloraError, ValueError):
 
 
 class NotFound(JloraError, KeyError):
-    """No adapter or model of that name."""
+    """No adapter or model of that name; `near` are names like it."""
+
+    def __init__(self, message: str = "", near: Sequence[str] = ()):
+        super().__init__(message)
+        self.message = message
+        self.near = near
 
     def __str__(self) -> str:  # KeyError would quote the message
-        return str(self.args[0]) if self.args else ""
+        return self.message + (f"; did you mean {', '.join(map(repr, self.near))}?" if self.near else "")
 
 
 class AlreadyExists(JloraError):
@@ -34,11 +41,27 @@ class ResourceExhausted(JloraError):
 
 
 class Busy(ResourceExhausted):
-    """The server has too much to do now; the same call may be accepted later."""
+    """The server has too much to do now; the same call may be accepted in `retry_s` seconds."""
+
+    def __init__(self, message: str, retry_s: float = 1.0):
+        super().__init__(message)
+        self.retry_s = retry_s
 
 
 class QueueFull(Busy):
     """The queue is full now; the same request may be accepted later."""
+
+
+class LimitReached(Busy):
+    """The tenant asks too often, or for too much at once."""
+
+
+class Unauthenticated(JloraError):
+    """The call needs an API key, and the client gives none that the server knows."""
+
+
+class PermissionDenied(JloraError):
+    """The client's API key is not for this call."""
 
 
 class FailedPrecondition(JloraError):

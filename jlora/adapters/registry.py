@@ -123,9 +123,7 @@ class AdapterRegistry:
         """The live version of that name. Raises NotFound, which lists near names."""
         record = self._by_name.get(check_length(name))
         if record is None:
-            near = self._near.of(name)
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else ""
-            raise NotFound(f"adapter {name!r} is not loaded{hint}")
+            raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
         return record
 
     def live(self, uid: int) -> Record | None:

@@ -6,13 +6,16 @@ The ports open before the weights are read, so a call may arrive while there is 
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument, Unavailable
 from jlora.gaps import Gaps
 from jlora.replica import Replica
+from jlora.serve.access.access import Access
+from jlora.serve.access.caller import Caller
 from jlora.serve.gate import Gate
 from jlora.serve.observed import Ended, Observed
 from jlora.serve.recent import Recent
@@ -32,6 +35,7 @@ class Backend:
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
         gaps: of the event loop.
+        access: who may do what.
     """
 
     replica: Replica | None = None
@@ -44,6 +48,7 @@ class Backend:
     gaps: Gaps = field(default_factory=Gaps)
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)
+    access: Access = field(default_factory=Access)
 
     @property
     def loaded(self) -> Replica:
@@ -64,16 +69,32 @@ class Backend:
         if ended.usage.completion_tokens:  # otherwise there was no first token
             self.recent.add(ended.timing.ttft)
 
-    def admitted(self, n: int, prompts: int = 1) -> AbstractContextManager[None]:
-        """Counts completions until their call ends. Raises QueueFull before anything is tokenized."""
-        return self.gate.completions(self.room, prompts * min(max(1, n), MAX_COMPLETIONS))
+    @contextmanager
+    def call(self, caller: Caller, size: int, counts: bool) -> Iterator[None]:
+        """Counts a call with a message of `size` bytes; `counts` says that it wants no completion.
 
-    def adapter_of(self, model: str) -> str | None:
-        """The adapter, loaded or not, that `model` (base, adapter, base:adapter or empty) names; None is the base."""
+        Raises Busy for what passes a limit of the server, or of the caller's tenant.
+        """
+        with self.gate.call(size, counts), self.access.tenants.call(caller.tenant, int(counts)):
+            yield
+
+    @contextmanager
+    def admitted(self, caller: Caller, n: int, prompts: int = 1) -> Iterator[None]:
+        """Counts completions until their call ends. Raises Busy before anything is tokenized."""
+        count = prompts * min(max(1, n), MAX_COMPLETIONS)
+        with self.gate.completions(self.room, count), self.access.tenants.call(caller.tenant, count):
+            yield
+
+    def adapter_of(self, caller: Caller, model: str) -> str | None:
+        """The adapter, loaded or not, that `model` (base, adapter, base:adapter or empty) names; None is the base.
+
+        Raises PermissionDenied if the caller may not use it.
+        """
         base = self.loaded.info.model
         if model in ("", base):
             return None
         name = model.removeprefix(base + ":")
         if not name:
             raise InvalidArgument(f"model = {model!r}: names no adapter after the colon")
-        return check_length(name, "model")
+        caller.check_adapter(check_length(name, "model"))
+        return name

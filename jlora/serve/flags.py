@@ -70,6 +70,7 @@ FLAGS = (
     ("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
     ("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
     ("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
+    ("serve.keys", ("--keys",), "FILE.toml", "file of API keys; `jlora keys new` makes them (default: none)"),
     ("serve.http_port", ("--http-port",), "PORT", "port of OpenAI's HTTP, 0 takes a free one (default: none)"),
 )
 
@@ -84,6 +85,13 @@ def parser(prog: str, description: str) -> Parser:
     made = Parser(prog, description)
     for key, names, metavar, help in FLAGS:
         made.add_argument(*names, dest=key, metavar=metavar, help=f"{help} [{key}]")
+    made.add_argument(
+        "--insecure",
+        dest="serve.insecure",
+        action="store_const",
+        const="true",
+        help="without keys, serve other machines too [serve.insecure]",
+    )
     made.add_argument(
         "--adapter",
         "--lora-modules",
@@ -141,4 +149,5 @@ def _overrides(args: dict[str, Any]) -> dict[str, str]:
             if prefix + name in overrides:
                 raise ConfigError(f"{flag} {name}: is given twice")
             overrides[prefix + name] = value
-    return overrides | {key: args[key] for key, *_ in FLAGS if args[key] is not None}
+    given = (*(key for key, *_ in FLAGS), "serve.insecure")
+    return overrides | {key: args[key] for key in given if args[key] is not None}

@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager
 from typing import Self
 
 from jlora.serve.backend import Backend
@@ -42,9 +42,11 @@ class Inbox:
         self._events: deque[TokenEvent] = deque()
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way; `get` clears it before it empties the deque
+        self.begun = False  # there have been events
 
     def put(self, events: list[TokenEvent]) -> None:
         self._events.extend(events)
+        self.begun = True
         urgent = self._eager or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
         if urgent and not self._woken and not self._loop.is_closed():
             self._woken = True
@@ -73,22 +75,28 @@ class Generation:
         self._began = time.monotonic()
         self._request = request
         self._inbox = Inbox(eager)
+        self._leaving = ExitStack()
+        self._queued = backend.access.tenants.queued(request.tenant, len(request.prompt), lambda: self._inbox.begun)
         self._slice = max(1, SLICE // entries_of(request.sampling))
         self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
         self._handle = -1  # the replica's, once it is submitted
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
 
     async def __aenter__(self) -> Self:
-        submitted = self._replica.submit(self._request, self._inbox.put)
-        try:
-            self._handle = await asyncio.wrap_future(submitted)
-        except asyncio.CancelledError:
-            # The command may run by now: then it ends in an abort.
-            submitted.add_done_callback(self._abort_submitted)
-            raise
+        with ExitStack() as refused:
+            refused.enter_context(self._queued)
+            submitted = self._replica.submit(self._request, self._inbox.put)
+            try:
+                self._handle = await asyncio.wrap_future(submitted)
+            except asyncio.CancelledError:
+                # The command may run by now: then it ends in an abort.
+                submitted.add_done_callback(self._abort_submitted)
+                raise
+            self._leaving = refused.pop_all()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        self._leaving.close()
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
             self._backend.observed.ends["abort"] += self._answer.running

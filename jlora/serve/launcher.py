@@ -22,10 +22,11 @@ from collections.abc import Sequence
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config, ServeConfig
-from jlora.errors import JloraError
+from jlora.errors import ConfigError, JloraError
 from jlora.ports import ServerGarbage, System
 from jlora.replica import Replica
 from jlora.serve import flags
+from jlora.serve.access.access import Access
 from jlora.serve.backend import Backend
 from jlora.serve.http.server import HttpServer
 from jlora.serve.server import GrpcServer, address
@@ -56,10 +57,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 async def serve(config: Config) -> int:
     """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
     stop = _stop_on_signal()
-    backend = Backend()
+    _check_exposed(config.serve)
+    backend = Backend(access=Access(config.serve))
     servers, where = _bind(backend, config.serve)
-    if not _is_local(config.serve.host):
-        log.warning("serve.host = %s: no authentication, whoever reaches a port may do all", config.serve.host)
     for server in servers:
         await server.start()
     try:
@@ -100,6 +100,18 @@ async def _fails_before(stop: asyncio.Event, replica: Replica) -> bool:
     await asyncio.wait((stopping, failure), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     return failure.done()
+
+
+def _check_exposed(config: ServeConfig) -> None:
+    """Raises ConfigError if other machines would reach a server without keys, and nobody said that they may."""
+    if config.keys or _is_local(config.host):
+        return
+    if not config.insecure:
+        raise ConfigError(
+            f"serve.host = {config.host}: other machines reach it, and may do all without keys; set --keys FILE "
+            "(`jlora keys new` makes keys), or say --insecure"
+        )
+    log.warning("serve.host = %s: no authentication, whoever reaches a port may do all", config.host)
 
 
 def _is_local(host: str) -> bool:

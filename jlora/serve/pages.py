@@ -9,6 +9,7 @@ from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument
 from jlora.replica import Replica
 from jlora.serve import convert
+from jlora.serve.access.caller import Caller
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.types import AdapterInfo
@@ -20,13 +21,18 @@ PER_TURN = 8  # adapters that become messages in one turn of the event loop
 AT_ONCE = 2  # pages that a server makes at a time
 
 
-async def page(replica: Replica, request: pb.ListAdaptersRequest) -> pb.ListAdaptersResponse:
-    """One page; its token is the name of its last adapter. Raises InvalidArgument for a bad size or token."""
+async def page(replica: Replica, request: pb.ListAdaptersRequest, caller: Caller) -> pb.ListAdaptersResponse:
+    """One page of what the caller sees; its token is the name of its last adapter.
+
+    Raises InvalidArgument for a bad size or token.
+    """
     if not 0 <= request.page_size <= MOST:
         raise InvalidArgument(f"page_size = {request.page_size}: must be in [0, {MOST}]")
     size, summary = request.page_size or MOST, request.view == pb.ListAdaptersRequest.SUMMARY
     answer, after, room = pb.ListAdaptersResponse(), check_length(request.page_token, "page_token"), PAGE_BYTES
     async for info in adapters(replica, after):
+        if not caller.sees(info.name):
+            continue
         message = convert.adapter_info(info, summary)
         room -= message.ByteSize()
         if len(answer.adapters) == size or (room < 0 and answer.adapters):

@@ -13,8 +13,6 @@ import uuid
 from collections.abc import AsyncIterator, Mapping
 from concurrent.futures import Future
 
-import grpc
-
 from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
@@ -25,14 +23,12 @@ from jlora.serve.loading import load_adapter
 from jlora.serve.pages import AT_ONCE, page
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
-from jlora.serve.status import DeadlineExceeded
+from jlora.serve.status import Context, DeadlineExceeded
 from jlora.serve.texts import Texts
 from jlora.types import AdapterInfo, Request
 
-Context = grpc.aio.ServicerContext
-
 # Keys whose values are paths on the server: clients do not see them.
-PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache"})
+PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache", "serve.keys"})
 
 
 class _Servicer:
@@ -48,7 +44,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         self._texts = Texts(backend)
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
-        with self._backend.admitted(_completions(request)):
+        with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # it may hold far more than `ready`: protobuf keeps what a later value of a field replaced
             # Without stop strings nothing needs to be read before the end.
@@ -57,7 +53,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
                 return await convert.response(ready.id, whole, generation.totals)
 
     async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
-        with self._backend.admitted(_completions(request)):
+        with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # as above
             async with Generation(self._backend, ready, eager=True) as generation:
@@ -83,7 +79,8 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         return pb.DetokenizeResponse(text=await self._texts.detokenize(request.token_ids, request.keep_special))
 
     async def _request(self, message: pb.GenerateRequest, context: Context) -> Request:
-        adapter = self._backend.adapter_of(message.model)  # first: while loading there is nothing to validate against
+        # First: while loading there is nothing to validate against.
+        adapter = self._backend.adapter_of(context.caller, message.model)
         left = context.time_remaining()
         if left is not None and left <= 0:
             raise DeadlineExceeded("the deadline had passed when the request arrived")
@@ -95,7 +92,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
             adapter=adapter,
             priority=message.priority,
             bypass_prefix_cache=message.bypass_prefix_cache,
-            tenant=message.tenant,
+            tenant=context.caller.tenant_of(message.tenant),
             deadline=deadline,
             cache_salt=message.cache_salt,
         )
@@ -123,9 +120,10 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
 
     async def ListAdapters(self, request: pb.ListAdaptersRequest, context: Context) -> pb.ListAdaptersResponse:
         async with self._pages:
-            return await page(self._backend.loaded, request)
+            return await page(self._backend.loaded, request, context.caller)
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
+        context.caller.check_adapter(request.name)
         return await _info(self._backend.loaded.adapter(request.name))
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.AdapterInfo:
@@ -179,7 +177,9 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
             raise InvalidArgument("request_id: is empty, must name a live request")
-        aborted = self._backend.loaded.abort_named(request.request_id, request.tenant)
+        caller = context.caller
+        tenant = request.tenant if caller.admin and request.tenant else caller.tenant_of(request.tenant)
+        aborted = self._backend.loaded.abort_named(request.request_id, tenant)
         return pb.AbortResponse(aborted=await asyncio.wrap_future(aborted))
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:

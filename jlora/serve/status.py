@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, aclosing
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote
@@ -19,6 +21,7 @@ import grpc
 from google.protobuf.message import DecodeError
 
 from jlora import errors
+from jlora.serve.access.caller import Caller, Need
 from jlora.serve.backend import Backend
 
 log = logging.getLogger(__name__)
@@ -27,6 +30,18 @@ T = TypeVar("T")
 
 PACKAGE = "/jlora.v1."
 QUEUED = frozenset({f"{PACKAGE}Inference/Generate", f"{PACKAGE}Inference/GenerateStream"})
+# What a client with any key may call; every other call needs an admin's key.
+NEEDS: Mapping[str, Need] = {
+    **dict.fromkeys(QUEUED, Need.KEY),
+    f"{PACKAGE}Inference/Prefetch": Need.KEY,
+    f"{PACKAGE}Inference/Tokenize": Need.KEY,
+    f"{PACKAGE}Inference/Detokenize": Need.KEY,
+    f"{PACKAGE}Adapters/ListAdapters": Need.KEY,
+    f"{PACKAGE}Adapters/GetAdapter": Need.KEY,
+    f"{PACKAGE}Control/GetServerInfo": Need.KEY,
+    f"{PACKAGE}Control/GetCacheState": Need.KEY,
+    f"{PACKAGE}Control/Abort": Need.KEY,  # of the tenant's own requests
+}
 
 # gRPC sends a message as one percent-encoded header, and peers take 8 KiB of headers.
 MESSAGE_BYTES = 6000
@@ -50,6 +65,8 @@ CODES: Mapping[type[Exception], grpc.StatusCode] = {
     errors.ResourceExhausted: grpc.StatusCode.RESOURCE_EXHAUSTED,
     errors.FailedPrecondition: grpc.StatusCode.FAILED_PRECONDITION,
     errors.DataLoss: grpc.StatusCode.DATA_LOSS,
+    errors.Unauthenticated: grpc.StatusCode.UNAUTHENTICATED,
+    errors.PermissionDenied: grpc.StatusCode.PERMISSION_DENIED,
     errors.Unavailable: grpc.StatusCode.UNAVAILABLE,
     DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
@@ -106,31 +123,33 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         if handler is None or not method.startswith(PACKAGE):
             return handler
+        counts = method not in QUEUED
         try:
-            self._check_room(method)
-        except errors.ResourceExhausted as e:
+            sent = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
+            caller = self._backend.access.admit(NEEDS.get(method, Need.ADMIN), [str(v) for v in sent], method)
+            self._check_room(counts)
+        except errors.JloraError as e:
             return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer), handler.response_serializer
-        enter = partial(self._backend.gate.call, counts=method not in QUEUED)
+        enter = partial(self._backend.call, caller, counts=counts)
+        call = _Call(method, caller, enter, self._stall_s)
         # As handlers of streams both are called before there is a message, so that its arrival has a limit.
         if handler.response_streaming:
-            call = _stream(handler.unary_stream, method, enter, self._stall_s)
-            return grpc.stream_stream_rpc_method_handler(call, parse, write)
-        call = _unary(handler.unary_unary, method, enter, self._stall_s)
-        return grpc.stream_unary_rpc_method_handler(call, parse, write)
+            return grpc.stream_stream_rpc_method_handler(call.stream(handler.unary_stream), parse, write)
+        return grpc.stream_unary_rpc_method_handler(call.unary(handler.unary_unary), parse, write)
 
-    def _check_room(self, method: str) -> None:
-        if method not in QUEUED:
+    def _check_room(self, counts: bool) -> None:
+        if counts:
             self._backend.gate.check_calls()
         elif self._backend.replica is not None:  # otherwise the handler says that it loads
             self._backend.gate.check_completions(self._backend.room)
 
 
-def _refusal(error: errors.ResourceExhausted, method: str) -> grpc.RpcMethodHandler:
+def _refusal(error: errors.JloraError, method: str) -> grpc.RpcMethodHandler:
     """Answers without the client's message: only a handler of streams is called before there is one."""
 
     async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        await context.abort(*status_of(error, method))
+        await _abort(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -170,46 +189,74 @@ async def _receive(context: grpc.aio.ServicerContext, stall_s: float) -> _Receiv
     return received
 
 
-def _unary(
-    inner: Callable[..., Awaitable[Any]], method: str, enter: Enter, stall_s: float
-) -> Callable[..., Awaitable[Any]]:
-    async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
-        try:
-            received = await _receive(context, stall_s)
-            with enter(received.size):
-                answer = inner(received.parsed(), context)
-                del received  # a handler may drop its message, which can be far larger than what it reads
-                return await answer
-        except ENDS:
-            raise
-        except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
-            await context.abort(*status_of(e, method))
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a handler sees of its call: gRPC's context, and who calls."""
 
-    return call
+    grpc: grpc.aio.ServicerContext
+    caller: Caller
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client's deadline; None without one."""
+        return self.grpc.time_remaining()
 
 
-def _stream(
-    inner: Callable[..., AsyncGenerator[Any]], method: str, enter: Enter, stall_s: float
-) -> Callable[..., Awaitable[None]]:
-    async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
-        begun = False
-        try:
-            received = await _receive(context, stall_s)
-            with enter(received.size):
-                responses = inner(received.parsed(), context)
-                del received  # as above
-                async with aclosing(responses):
-                    async for response in responses:
-                        if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
-                            await context.send_initial_metadata(())
-                            begun = True
-                        await _write(response, context, stall_s)
-        except ENDS:
-            raise
-        except BaseException as e:
-            await context.abort(*status_of(e, method))
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """One call, admitted before its message is read."""
 
-    return call
+    method: str
+    caller: Caller
+    enter: Enter
+    stall_s: float
+
+    def unary(self, inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
+        async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
+            try:
+                received = await _receive(context, self.stall_s)
+                with self.enter(received.size):
+                    answer = inner(received.parsed(), Context(context, self.caller))
+                    del received  # a handler may drop its message, which can be far larger than what it reads
+                    return await answer
+            except ENDS:
+                raise
+            except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
+                await self._fail(context, e)
+
+        return call
+
+    def stream(self, inner: Callable[..., AsyncGenerator[Any]]) -> Callable[..., Awaitable[None]]:
+        async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
+            begun = False
+            try:
+                received = await _receive(context, self.stall_s)
+                with self.enter(received.size):
+                    responses = inner(received.parsed(), Context(context, self.caller))
+                    del received  # as above
+                    async with aclosing(responses):
+                        async for response in responses:
+                            if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
+                                await context.send_initial_metadata(())
+                                begun = True
+                            await _write(response, context, self.stall_s)
+            except ENDS:
+                raise
+            except BaseException as e:
+                await self._fail(context, e)
+
+        return call
+
+    async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
+        await _abort(context, self.caller.told(error), self.method)
+
+
+async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method: str) -> None:
+    code, details = status_of(error, method)
+    hint: tuple[tuple[str, str], ...] = ()
+    if isinstance(error, errors.Busy):  # the second is what gRPC's own retries read
+        wait_s = error.retry_s
+        hint = (("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(math.ceil(wait_s * 1e3))))
+    await context.abort(code, details, hint)
 
 
 async def _write(response: Any, context: grpc.aio.ServicerContext, stall_s: float) -> None:

@@ -57,7 +57,7 @@ def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch: pytest.Monke
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert f"cannot listen on 127.0.0.1:{port}" in started(["--model", "x", "--port", str(port)])
-    assert "serve.port" in started(["--model", "x", "--host", "203.0.113.7"])
+    assert "serve.port" in started(["--model", "x", "--host", "203.0.113.7", "--insecure"])
     assert not read
 
 
@@ -305,8 +305,13 @@ def test_a_port_that_others_reach_is_warned_of(
     monkeypatch.setattr(GrpcServer, "bind", lambda *_: 0)
     monkeypatch.setattr(GrpcServer, "start", stop)
     with pytest.raises(InvalidArgument, match="far enough"):
-        asyncio.run(launcher.serve(configuration.load(None, {"serve.host": host})))
+        asyncio.run(launcher.serve(configuration.load(None, {"serve.host": host, "serve.insecure": True})))
     assert ("no authentication" in caplog.text) is warned
+
+
+def test_without_keys_a_port_that_others_reach_needs_a_word():
+    with pytest.raises(ConfigError, match=r"serve\.host = 0\.0\.0\.0: .*--keys.*--insecure"):
+        asyncio.run(launcher.serve(configuration.load(None, {"serve.host": "0.0.0.0"})))
 
 
 def test_a_window_shorter_than_the_models_context_is_served_at_the_length_that_is_set(

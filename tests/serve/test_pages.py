@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import Any
 
 import grpc
 import pytest
 
 from jlora.serve import services
+from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.pages import AT_ONCE, CHUNK, MOST, PER_TURN, page, walk
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.status import Context
 from jlora.types import AdapterInfo
 from tests.serve._server import Served, refused, serving
 
@@ -92,7 +93,7 @@ def test_no_page_passes_a_default_clients_limit(view: pb.ListAdaptersRequest.Vie
 
 def test_one_adapter_larger_than_a_page_still_comes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jlora.serve.pages.PAGE_BYTES", 10)
-    answer = asyncio.run(page(Many(3), pb.ListAdaptersRequest()))  # type: ignore[arg-type]
+    answer = asyncio.run(page(Many(3), pb.ListAdaptersRequest(), ANYBODY))  # type: ignore[arg-type]
     assert len(answer.adapters) == 1 and answer.next_page_token == answer.adapters[0].name
 
 
@@ -111,7 +112,7 @@ def test_few_pages_are_made_at_a_time(monkeypatch: pytest.MonkeyPatch):
 
     async def ask() -> None:
         servicer = services.AdaptersServicer(Backend(Many(1)))  # pyright: ignore[reportArgumentType]
-        context: Any = None
+        context = Context(None, ANYBODY)  # pyright: ignore[reportArgumentType]
         await asyncio.gather(*(servicer.ListAdapters(pb.ListAdaptersRequest(), context) for _ in range(20)))
 
     asyncio.run(ask())
@@ -129,7 +130,7 @@ def test_a_page_leaves_the_loop_a_turn_after_a_few_adapters():
                 await asyncio.sleep(0)
 
         watching = asyncio.create_task(watch())
-        await page(replica, pb.ListAdaptersRequest(view=SUMMARY))  # pyright: ignore[reportArgumentType]
+        await page(replica, pb.ListAdaptersRequest(view=SUMMARY), ANYBODY)  # pyright: ignore[reportArgumentType]
         watching.cancel()
         return turns
 

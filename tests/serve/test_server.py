@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
+from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.server import SERVICES
@@ -100,6 +101,8 @@ def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
     """A client refuses to send such a call, but a proxy or a slow network may deliver one."""
 
     class Late:
+        caller = ANYBODY
+
         def time_remaining(self) -> float:
             return -0.001
 

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from jlora.config import ServeConfig
 from jlora.errors import InvalidArgument, ResourceExhausted
+from jlora.serve.access.caller import ANYBODY, Need
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 
@@ -30,6 +31,7 @@ class Call:
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig):
         self.body = b""
+        self.caller = ANYBODY  # the endpoint says who
         self.matched: Mapping[str, str] = scope.get("path_params", {})  # what the route's pattern matched
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self._receive = receive
@@ -86,7 +88,7 @@ class Call:
 
     async def fail(self, error: BaseException, where: str) -> None:
         """An error as the answer, or as the last event of a stream."""
-        status, value, headers = failures.answer(error, where)
+        status, value, headers = failures.answer(self.caller.told(error), where)
         if not self._started:
             await self.json(value, status, headers)
         else:
@@ -118,18 +120,21 @@ Handler = Callable[[Call], Awaitable[None]]
 class Endpoint:
     """One route as an ASGI application: admission, the body, the handler, and errors as answers.
 
-    `queued` says that a call wants completions: with a full queue it is refused before its body is read.
+    `need` is what the caller must have. `queued` says that a call wants completions: with a full queue it is
+    refused before its body is read.
     """
 
-    def __init__(self, handler: Handler, backend: Backend, config: ServeConfig, queued: bool = False):
+    def __init__(self, handler: Handler, backend: Backend, config: ServeConfig, need: Need, queued: bool = False):
         self._handler = handler
         self._backend = backend
         self._config = config
+        self._need = need
         self._queued = queued
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, self._config)
         try:
+            call.caller = self._backend.access.admit(self._need, _authorization(scope), scope["path"])
             await self._answer(call, scope["method"] == "POST")
         except (asyncio.CancelledError, GeneratorExit):
             raise
@@ -140,11 +145,15 @@ class Endpoint:
         gate = self._backend.gate
         if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
             gate.check_completions(self._backend.room)
-        with gate.call(call.size, counts=not self._queued):
+        with self._backend.call(call.caller, call.size, counts=not self._queued):
             if posted:
                 _check_type(call.headers.get("content-type", ""))
                 await call.read()
             await _while_here(call, self._handler(call))
+
+
+def _authorization(scope: Scope) -> list[str]:
+    return [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
 
 
 def _check_type(given: str) -> None:

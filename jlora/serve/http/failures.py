@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -9,7 +10,7 @@ from typing import Any, NamedTuple
 from jlora import errors
 from jlora.serve.status import DeadlineExceeded, entry_of, opaque, shortened
 
-RETRY_S = "1"  # a client's wait before it asks a busy server again
+RETRY_S = 1.0  # a client's wait before it asks again a server that loads
 
 
 class BodyTooLarge(errors.JloraError):
@@ -34,6 +35,8 @@ FAILURES: Mapping[type[Exception], Failure] = {
     errors.AlreadyExists: Failure(409, "already_exists"),
     BodyTooLarge: Failure(413, "request_too_large"),
     errors.Busy: Failure(429, "rate_limit_exceeded", retry=True),
+    errors.Unauthenticated: Failure(401, "invalid_api_key"),
+    errors.PermissionDenied: Failure(403, "permission_denied"),
     errors.Unavailable: Failure(503, "unavailable", retry=True),
     DeadlineExceeded: Failure(504, "deadline_exceeded"),
 }
@@ -60,7 +63,11 @@ def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[
     found = _FIELD.match(said)
     field = None if found is None else _NAMES.get(found[1], found[1])
     message = said if found is None else f"{field}{said[found.end() :]}"
-    headers = {"retry-after": RETRY_S} if failure.retry else {}
+    headers = {}
+    if failure.retry:
+        headers["retry-after"] = str(math.ceil(error.retry_s if isinstance(error, errors.Busy) else RETRY_S))
+    if isinstance(error, errors.Unauthenticated):
+        headers["www-authenticate"] = "Bearer"
     return failure.status, body(failure.status, message, field, failure.code), headers
 
 

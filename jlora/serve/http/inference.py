@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jlora.errors import InvalidArgument
+from jlora.serve.access.caller import Caller
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation, merged, together
 from jlora.serve.http.answers import Answers, Asked, ChatAnswers, Completions, Tokens
@@ -44,8 +45,8 @@ class Inference:
         wanted = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
         most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=most)
-        with self._backend.admitted(sampling.n, len(prompts)):
-            requests = await self._requests(body, prompts, sampling)
+        with self._backend.admitted(call.caller, sampling.n, len(prompts)):
+            requests = await self._requests(call.caller, body, prompts, sampling)
             echoes = [await self._echo(p) for p in prompts] if body.echo else ()
             asked = self._asked("cmpl-", body, requests, echoes)
             await self._answer(call, body, requests, Completions(asked, self._tokens(body)))
@@ -56,16 +57,19 @@ class Inference:
         _check_stream(body, False)
         sampling = body.sampling(logprobs=body.most_likely(), max_tokens=body.most_tokens())
         chat = body.chat()
-        with self._backend.admitted(sampling.n):
-            requests = await self._requests(body, [chat], sampling)
+        with self._backend.admitted(call.caller, sampling.n):
+            requests = await self._requests(call.caller, body, [chat], sampling)
             asked = self._asked("chatcmpl-", body, requests)
             await self._answer(call, body, requests, ChatAnswers(asked, self._tokens(body)))
 
     async def prefetch(self, call: Call) -> None:
         """`/v1/prefetch`: brings a later request's adapter and cached prefix to the device."""
         body = read(call.body, PrefetchBody)
-        adapter = self._backend.adapter_of(body.model or "")
-        draft = Request(uuid.uuid4().hex, (), adapter=adapter, cache_salt=body.cache_salt or "")
+        caller = call.caller
+        adapter = self._backend.adapter_of(caller, body.model or "")
+        draft = Request(
+            uuid.uuid4().hex, (), adapter=adapter, tenant=caller.tenant_of(""), cache_salt=body.cache_salt or ""
+        )
         ready = await self._texts.request(body.asked(), draft)
         result = await asyncio.wrap_future(self._backend.loaded.prefetch(ready))
         coming = {"cached_tokens": result.cached_tokens, "coming_bytes": result.coming_bytes}
@@ -92,16 +96,17 @@ class Inference:
             raise InvalidArgument(f"prompt: asks for {completions} completions, limit {self._backend.room}")
 
     async def _requests(
-        self, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
+        self, caller: Caller, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[Request]:
         name = body.request_id if body.request_id is not None else uuid.uuid4().hex
         draft = Request(
             id=name,
             prompt=(),
             sampling=sampling,
-            adapter=self._backend.adapter_of(body.model or ""),
+            adapter=self._backend.adapter_of(caller, body.model or ""),
             priority=-(body.priority or 0),  # vLLM's lower ones run first
             bypass_prefix_cache=body.bypass_prefix_cache or False,
+            tenant=caller.tenant_of(""),
             cache_salt=body.cache_salt or "",
         )
         if len(prompts) == 1:

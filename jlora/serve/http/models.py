@@ -26,12 +26,14 @@ class Models:
     async def list(self, call: Call) -> None:
         """`GET /v1/models`: the base, then every adapter in order of name."""
         entries = [self._base()]
-        entries += [self._adapter(info) async for info in pages.adapters(self._backend.loaded)]
+        entries += [
+            self._adapter(info) async for info in pages.adapters(self._backend.loaded) if call.caller.sees(info.name)
+        ]
         await call.json({"object": "list", "data": entries})
 
     async def one(self, call: Call) -> None:
         """`GET /v1/models/NAME`."""
-        adapter = self._backend.adapter_of(call.matched["name"])
+        adapter = self._backend.adapter_of(call.caller, call.matched["name"])
         if adapter is None:
             await call.json(self._base())
         else:

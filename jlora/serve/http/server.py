@@ -24,6 +24,7 @@ from starlette.routing import Route
 
 from jlora.config import ServeConfig
 from jlora.errors import ConfigError
+from jlora.serve.access.caller import Need
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 from jlora.serve.http.call import Endpoint, Handler
@@ -92,24 +93,24 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
     """The routes."""
     inference, models = Inference(backend), Models(backend)
 
-    def route(path: str, handler: Handler, method: str = "POST", queued: bool = False) -> Route:
-        return Route(path, Endpoint(handler, backend, config, queued), methods=[method])
+    def route(path: str, handler: Handler, need: Need, method: str = "POST", queued: bool = False) -> Route:
+        return Route(path, Endpoint(handler, backend, config, need, queued), methods=[method])
 
     return Starlette(
         routes=[
-            route("/v1/completions", inference.completions, queued=True),
-            route("/v1/chat/completions", inference.chat, queued=True),
-            route("/v1/models", models.list, "GET"),
-            route("/v1/models/{name:path}", models.one, "GET"),
-            *(route(f"{prefix}/load_lora_adapter", models.load) for prefix in ("", "/v1")),
-            *(route(f"{prefix}/unload_lora_adapter", models.unload) for prefix in ("", "/v1")),
-            route("/v1/prefetch", inference.prefetch),
-            route("/tokenize", inference.tokenize),
-            route("/detokenize", inference.detokenize),
-            route("/health", models.health, "GET"),
-            route("/ready", models.ready, "GET"),
-            route("/version", models.version, "GET"),
-            route("/metrics", partial(metrics, backend), "GET"),
+            route("/v1/completions", inference.completions, Need.KEY, queued=True),
+            route("/v1/chat/completions", inference.chat, Need.KEY, queued=True),
+            route("/v1/models", models.list, Need.KEY, "GET"),
+            route("/v1/models/{name:path}", models.one, Need.KEY, "GET"),
+            *(route(f"{prefix}/load_lora_adapter", models.load, Need.ADMIN) for prefix in ("", "/v1")),
+            *(route(f"{prefix}/unload_lora_adapter", models.unload, Need.ADMIN) for prefix in ("", "/v1")),
+            route("/v1/prefetch", inference.prefetch, Need.KEY),
+            route("/tokenize", inference.tokenize, Need.KEY),
+            route("/detokenize", inference.detokenize, Need.KEY),
+            route("/health", models.health, Need.NOTHING, "GET"),
+            route("/ready", models.ready, Need.NOTHING, "GET"),
+            route("/version", models.version, Need.KEY, "GET"),
+            route("/metrics", partial(metrics, backend), Need.SIGHT, "GET"),
         ],
         exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]
     )

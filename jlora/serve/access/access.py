@@ -1,0 +1,59 @@
+"""The one place that decides about a call of either front, before its message is read."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from jlora.config import ServeConfig
+from jlora.errors import Unauthenticated
+from jlora.serve.access import keys
+from jlora.serve.access.caller import ANYBODY, Caller, Need
+from jlora.serve.access.keys import Keys
+from jlora.serve.access.tenants import Tenants
+from jlora.serve.access.watched import Watched
+
+log = logging.getLogger(__name__)
+
+SCHEME = "bearer "
+
+
+class Access:
+    """The keys of a server, and what their tenants use. For the event loop's thread only.
+
+    Without keys everybody may do everything, and clients name their tenant.
+    """
+
+    def __init__(self, config: ServeConfig | None = None):
+        """Reads `serve.keys`. Raises ConfigError."""
+        self.tenants = Tenants()
+        path = config.keys if config is not None else ""
+        self._keys = Watched([path], lambda: keys.read(path)) if path else None
+        self._limited: Keys | None = None
+
+    def admit(self, need: Need, authorization: Sequence[str], what: str) -> Caller:
+        """Who makes the call `what` with these authorization headers.
+
+        Raises:
+            Unauthenticated: the call needs a key, and the client gives none that is known.
+            PermissionDenied: the key is not for this call.
+            LimitReached: the key's tenant asks too often, or too much at once.
+        """
+        if self._keys is None or need is Need.NOTHING:
+            return ANYBODY
+        known = self._keys.current()
+        if known is not self._limited:
+            self.tenants.limit(known.limits)
+            self._limited = known
+        caller = known.caller(_bearer(authorization))
+        caller.check(need, what)
+        self.tenants.arrive(caller.tenant)
+        if need is Need.ADMIN:
+            log.info("key %s of tenant %s calls %s", caller.key, caller.tenant, what)
+        return caller
+
+
+def _bearer(authorization: Sequence[str]) -> str:
+    if len(authorization) != 1 or not authorization[0].lower().startswith(SCHEME):
+        raise Unauthenticated("authorization: must be given once, as `Bearer KEY`")
+    return authorization[0][len(SCHEME) :].strip()

@@ -1,0 +1,126 @@
+"""What each tenant uses now, within its limits. For the event loop's thread only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+
+from jlora.errors import LimitReached, ResourceExhausted
+from jlora.ports import Clock
+from jlora.serve.access.keys import Limits
+
+RETRY_S = 1.0  # a client's wait when nobody knows when room will be
+
+
+class _Tenant:
+    def __init__(self, name: str, limits: Limits, clock: Clock):
+        self.limits = limits
+        self._name = name
+        self._clock = clock
+        self._under_way = 0
+        self._tokens = 0
+        self._queued: dict[object, tuple[int, Callable[[], bool]]] = {}
+        self._credit, self._at = _burst(limits), clock()
+
+    def arrive(self) -> None:
+        rate = self.limits.requests_per_s
+        if rate is None:
+            return
+        now = self._clock()
+        self._credit = min(_burst(self.limits), self._credit + (now - self._at) * rate)
+        self._at = now
+        if self._credit < 1:
+            raise self._reached("asks too often", "requests_per_s", rate, (1 - self._credit) / rate)
+        self._credit -= 1
+
+    def check_calls(self, count: int) -> None:
+        most = self.limits.concurrent
+        if most is not None and count > most:
+            raise ResourceExhausted(f"n: asks for {count} completions, limit concurrent = {most} of the tenant")
+        if most is not None and self._under_way + count > most:
+            raise self._reached(f"has {self._under_way} requests under way", "concurrent", most, RETRY_S)
+
+    @contextmanager
+    def call(self, count: int) -> Iterator[None]:
+        self.check_calls(count)
+        self._under_way += count
+        try:
+            yield
+        finally:
+            self._under_way -= count
+
+    @contextmanager
+    def queued(self, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
+        most = self.limits.queued_tokens
+        if most is not None and tokens > most:
+            raise ResourceExhausted(f"prompt: has {tokens} tokens, limit queued_tokens = {most} of the tenant")
+        if most is not None and self._tokens + tokens > most:
+            for name in [name for name, (_, running) in self._queued.items() if running()]:
+                self._forget(name)
+            if self._tokens + tokens > most:
+                raise self._reached(f"has {self._tokens} prompt tokens queued", "queued_tokens", most, RETRY_S)
+        name = object()
+        self._queued[name] = tokens, begun
+        self._tokens += tokens
+        try:
+            yield
+        finally:
+            self._forget(name)
+
+    def _forget(self, name: object) -> None:
+        self._tokens -= self._queued.pop(name, (0, None))[0]
+
+    def _reached(self, said: str, field: str, limit: float, retry_s: float) -> LimitReached:
+        return LimitReached(f"tenant {self._name!r} {said}, limit {field} = {limit:g}", retry_s)
+
+
+class Tenants:
+    """The tenants that have limits; others are not counted.
+
+    Each method raises LimitReached if the call may be accepted later, ResourceExhausted if it never can.
+    """
+
+    def __init__(self, clock: Clock = time.monotonic):
+        self._clock = clock
+        self._tenants: dict[str, _Tenant] = {}
+
+    def limit(self, limits: Mapping[str, Limits]) -> None:
+        """New limits for all. What is under way goes on counting."""
+        for name, tenant in self._tenants.items():
+            tenant.limits = limits.get(name, Limits())
+        for name in limits.keys() - self._tenants.keys():
+            self._tenants[name] = _Tenant(name, limits[name], self._clock)
+
+    def arrive(self, name: str | None) -> None:
+        """Counts a call of the tenant for its rate."""
+        if (tenant := self._of(name)) is not None:
+            tenant.check_calls(1)
+            tenant.arrive()
+
+    @contextmanager
+    def call(self, name: str | None, count: int) -> Iterator[None]:
+        """Counts completions, or another call, from start to end."""
+        tenant = self._of(name)
+        if tenant is None or not count:
+            yield
+            return
+        with tenant.call(count):
+            yield
+
+    @contextmanager
+    def queued(self, name: str | None, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
+        """Counts a prompt's tokens until `begun()` or the end."""
+        tenant = self._of(name)
+        if tenant is None:
+            yield
+            return
+        with tenant.queued(tokens, begun):
+            yield
+
+    def _of(self, name: str | None) -> _Tenant | None:
+        return self._tenants.get(name) if name else None
+
+
+def _burst(limits: Limits) -> float:
+    return max(1.0, limits.requests_per_s or 1.0)

@@ -1,0 +1,365 @@
+"""Keys: who calls, what a caller may do, and how much of it, over gRPC and HTTP alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from jlora import cli
+from jlora.config import ServeConfig
+from jlora.errors import ConfigError, LimitReached, ResourceExhausted, Unauthenticated
+from jlora.serve.access import access, keys, watched
+from jlora.serve.access.access import Access
+from jlora.serve.access.caller import Caller, Need
+from jlora.serve.access.keys import Limits
+from jlora.serve.access.tenants import Tenants
+from jlora.serve.backend import Backend
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.status import NEEDS
+from tests.serve._server import Served, refused, request, serving, wait_until
+
+CODE = grpc.StatusCode
+LIMITED = """
+[tenants.slow]
+requests_per_s = 0.001
+[tenants.narrow]
+concurrent = 2
+queued_tokens = 100
+"""
+WHO: dict[str, Any] = {
+    "admin": ("ops", "admin", ["*"]),
+    "acme": ("acme", "user", ["*"]),
+    "acme-two": ("acme", "user", ["upper", "lo*"]),
+    "other": ("other", "user", ["wide"]),
+    "slow": ("slow", "user", ["*"]),
+    "narrow": ("narrow", "user", ["*"]),
+}
+
+
+class Guarded:
+    """A server with keys over the shared engine, and a client for each key."""
+
+    def __init__(self, served: Served, file: Path, made: dict[str, str]):
+        self.served = served
+        self.file = file
+        self.keys = made
+
+    def meta(self, who: str) -> tuple[tuple[str, str], ...]:
+        return (("authorization", f"Bearer {self.keys[who]}"),)
+
+    def generate(self, who: str, asked: pb.GenerateRequest) -> pb.GenerateResponse:
+        return self.served.inference.Generate(asked, metadata=self.meta(who), timeout=60)
+
+    def http(self, who: str | None) -> httpx.Client:
+        headers = {} if who is None else {"authorization": f"Bearer {self.keys[who]}"}
+        return httpx.Client(base_url=self.served.http, headers=headers, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    file = tmp_path_factory.mktemp("keys") / "keys.toml"
+    made = {who: keys.new(tenant, role, adapters) for who, (tenant, role, adapters) in WHO.items()}
+    file.write_text("".join(entry for _, entry in made.values()) + LIMITED)
+    config = ServeConfig(heartbeat_s=60.0, keys=str(file))
+    backend = Backend(served.replica, served.backend.tokenizer, access=Access(config))
+    with serving(backend, config) as running:
+        yield Guarded(running, file, {who: key for who, (key, _) in made.items()})
+
+
+# -- who calls ----------------------------------------------------------------------------------
+
+
+def test_a_call_without_a_known_key_is_refused_before_its_message_is_read(guarded: Guarded):
+    known, s = guarded.keys["acme"], guarded.served
+    wrong = [known[:-1] + ("A" if known[-1] != "A" else "B"), known.split("-")[1], "jlora-00000000-x", "x" * 100_0, ""]
+    for key in wrong:
+        with refused(CODE.UNAUTHENTICATED, "authorization"):
+            s.inference.Generate(request(), metadata=(("authorization", f"Bearer {key}"),), timeout=20)
+    for metadata in ((), (*guarded.meta("acme"), *guarded.meta("acme")), (("authorization", known),)):
+        with refused(CODE.UNAUTHENTICATED, "Bearer KEY"):
+            s.inference.Generate(request(), metadata=metadata, timeout=20)
+    garbage = s.channel.unary_unary("/jlora.v1.Inference/Generate")
+    with refused(CODE.UNAUTHENTICATED):
+        garbage(b"\x1a\xff\xff")
+    with guarded.http(None) as http:
+        answer = http.post("/v1/completions", content=b"[" * 1000)
+        assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        for path in ("/v1/models", "/version", "/metrics"):
+            assert http.get(path).status_code == 401
+
+
+def test_health_needs_no_key(guarded: Guarded):
+    wait_until(lambda: guarded.served.status() == "SERVING")
+    with guarded.http(None) as http:
+        assert http.get("/health").status_code == http.get("/ready").status_code == 200
+
+
+def test_a_known_key_is_served_by_both_fronts(guarded: Guarded):
+    assert guarded.generate("acme", request()).usage.completion_tokens == 8
+    with guarded.http("acme") as http:
+        assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200
+        assert http.get("/version").status_code == 200
+
+
+# -- what a caller may do ------------------------------------------------------------------------
+
+
+def test_only_an_admin_changes_the_server(guarded: Guarded):
+    s, meta = guarded.served, guarded.meta("acme")
+    calls: list[tuple[Callable[..., Any], Any]] = [
+        (s.adapters.LoadAdapter, pb.LoadAdapterRequest(name="x", path="/x")),
+        (s.adapters.UnloadAdapter, pb.UnloadAdapterRequest(name="upper")),
+        (s.adapters.PinAdapter, pb.PinAdapterRequest(name="upper", pinned=True)),
+        (s.control.FlushCache, pb.FlushCacheRequest()),
+        (s.control.Drain, pb.DrainRequest()),
+    ]
+    for call, message in calls:
+        with refused(CODE.PERMISSION_DENIED, "needs a key of the role admin"):
+            call(message, metadata=meta, timeout=20)
+    with guarded.http("acme") as http:
+        for path in ("/v1/load_lora_adapter", "/unload_lora_adapter"):
+            answer = http.post(path, json={"lora_name": "upper", "lora_path": "/x"})
+            assert answer.status_code == 403, answer.text
+    assert not s.backend.draining
+    s.control.FlushCache(pb.FlushCacheRequest(), metadata=guarded.meta("admin"), timeout=20)
+    with refused(CODE.NOT_FOUND):
+        s.adapters.PinAdapter(pb.PinAdapterRequest(name="none"), metadata=guarded.meta("admin"), timeout=20)
+
+
+def test_a_call_that_no_table_names_needs_an_admin():
+    described = [(s, m.name) for s in pb.DESCRIPTOR.services_by_name.values() for m in s.methods]
+    open_to_users = {f"/{s.full_name}/{name}" for s, name in described} & NEEDS.keys()
+    assert open_to_users == NEEDS.keys(), "the table names a call that does not exist"
+    assert Need.ADMIN not in NEEDS.values() and Need.NOTHING not in NEEDS.values()
+
+
+def test_a_key_is_for_its_adapters(guarded: Guarded):
+    assert guarded.generate("acme-two", request(model="upper")).usage.completion_tokens == 8
+    for model in ("wide", "base:wide", "no-such"):  # one answer, whether it exists or not
+        with refused(CODE.PERMISSION_DENIED, f"'{model.removeprefix('base:')}': the key is not for it"):
+            guarded.generate("acme-two", request(model=model))
+    with refused(CODE.NOT_FOUND, "'lowest'", "did you mean 'lower'?"):
+        guarded.generate("acme-two", request(model="lowest"))
+    with refused(CODE.NOT_FOUND, "'lo-wide'") as e:  # its near name is hidden
+        guarded.generate("acme-two", request(model="lo-wide"))
+    assert "did you mean" not in str(e.value.details())
+    meta, s = guarded.meta("acme-two"), guarded.served
+    listed = s.adapters.ListAdapters(pb.ListAdaptersRequest(), metadata=meta)
+    assert [adapter.name for adapter in listed.adapters] == ["lower", "upper"]
+    with refused(CODE.PERMISSION_DENIED):
+        s.adapters.GetAdapter(pb.GetAdapterRequest(name="wide"), metadata=meta)
+    with guarded.http("acme-two") as http:
+        assert [model["id"] for model in http.get("/v1/models").json()["data"]] == ["base", "lower", "upper"]
+        assert http.get("/v1/models/wide").status_code == 403
+        assert http.post("/v1/completions", json={"prompt": "x", "model": "wide"}).status_code == 403
+        assert http.post("/v1/prefetch", json={"prompt": "x", "model": "wide"}).status_code == 403
+        assert http.get("/metrics").status_code == 403, "it names every adapter"
+    with guarded.http("acme") as http:
+        assert http.get("/metrics").status_code == 200
+
+
+def test_a_key_says_whose_a_request_is(guarded: Guarded):
+    with refused(CODE.PERMISSION_DENIED, "tenant = 'other'"):
+        guarded.generate("acme", request(tenant="other"))
+    prompt = list(range(5, 5 + 64))
+    first = guarded.generate("acme", request(prompt, tenant="acme"))
+    again = guarded.generate("acme-two", request(prompt))
+    assert (first.usage.cached_tokens, again.usage.cached_tokens) == (0, 48)
+    assert guarded.generate("other", request(prompt)).usage.cached_tokens == 0
+    assert guarded.generate("other", request(prompt)).usage.cached_tokens == 48
+    body = {"prompt": prompt, "max_tokens": 1, "cache_salt": "acme"}  # mixed into the tenant's own salt
+    for cached in (0, 48):
+        with guarded.http("acme") as http:
+            details = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
+        assert details["cached_tokens"] == cached
+    for salt in ({"cache_salt": "acme"}, {"cache_salt": "other"}):
+        assert guarded.generate("other", request(prompt, **salt)).usage.cached_tokens == 0
+
+
+def test_a_tenant_aborts_its_own_requests_and_an_admin_any(guarded: Guarded):
+    def abort(who: str, name: str, tenant: str = "") -> bool:
+        message = pb.AbortRequest(request_id=name, tenant=tenant)
+        return guarded.served.control.Abort(message, metadata=guarded.meta(who), timeout=20).aborted
+
+    for who, tenant in (("acme-two", ""), ("admin", "acme")):
+        meta = guarded.meta("acme")
+        stream = guarded.served.inference.GenerateStream(request(max_tokens=3500, request_id="r"), metadata=meta)
+        next(stream)
+        assert not abort("other", "r") and not abort("admin", "r")
+        with refused(CODE.PERMISSION_DENIED, "tenant"):
+            abort("other", "r", "acme")
+        assert abort(who, "r", tenant)
+        *_, last = stream
+        assert last.outputs[0].finish_reason == "abort"
+    guarded.served.check_idle()
+
+
+# -- how much ------------------------------------------------------------------------------------
+
+
+def test_a_tenants_rate_is_limited_with_a_hint(guarded: Guarded):
+    assert guarded.generate("slow", request()).usage.completion_tokens == 8
+    with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'slow' asks too often", "requests_per_s = 0.001") as e:
+        guarded.generate("slow", request())
+    hint = dict(e.value.trailing_metadata())
+    assert 900 <= int(hint["retry-after"]) <= 1000
+    assert int(hint["grpc-retry-pushback-ms"]) > 900_000
+    with guarded.http("slow") as http:
+        answer = http.post("/v1/completions", json={"prompt": "Hello"})
+    assert answer.status_code == 429 and 900 <= int(answer.headers["retry-after"]) <= 1000
+    assert guarded.generate("acme", request()).usage.completion_tokens == 8
+
+
+def test_a_tenants_requests_at_once_are_limited(guarded: Guarded):
+    with refused(CODE.RESOURCE_EXHAUSTED, "n: asks for 3 completions, limit concurrent = 2"):
+        guarded.generate("narrow", request(n=3, temperature=1.0))
+    with refused(CODE.RESOURCE_EXHAUSTED, "prompt: has 101 tokens, limit queued_tokens = 100"):
+        guarded.generate("narrow", request([5] * 101))
+    stub, meta = guarded.served.inference, guarded.meta("narrow")
+    running = [stub.GenerateStream(request([5] * 60, max_tokens=3500), metadata=meta) for _ in range(1)]
+    next(running[0])  # its prompt is queued no longer
+    assert guarded.generate("narrow", request([5] * 60)).usage.completion_tokens == 8
+    running.append(stub.GenerateStream(request([5] * 60, max_tokens=3500), metadata=meta))
+    next(running[1])
+    with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'narrow' has 2 requests under way, limit concurrent = 2") as e:
+        guarded.generate("narrow", request())
+    assert dict(e.value.trailing_metadata())["retry-after"] == "1"
+    with guarded.http("narrow") as http:
+        assert http.get("/v1/models").status_code == 429
+    for stream in running:
+        stream.cancel()
+    guarded.served.check_idle()
+    wait_until(lambda: not guarded.served.backend.gate._completions)
+    assert guarded.generate("narrow", request(n=2, temperature=1.0)).usage.completion_tokens == 16
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_rate_allows_a_seconds_worth_at_once_and_refills():
+    clock = Clock()
+    tenants = Tenants(clock)
+    tenants.limit({"a": Limits(requests_per_s=4.0)})
+    for _ in range(4):
+        tenants.arrive("a")
+    with pytest.raises(LimitReached) as e:
+        tenants.arrive("a")
+    assert e.value.retry_s == 0.25
+    clock.now += 0.25
+    tenants.arrive("a")
+    clock.now += 3600
+    for _ in range(4):
+        tenants.arrive("a")
+    with pytest.raises(LimitReached):
+        tenants.arrive("a")
+    for name in ("b", "", None):
+        tenants.arrive(name)
+
+
+def test_queued_tokens_count_until_a_request_begins_and_limits_may_change():
+    tenants, begun = Tenants(), [False, False]
+    tenants.limit({"a": Limits(queued_tokens=100)})
+    with tenants.queued("a", 60, lambda: begun[0]):
+        with pytest.raises(LimitReached), tenants.queued("a", 60, lambda: False):
+            pass
+        begun[0] = True
+        with tenants.queued("a", 60, lambda: begun[1]):
+            tenants.limit({"a": Limits(queued_tokens=70)})
+            with pytest.raises(ResourceExhausted, match="limit queued_tokens = 70"), tenants.queued("a", 71, bool):
+                pass
+            with pytest.raises(LimitReached), tenants.queued("a", 11, bool):
+                pass
+            tenants.limit({})
+            with tenants.queued("a", 10**9, bool):
+                pass
+    tenants.limit({"a": Limits(queued_tokens=100)})
+    with tenants.queued("a", 100, bool):
+        pass
+
+
+# -- the file ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "keys"),
+        ("keys = []", "has no keys"),
+        ("keys = [", "serve.keys"),
+        ('[[keys]]\nid = "00000000"\nsha256 = "12"\ntenant = "a"', r"sha256|\$.keys"),
+        ('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a b"', "tenant"),
+        ('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a"\nrole = "root"', "root"),
+        ('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a"\nlimit = 3', "limit"),
+        (('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a"\n') * 2, "same id"),
+        ("[tenants.a]\nconcurrent = 0", "keys|concurrent"),
+    ],
+)
+def test_a_broken_file_is_one_clear_error(tmp_path: Path, text: str, said: str):
+    (tmp_path / "keys.toml").write_text(text)
+    with pytest.raises(ConfigError, match=said) as e:
+        keys.read(str(tmp_path / "keys.toml"))
+    assert "\n" not in str(e.value)
+    with pytest.raises(ConfigError, match="No such file"):
+        keys.read(str(tmp_path / "none.toml"))
+
+
+def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(watched, "LOOK_S", 0.0)
+    (old, first), (new, second) = (keys.new("a", "user", ["*"]) for _ in range(2))
+    file = tmp_path / "keys.toml"
+    file.write_text(first)
+    guard = Access(ServeConfig(keys=str(file)))
+
+    def who(key: str) -> Caller:
+        return guard.admit(Need.KEY, [f"bearer {key}"], "a call")
+
+    assert who(old).tenant == "a"
+    for broken in ("[[keys", "", None):
+        file.unlink() if broken is None else file.write_text(broken)
+        assert who(old).tenant == "a"
+        with pytest.raises(Unauthenticated):
+            who(new)
+    assert caplog.text.count("what was read before stays in use") == 3
+    file.write_text(second)
+    assert who(new).tenant == "a"
+    with pytest.raises(Unauthenticated):
+        who(old)
+
+
+def test_the_command_makes_keys_that_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    file = tmp_path / "keys.toml"
+    made = []
+    for argv in (["--tenant", "acme", "--role", "admin"], ["--tenant", "b", "--adapters", "fr-*", "sql"]):
+        assert cli.main(["keys", "new", *argv, "--file", str(file)]) == 0
+        made.append(capsys.readouterr().out.strip())
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert not any(key in file.read_text() for key in made), "only hashes are kept"
+    known = keys.read(str(file))
+    admin, user = map(known.caller, made)
+    assert (admin.tenant, admin.admin, admin.sees("x")) == ("acme", True, True)
+    assert (user.tenant, user.admin) == ("b", False)
+    assert [user.sees(name) for name in ("fr-1", "sql", "sql2", "x")] == [True, True, False, False]
+    assert cli.main(["keys", "new", "--tenant", "a b"]) == 1
+    assert "tenant = 'a b'" in capsys.readouterr().err
+    assert cli.main(["keys", "new", "--tenant", "a"]) == 0
+    assert capsys.readouterr().out.startswith("[[keys]]\nid = ")
+
+
+def test_what_an_admin_does_is_logged(guarded: Guarded, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level("INFO", logger=access.__name__):
+        guarded.served.control.FlushCache(pb.FlushCacheRequest(), metadata=guarded.meta("admin"), timeout=20)
+    id = guarded.keys["admin"].split("-")[1]
+    assert f"key {id} of tenant ops calls /jlora.v1.Control/FlushCache" in caplog.text
+    assert guarded.keys["admin"] not in caplog.text
