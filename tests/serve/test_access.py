@@ -178,8 +178,8 @@ def test_a_key_says_whose_a_request_is(guarded: Guarded):
         with guarded.http("acme") as http:
             details = http.post("/v1/completions", json=body).json()["usage"]["prompt_tokens_details"]
         assert details["cached_tokens"] == cached
-    for salt in ({"cache_salt": "acme"}, {"cache_salt": "other"}):
-        assert guarded.generate("other", request(prompt, **salt)).usage.cached_tokens == 0
+    for salt in ("acme", "other"):
+        assert guarded.generate("other", request(prompt, cache_salt=salt)).usage.cached_tokens == 0
 
 
 def test_a_tenant_aborts_its_own_requests_and_an_admin_any(guarded: Guarded):
@@ -200,6 +200,11 @@ def test_a_tenant_aborts_its_own_requests_and_an_admin_any(guarded: Guarded):
     guarded.served.check_idle()
 
 
+def hint_of(e: pytest.ExceptionInfo[grpc.RpcError]) -> dict[str, str]:
+    """What a refusal says beside its message."""
+    return {item.key: str(item.value) for item in e.value.trailing_metadata()}
+
+
 # -- how much ------------------------------------------------------------------------------------
 
 
@@ -207,7 +212,7 @@ def test_a_tenants_rate_is_limited_with_a_hint(guarded: Guarded):
     assert guarded.generate("slow", request()).usage.completion_tokens == 8
     with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'slow' asks too often", "requests_per_s = 0.001") as e:
         guarded.generate("slow", request())
-    hint = dict(e.value.trailing_metadata())
+    hint = hint_of(e)
     assert 900 <= int(hint["retry-after"]) <= 1000
     assert int(hint["grpc-retry-pushback-ms"]) > 900_000
     with guarded.http("slow") as http:
@@ -229,7 +234,7 @@ def test_a_tenants_requests_at_once_are_limited(guarded: Guarded):
     next(running[1])
     with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'narrow' has 2 requests under way, limit concurrent = 2") as e:
         guarded.generate("narrow", request())
-    assert dict(e.value.trailing_metadata())["retry-after"] == "1"
+    assert hint_of(e)["retry-after"] == "1"
     with guarded.http("narrow") as http:
         assert http.get("/v1/models").status_code == 429
     for stream in running:
