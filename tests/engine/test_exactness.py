@@ -29,6 +29,8 @@ from tests.engine.test_engine import GREEDY, SEEDED, UNBOUND, mixed, running, se
 
 # Small enough that the adapters and the prompts of one batch never fit together.
 TIGHT: dict[str, Any] = {"cache__hbm_blocks": 60, "cache__monitor_s": 0.001}
+# Nothing moves but what requests move, so that what a test evicts stays out.
+UNMOVED: dict[str, Any] = {"cache__monitor_s": 60}
 
 
 @contextmanager
@@ -165,7 +167,7 @@ def test_two_tenants_with_equal_prompts_get_equal_answers_and_share_nothing(tiny
 def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapters: dict[str, Path]):
     prompt = tuple(range(3, 67))
     first, other = Request("first", prompt, GREEDY, adapter="large"), Request("other", prompt, GREEDY, adapter="middle")
-    with poisoned(tiny_model, tiny_adapters, cache__hbm_blocks=100, cache__link_gbps=0.02) as service:
+    with poisoned(tiny_model, tiny_adapters, **UNMOVED, cache__hbm_blocks=100, cache__link_gbps=0.02) as service:
         serve(service, [first])
         while service.cache_state().in_flight:  # its KV is being written to the host
             pass
@@ -188,7 +190,7 @@ def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same
     layers: str, tp: int, tiny_model: Path, tiny_adapters: dict[str, Path]
 ):
     prompt = tuple(3 + i % 80 for i in range(100))
-    settings = {"engine__layers": layers, "model__tp": tp, "engine__max_step_tokens": 64}
+    settings = {"engine__layers": layers, "model__tp": tp, "engine__max_step_tokens": 64, **UNMOVED}
     long = Request("long", prompt, GREEDY, adapter="large")
     with poisoned(
         tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=5e-4
