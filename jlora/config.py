@@ -135,6 +135,8 @@ class ServeConfig:
         keys: the file of API keys; "" serves whoever reaches a port.
         insecure: without keys, listen also where other machines reach the ports.
         compile_cache: directory of compiled programs ("auto": in the user's cache; "": none).
+        profile_dir: directory for traces that clients ask for by `Control.Profile` ("": none).
+        otlp_endpoint: collector for OpenTelemetry's spans, "http://HOST:4317" ("": none); needs the extra jlora[otel].
         log_level: warning, info, or debug, which logs every decision of the cache (evictions, copies,
             hints, refusals). The log goes to stderr.
     """
@@ -149,6 +151,8 @@ class ServeConfig:
     keys: str = ""
     insecure: bool = False
     compile_cache: str = "auto"
+    profile_dir: str = ""
+    otlp_endpoint: str = ""
     log_level: Annotated[str, _one_of("debug", "info", "warning")] = "info"
 
 

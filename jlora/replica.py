@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jlora.config import Config
-from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, Request, TokenEvent
+from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, ProfileResult, Request, TokenEvent
 from jlora.validation import Limits
 
 Sink = Callable[[list[TokenEvent]], None]
@@ -26,7 +26,7 @@ class ReplicaInfo:
         model: the name that requests for the base model use.
         limits: for `jlora.validation.validate`.
         eos_ids: the model's own end tokens.
-        block_tokens: tokens of one block of the pool.
+        block_tokens, block_bytes: of one block of the pool.
         platform, devices: where it runs; each device is its kind and number.
     """
 
@@ -35,6 +35,7 @@ class ReplicaInfo:
     limits: Limits
     eos_ids: tuple[int, ...]
     block_tokens: int
+    block_bytes: int
     platform: str
     devices: tuple[str, ...]
     config: Config
@@ -127,6 +128,13 @@ class Replica(Protocol):
 
     def flush_cache(self) -> Future[int]:
         """Drops KV that no request uses; the number of device blocks freed."""
+        ...
+
+    def profile(self, steps: int) -> Future[ProfileResult]:
+        """Traces the next steps into `serve.profile_dir`, for a minute at most.
+
+        Fails with FailedPrecondition if that is unset or a trace is being made, and with InvalidArgument.
+        """
         ...
 
     def drain(self, timeout_s: float | None = None) -> Future[bool]:

@@ -108,11 +108,12 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Token counts; `cached_tokens` of the prompt came from the prefix cache."""
+    """Token counts; `cached_tokens` of the prompt came from the prefix cache, `host_tokens` of these from the host."""
 
     prompt_tokens: int
     cached_tokens: int
     completion_tokens: int
+    host_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,6 +285,14 @@ class EngineStats:
     dispatch_s: float = 0.0
     read_s: float = 0.0
     commit_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileResult:
+    """A trace of some steps: its name below `serve.profile_dir`, and the steps that it has."""
+
+    name: str
+    steps: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,7 @@ class Lease:
     blocks: list[int] = field(default_factory=list)  # its block table: the published path's blocks, then its own
     path: list[Node] = field(default_factory=list)  # the published nodes it goes through, one per leading block
     cached: int = 0  # prompt tokens whose KV was known, on the device or on the host
+    copied: int = 0  # the part of them that was on the host
     coming: list[Node] = field(default_factory=list)  # of path and adapter, those whose copy was not seen to land
     ahead: bool = False  # its next step may run before the copy of its activated LoRA has landed
     helped: bool = False  # the host computes its adapter's part as long as the adapter's copy is under way

@@ -93,6 +93,7 @@ class Leases:
         lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
         lease.cached = len(lease.path) * self._block_tokens
         lease.coming = [node for node in (adapter, *lease.path) if node.coming]
+        lease.copied = sum(node.kind == KV for node in lease.coming) * self._block_tokens
         for node in lease.coming:
             cells.traffic.promote(node)
         self.live[id(lease)] = lease

@@ -179,7 +179,7 @@ class Admission:
         sequence.computed = lease.cached
         if not sequence.admitted:
             sequence.admitted = now
-            sequence.cached = lease.cached
+            sequence.cached, sequence.copied = lease.cached, lease.copied
         self.dequeue(sequence)
         return True
 

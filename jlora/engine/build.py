@@ -241,6 +241,7 @@ def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> Re
         limits=limits,
         eos_ids=tuple(spec.eos_ids),
         block_tokens=layout.block_tokens,
+        block_bytes=layout.block_bytes,
         platform=devices[0].platform,
         devices=tuple(f"{d.device_kind} {d.id}" for d in devices),
         config=config,

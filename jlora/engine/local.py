@@ -24,11 +24,12 @@ from jlora.engine.batch import Form
 from jlora.engine.build import Built, build, read_adapter
 from jlora.engine.engine import Engine
 from jlora.engine.futures import Commands, chained, done, failed, follow, result_of, running, settle
+from jlora.engine.profiling import Profiler
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
 from jlora.ports import System
 from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
-from jlora.types import AdapterInfo, Invocation, PrefetchResult, Request, TokenEvent
+from jlora.types import AdapterInfo, Invocation, PrefetchResult, ProfileResult, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ class LocalReplica(Replica):
         self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
+        self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
         self._loaders = system.threads.pool("jlora-load", LOADERS)
         self._compiler = system.threads.pool("jlora-compile", 1)
         system.garbage.begin()
@@ -244,6 +246,10 @@ class LocalReplica(Replica):
     def check_integrity(self) -> Future[None]:
         """Fails with AssertionError if the pool or the tree is inconsistent."""
         return self.between_steps(self._engine.check_integrity)
+
+    def profile(self, steps: int) -> Future[ProfileResult]:
+        profiler, loaders = self._profiler, self._loaders
+        return profiler.trace(steps, loaders, lambda: self._engine.stats().steps, self._when)
 
     def heartbeat_age(self) -> float:
         now, engine = self._system.clock(), self._engine

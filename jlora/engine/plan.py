@@ -52,6 +52,7 @@ class Sequence:
     set_up: bool = False  # the slot's tables on the device are this sequence's
     finished: FinishReason | None = None
     cached: int = 0
+    copied: int = 0  # of these, from the host
     boarded: bool = False  # it has had a slot
     slot_s: float = 0.0  # seconds it waited for a slot after its copies had landed
     adapter_s: float = 0.0  # seconds its lease waited for the adapter before that

@@ -429,7 +429,8 @@ class Scheduler:
         if not siblings:
             del self._requests[handle]
         count = len(sequence.tokens) - sequence.prompt_len if outputs is None else outputs
-        usage, timing = Usage(sequence.prompt_len, sequence.cached, count), _timing(sequence, now)
+        usage = Usage(sequence.prompt_len, sequence.cached, count, sequence.copied)
+        timing = _timing(sequence, now)
         return TokenEvent(name, sequence.index, None, None, None, reason, usage, timing, handle)
 
 

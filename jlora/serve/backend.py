@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument, Unavailable
@@ -23,6 +24,9 @@ from jlora.serve.tokenizer import Tokenizer
 from jlora.serve.workers import Workers
 from jlora.validation import MAX_COMPLETIONS
 
+if TYPE_CHECKING:  # it needs an extra
+    from jlora.serve.tracing import Tracing
+
 
 @dataclass
 class Backend:
@@ -34,6 +38,7 @@ class Backend:
         serving: what health says: loaded, not draining, and the engine moves. The gRPC server's watch sets it.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
+        tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
         access: who may do what.
     """
@@ -45,6 +50,7 @@ class Backend:
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
     observed: Observed = field(default_factory=Observed)
+    tracing: Tracing | None = None
     gaps: Gaps = field(default_factory=Gaps)
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)
@@ -68,6 +74,8 @@ class Backend:
         self.observed.answered(ended)
         if ended.usage.completion_tokens:  # otherwise there was no first token
             self.recent.add(ended.timing.ttft)
+        if self.tracing is not None:
+            self.tracing.answered(ended, self.loaded)
 
     @contextmanager
     def call(self, caller: Caller, size: int, counts: bool) -> Iterator[None]:

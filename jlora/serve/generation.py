@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from typing import Self
@@ -69,11 +69,12 @@ class Inbox:
 class Generation:
     """A submitted request; leaving the context aborts it unless it has ended."""
 
-    def __init__(self, backend: Backend, request: Request, eager: bool):
+    def __init__(self, backend: Backend, request: Request, eager: bool, trace: Mapping[str, str] | None = None):
         self._replica = backend.loaded
         self._backend = backend
         self._began = time.monotonic()
         self._request = request
+        self._trace = trace or {}  # the caller's
         self._inbox = Inbox(eager)
         self._leaving = ExitStack()
         self._queued = backend.access.tenants.queued(request.tenant, len(request.prompt), lambda: self._inbox.begun)
@@ -132,8 +133,8 @@ class Generation:
         self.totals = usage, timing = self._answer.totals()
         whole_s = time.monotonic() - self._began
         model = self._request.adapter or self._replica.info.model
-        began = time.time() - whole_s
-        self._backend.ended(Ended(self._request, model, usage, timing, self._answer.longest, began, whole_s))
+        began, longest = time.time() - whole_s, self._answer.longest
+        self._backend.ended(Ended(self._request, model, usage, timing, longest, began, whole_s, self._trace))
 
 
 @asynccontextmanager

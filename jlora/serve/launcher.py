@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
@@ -31,6 +32,9 @@ from jlora.serve.backend import Backend
 from jlora.serve.http.server import HttpServer
 from jlora.serve.server import GrpcServer, address
 from jlora.serve.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # it needs an extra
+    from jlora.serve.tracing import Tracing
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +62,7 @@ async def serve(config: Config) -> int:
     """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
     stop = _stop_on_signal()
     _check_exposed(config.serve)
-    backend = Backend(access=Access(config.serve))
+    backend = Backend(access=Access(config.serve), tracing=_tracing(config.serve.otlp_endpoint))
     servers, where = _bind(backend, config.serve)
     for server in servers:
         await server.start()
@@ -75,6 +79,20 @@ async def serve(config: Config) -> int:
         return FAILED
     finally:
         await _stop(servers, grace_s=0)
+        if backend.tracing is not None:
+            await backend.tracing.close()
+
+
+def _tracing(endpoint: str) -> Tracing | None:
+    """Raises ConfigError without the extra that it needs."""
+    if not endpoint:
+        return None
+    try:
+        from jlora.serve.tracing import Tracing, otlp
+
+        return Tracing(otlp(endpoint))
+    except ImportError as e:
+        raise ConfigError("serve.otlp_endpoint needs OpenTelemetry: pip install 'jlora[otel]'") from e
 
 
 Servers = Sequence[GrpcServer | HttpServer]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -21,6 +21,11 @@ GAP = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4,
 WHOLE = (0.1, 0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 960.0)
 COLD = ("wait", "stream", "cpu")  # kinds of an adapter's cold start
 TOKENS = tuple(float(step * 10**power) for power in range(6) for step in (1, 2, 5))
+
+
+def trace_of(headers: Iterable[tuple[str, str | bytes]]) -> Mapping[str, str]:
+    """A caller's trace context, out of HTTP's headers or gRPC's metadata."""
+    return {name: str(value) for name, value in headers if name in ("traceparent", "tracestate")}
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,9 @@ from jlora.serve.texts import Texts
 from jlora.types import AdapterInfo, Request
 
 # Keys whose values are paths on the server: clients do not see them.
-PRIVATE_KEYS = frozenset({"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache", "serve.keys"})
+PRIVATE_KEYS = frozenset(
+    {"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache", "serve.keys", "serve.profile_dir"}
+)
 
 
 class _Servicer:
@@ -48,7 +50,8 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
             ready = await self._request(request, context)
             del request  # it may hold far more than `ready`: protobuf keeps what a later value of a field replaced
             # Without stop strings nothing needs to be read before the end.
-            async with Generation(self._backend, ready, eager=bool(ready.sampling.stop)) as generation:
+            eager, trace = bool(ready.sampling.stop), context.trace
+            async with Generation(self._backend, ready, eager, trace) as generation:
                 whole = await generation.whole()
                 return await convert.response(ready.id, whole, generation.totals)
 
@@ -56,7 +59,8 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # as above
-            async with Generation(self._backend, ready, eager=True) as generation:
+            trace = context.trace
+            async with Generation(self._backend, ready, True, trace) as generation:
                 async for deltas in generation.deltas():
                     yield await convert.response(ready.id, deltas, generation.totals)
 
@@ -184,6 +188,10 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
 
     async def FlushCache(self, request: pb.FlushCacheRequest, context: Context) -> pb.FlushCacheResponse:
         return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))
+
+    async def Profile(self, request: pb.ProfileRequest, context: Context) -> pb.ProfileResponse:
+        made = await asyncio.wrap_future(self._backend.loaded.profile(request.steps))
+        return pb.ProfileResponse(name=made.name, steps=made.steps)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:
         replica = self._backend.loaded

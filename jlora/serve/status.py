@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from jlora import errors
 from jlora.serve.access.caller import Caller, Need
 from jlora.serve.backend import Backend
+from jlora.serve.observed import trace_of
 
 log = logging.getLogger(__name__)
 
@@ -199,6 +200,11 @@ class Context:
     def time_remaining(self) -> float | None:
         """Seconds until the client's deadline; None without one."""
         return self.grpc.time_remaining()
+
+    @property
+    def trace(self) -> Mapping[str, str]:
+        """The caller's trace context."""
+        return trace_of(self.grpc.invocation_metadata() or ())
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ END: dict[str, Any] = {"finish_reason": "length", "usage": Usage(1, 0, 1), "timi
 class AtOnce:
     """A replica that answers a request with all its events at once."""
 
-    info = SimpleNamespace(eos_ids=frozenset())
+    info = SimpleNamespace(model="base", eos_ids=frozenset())
 
     def __init__(self, events: list[TokenEvent]):
         self._events = events

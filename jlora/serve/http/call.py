@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Receive, Scope, Send
@@ -34,6 +35,7 @@ class Call:
         self.caller = ANYBODY  # the endpoint says who
         self.matched: Mapping[str, str] = scope.get("path_params", {})  # what the route's pattern matched
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
+        self.query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
         self._receive = receive
         self._send = send
         self._config = config

@@ -24,6 +24,7 @@ from jlora.serve.http.schema import (
     TokenizeBody,
     read,
 )
+from jlora.serve.observed import trace_of
 from jlora.serve.texts import Prompt, Texts
 from jlora.types import Request, SamplingParams
 
@@ -131,7 +132,8 @@ class Inference:
 
     async def _answer(self, call: Call, body: GenerationBody, requests: list[Request], answers: Answers) -> None:
         eager = body.stream or bool(body.stop)  # otherwise nothing needs to be read before the end
-        running = [Generation(self._backend, request, eager=eager) for request in requests]
+        trace = trace_of(call.headers.items())
+        running = [Generation(self._backend, request, eager, trace) for request in requests]
         async with together(running):
             if body.stream:
                 await self._stream(call, body, running, answers)

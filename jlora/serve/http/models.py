@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from jlora import __version__
-from jlora.errors import Unavailable
+from jlora.errors import InvalidArgument, Unavailable
 from jlora.serve import pages
 from jlora.serve.backend import Backend
 from jlora.serve.http.call import Call
@@ -69,6 +69,14 @@ class Models:
     async def version(self, call: Call) -> None:
         """`GET /version`."""
         await call.json({"version": __version__})
+
+    async def profile(self, call: Call) -> None:
+        """`POST /debug/profile?steps=N`: a trace of the next steps below `serve.profile_dir`."""
+        steps = call.query.get("steps", "")
+        if not steps.isdecimal() or len(steps) > 9:
+            raise InvalidArgument(f"steps = {steps[:60]!r}: must be a whole number")
+        made = await asyncio.wrap_future(self._backend.loaded.profile(int(steps)))
+        await call.json({"name": made.name, "steps": made.steps})
 
     def _base(self) -> dict[str, Any]:
         info = self._backend.loaded.info

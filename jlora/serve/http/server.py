@@ -111,6 +111,7 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/ready", models.ready, Need.NOTHING, "GET"),
             route("/version", models.version, Need.KEY, "GET"),
             route("/metrics", partial(metrics, backend), Need.SIGHT, "GET"),
+            route("/debug/profile", models.profile, Need.ADMIN),
         ],
         exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]
     )

@@ -567,6 +567,11 @@ class ControlStub:
                 request_serializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainRequest.SerializeToString,
                 response_deserializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.Profile = channel.unary_unary(
+                '/jlora.v1.Control/Profile',
+                request_serializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileRequest.SerializeToString,
+                response_deserializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -606,6 +611,13 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Profile(self, request, context):
+        """Traces the next steps with jax's profiler into serve.profile_dir, for a minute at most.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -633,6 +645,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainRequest.FromString,
                     response_serializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainResponse.SerializeToString,
+            ),
+            'Profile': grpc.unary_unary_rpc_method_handler(
+                    servicer.Profile,
+                    request_deserializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileRequest.FromString,
+                    response_serializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -771,6 +788,33 @@ class Control:
             '/jlora.v1.Control/Drain',
             jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainRequest.SerializeToString,
             jlora_dot_serve_dot_proto_dot_jlora__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Profile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jlora.v1.Control/Profile',
+            jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileRequest.SerializeToString,
+            jlora_dot_serve_dot_proto_dot_jlora__pb2.ProfileResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,71 @@
+"""`Control.Profile` and `/debug/profile`: a trace of some steps into a directory that the operator allows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from jlora.engine.profiling import LONGEST_S, MOST_STEPS
+from jlora.serve.proto import jlora_pb2 as pb
+from tests.serve import _server
+from tests.serve._server import Served, refused, request
+
+JSON = {"content-type": "application/json"}
+
+
+@pytest.fixture(scope="module")
+def profiled(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    """A server that may write traces, and where."""
+    directory = tmp_path_factory.mktemp("traces")
+    with _server.serve(text_model, {"serve.profile_dir": str(directory)}) as served:
+        yield served, directory
+
+
+def test_a_trace_of_some_steps(profiled: tuple[Served, Path]):
+    served, directory = profiled
+    stream = served.inference.GenerateStream(request("Hello", 3000))
+    next(stream)
+    try:
+        made = served.control.Profile(pb.ProfileRequest(steps=5), timeout=LONGEST_S)
+        answer = httpx.post(f"{served.http}/debug/profile?steps=3", headers=JSON, timeout=LONGEST_S)
+    finally:
+        stream.cancel()
+    assert made.steps >= 5 and answer.status_code == 200 and answer.json()["steps"] >= 3, answer.text
+    for name in (made.name, answer.json()["name"]):
+        assert list((directory / "plugins" / "profile" / name).glob("*.xplane.pb"))
+    assert str(directory) not in answer.text
+    served.check_idle()
+
+
+def test_one_at_a_time(profiled: tuple[Served, Path]):
+    served, _ = profiled
+    first = threading.Thread(target=lambda: served.control.Profile(pb.ProfileRequest(steps=3), timeout=LONGEST_S))
+    first.start()  # it waits for steps: nothing runs
+    _server.wait_until(lambda: served.replica._profiler._running.locked())
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "a profile is being made"):
+        served.control.Profile(pb.ProfileRequest(steps=3), timeout=20)
+    while first.is_alive():
+        served.generate(request("Hello", 8))
+    first.join()
+
+
+@pytest.mark.parametrize("steps", [0, -1, MOST_STEPS + 1])
+def test_the_number_of_steps_is_checked(profiled: tuple[Served, Path], steps: int):
+    served, _ = profiled
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, f"steps = {steps}: must be in [1, {MOST_STEPS}]"):
+        served.control.Profile(pb.ProfileRequest(steps=steps), timeout=20)
+    answer = httpx.post(f"{served.http}/debug/profile?steps={steps}", headers=JSON, timeout=20)
+    assert answer.status_code == 400 and answer.json()["error"]["param"] == "steps", answer.text
+
+
+def test_without_a_directory_it_is_refused(served: Served):
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, "serve.profile_dir"):
+        served.control.Profile(pb.ProfileRequest(steps=3), timeout=20)
+    answer = httpx.post(f"{served.http}/debug/profile?steps=3", headers=JSON, timeout=20)
+    assert answer.status_code == 400 and "serve.profile_dir" in answer.json()["error"]["message"]
+    assert httpx.get(f"{served.http}/debug/profile?steps=3", timeout=20).status_code == 405

@@ -1,0 +1,148 @@
+"""OpenTelemetry: an answer's spans, by the SDK's own exporter and by a collector behind OTLP."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent import futures
+from dataclasses import replace
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+from jlora.serve import launcher, tracing
+from jlora.serve.observed import Ended
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.tracing import Tracing, parts
+from jlora.types import Request, SamplingParams, Timing, Usage
+from tests.serve._server import Served, request, wait_until
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PARENT = f"00-{TRACE}-{SPAN}-01"
+
+
+@pytest.fixture
+def spans(served: Served) -> Iterator[InMemorySpanExporter]:
+    """Where the shared server's spans go during a test."""
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    served.backend.tracing = Tracing(provider)
+    yield exporter
+    served.backend.tracing = None
+
+
+def of(exporter: InMemorySpanExporter, name: str) -> Mapping[str, ReadableSpan]:
+    """The spans of one trace, once its root has ended."""
+
+    def roots() -> list[ReadableSpan]:
+        found = exporter.get_finished_spans()
+        return [s for s in found if s.attributes and s.attributes.get("gen_ai.response.id") == name]
+
+    wait_until(roots)
+    trace = roots()[0].context.trace_id
+    return {span.name: span for span in exporter.get_finished_spans() if span.context.trace_id == trace}
+
+
+def check_chain(found: Mapping[str, ReadableSpan], names: Sequence[str]) -> None:
+    """Parts follow each other and fill their parent."""
+    root, chain = found["generate"], [found[name] for name in names]
+    assert set(found) == {"generate", *names}
+    assert all(span.parent is not None and span.parent.span_id == root.context.span_id for span in chain)
+    edges = [root.start_time, *(span.end_time for span in chain)]
+    for edge, span in zip(edges, chain, strict=False):
+        assert abs((span.start_time or 0) - (edge or 0)) < 1e6, span.name  # nanoseconds
+    assert abs((root.end_time or 0) - (chain[-1].end_time or 0)) < 1e6
+
+
+@pytest.mark.parametrize("front", ["grpc", "stream", "http"])
+def test_an_answer_has_its_spans_below_the_callers(served: Served, spans: InMemorySpanExporter, front: str):
+    name = f"traced-{front}"
+    served.control.FlushCache(pb.FlushCacheRequest())
+    if front == "http":
+        body = {"model": "upper", "prompt": [5, 6, 7], "max_tokens": 5, "ignore_eos": True, "request_id": name}
+        headers = {"traceparent": PARENT}
+        assert httpx.post(f"{served.http}/v1/completions", json=body, headers=headers, timeout=60).status_code == 200
+    else:
+        made = request((5, 6, 7), 5, model="upper")
+        made.request_id = name
+        if front == "grpc":
+            served.inference.Generate(made, timeout=60, metadata=(("traceparent", PARENT),))
+        else:
+            list(served.inference.GenerateStream(made, timeout=60, metadata=(("traceparent", PARENT),)))
+    found = of(spans, name)
+    root = found["generate"]
+    assert f"{root.context.trace_id:032x}" == TRACE
+    assert root.parent is not None and f"{root.parent.span_id:016x}" == SPAN
+    attributes: Mapping[str, Any] = root.attributes or {}
+    assert (attributes["gen_ai.request.model"], attributes["gen_ai.usage.output_tokens"]) == ("upper", 5)
+    check_chain(found, ["queue", "prefill", "decode"])
+    assert (found["prefill"].attributes or {})["jlora.prompt_tokens"] == 3
+
+
+def test_without_a_caller_a_trace_begins_here(served: Served, spans: InMemorySpanExporter):
+    made = request((5, 6, 7), 2)
+    made.request_id = "alone"
+    served.inference.Generate(made, timeout=60, metadata=(("traceparent", "no such thing"),))
+    found = of(spans, "alone")
+    assert found["generate"].parent is None
+    check_chain(found, ["queue", "prefill", "decode"])
+
+
+def test_cold_starts_have_rank_and_bytes(served: Served, spans: InMemorySpanExporter):
+    """From a request's times; that these are true is for the engine's tests."""
+    usage, timing = Usage(40, 32, 5, host_tokens=16), Timing(1.0, 0.5, 0.25, 2.0, 3.5, 0.1, "wait")
+    ended = Ended(Request("cold", (1,), SamplingParams(), adapter="wide"), "wide", usage, timing, 5, 100.0, 4.0)
+    wide = served.replica.adapter("wide").result(20)
+    made = {part.name: part for part in parts(ended, wide, token_bytes=512)}
+    assert list(made) == ["queue", "adapter_cold_start", "kv_cold_start", "prefill", "decode"]
+    adapter, kv = made["adapter_cold_start"], made["kv_cold_start"]
+    assert (adapter.begin, adapter.seconds) == (1.0, 0.5) and (kv.begin, kv.seconds) == (1.0, 0.25)
+    facts = {"jlora.cold_start": "wait", "jlora.adapter": "wide", "jlora.rank": 8, "jlora.bytes": wide.bytes}
+    assert adapter.attributes == facts
+    assert kv.attributes == {"jlora.tokens": 16, "jlora.bytes": 16 * 512}
+    assert (made["prefill"].begin, made["decode"].begin) == (1.5, 3.5) and made["decode"].seconds == 0.5
+    assert "decode" not in {part.name for part in parts(replace(ended, usage=Usage(40, 0, 0)), None, 512)}
+
+
+def test_spans_reach_a_collector(served: Served):
+    received: list[str] = []
+
+    class Collector(trace_service_pb2_grpc.TraceServiceServicer):
+        def Export(self, request: Any, context: Any) -> Any:
+            scopes = [scope for resource in request.resource_spans for scope in resource.scope_spans]
+            received.extend(span.name for scope in scopes for span in scope.spans)
+            return trace_service_pb2.ExportTraceServiceResponse()
+
+    collector = grpc.server(futures.ThreadPoolExecutor(1))
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(Collector(), collector)
+    port = collector.add_insecure_port("127.0.0.1:0")
+    collector.start()
+    provider = tracing.otlp(f"http://127.0.0.1:{port}")
+    served.backend.tracing = Tracing(provider)
+    try:
+        served.generate(request((5, 6, 7), 2))
+        wait_until(lambda: provider.force_flush(1000) and "generate" in received)
+    finally:
+        served.backend.tracing = None
+        provider.shutdown()
+        collector.stop(0)
+    assert sorted(received) == ["decode", "generate", "prefill", "queue"]
+
+
+def test_nothing_imports_opentelemetry_unasked():
+    code = "import sys, jlora.serve.launcher, jlora.cli; print([m for m in sys.modules if 'opentelemetry' in m])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_the_endpoint_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "jlora.serve.tracing", None)
+    with pytest.raises(Exception, match=r"serve\.otlp_endpoint needs OpenTelemetry: pip install 'jlora\[otel\]'"):
+        launcher._tracing("http://127.0.0.1:4317")
