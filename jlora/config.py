@@ -106,7 +106,8 @@ class EngineConfig:
     Replicas that must draw the same tokens to the last bit set it alike.
     `cold_start`: what a request does while its adapter is on its way to the device. "wait": waits for all of it.
     "stream": runs behind the copy, layer by layer, if the copy needs less time than the step. "cpu": runs at
-    once, and the host computes the adapter's part until its layers have come.
+    once, and the host computes the adapter's part until its layers have come. "auto": for each request, the one
+    of these that is predicted to bring its first token soonest.
     """
 
     max_seqs: Annotated[int, Meta(ge=1, le=1024)] = 64
@@ -116,7 +117,7 @@ class EngineConfig:
     layers: Annotated[str, _one_of("auto", "scan", "unroll")] = "auto"
     kernels: Annotated[str, _one_of("auto", "pallas", "xla")] = "auto"
     one_row: Annotated[str, _one_of("auto", "on", "off")] = "auto"
-    cold_start: Annotated[str, _one_of("wait", "stream", "cpu")] = "stream"
+    cold_start: Annotated[str, _one_of("auto", "wait", "stream", "cpu")] = "stream"
     warmup: bool = True
 
 

@@ -115,7 +115,7 @@ def has_pinned_host(mesh: Mesh) -> bool:
 
 
 class HostPool:
-    """The host tier: one array [blocks + 1, L, B, 2K, H], block-contiguous; block 0 is unused.
+    """The host tier: one array [blocks + 1, L, B, 2K, H], block-contiguous; block 0 is zero.
 
     Pages of memory are taken by the first write to them, so a large tier costs what it holds.
     """
@@ -123,6 +123,7 @@ class HostPool:
     def __init__(self, layout: PoolLayout, blocks: int):
         self.layout = layout
         self.array = np.empty((blocks + 1, *layout.block_shape), jnp.dtype(layout.dtype))
+        self.array[0] = 0
 
     def write(self, ids: Sequence[int], data: np.ndarray) -> None:
         """Stores data [n, L, B, 2K, H]."""

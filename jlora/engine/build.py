@@ -21,10 +21,11 @@ from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.pool import DevicePool, HostPool
+from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config, replace
-from jlora.engine import compile_cache, device, one_row
+from jlora.engine import cold_start, compile_cache, device, one_row
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
@@ -37,6 +38,7 @@ from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory
 from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, sharding
+from jlora.model.cut import SITES
 from jlora.model.spec import ModelSpec
 from jlora.ports import Clock, Files, System
 from jlora.replica import ReplicaInfo
@@ -104,13 +106,16 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
-    if config.engine.cold_start == "cpu":
-        help_from_host(runner, host, mesh, config, system)
-        manager.leases.gate.helps = lambda adapter, left_s, tokens: True
+    helps = config.engine.cold_start in ("auto", "cpu")
+    if helps:
+        lora = HostLora(layout, host.layer, system)
+        runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap))
     if config.engine.warmup:
         warm_up(runner, progress, system)
+    if helps:
+        manager.leases.gate.helps = _helps(config, runner, manager, registry)
     for adapter in new:
         engine.adapters.add(adapter)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
@@ -141,10 +146,18 @@ def make_manager(
     return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
 
 
-def help_from_host(runner: Runner, host: HostPool, mesh: Mesh, config: Config, system: System) -> None:
-    """Lets the host compute the part of adapters that are on their way."""
-    lora = HostLora(host.layout, host.layer, system)
-    runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
+def _helps(config: Config, runner: Runner, manager: CacheManager, registry: AdapterRegistry) -> Helps:
+    """Where the host computes the part of adapters that are on their way."""
+    if config.engine.cold_start == "cpu":
+        return lambda adapter, left_s, tokens: True
+    costs = cold_start.measure(runner.rehearse, runner.largest)
+    log.info("cold starts: %s", costs)
+
+    def places(uid: int) -> int:
+        held = set(registry.by_uid(uid).projections)
+        return sum(not held.isdisjoint(names) for names in SITES)
+
+    return cold_start.Chooser(costs, manager.policy.meter, runner.pool.groups, places)
 
 
 def warm_up(runner: Runner, progress: bool, system: System) -> None:

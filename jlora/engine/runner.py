@@ -20,12 +20,13 @@ from jlora.engine.assist import Assist, Shares
 from jlora.engine.batch import BatchBuilder, Form, Launch, uses_tables
 from jlora.engine.compiles import COMPILES
 from jlora.engine.host_lora import Share
-from jlora.engine.plan import Drawn, StepPlan, Work
+from jlora.engine.plan import ROW, Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
 from jlora.model.cut import CutLayer
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
+from jlora.model.spec import PROJECTIONS
 from jlora.model.step import Programs, group_layers
 from jlora.ports import Clock
 from jlora.types import TokenLogprob
@@ -201,6 +202,24 @@ class Runner:
             yield f"{form.rows}x{form.chunk}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
+
+    def rehearse(self, tokens: int, blocks: int) -> float:
+        """Seconds of a forward with the host's help, for an adapter of so many blocks per projection; 0: of the base.
+
+        It touches no live block. Call it before the engine serves.
+        """
+        chunk = min(ROW, tokens)
+        blank = self._builder.blank(tokens // chunk, chunk)
+        share = Share(np.arange(tokens), dict.fromkeys(PROJECTIONS, (0,) * blocks))
+        began = self._clock()
+        _, hidden = self._grouped(blank, _Copies(), _Arrivals(None), [share] if blocks else [])
+        jax.block_until_ready(hidden)
+        return self._clock() - began
+
+    @property
+    def largest(self) -> tuple[int, ...]:
+        """Tokens of the prompt forms that `warm_up` compiles."""
+        return tuple(rows * ROW for rows in self._builder.buckets.largest.prefill)
 
     @property
     def needed(self) -> int:

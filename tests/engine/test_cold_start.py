@@ -6,7 +6,7 @@ The link of these tests stands still until it is told to bring the next group of
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,15 +15,18 @@ from typing import Any
 import pytest
 
 from jlora.cache.transfer import Copy
+from jlora.engine.cold_start import Chooser, measure
+from jlora.engine.host_lora import HostLora
 from jlora.types import Request, TokenEvent
+from tests._make import make_adapter
 from tests.cache._books import evict_all
 from tests.engine._replica import Running
-from tests.engine.test_engine import GREEDY, mixed, serve, tokens
+from tests.engine.test_engine import GREEDY, SEEDED, mixed, serve, tokens
 from tests.engine.test_exactness import TIGHT, poisoned
 
-HELP: dict[str, Any] = {**TIGHT, "engine__cold_start": "cpu"}
+HELP: dict[str, Any] = {"cache__monitor_s": 0.001, "engine__cold_start": "cpu", "cache__link_gbps": 0.01}
 PROMPT = tuple(3 + i * 7 % 80 for i in range(40))
-COLD = Request("cold", PROMPT, GREEDY, adapter="large")
+COLD = Request("cold", PROMPT, GREEDY, adapter="large", bypass_prefix_cache=True)
 
 
 class HeldLink:
@@ -70,6 +73,18 @@ def cold(service: Running) -> Iterator[HeldLink]:
             link.swapper._lanes["in"].slow_down, link.swapper.arrived = slow_down, link._arrived
 
 
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
+    with poisoned(tiny_model, tiny_adapters, **HELP, cache__hbm_blocks=160) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def wanted(service: Running) -> list[int]:
+    """The answer to `COLD` with its adapter on the device."""
+    return tokens(serve(service, [COLD])["cold"])
+
+
 def start_of(events: list[TokenEvent]) -> str:
     timing = events[-1].timing
     assert timing is not None
@@ -79,19 +94,17 @@ def start_of(events: list[TokenEvent]) -> str:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
         {"engine__layers": "unroll", "engine__max_step_tokens": 5},
-        {"model__tp": 2, "engine__overlap": False},
-        {"cache__hbm_blocks": 30},  # preemption too
+        {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30},  # preemption too
     ],
-    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default",
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )
 def test_answers_do_not_depend_on_where_an_adapter_is_computed(
     settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     kinds = set()
-    with poisoned(tiny_model, tiny_adapters, **{**HELP, **settings}, cache__link_gbps=1e-3) as service:
-        for _ in range(3):
+    with poisoned(tiny_model, tiny_adapters, **{**TIGHT, **HELP, **settings, "cache__link_gbps": 1e-3}) as service:
+        for _ in range(2):
             got = serve(service, mixed())
             assert {name: tokens(events) for name, events in got.items()} == expected
             kinds |= {start_of(events) for events in got.values()}
@@ -102,30 +115,123 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
         assert "cpu" in kinds
 
 
-def test_a_request_needs_no_copy_of_its_adapter_to_end(tiny_model: Path, tiny_adapters: dict[str, Path]):
-    with poisoned(tiny_model, tiny_adapters, **HELP, engine__layers="unroll") as service:
-        wanted = tokens(serve(service, [COLD])["cold"])
-        with cold(service):
-            events = serve(service, [replace(COLD, bypass_prefix_cache=True)])["cold"]
-            assert tokens(events) == wanted and start_of(events) == "cpu"
-            timing = events[-1].timing
-            assert timing is not None and timing.adapter_cold_start < timing.ttft
-            assert service.cache_state().in_flight  # still
+def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running, wanted: list[int]):
+    with cold(service):
+        events = serve(service, [COLD])["cold"]
+        assert tokens(events) == wanted and start_of(events) == "cpu"
+        timing = events[-1].timing
+        assert timing is not None and timing.adapter_cold_start < timing.ttft
+        assert service.cache_state().in_flight  # still
 
 
-def test_the_device_takes_over_at_any_group_of_layers_of_any_step(
-    tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
-):
-    request = replace(COLD, bypass_prefix_cache=True, sampling=replace(GREEDY, max_tokens=3))
-    with poisoned(tiny_model, tiny_adapters, **HELP) as service:
-        wanted = tokens(serve(service, [request])["cold"])
+def test_the_device_takes_over_at_any_group_of_layers_of_any_step(service: Running):
+    request = replace(COLD, sampling=replace(GREEDY, max_tokens=3))
+    wanted = tokens(serve(service, [request])["cold"])
+    with cold(service) as link:
+        serve(service, [request])
+        questions = link.questions
+    assert questions == 2 * 5  # two groups of layers; three chunks of the prompt and two more tokens
+    for at in range(questions):
         with cold(service) as link:
-            serve(service, [request])
-            questions = link.questions
-        assert questions == 2 * 5  # two groups of layers; three chunks of the prompt and two more tokens
-        for at in range(questions):
-            with cold(service) as link:
-                link.release_at = at
-                events = serve(service, [request])["cold"]
-                assert tokens(events) == wanted and start_of(events) == "cpu"
-                assert at < link.questions <= questions
+            link.release_at = at
+            events = serve(service, [request])["cold"]
+            assert tokens(events) == wanted and start_of(events) == "cpu"
+            assert at < link.questions <= questions
+
+
+def test_requests_with_the_hosts_help_and_warm_ones_share_steps(service: Running, expected: dict[str, list[int]]):
+    """All adapters are on their way, each of its own ranks, and requests for the base run beside them."""
+    with cold(service):
+        got = serve(service, mixed())
+        assert {name: tokens(events) for name, events in got.items()} == expected
+        assert {start_of(events) for events in got.values()} == {"", "cpu"}
+    before = service.cache_state().kv_hit_tokens
+    again = serve(service, mixed())  # prefix hits on what was computed with the host's help
+    assert {name: tokens(events) for name, events in again.items()} == expected
+    assert service.cache_state().kv_hit_tokens > before
+
+
+def test_an_activated_adapter_on_its_way_acts_from_its_invocation_on(tmp_path: Path, service: Running, tiny_spec):
+    invocation = (90, 91, 92)
+    make_adapter(tmp_path / "a", tiny_spec, 1, 4, ("q", "v", "o"), alora_invocation_tokens=[*invocation])
+    service.load_adapter("a", str(tmp_path / "a"))
+    prompts = {"end": (*PROMPT, *invocation), "middle": (*PROMPT[:19], *invocation, *PROMPT[19:]), "start": invocation}
+    requests = [Request(name, prompt, SEEDED, adapter="a") for name, prompt in prompts.items()]
+    wanted = {r.id: tokens(serve(service, [r])[r.id]) for r in requests}
+    with cold(service):
+        got = serve(service, requests)
+        assert {name: tokens(events) for name, events in got.items()} == wanted
+        assert {start_of(events) for events in got.values()} == {"cpu"}
+    service.unload_adapter("a")
+
+
+def test_a_copy_that_fails_while_the_host_helps_ends_its_request_and_no_other(service: Running, wanted: list[int]):
+    base = Request("base", PROMPT, GREEDY)
+    answer = tokens(serve(service, [base])["base"])
+
+    def fail(seconds: float) -> None:
+        raise OSError("the link is gone")
+
+    with cold(service) as link:
+        link.swapper._lanes["in"].slow_down = fail
+        got = serve(service, [COLD, replace(base, bypass_prefix_cache=True)])
+    assert isinstance(got["cold"][-1].error, OSError) and tokens(got["base"]) == answer
+    assert tokens(serve(service, [COLD])["cold"]) == wanted
+
+
+def test_a_shortage_of_memory_for_the_copy_costs_a_new_start(service: Running, wanted: list[int]):
+    short = iter([True])
+
+    def fail_once(seconds: float) -> None:
+        if next(short, False):
+            raise MemoryError("staging")
+
+    with cold(service) as link:
+        link.swapper._lanes["in"].slow_down = fail_once
+        events = serve(service, [COLD])["cold"]
+    assert events[-1].error is None and tokens(events) == wanted
+
+
+def _wrong_layer(host: HostLora) -> None:
+    prepare = host.prepare
+    host.prepare = lambda shares, names, layer: prepare(shares, names, max(0, layer - 1))
+
+
+def _twice(host: HostLora) -> None:
+    added = host.added
+    host.added = lambda x, site: 2 * added(x, site)
+
+
+@pytest.mark.parametrize("bug", [_wrong_layer, _twice])
+def test_a_planted_bug_changes_the_answer(bug: Callable, service: Running, wanted: list[int]):
+    host = service.parts.runner._assist._host
+    with cold(service):
+        bug(host)
+        try:
+            assert tokens(serve(service, [COLD])["cold"]) != wanted
+        finally:
+            for name in ("prepare", "added"):
+                host.__dict__.pop(name, None)
+
+
+def test_auto_helps_where_the_link_stands_still_and_never_on_a_fast_one(
+    service: Running, wanted: list[int], monkeypatch: pytest.MonkeyPatch
+):
+    parts, gate = service.parts, service.manager.leases.gate
+    with service.paused():
+        costs = measure(parts.runner.rehearse, parts.runner.largest)
+        assert min(map(min, costs)) >= 0
+        monkeypatch.setattr(gate, "helps", Chooser(costs, service.manager.policy.meter, 2, lambda uid: 4))
+    for seconds in (10.0, 0.0):
+        with cold(service) as link:
+            monkeypatch.setattr(service.manager.forecast, "arrival_s", lambda adapter, seconds=seconds: seconds)
+            if not seconds:
+                link.release()
+            events = serve(service, [COLD])["cold"]
+            assert tokens(events) == wanted and (start_of(events) == "cpu") == bool(seconds)
+
+
+def test_auto_measures_its_costs_at_the_start(tiny_model: Path, tiny_adapters: dict[str, Path]):
+    with poisoned(tiny_model, tiny_adapters, **{**HELP, "engine__cold_start": "auto"}) as running:
+        assert isinstance(running.manager.leases.gate.helps, Chooser)
+        assert len(tokens(serve(running, [COLD])["cold"])) == GREEDY.max_tokens

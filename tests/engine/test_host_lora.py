@@ -1,0 +1,64 @@
+"""The host's products against plain numpy, for several adapters, ranks and shards at once."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from jlora.adapters.adapter import Adapter
+from jlora.adapters.packing import pack
+from jlora.engine.host_lora import HostLora, Share
+from jlora.layout import PoolLayout
+from jlora.model.cut import SITES
+from jlora.model.spec import ModelSpec
+from tests._make import tiny_spec
+
+RANKS = ({"q": 3, "v": 9, "down": 4}, {"q": 1, "k": 5, "o": 2, "gate": 2, "up": 7, "down": 1})
+TOKENS, LAYER = 40, 1
+
+
+def make(spec: ModelSpec, ranks: Mapping[str, int], random: np.random.Generator) -> Adapter:
+    weights = {}
+    for name, rank in ranks.items():
+        for layer in range(spec.layers):
+            pair = [random.normal(size=(rank, width)) for width in spec.projection_shapes[name]]
+            a, b = (m.astype(ml_dtypes.bfloat16).astype(np.float32) for m in pair)  # so that packing loses nothing
+            weights[layer, name] = a, b
+    return Adapter("", max(ranks.values()), ranks, tuple(ranks), weights)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_those_of_each_tokens_adapter(dtype: str, tp: int):
+    spec, random = tiny_spec(dtype=dtype), np.random.default_rng(3)
+    layout = PoolLayout.of(spec, 10, 8, tp)
+    adapters = [make(spec, ranks, random) for ranks in RANKS]
+    packed = [pack(adapter, layout) for adapter in adapters]
+    tier = np.concatenate([one.data for one in packed])
+    shares = []
+    for index, one in enumerate(packed):
+        first, blocks = index * len(packed[0].projections), {}
+        for block, name in enumerate(one.projections, first):
+            blocks[name] = (*blocks.get(name, ()), block)
+        shares.append(Share(np.arange(index, TOKENS - 5, 2), blocks))  # the last tokens are nobody's
+    host = HostLora(layout, lambda ids, layer: tier[list(ids), layer])
+    host._size = 3  # an adapter's tokens are shared out
+    for names in SITES:
+        x = random.normal(size=(TOKENS, spec.projection_shapes[names[0]][0])).astype(tier.dtype)
+        got = host.added(x, host.prepare(shares, names, LAYER))
+        assert got.dtype == x.dtype and got.shape == (TOKENS, host.width(names))
+        parts = []
+        for name in names:
+            delta = np.zeros((TOKENS, spec.projection_shapes[name][1]), np.float32)
+            for share, adapter in zip(shares, adapters, strict=True):
+                if (LAYER, name) in adapter.weights:
+                    a, b = adapter.weights[LAYER, name]
+                    delta[share.rows] = x[share.rows].astype(np.float32) @ a.T @ b
+            parts.append(delta.reshape(TOKENS, tp, -1))
+        wanted = np.concatenate(parts, axis=2).reshape(TOKENS, -1)  # each shard's parts side by side
+        tolerance = 1e-5 if dtype == "float32" else 2**-8
+        np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=tolerance, atol=tolerance)
+    host.close()
