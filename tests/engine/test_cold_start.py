@@ -24,7 +24,7 @@ from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, mixed, serve, tokens
 from tests.engine.test_exactness import TIGHT, poisoned
 
-HELP: dict[str, Any] = {"cache__monitor_s": 0.001, "engine__cold_start": "cpu", "cache__link_gbps": 0.01}
+HELP: dict[str, Any] = {"cache__monitor_s": 60, "engine__cold_start": "cpu", "cache__link_gbps": 0.01}
 PROMPT = tuple(3 + i * 7 % 80 for i in range(40))
 COLD = Request("cold", PROMPT, GREEDY, adapter="large", bypass_prefix_cache=True)
 
@@ -95,7 +95,7 @@ def start_of(events: list[TokenEvent]) -> str:
     "settings",
     [
         {"engine__layers": "unroll", "engine__max_step_tokens": 5},
-        {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30},  # preemption too
+        {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30, "cache__link_gbps": 0.01},  # preemption too
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )
@@ -103,7 +103,7 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
     settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     kinds = set()
-    with poisoned(tiny_model, tiny_adapters, **{**TIGHT, **HELP, **settings, "cache__link_gbps": 1e-3}) as service:
+    with poisoned(tiny_model, tiny_adapters, **{**HELP, **TIGHT, "cache__link_gbps": 1e-3, **settings}) as service:
         for _ in range(2):
             got = serve(service, mixed())
             assert {name: tokens(events) for name, events in got.items()} == expected
