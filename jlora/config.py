@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import os
 import re
 import tomllib
 import typing
@@ -35,6 +36,7 @@ def _one_of(*words: str) -> Meta:
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
+Paths = Annotated[tuple[str, ...], Meta(description=f"a list of paths, in one string with {os.pathsep!r} between them")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,12 +55,14 @@ class ModelConfig:
 class AdaptersConfig:
     """The adapters to load at start: `paths` by name, and every subdirectory of `dir`.
 
+    `roots`: adapters are read from these directories and nowhere else; none: from every directory.
     `alora_missing` decides about a prompt that does not invoke its activated LoRA: "error" refuses it,
     "base" lets the base answer.
     """
 
     paths: Annotated[Mapping[str, str], Meta(description="a table of name = path")] = field(default_factory=dict)
     dir: str = ""
+    roots: Paths = ()
     max_rank: Positive = 256
     alora_missing: Annotated[str, _one_of("error", "base")] = "error"
 
@@ -134,6 +138,8 @@ class ServeConfig:
         stall_s: seconds after which a call ends whose message has not arrived, and a stream whose client reads nothing.
         max_request_mib: the largest message that a client may send, after decompression.
         keys: the file of API keys; "" serves whoever reaches a port.
+        tls_cert, tls_key: PEM files of the certificate of both ports and its key; "" uses no TLS.
+        tls_client_ca: PEM file of the authority that signs clients' certificates; "" asks for none.
         insecure: without keys, listen also where other machines reach the ports.
         compile_cache: directory of compiled programs ("auto": in the user's cache; "": none).
         profile_dir: directory for traces that clients ask for by `Control.Profile` ("": none).
@@ -151,6 +157,9 @@ class ServeConfig:
     max_request_mib: Annotated[float, Meta(gt=0, lt=2048)] = 4.0
     keys: str = ""
     insecure: bool = False
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_client_ca: str = ""
     compile_cache: str = "auto"
     profile_dir: str = ""
     otlp_endpoint: str = ""
@@ -242,6 +251,8 @@ _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras
 def _read(dotted: str, value: Any, hint: Any) -> Any:
     if hint is bool and isinstance(value, str):
         value = _WORDS.get(value.lower(), value)
+    if hint == Paths and isinstance(value, str):
+        value = [path for path in value.split(os.pathsep) if path]
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as e:
@@ -253,12 +264,19 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
 
 
 def _checked(config: Config) -> Config:
-    c, longest = config.cache, config.model.max_model_len
+    c, s, longest = config.cache, config.serve, config.model.max_model_len
     rules: list[tuple[str, Any, bool, str]] = [
         ("model.max_model_len", longest, longest != 1, "0 or at least 2"),
         ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks != 1, "0 or at least 2"),
         ("cache.lower", c.lower, c.lower <= c.upper, "at most cache.upper"),
         ("cache.host_gib", c.host_gib, not (c.host_gib and c.host_blocks), "0 when cache.host_blocks is set"),
+        ("serve.tls_key", s.tls_key, bool(s.tls_key) == bool(s.tls_cert), "set together with serve.tls_cert"),
+        (
+            "serve.tls_client_ca",
+            s.tls_client_ca,
+            not s.tls_client_ca or bool(s.tls_cert),
+            "set with serve.tls_cert",
+        ),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),
     ]
     for key, value, ok, limit in rules:

@@ -15,13 +15,15 @@ import random
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
+
+from jlora.errors import ConfigError, InvalidArgument
 
 log = logging.getLogger(__name__)
 
@@ -122,6 +124,42 @@ class DiskFile(File):
         return data[:got]
 
 
+class Roots:
+    """The directories that files may be read from; none are no limit.
+
+    What counts is where an opened directory is, whatever links led to it.
+    """
+
+    def __init__(self, paths: Sequence[str] = ()):
+        """Raises ConfigError for a path that is no directory."""
+        self._roots = frozenset(_root(path) for path in paths)
+
+    def check(self, fd: int) -> None:
+        """Raises InvalidArgument unless the open directory `fd` is one of the roots or below one."""
+        if not self._roots:
+            return
+        here, above = _place(os.fstat(fd)), ".."
+        while here not in self._roots:
+            below, here = here, _place(os.stat(above, dir_fd=fd))
+            if here == below:  # the root of the file system is its own parent
+                raise InvalidArgument("path: is not in a directory of adapters.roots")
+            above += "/.."
+
+
+def _root(path: str) -> tuple[int, int]:
+    try:
+        status = os.stat(path)
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"adapters.roots = {path!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
+    if not stat.S_ISDIR(status.st_mode):
+        raise ConfigError(f"adapters.roots = {path!r}: is not a directory")
+    return _place(status)
+
+
+def _place(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
+
+
 class DiskFolder(Folder):
     """A directory of the machine.
 
@@ -130,8 +168,9 @@ class DiskFolder(Folder):
     through one directory, and another takes its place, all come from the first.
     """
 
-    def __init__(self, fd: int):
+    def __init__(self, fd: int, roots: Roots):
         self._fd = fd
+        self._roots = roots
         self._ways: dict[tuple[int, str], int] = {}  # (descriptor, path of a directory from there) -> descriptor
         self._opened: dict[str, tuple[int, ...]] = {}
 
@@ -181,6 +220,7 @@ class DiskFolder(Folder):
             if way and (directory, way) not in self._ways:
                 fd = os.open(way, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory)
                 self._ways[directory, way] = fd
+                self._roots.check(fd)
             directory = self._ways.get((directory, way), directory)
         raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
 
@@ -190,13 +230,18 @@ def _identity(status: os.stat_result) -> tuple[int, ...]:
 
 
 class DiskFiles(Files):
-    """The machine's own files."""
+    """The machine's own files, from directories in `roots` only; files that links lead to must be there, too."""
+
+    def __init__(self, roots: Sequence[str] = ()):
+        """Raises ConfigError for a root that is no directory."""
+        self._roots = Roots(roots)
 
     @contextmanager
     def folder(self, directory: str) -> Iterator[DiskFolder]:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        folder = DiskFolder(fd)
+        folder = DiskFolder(fd, self._roots)
         try:
+            self._roots.check(fd)
             yield folder
         finally:
             folder.close()

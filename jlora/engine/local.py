@@ -27,7 +27,7 @@ from jlora.engine.futures import Commands, chained, done, failed, follow, result
 from jlora.engine.profiling import Profiler
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
-from jlora.ports import System
+from jlora.ports import DiskFiles, System
 from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, PrefetchResult, ProfileResult, Request, TokenEvent
 
@@ -81,7 +81,7 @@ class LocalReplica(Replica):
     @classmethod
     def start(cls, config: Config, progress: bool = True, system: System | None = None) -> LocalReplica:
         """Loads the model and its adapters, and starts the engine. Raises JloraError with one clear line."""
-        system = system or System()
+        system = system or System(files=DiskFiles(config.adapters.roots))
         return cls(build(config, progress, system), system)
 
     @property

@@ -7,18 +7,17 @@ import difflib
 import importlib.util
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import grpc
 
-from jlora.errors import InvalidArgument, JloraError
+from jlora.errors import InvalidArgument
+from jlora.serve import client
+from jlora.serve.client import Login, connect, told
 from jlora.serve.flags import Parser
 from jlora.serve.pages import walk
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
-
-MAX_MESSAGE_BYTES = 64 << 20
 
 
 def generate(argv: Sequence[str]) -> int:
@@ -41,7 +40,7 @@ def generate(argv: Sequence[str]) -> int:
             parser.error(f"--ids: the prompt must be 32-bit whole numbers ({e})")
     else:
         request.text = text
-    with connect(args.server) as channel:
+    with connect(args.server, Login.of(args)) as channel:
         _show(rpc.InferenceStub(channel).GenerateStream(request, timeout=args.timeout), args)
     return 0
 
@@ -54,7 +53,7 @@ def chat(argv: Sequence[str]) -> int:
     args = parser.parse(argv)
     if importlib.util.find_spec("readline"):
         importlib.import_module("readline")  # gives input() line editing
-    with connect(args.server) as channel:
+    with connect(args.server, Login.of(args)) as channel:
         conversation = Conversation(channel, args)
         print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
         while (line := _read_line()) is not None and line not in ("/quit", "/exit"):
@@ -130,6 +129,7 @@ class Conversation:
 def _add_common(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--server", default="127.0.0.1:50051", metavar="HOST:PORT", help="where it listens (default %(default)s)")
+    client.add_flags(add)
     add("--model", default="", metavar="NAME", help="base or adapter name, or base:adapter (default: the base)")
     add("--tenant", default="", metavar="NAME", help="share cached KV only with requests of this tenant")
     add("--max-tokens", type=int, metavar="N", help="tokens of output at most (default: up to the context)")
@@ -187,21 +187,3 @@ def _read_line() -> str | None:
     except (EOFError, KeyboardInterrupt):
         print(end="\n" if terminal else "")
         return None
-
-
-@contextmanager
-def connect(server: str) -> Iterator[grpc.Channel]:
-    """A channel to `server`, HOST:PORT. Raises JloraError in place of grpc.RpcError."""
-    try:
-        with grpc.insecure_channel(server, options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]) as channel:
-            yield channel
-    except grpc.RpcError as e:
-        raise JloraError(told(server, e)) from e
-
-
-def told(server: str, error: grpc.RpcError) -> str:
-    """The error in one line."""
-    code, details = error.code(), error.details()
-    if code == grpc.StatusCode.UNAVAILABLE and "connect" in (details or "").lower():
-        return f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
-    return f"{code.name}: {details}"

@@ -24,7 +24,7 @@ from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config, ServeConfig
 from jlora.errors import ConfigError, JloraError
-from jlora.ports import ServerGarbage, System
+from jlora.ports import DiskFiles, ServerGarbage, System
 from jlora.replica import Replica
 from jlora.serve import flags
 from jlora.serve.access.access import Access
@@ -163,7 +163,8 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
         log.warning("the model has no tokenizer.json: it serves token ids only")
     spec = read_spec(directory, config.model.dtype, config.model.max_model_len)
     check_base_name(config.model.name or spec.name)
-    return LocalReplica.start(config, progress=True, system=System(garbage=ServerGarbage())), tokenizer
+    system = System(files=DiskFiles(config.adapters.roots), garbage=ServerGarbage())
+    return LocalReplica.start(config, progress=True, system=system), tokenizer
 
 
 async def _drain(backend: Backend, servers: Servers, timeout_s: float) -> bool:

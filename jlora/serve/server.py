@@ -26,6 +26,7 @@ from grpc_reflection.v1alpha import reflection
 from jlora.config import ServeConfig
 from jlora.errors import ConfigError
 from jlora.replica import Replica
+from jlora.serve.access.tls import Tls
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 from jlora.serve.services import AdaptersServicer, ControlServicer, InferenceServicer
@@ -40,6 +41,7 @@ SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 # Calls that gRPC holds before a handler has them, and in handlers. It answers CANCELLED to those beyond.
 BACKLOG = 16_384
 CONNECTIONS = 4096
+METADATA_BYTES = 16 << 10  # of one call
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
 
 
@@ -49,6 +51,7 @@ class GrpcServer:
     def __init__(self, backend: Backend, config: ServeConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()):
         """`interceptors` see a call before the server's own."""
         self.backend = backend
+        self._tls = Tls.of(config)
         self._heartbeat_s = config.heartbeat_s
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server = grpc.aio.server(
@@ -60,6 +63,8 @@ class GrpcServer:
                 ("grpc.server.max_pending_requests", BACKLOG),
                 ("grpc.server.max_pending_requests_hard_limit", BACKLOG),
                 ("grpc.max_concurrent_streams", BACKLOG),  # of one connection
+                ("grpc.max_metadata_size", METADATA_BYTES // 2),  # from here on more and more are refused
+                ("grpc.absolute_max_metadata_size", METADATA_BYTES),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS),
             ],
             maximum_concurrent_rpcs=BACKLOG,
@@ -75,6 +80,8 @@ class GrpcServer:
     def bind(self, host: str, port: int) -> int:
         """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
         try:
+            if self._tls is not None:
+                return self._server.add_secure_port(address(host, port), self._tls.grpc())
             return self._server.add_insecure_port(address(host, port))
         except RuntimeError as e:
             raise ConfigError(

@@ -28,9 +28,10 @@ from jlora.serve.texts import Texts
 from jlora.types import AdapterInfo, Request
 
 # Keys whose values are paths on the server: clients do not see them.
-PRIVATE_KEYS = frozenset(
-    {"model.path", "adapters.paths", "adapters.dir", "serve.compile_cache", "serve.keys", "serve.profile_dir"}
-)
+PRIVATE_KEYS = frozenset({
+    "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "serve.compile_cache", "serve.profile_dir",
+    "serve.keys", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
+})  # fmt: skip
 
 
 class _Servicer:

@@ -24,7 +24,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from jlora.serve.console import connect
+from jlora.serve import client
+from jlora.serve.client import Login, connect
 from jlora.serve.flags import Parser
 from jlora.serve.pages import walk
 from jlora.serve.proto import jlora_pb2 as pb
@@ -48,12 +49,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="HOST:PORT")
     parser.add_argument("--once", action="store_true", help="print one picture and leave")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two (default 1)")
+    client.add_flags(parser.add_argument)
     args = parser.parse(argv)
     if not 0.1 <= args.interval <= 3600:
         parser.error(f"--interval {args.interval}: must be in [0.1, 3600] seconds")
     tty = sys.stdout.isatty()
     console = Console(highlight=False, width=None if tty else FILE_COLUMNS)
-    with connect(args.address) as channel, contextlib.suppress(KeyboardInterrupt):
+    with connect(args.address, Login.of(args)) as channel, contextlib.suppress(KeyboardInterrupt):
         if args.once or not (tty and sys.stdin.isatty()):
             console.print(picture(Reading.take(channel), None, console.height if tty else FILE_ROWS))
         else:

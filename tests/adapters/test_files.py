@@ -22,6 +22,7 @@ class Changing(DiskFiles):
     """A disk on which something happens between the reading of the two files, at most `times` times."""
 
     def __init__(self, change: Callable[[], object], times: int = 1):
+        super().__init__()
         self.change, self.times, self.opened = change, times, 0
 
     @contextmanager

@@ -12,7 +12,7 @@ import pytest
 
 from jlora import cli
 from jlora.config import ServeConfig
-from jlora.errors import ConfigError, LimitReached, ResourceExhausted, Unauthenticated
+from jlora.errors import ConfigError, InvalidArgument, LimitReached, ResourceExhausted, Unauthenticated
 from jlora.serve.access import access, keys, watched
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Caller, Need
@@ -21,7 +21,7 @@ from jlora.serve.access.tenants import Tenants
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import NEEDS
-from tests.serve._server import Served, refused, request, serving, wait_until
+from tests.serve._server import Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
 LIMITED = """
@@ -368,3 +368,25 @@ def test_what_an_admin_does_is_logged(guarded: Guarded, caplog: pytest.LogCaptur
     id = guarded.keys["admin"].split("-")[1]
     assert f"key {id} of tenant ops calls /jlora.v1.Control/FlushCache" in caplog.text
     assert guarded.keys["admin"] not in caplog.text
+
+
+# -- what may be read ----------------------------------------------------------------------------
+
+
+def test_adapters_come_from_the_roots_only(text_model: Path):
+    adapters = text_model.parent / "adapters"
+    settings = {
+        "engine.warmup": False,
+        "adapters.roots": str(adapters),
+        "adapters.paths.upper": str(adapters / "upper"),
+    }
+    with serve(text_model, settings) as own, httpx.Client(base_url=own.http, timeout=60) as http:
+        assert own.adapters.LoadAdapter(pb.LoadAdapterRequest(name="a", path=f"{adapters}/lower")).rank == 2
+        for path in (str(text_model), f"{adapters}/../base", "/"):
+            with refused(CODE.INVALID_ARGUMENT, "path: is not in a directory of adapters.roots"):
+                own.adapters.LoadAdapter(pb.LoadAdapterRequest(name="b", path=path))
+            answer = http.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": path})
+            assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_path"
+    with pytest.raises(InvalidArgument, match=r"adapters\.roots"):
+        with serve(text_model, {**settings, "adapters.paths.x": str(text_model)}):
+            pass

@@ -25,6 +25,7 @@ from starlette.routing import Route
 from jlora.config import ServeConfig
 from jlora.errors import ConfigError
 from jlora.serve.access.caller import Need
+from jlora.serve.access.tls import Tls
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 from jlora.serve.http.call import Endpoint, Handler
@@ -47,20 +48,22 @@ class HttpServer:
     """One HTTP server over one `Backend`. Create it on the event loop that runs it."""
 
     def __init__(self, backend: Backend, config: ServeConfig):
-        self._uvicorn = _Uvicorn(
-            uvicorn.Config(
-                application(backend, config),
-                http=Connection,
-                ws="none",
-                lifespan="off",
-                log_config=None,
-                log_level="error",  # a client's broken request is no event for the operator
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                limit_concurrency=BACKLOG,
-            )
+        tls = Tls.of(config)
+        settings = uvicorn.Config(
+            application(backend, config),
+            http=Connection,
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            log_level="error",  # a client's broken request is no event for the operator
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            limit_concurrency=BACKLOG,
         )
+        settings.load()
+        settings.ssl = None if tls is None else tls.http()
+        self._uvicorn = _Uvicorn(settings)
         self._socket: socket.socket | None = None
         self._task: asyncio.Task[None] | None = None
 

@@ -1,0 +1,102 @@
+"""How a client reaches a server: TLS, an API key, and errors in one line."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from jlora.errors import ConfigError, JloraError
+
+MAX_MESSAGE_BYTES = 64 << 20
+KEY_VARIABLE = "JLORA_API_KEY"
+
+
+@dataclass(frozen=True, slots=True)
+class Login:
+    """What a client shows, and whom it trusts.
+
+    Attributes:
+        key: an API key; "" is none.
+        ca: a PEM file of the authorities that may have signed the server's certificate; "" uses no TLS.
+        cert, cert_key: PEM files of the client's own certificate, for a server that asks for one.
+    """
+
+    key: str = ""
+    ca: str = ""
+    cert: str = ""
+    cert_key: str = ""
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> Login:
+        """Of a command line with the flags of `add_flags`."""
+        key = os.environ.get(KEY_VARIABLE, "") if args.key is None else args.key
+        return cls(key, args.tls_ca, args.tls_cert, args.tls_key)
+
+    def channel(self, server: str) -> grpc.Channel:
+        """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""
+        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
+        if self.ca:
+            ca, key, cert = (_read(path) for path in (self.ca, self.cert_key, self.cert))
+            credentials = grpc.ssl_channel_credentials(ca, key, cert)
+            channel = grpc.secure_channel(server, credentials, options=options)
+        else:
+            channel = grpc.insecure_channel(server, options=options)
+        return grpc.intercept_channel(channel, _WithKey(self.key)) if self.key else channel
+
+
+def add_flags(add: Callable[..., Any]) -> None:
+    """The flags of `Login`; `add` is a parser's `add_argument`."""
+    add("--key", metavar="KEY", help=f"API key (default: ${KEY_VARIABLE}, which other users cannot see)")
+    add("--tls-ca", default="", metavar="FILE", help="use TLS; a PEM file of the authorities to trust")
+    add("--tls-cert", default="", metavar="FILE", help="PEM file of this client's certificate, if the server wants one")
+    add("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
+
+
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+    """Adds the key to every call."""
+
+    def __init__(self, key: str):
+        self._header = ("authorization", f"Bearer {key}")
+
+    def intercept_unary_unary(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._keyed(client_call_details), request)
+
+    def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
+        return continuation(self._keyed(client_call_details), request)
+
+    def _keyed(self, details: Any) -> Any:
+        return details._replace(metadata=[*(details.metadata or ()), self._header])
+
+
+@contextmanager
+def connect(server: str, login: Login | None = None) -> Iterator[grpc.Channel]:
+    """A channel to `server`, HOST:PORT. Raises JloraError in place of grpc.RpcError."""
+    try:
+        with (login or Login()).channel(server) as channel:
+            yield channel
+    except grpc.RpcError as e:
+        raise JloraError(told(server, e)) from e
+
+
+def told(server: str, error: grpc.RpcError) -> str:
+    """The error in one line."""
+    code, details = error.code(), error.details() or ""
+    if code == grpc.StatusCode.UNAVAILABLE and any(word in details.lower() for word in ("handshak", "ssl", "tls")):
+        return f"{server} does not speak this kind of TLS, or is not trusted: see --tls-ca ({details})"
+    if code == grpc.StatusCode.UNAVAILABLE and "connect" in details.lower():
+        return f"no server answers at {server}; start one with `jlora serve --model DIR_OR_ID`"
+    return f"{code.name}: {details}"
+
+
+def _read(path: str) -> bytes | None:
+    try:
+        return Path(path).read_bytes() if path else None
+    except OSError as e:
+        raise ConfigError(f"{path}: {e.strerror}") from e
