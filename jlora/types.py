@@ -193,7 +193,13 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class AdapterInfo:
-    """The public state of an adapter. `bytes` is the size of its packed form on the device."""
+    """The public state of an adapter. `bytes` is the size of its packed form on the device.
+
+    Attributes:
+        merged: it is merged into the base's weights, wholly or in part.
+        merge_error: the error of the merged path against float32, over the unmerged path's; 0 before it is measured.
+        merge_refusal: why it is never merged; "" if it may be, or if that is not known yet.
+    """
 
     name: str
     uid: int
@@ -211,6 +217,9 @@ class AdapterInfo:
     last_used_s: float
     load_cost_s: float
     alora_invocation_tokens: tuple[int, ...] = ()
+    merged: bool = False
+    merge_error: float = 0.0
+    merge_refusal: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,6 +269,27 @@ class CacheState:
 
 
 @dataclass(frozen=True, slots=True)
+class MergeState:
+    """What is merged into the base's weights.
+
+    Attributes:
+        adapter: its name; "" if nothing is merged.
+        uid: its version; -1 if nothing is merged.
+        share: of the weights that are merged; between 0 and 1 during a switch.
+        switches: merges begun since start.
+        reloads: times that the weights were loaded anew, because taking an adapter out had left others.
+        host_bytes: what taking the adapter out needs of the host.
+    """
+
+    adapter: str = ""
+    uid: int = -1
+    share: float = 0.0
+    switches: int = 0
+    reloads: int = 0
+    host_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class EngineStats:
     """Counters since start. Times are seconds.
 
@@ -285,6 +315,7 @@ class EngineStats:
     dispatch_s: float = 0.0
     read_s: float = 0.0
     commit_s: float = 0.0
+    merge: MergeState = MergeState()
 
 
 @dataclass(frozen=True, slots=True)

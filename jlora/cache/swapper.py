@@ -61,6 +61,9 @@ class Swapper:
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
         self.host.write(blocks, data)
 
+    def read(self, blocks: tuple[int, ...]) -> np.ndarray:
+        return self.host.read(blocks)
+
     def start(self, copies: Iterable[Copy]) -> None:
         """Begins copies; those on their way out see the pool as it is after what was dispatched so far."""
         for copy in copies:

@@ -21,6 +21,7 @@ from enum import Enum, auto
 from jlora.cache.manager import CacheManager
 from jlora.config import EngineConfig
 from jlora.engine.plan import Sequence
+from jlora.engine.turns import Turns
 
 FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
 LOOKAHEAD = 64  # sequences that a step looks at, or the free slots: bounds Python's time per step
@@ -70,11 +71,12 @@ def judge(facts: _Waiting, step: Step) -> Verdict:
 class Admission:
     """The waiting sequences."""
 
-    def __init__(self, manager: CacheManager, config: EngineConfig):
+    def __init__(self, manager: CacheManager, config: EngineConfig, turns: Turns):
         self.at: Sequence | None = None  # the one that is being judged
         self.pace = 0.0  # seconds between this step and the last, 0 if that had no work
         self._manager = manager
         self._leases = manager.leases
+        self._turns = turns
         self._max_seqs = config.max_seqs
         self._queue: list[tuple[int, Sequence]] = []  # by place
 
@@ -153,7 +155,9 @@ class Admission:
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
 
     def _not_yet(self, sequence: Sequence) -> bool:
-        """A token is unread (preempted this instant), or its leader's prompt is not in the tree yet."""
+        """It is not its turn, a token is unread (preempted this instant), or its leader's prompt is not in the tree."""
+        if not self._turns.may_run(sequence):
+            return True
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
         return sequence.in_flight > 0 or (behind and self._manager.prefix_reuse and sequence.reuses)

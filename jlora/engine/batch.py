@@ -16,7 +16,7 @@ import numpy as np
 
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.plan import ROW, SCORED_CHUNK, Work
+from jlora.engine.plan import NOTHING, ROW, SCORED_CHUNK, Merged, Work
 from jlora.engine.plan import Sequence as Seq
 from jlora.layout import PoolLayout
 from jlora.model.sampling import SampleBatch
@@ -195,6 +195,7 @@ class BatchBuilder:
         self._vocab = spec.vocab
         self._banned = MAX_STOP_TOKENS + len(spec.eos_ids)  # most end tokens that min_tokens holds back
         self._projections = projections
+        self._merged = NOTHING  # of the step whose launches are laid out
         self._adapters: tuple[tuple, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
 
     def by_projection(self, uid: int, blocks: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -204,8 +205,9 @@ class BatchBuilder:
             held[name] = (*held.get(name, ()), block)
         return held
 
-    def launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
+    def launches(self, decode: Sequence[Work], prefill: Sequence[Work], merged: Merged = NOTHING) -> list[Launch]:
         """Every launch of a step, decode first; together they hold each work once."""
+        self._merged = merged
         cold = [[w for w in works if w.helped] for works in (decode, prefill)]
         if any(cold):  # their layers run in parts: the others keep the usual programs
             warm = ([w for w in works if not w.helped] for works in (decode, prefill))
@@ -213,9 +215,9 @@ class BatchBuilder:
         return self._launches(decode, prefill)
 
     def _launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
-        out = []
+        out, merged = [], self._merged
         if decode:
-            bare = bool(self.compiled.bare) and not any(w.adapted for w in decode)
+            bare = bool(self.compiled.bare) and not any(merged.acts(w) for w in decode)
             rows = _fitting(self.compiled.bare if bare else self.compiled.decode, len(decode))
             out.append(self.launch(decode, rows, 1, bare))
         # A scored chunk runs alone: logits are taken of every token of its launch.
@@ -270,6 +272,7 @@ class BatchBuilder:
             owners=owners[:0] if bare else owners,
             offsets=ends,
             last=last,
+            merged=np.int32(self._merged.done),
         )
         sampling = self._sampling(works, len(last)) if any(w.samples for w in works) else None
         return Launch(tuple(works), batch, sampling, self._targets(works, rows * chunk))
@@ -278,7 +281,7 @@ class BatchBuilder:
         self, works: Sequence[Work], row_of: np.ndarray, positions: np.ndarray
     ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
         """Adapter index per token [T], and the blocks of the adapters that act on any, grouped by projection."""
-        nodes = _adapters(works)
+        nodes = _adapters([w for w in works if self._merged.acts(w)])
         index = {node: i for i, node in enumerate(nodes)}
         of_work = np.array([index.get(w.sequence.adapter, -1) for w in works] + [-1], np.int32)
         acts_from = np.array([w.sequence.activation or 0 for w in works] + [0], np.int32)

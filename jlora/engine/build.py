@@ -31,14 +31,19 @@ from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
 from jlora.engine.loading import NewAdapter, check_size
+from jlora.engine.merger import Base, Merger
+from jlora.engine.merging import Fixed, Merging, Times
 from jlora.engine.ports import Parts
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
+from jlora.engine.share import adapter_share
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory
+from jlora.engine.switching import Switching
 from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, sharding
 from jlora.model.cut import SITES
+from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.ports import Clock, Files, System
 from jlora.replica import ReplicaInfo
@@ -103,19 +108,24 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     host_blocks = choose_host_blocks(config, layout, sum(len(adapter.projections) for adapter in new))
     streams = pool.groups > 1 and config.engine.cold_start != "wait"
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams)
-    scheduler = Scheduler(manager, config.engine, spec.eos_ids, system.random or random.Random(config.model.seed))
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
+    switching = make_switching(config, reader, runner, registry, swapper)
+    seeds = system.random or random.Random(config.model.seed)
+    scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
     helps = config.engine.cold_start in ("auto", "cpu")
     if helps:
         lora = HostLora(layout, host.layer, system)
         runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
     parts = Parts(scheduler, registry, runner, swapper, system.clock)
-    engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap))
+    engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap), switching)
     if config.engine.warmup:
         warm_up(runner, progress, system)
+        if switching is not None:
+            switching.policy.times.share = adapter_share(runner, runner.builder, layout)
     if helps:
-        manager.leases.gate.helps = _helps(config, runner, manager, registry)
+        decide = _helps(config, runner, manager, registry)
+        manager.leases.gate.helps = decide if switching is None else _apart(decide, switching)
     for adapter in new:
         engine.adapters.add(adapter)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
@@ -134,6 +144,28 @@ def build_device(
     directory = checkpoint.resolve(config.model.path)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     return device.device_side(config, spec, layout, projections, params)
+
+
+def make_switching(
+    config: Config, reader: Reader, runner: Runner, registry: AdapterRegistry, swapper: Swapper
+) -> Switching | None:
+    """What `config.engine.merge` asks for; None if nothing is ever merged."""
+    engine, spec, layout = config.engine, reader.spec, reader.layout
+    if engine.merge == "off":
+        return None
+    mesh = sharding.make_mesh(config.model.tp)
+    stacked = device.uses_scan(engine.layers, mesh.devices.flat[0].platform)
+    directory = checkpoint.resolve(config.model.path)
+
+    def pristine() -> Params:
+        shardings = sharding.shardings(spec, mesh)
+        return checkpoint.load_params(directory, spec, shardings, stacked=stacked, progress=False)
+
+    merger = Merger(Base(spec, layout, mesh, stacked, pristine), runner)
+    merger.prepare()
+    if engine.merge != "auto":
+        return Switching(Fixed(engine.max_seqs, engine.merge_starve_s), merger, registry, swapper, engine.merge)
+    return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
 
 
 def make_manager(
@@ -158,6 +190,11 @@ def _helps(config: Config, runner: Runner, manager: CacheManager, registry: Adap
         return sum(not held.isdisjoint(names) for names in SITES)
 
     return cold_start.Chooser(costs, manager.policy.meter, runner.pool.groups, places)
+
+
+def _apart(helps: Helps, switching: Switching) -> Helps:
+    """The host never helps a merged adapter: parts of it may be in the weights already."""
+    return lambda adapter, left_s, tokens: not switching.holds(adapter.uid) and helps(adapter, left_s, tokens)
 
 
 def warm_up(runner: Runner, progress: bool, system: System) -> None:

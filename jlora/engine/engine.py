@@ -12,10 +12,11 @@ from jlora.cache import inspect
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters
-from jlora.engine.plan import ROW
+from jlora.engine.plan import ROW, StepPlan
 from jlora.engine.ports import Parts, Pending
+from jlora.engine.switching import Switching
 from jlora.errors import InvalidArgument, ResourceExhausted
-from jlora.types import CacheState, EngineStats, PrefetchResult, Request, TokenEvent
+from jlora.types import CacheState, EngineStats, MergeState, PrefetchResult, Request, TokenEvent
 
 WAIT_S = 0.002  # the longest pause of a step that has nothing to run
 
@@ -54,7 +55,7 @@ class _Counts:
 class Engine:
     """Everything that one replica owns. All methods belong to one thread."""
 
-    def __init__(self, parts: Parts, shape: Shape):
+    def __init__(self, parts: Parts, shape: Shape, switching: Switching | None = None):
         self._scheduler = parts.scheduler
         self._manager = parts.scheduler.manager
         self._registry = parts.registry
@@ -66,13 +67,17 @@ class Engine:
         self._in_flight: Pending | None = None
         self._ended: list[TokenEvent] = []  # final events of aborted and stopped completions
         self._counts = _Counts()
-        self.adapters = Adapters(parts)
+        self._switching = switching
+        self._usual_s = 0.0  # of a step that decodes
+        self.adapters = Adapters(parts, switching)
 
     # -- the step ---------------------------------------------------------------------------
 
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
+        if self._switching is not None and self._switching.busy:
+            return True
         return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended or self._faults.ended)
 
     def step(self) -> list[TokenEvent]:
@@ -81,6 +86,7 @@ class Engine:
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
         self._ended += self._scheduler.expire(began)
+        self._switch(began)
         plan = self._faults.plan(began)
         self._swapper.start(plan.copies)
         planned = self._clock()
@@ -100,6 +106,8 @@ class Engine:
         """Lets an idle engine's copies land and starts those worth starting; whether it started any."""
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
+        if self._switching is not None:
+            self._switching.decide(self._clock())
         copies = self._faults.tend(self._clock())
         self._swapper.start(copies)
         self._registry.purge(self._manager.adapters)
@@ -140,12 +148,29 @@ class Engine:
         prompt = sum(work.count for work in done.plan.prefill)
         if prompt >= ROW:  # what a prompt token costs beside the running sequences
             self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
+        if self._switching is not None and done.plan.decode and not prompt:
+            self._observe(done.plan, now - max(counts.committed, done.dispatched))
         counts.committed = now
         counts.steps += 1
         counts.prompt += prompt
         counts.generated += sum(event.token_id is not None for event in events)
         counts.commit_s += self._clock() - now
         return events
+
+    def _switch(self, now: float) -> None:
+        """Changes the weights a little, if they are to change; steps on their way read the old ones."""
+        if self._switching is None:
+            return
+        self._switching.decide(now)
+        if not self._switching.advance(self._usual_s):
+            self._manager.flush()  # KV may be of wrong weights
+
+    def _observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns from a step that only decoded."""
+        assert self._switching is not None
+        self._usual_s += 0.1 * (seconds - self._usual_s)
+        if not self._switching.moved:
+            self._switching.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
 
     # -- requests ---------------------------------------------------------------------------
 
@@ -231,10 +256,13 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises AssertionError if a tier or the tree is inconsistent."""
         inspect.check_integrity(self._manager)
+        if self._switching is not None:
+            self._switching.check()
 
     def stats(self) -> EngineStats:
         """Counters since start."""
         c, s = self._counts, self._scheduler
+        merge = MergeState() if self._switching is None else self._switching.state()
         return EngineStats(
             running=s.active,
             waiting=s.waiting,
@@ -250,6 +278,7 @@ class Engine:
             dispatch_s=c.dispatch_s,
             read_s=c.read_s,
             commit_s=c.commit_s,
+            merge=merge,
         )
 
     def close(self) -> None:

@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 from typing import Any
 
 from jlora.adapters.registry import Record
 from jlora.cache.manager import Pins
 from jlora.engine.ports import Parts
+from jlora.engine.switching import Switching
 from jlora.errors import ResourceExhausted
 from jlora.types import AdapterInfo
 
@@ -55,7 +57,8 @@ def check_size(name: str, size: int, most: int, total: int, hint: str = "") -> N
 class Adapters:
     """The adapters of one engine. All methods but `fill` belong to the engine's thread."""
 
-    def __init__(self, parts: Parts):
+    def __init__(self, parts: Parts, switching: Switching | None = None):
+        self._switching = switching
         self._scheduler = parts.scheduler
         self._manager = parts.scheduler.manager
         self._registry = parts.registry
@@ -129,7 +132,7 @@ class Adapters:
         self._take_over(record, old, pinned)
         self._registry.purge(self._manager.adapters)
         log.info("adapter %s loaded: uid=%d blocks=%d", new.name, node.uid, node.size)
-        return record.info(self._clock())
+        return self._info(record)
 
     def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
         """Brings a new version in and ends the old one; restores the old one if there is no room."""
@@ -173,7 +176,8 @@ class Adapters:
     def are_gone(self, uids: Sequence[int]) -> bool:
         """Whether all blocks and KV of these versions are free, in both tiers."""
         self._registry.purge(self._manager.adapters)
-        return not any(uid in self._manager.adapters for uid in uids)
+        merged = self._switching is not None and any(map(self._switching.holds, uids))
+        return not merged and not any(uid in self._manager.adapters for uid in uids)
 
     # -- in service ---------------------------------------------------------------------------
 
@@ -187,12 +191,11 @@ class Adapters:
 
     def get(self, name: str) -> AdapterInfo:
         """Raises NotFound."""
-        return self._registry.get(name).info(self._clock())
+        return self._info(self._registry.get(name))
 
     def all(self, after: str = "", most: int | None = None) -> list[AdapterInfo]:
         """In order of name: those behind the name `after`, at most `most`."""
-        now = self._clock()
-        return [record.info(now) for record in self._registry.all(after, most)]
+        return [self._info(record) for record in self._registry.all(after, most)]
 
     def invocation(self, name: str) -> tuple[int, ...]:
         """An activated LoRA's invocation tokens; () for another adapter or an unknown name. Any thread may ask."""
@@ -204,16 +207,24 @@ class Adapters:
         if pinned:
             self._check_pins(record, self._manager.pins(record.node))
         self._pin(record, pinned)
-        return record.info(self._clock())
+        return self._info(record)
 
     def version(self, uid: int) -> AdapterInfo | None:
         """The version of that uid; None once it is unloaded or replaced."""
         record = self._registry.live(uid)
-        return None if record is None else record.info(self._clock())
+        return None if record is None else self._info(record)
 
     def hasten(self, uid: int) -> None:
         """Lets the copy of a version in service, if one is under way, overtake prefetches."""
         self._manager.hasten(self._registry.by_uid(uid).node)
+
+    def _info(self, record: Record) -> AdapterInfo:
+        info = record.info(self._clock())
+        if self._switching is None:
+            return info
+        error, refusal = self._switching.loss(record.node)
+        merged = self._switching.holds(record.node.uid)
+        return replaced(info, merged=merged, merge_error=error, merge_refusal=refusal)
 
     def _check_pins(self, record: Record, pins: Pins) -> None:
         """Raises ResourceExhausted if the pins would leave no room for the longest context and any one adapter."""

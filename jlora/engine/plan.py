@@ -128,15 +128,35 @@ class Work(NamedTuple):
         return self.adapted and lease is not None and lease.helped and lease.adapter.coming
 
 
+class Merged(NamedTuple):
+    """What is merged into the base's weights: the first `done` of so many pieces, of the adapter `uid`."""
+
+    uid: int
+    done: int
+    pieces: int
+
+    @property
+    def whole(self) -> bool:
+        return self.done == self.pieces > 0
+
+    def acts(self, work: Work) -> bool:
+        """Whether an adapter acts on the work beside the weights."""
+        return work.adapted and not (self.whole and work.sequence.adapter.uid == self.uid)
+
+
+NOTHING = Merged(-1, 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: copies to start, then decode and prompt work."""
+    """One step: copies to start, then decode and prompt work, on the weights as they are then."""
 
     decode: tuple[Work, ...]
     prefill: tuple[Work, ...]
     copies: tuple[Copy, ...]
     streams: tuple[Copy, ...] = ()  # under way; the prompt work reads them, each layer its part
     helps: tuple[Copy, ...] = ()  # of adapters, under way; the host computes what has not come of them
+    merged: Merged = NOTHING
 
     @property
     def work(self) -> tuple[Work, ...]:

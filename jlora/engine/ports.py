@@ -9,7 +9,7 @@ scheduler   the same object in both, and the cache behind it
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -17,7 +17,8 @@ from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.manager import CacheManager
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
-from jlora.engine.plan import Drawn, Sequence, StepPlan, Work
+from jlora.engine.plan import Drawn, StepPlan, Work
+from jlora.engine.plan import Sequence as Running
 from jlora.ports import Clock
 from jlora.types import Request, TokenEvent
 
@@ -43,7 +44,7 @@ class Scheduler(Protocol):
     def can_pin(self, adapter: AdapterNode) -> bool: ...
     def plan(self, now: float) -> StepPlan: ...
     @property
-    def suspect(self) -> Sequence | None: ...
+    def suspect(self) -> Running | None: ...
     def undo(self, works: Iterable[Work]) -> None: ...
     def fail(self, handle: int, error: Exception, now: float) -> list[TokenEvent]: ...
     def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]: ...
@@ -80,6 +81,10 @@ class Swapper(Protocol):
 
     def fill(self, blocks: tuple[int, ...], data: Any) -> None:
         """Writes an adapter's master copy into blocks of the host tier that nothing reads yet. Any thread may call."""
+        ...
+
+    def read(self, blocks: tuple[int, ...]) -> Any:
+        """A copy of the data in blocks of the host tier."""
         ...
 
     def start(self, copies: Iterable[Copy]) -> None:
@@ -123,7 +128,7 @@ class Undone(Exception):
         sequence: the one that it is due to, if that is known.
     """
 
-    def __init__(self, pending: Pending | None, works: tuple[Work, ...], sequence: Sequence | None):
+    def __init__(self, pending: Pending | None, works: tuple[Work, ...], sequence: Running | None):
         super().__init__(f"{len(works)} works were not dispatched")
         self.pending, self.works, self.sequence = pending, works, sequence
 
@@ -161,6 +166,65 @@ class Runner(Protocol):
 
     def close(self) -> None:
         """Frees the device."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What merging an adapter loses.
+
+    Attributes:
+        error: the error of the merged path's hidden states against float32, over the unmerged path's.
+        lost: the share of entries that taking it out has to correct, over the share that it may be.
+    """
+
+    error: float
+    lost: float
+
+
+class Merger(Protocol):
+    """Merges one adapter into the base's weights, piece by piece. Between two steps only.
+
+    Attributes:
+        pieces: pieces of the weights.
+        done: the first so many are merged.
+        piece_s: seconds that a piece takes.
+        reloads: times that the weights were loaded anew, because taking an adapter out had left others.
+        host_bytes: what the merged adapter takes of the host.
+    """
+
+    done: int
+    piece_s: float
+    reloads: int
+
+    @property
+    def pieces(self) -> int: ...
+
+    @property
+    def host_bytes(self) -> int: ...
+
+    def begin(self, projections: Sequence[str], data: Any) -> None:
+        """Names the adapter: the data of its blocks, and the projection of each."""
+        ...
+
+    def measure(self) -> Loss | None:
+        """Goes one layer on with measuring what the merge would lose; the loss when it is known."""
+        ...
+
+    def forward(self) -> None:
+        """Merges the next piece."""
+        ...
+
+    def back(self) -> None:
+        """Takes the last merged piece out."""
+        ...
+
+    def whole(self) -> bool:
+        """Whether what was taken out has left the base's own weights. If not, they have been loaded anew."""
+        ...
+
+    def audit(self) -> None:
+        """Raises AssertionError if anything but the first `done` pieces differs from the base's weights."""
         ...
 
 

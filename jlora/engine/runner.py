@@ -104,6 +104,11 @@ class Runner:
         self.compiled_at = 0.0
 
     @property
+    def builder(self) -> BatchBuilder:
+        """Lays launches out."""
+        return self._builder
+
+    @property
     def weights(self) -> Weights:
         """The parameters that the next step computes with."""
         return self._weights
@@ -143,7 +148,7 @@ class Runner:
                 if not work.sequence.set_up:
                     self._set_up(work.sequence)
             at = plan.work
-            launches = self._builder.launches(plan.decode, plan.prefill)
+            launches = self._builder.launches(plan.decode, plan.prefill, plan.merged)
             with self._watched(launches, bool(plan.streams)):
                 for launch in launches:
                     at = launch.works
@@ -260,6 +265,12 @@ class Runner:
         """Programs compiled since warm-up: 0, or a shape was missed. Counts the calling thread's, the engine's."""
         thread, count = self._warmed
         return COMPILES.count - (count if thread == get_ident() else 0)
+
+    def forward(self, launch: Launch) -> jax.Array:
+        """Dispatches a launch's forward pass alone; its rows' hidden states."""
+        pool, last = self.pool.array, self._state.last
+        self.pool.array, rows, _ = self._programs.forward(self._weights.params, pool, last, launch.batch)
+        return rows
 
     def _dispatch(self, launch: Launch, copies: _Copies, arrivals: _Arrivals) -> _Result:
         sampled = scores = None

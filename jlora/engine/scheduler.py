@@ -29,6 +29,7 @@ from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.admission import Admission
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
+from jlora.engine.turns import Turns
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
@@ -49,6 +50,7 @@ class Scheduler:
         config: EngineConfig,
         eos_ids: Collection[int],
         seeds: random.Random | None = None,
+        turns: Turns | None = None,
     ):
         self.manager = manager
         self._leases = manager.leases
@@ -57,7 +59,8 @@ class Scheduler:
         self.running: list[Sequence] = []  # in order of service
         self.loading: list[Sequence] = []  # hold a lease; their copies are under way, or no slot is free
         self.preemptions = 0
-        self.queue = Admission(manager, config)
+        self.turns = turns or Turns()
+        self.queue = Admission(manager, config, self.turns)
         self._requests: dict[int, list[Sequence]] = {}  # live ones, by handle: their unfinished completions
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
@@ -118,6 +121,8 @@ class Scheduler:
             if request.deadline is not None:
                 heapq.heappush(self._deadlines, (request.deadline, handle))
             self._requests[handle] = siblings
+            for sequence in siblings:
+                self.turns.joined(sequence)
         except BaseException:
             for sequence in siblings:
                 self.queue.dequeue(sequence)
@@ -174,12 +179,13 @@ class Scheduler:
         self._at = self.queue.at = None
         self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
+        self._pause()
         self._board(now)  # first: some have one token left to compute, so they decode in this step
         self._plan_decode(decode)
         budget = self.config.max_step_tokens
         for sequence in self.running:
             self._at = sequence
-            if budget > 0 and sequence.remaining > 1:
+            if budget > 0 and sequence.remaining > 1 and self.turns.may_run(sequence):
                 budget -= self._add_chunk(prefill, sequence, budget)
         admissions = self.queue.admit(now, self.running, self.loading)
         while budget > 0 and self._slots:
@@ -195,7 +201,7 @@ class Scheduler:
         streams = self._leases.streams(leases)
         helps = self._leases.helps([w.sequence.lease for w in (*decode, *prefill) if w.helped and w.sequence.lease])
         copies = self.tend(now)  # last: they are given out once
-        return StepPlan(tuple(decode), tuple(prefill), copies, streams, helps)
+        return StepPlan(tuple(decode), tuple(prefill), copies, streams, helps, self.turns.merged)
 
     def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
         """Takes in the results of a step, in the order of `plan.work`."""
@@ -294,6 +300,8 @@ class Scheduler:
             self._at = sequence
             if sequence.lease is None or sequence.remaining != 1 or sequence.exhausted:
                 continue
+            if not self.turns.may_run(sequence):
+                continue
             if self._make_room(sequence, planned):
                 planned.add(sequence.order)
                 decode.append(Work(sequence, sequence.computed, 1, True))
@@ -330,7 +338,7 @@ class Scheduler:
         """Sequences whose copies have landed take their slots, in order of service."""
         for sequence in sorted(self.loading, key=PLACE):
             self._at = sequence
-            if self._run_if_ready(sequence, now):
+            if self.turns.may_run(sequence) and self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
     def _hold(self) -> None:
@@ -345,6 +353,15 @@ class Scheduler:
                 self._leases.gate.hold(sequence.lease)
                 self._take_slot(sequence)
                 self.loading.append(sequence)
+
+    def _pause(self) -> None:
+        """Takes the slots of sequences whose turn it is not, once the host has read their last token."""
+        for sequence in [s for s in self.running if not (s.in_flight or self.turns.may_run(s))]:
+            assert sequence.lease is not None
+            self._ahead.pop(sequence, None)
+            self._leases.gate.hold(sequence.lease)
+            self._take_slot(sequence)
+            self.loading.append(sequence)
 
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
@@ -419,6 +436,7 @@ class Scheduler:
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float, outputs: int | None = None) -> TokenEvent:
         sequence.finished = reason
+        self.turns.left(sequence)
         if sequence.lease is not None:
             self._leave(sequence)
         else:

@@ -24,7 +24,7 @@ from jlora.model.cut import CutLayer, Cutter
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
 from jlora.model.sampling import Array, SampleBatch, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
-from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages
+from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
 
 
@@ -43,6 +43,8 @@ class Batch(NamedTuple):
             without a LoRA op.
         offsets: [8].
         last: [R] indices into T of the rows to sample from.
+        merged: the first so many pieces of the weights have the launch's only adapter merged into them:
+            there, no adapter acts. A piece is a layer's projections of one of `jlora.pallas.ops.GROUPS`.
     """
 
     tokens: Array
@@ -57,6 +59,7 @@ class Batch(NamedTuple):
     owners: Array
     offsets: Array
     last: Array
+    merged: Array
 
 
 class Programs(NamedTuple):
@@ -196,7 +199,9 @@ def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
         projections = [Adapted(y, active[name], layout.units[name]) for name, y in products.items()]
         x = x if all(name in ROW_PARALLEL for name in products) else shard.slice(x)
         psum = shard.psum if shard.size > 1 else None
-        added = ops.lora(x, pool, layer * layout.blocks, projections, b.adapters, psum)
+        piece = layer * len(GROUPS) + GROUPS.index(tuple(products))
+        adapters = jnp.where(piece < b.merged, -1, b.adapters)
+        added = ops.lora(x, pool, layer * layout.blocks, projections, adapters, psum)
         return dict(zip(products, added, strict=True))
 
     return Joints(attend, adapt if b.blocks.shape[0] else no_adapters, shard)

@@ -91,6 +91,9 @@ class Link:
     def fill(self, blocks: tuple[int, ...], data: object) -> None:
         """A modelled host tier holds no data."""
 
+    def read(self, blocks: tuple[int, ...]) -> None:
+        """Nor is there any to read."""
+
     def close(self) -> None:
         """Holds no resources."""
 

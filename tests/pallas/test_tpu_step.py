@@ -74,6 +74,7 @@ def launch(tp: int, chunk: int) -> tuple[PoolLayout, np.ndarray, step.Batch]:
         owners=owners,
         offsets=np.array(offsets, np.int32),
         last=np.arange(4, dtype=np.int32) * chunk + np.maximum(counts - 1, 0),
+        merged=np.int32(0),
     )
     return layout, pool, batch
 

@@ -1,0 +1,283 @@
+"""Merges one adapter into the weights on the device, piece by piece, and takes it out again bit by bit.
+
+A piece is the projections of one layer that share an input (`jlora.pallas.ops.GROUPS`). Pieces are merged
+from the first to the last and taken out from the last to the first, between steps. At any point the
+first `done` pieces are merged: a step for the merged adapter applies its blocks in the others only.
+
+The factors of the merged adapter and the entries that its merge has lost stay on the host. A digest of
+every projection, taken when the weights were loaded, proves each unmerge.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jlora.adapters.packing import unpack
+from jlora.engine.ports import Loss
+from jlora.layout import PoolLayout
+from jlora.model import merge
+from jlora.model.llama import Params
+from jlora.model.spec import PROJECTIONS, ModelSpec
+from jlora.pallas.ops import GROUPS
+from jlora.ports import Clock
+
+log = logging.getLogger(__name__)
+
+PROMPT = 64  # tokens of the prompt that a loss is measured on
+
+_Where = tuple[int, str]  # layer, projection
+_Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by projection: A [L, R, in], B [L, R, out]
+
+
+class Holder(Protocol):
+    """Who owns the weights: the runner."""
+
+    @property
+    def weights(self) -> Any: ...
+    def swap_weights(self, params: Params) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Base:
+    """The model whose weights are merged into. `pristine` loads its weights anew."""
+
+    spec: ModelSpec
+    layout: PoolLayout
+    mesh: Mesh
+    stacked: bool
+    pristine: Callable[[], Params]
+
+
+@dataclass(slots=True)
+class Lost:
+    """Entries of one projection that its merge has lost: per shard their places and their bits."""
+
+    at: list[np.ndarray]
+    bits: list[np.ndarray]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(array.nbytes for array in (*self.at, *self.bits))
+
+
+class Merger:
+    """See `jlora.engine.ports.Merger`. All methods belong to the engine's thread."""
+
+    def __init__(self, base: Base, holder: Holder, clock: Clock = time.monotonic):
+        self.done = 0
+        self.reloads = 0
+        self.piece_s = 0.0
+        self.moved = 0  # bytes of lost entries that have come to the host
+        self._base = base
+        self._holder = holder
+        self._clock = clock
+        self._programs = merge.build(base.spec, base.mesh, base.stacked)
+        self._probes = merge.build_probe(base.spec, base.mesh, base.stacked)
+        self._factors: _Factors = {}
+        self._probe: Iterator[None] | None = None
+        self._loss: Loss | None = None
+        self._lost: dict[_Where, Lost] = {}
+        self._coming: list[tuple[_Where, Sequence[jax.Array]]] = []  # lost entries on their way to the host
+        self._checks: list[tuple[_Where, jax.Array]] = []  # digests of what was taken out
+        self._digests: dict[_Where, int] = {}
+
+    @property
+    def pieces(self) -> int:
+        return self._base.spec.layers * len(GROUPS)
+
+    @property
+    def host_bytes(self) -> int:
+        """What the merged adapter takes of the host."""
+        factors = sum(a.nbytes + b.nbytes for a, b in self._factors.values())
+        return factors + sum(lost.nbytes for lost in self._lost.values())
+
+    def prepare(self) -> None:
+        """Takes the digests, compiles every program, and measures how long a piece takes."""
+        found = {where: self._digest(*where) for where in self._places()}
+        self._digests = {where: int(digest) for where, digest in found.items()}
+        layout = self._base.layout
+        zeros = np.zeros((len(PROJECTIONS), *layout.block_shape), jax.numpy.dtype(layout.dtype))
+        for _ in range(2):  # the first time compiles
+            self.begin(PROJECTIONS, zeros)
+            while self.measure() is None:
+                pass
+            began = self._clock()
+            for _ in GROUPS:
+                self.forward()
+            jax.block_until_ready(jax.tree.leaves(self._holder.weights.params))
+            self.piece_s = (self._clock() - began) / len(GROUPS)
+            for _ in GROUPS:
+                self.back()
+            assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
+        self._factors = {}
+
+    def begin(self, projections: Sequence[str], data: Any) -> None:
+        """The next merge is of this adapter: its blocks [n, L, B, 2K, H], and the projection of each."""
+        assert not self.done and not self._checks, "another adapter is merged"
+        layout = self._base.layout
+        self._factors = {
+            name: _factors(data[[each == name for each in projections]], layout, name)
+            for name in dict.fromkeys(projections)
+        }
+        self._probe, self._loss = None, None
+
+    def measure(self) -> Loss | None:
+        """Goes one layer on with measuring what the merge would lose; the loss when it is known."""
+        if self._probe is None:
+            self._probe = self._measured()
+        next(self._probe, None)
+        return self._loss
+
+    def forward(self) -> None:
+        """Merges the next piece."""
+        self._collect()
+        layer, names = self._piece(self.done)
+        for name in names:
+            self._change(layer, name, self._merged)
+        self.done += 1
+
+    def back(self) -> None:
+        """Takes the last piece out."""
+        self._collect()
+        self.done -= 1
+        layer, names = self._piece(self.done)
+        for name in names:
+            self._change(layer, name, self._unmerged)
+            self._checks.append(((layer, name), self._digest(layer, name)))
+
+    def whole(self) -> bool:
+        """Whether everything taken out has left the base's bits. If not, the weights are loaded anew."""
+        wrong = [where for where, digest in self._checks if int(digest) != self._digests[where]]
+        self._checks = []
+        if not wrong:
+            return True
+        log.error("taking an adapter out has left other weights in %d projections; loading all anew", len(wrong))
+        self._reload()
+        return False
+
+    def audit(self) -> None:
+        """Reads all weights, and raises AssertionError if any differ that should not, or agree that should not."""
+        merged = {(layer, name) for layer, names in map(self._piece, range(self.done)) for name in names}
+        same = {where for where in self._places() if int(self._digest(*where)) == self._digests[where]}
+        assert not merged & same, f"merged, and yet the base's own weights: {sorted(merged & same)}"
+        wrong = {*self._places()} - merged - same
+        assert not wrong, f"neither merged nor the base's own weights: {sorted(wrong)}"
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _places(self) -> Iterator[_Where]:
+        return ((layer, name) for layer in range(self._base.spec.layers) for name in PROJECTIONS)
+
+    def _piece(self, index: int) -> tuple[int, list[str]]:
+        """Its layer, and its projections that the adapter has."""
+        layer, group = divmod(index, len(GROUPS))
+        return layer, [name for name in GROUPS[group] if name in self._factors]
+
+    def _weight(self, layer: int, name: str) -> jax.Array:
+        layers = self._holder.weights.params["layers"]
+        return layers[name] if self._base.stacked else layers[layer][name]
+
+    def _digest(self, layer: int, name: str) -> jax.Array:
+        return self._programs[name].digest(self._weight(layer, name), np.int32(layer))
+
+    def _change(self, layer: int, name: str, change: Callable[[int, str, jax.Array], jax.Array]) -> None:
+        """Replaces a projection's weight, which `change` takes."""
+        new = change(layer, name, self._weight(layer, name))
+        params = self._holder.weights.params
+        if self._base.stacked:
+            layers: Any = {**params["layers"], name: new}
+        else:
+            layers = list(params["layers"])
+            layers[layer] = {**layers[layer], name: new}
+        self._holder.swap_weights({**params, "layers": layers})
+
+    def _merged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
+        new, *lost = self._programs[name].merge(w, np.int32(layer), self._delta(layer, name))
+        for array in lost:
+            array.copy_to_host_async()
+        self._coming.append(((layer, name), lost))
+        return new
+
+    def _unmerged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
+        programs, at = self._programs[name], np.int32(layer)
+        w = programs.unmerge(w, at, self._delta(layer, name))
+        lost = self._lost.pop((layer, name))
+        for first in range(0, max(1, *map(len, lost.at)), merge.PIECE):
+            piece = slice(first, first + merge.PIECE)
+            places = [_filled(shard[piece], np.iinfo(np.int32).max) for shard in lost.at]
+            values = [_filled(shard[piece], 0) for shard in lost.bits]
+            w = programs.patch(w, at, np.concatenate(places), np.concatenate(values))
+        return w
+
+    def _delta(self, layer: int, name: str) -> jax.Array:
+        programs, delta = self._programs[name], self._programs[name].zeros()
+        if name not in self._factors:
+            return delta
+        places = [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
+        for first in range(0, self._factors[name][0].shape[1], merge.RANKS):
+            tile = slice(first, first + merge.RANKS)
+            a, b = (jax.device_put(f[layer, tile], p) for f, p in zip(self._factors[name], places, strict=True))
+            delta = programs.accumulate(delta, a, b)
+        return delta
+
+    def _collect(self) -> None:
+        """Keeps the lost entries of the merges before: only as many as there are."""
+        for where, (at, bits, counts) in self._coming:
+            shards = self._base.mesh.shape["tp"]
+            at, bits, counts = np.asarray(at), np.asarray(bits), np.asarray(counts)
+            most = len(at) // shards
+            assert counts.max() <= most, "more entries are lost than were measured"
+            cut = [slice(s * most, s * most + int(count)) for s, count in enumerate(counts)]
+            self._lost[where] = Lost([at[c].copy() for c in cut], [bits[c].copy() for c in cut])
+            self.moved += self._lost[where].nbytes
+        self._coming = []
+
+    def _reload(self) -> None:
+        self.reloads += 1
+        for leaf in jax.tree.leaves(self._holder.weights.params):
+            leaf.delete()
+        self._holder.swap_weights(self._base.pristine())
+        self._lost, self._coming, self.done = {}, [], 0
+        wrong = [where for where in self._places() if int(self._digest(*where)) != self._digests[where]]
+        if wrong:
+            raise RuntimeError(f"the checkpoint's weights have changed since the start in {len(wrong)} projections")
+
+    def _measured(self) -> Iterator[None]:
+        """See `jlora.model.merge`: one short prompt through exact, unmerged and merged weights, layer by layer."""
+        base, params = self._base, self._holder.weights.params
+        tokens = np.random.default_rng(0).integers(0, base.spec.vocab, PROMPT, dtype=np.int32)
+        xs, worst = self._probes.begin(params["embed"], tokens), []
+        for layer in range(base.spec.layers):
+            layers = self._holder.weights.params["layers"]
+            deltas = {name: self._delta(layer, name) for name in PROJECTIONS}
+            at = layers if base.stacked else layers[layer]
+            xs, lost = self._probes.layer(at, np.int32(layer), deltas, xs)
+            worst.append(lost)
+            yield
+        unmerged, merged = (float(error) for error in self._probes.errors(self._holder.weights.params["norm"], xs))
+        self._loss = Loss((merged / max(unmerged, 1e-30)) ** 0.5, max(map(float, worst)))
+
+
+def _factors(data: np.ndarray, layout: PoolLayout, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """One projection's blocks [n, L, B, 2K, H] as A [L, R, in] and B [L, R, out]; R is padded to whole calls."""
+    layers = []
+    for layer in range(layout.layers):
+        shards = unpack(data[:, layer], layout, name)
+        pair = (np.concatenate(parts, axis=1).astype(data.dtype) for parts in zip(*shards, strict=True))
+        layers.append([np.pad(factor, ((0, -len(factor) % merge.RANKS), (0, 0))) for factor in pair])
+    a, b = (np.stack(factors) for factors in zip(*layers, strict=True))
+    return a, b
+
+
+def _filled(values: np.ndarray, fill: int) -> np.ndarray:
+    out = np.full(merge.PIECE, fill, values.dtype)
+    out[: len(values)] = values
+    return out

@@ -1,0 +1,192 @@
+"""When to merge which adapter: dLoRA's dynamic batching (Wu et al. 2024, Algorithms 1 to 3). No jax, no clock.
+
+A merged adapter's requests run the base's program, which is faster than the base's and an adapter's
+together. All others wait meanwhile. So an adapter is merged when its requests, all that wait or run,
+exceed `alpha` times the batch that would run in order of arrival (the ratio can exceed 1), and taken
+out below `beta`. Both follow from measured throughput with the switch's cost inside.
+
+Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
+second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
+adapter is taken out. Credits return to 0 while everyone runs, and none is merged before.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from jlora.cache.tree import AdapterNode
+
+PERIOD = 64  # steps between two tunings
+HORIZON = 256  # steps that a switch is expected to serve
+DECREMENT, FACTOR = 0.05, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
+LEAST, MOST = 0.05, 64.0  # bounds of the thresholds
+MARGIN = 1.03  # by which merged throughput must exceed unmerged throughput: below, noise decides
+SMOOTH = 0.1  # share of the newest step in a mean
+
+
+class Times:
+    """Seconds of a step by sequences in it, merged and not; what was not seen yet follows from what was.
+
+    Args:
+        share: of an unmerged step, the part that adapters cost.
+    """
+
+    def __init__(self, share: float):
+        self.share = share
+        self._means: dict[tuple[bool, int], float] = {}
+
+    def observe(self, merged: bool, count: int, seconds: float) -> None:
+        key = merged, count.bit_length()
+        known = self._means.get(key)
+        self._means[key] = seconds if known is None else known + SMOOTH * (seconds - known)
+
+    def step_s(self, merged: bool, count: int) -> float | None:
+        """None if no step was seen."""
+        own = self._nearest(merged, count)
+        if own is not None:
+            return own
+        other = self._nearest(not merged, count)
+        if other is None:
+            return None
+        return other * (1 - self.share) if merged else other / (1 - self.share)
+
+    def _nearest(self, merged: bool, count: int) -> float | None:
+        found = [(abs(size - count.bit_length()), size) for kind, size in self._means if kind == merged]
+        return self._means[merged, min(found)[1]] if found else None
+
+
+class Merging:
+    """The decision of one replica. Adapters that activate later, or that lose too much, are refused."""
+
+    def __init__(self, max_seqs: int, starve_s: float, times: Times):
+        self.alpha, self.beta = 1.0, 0.5
+        self.live: Counter[AdapterNode] = Counter()  # sequences that wait or run, the base's too
+        self.refused: set[AdapterNode] = set()
+        self.times = times
+        self._max_seqs = max_seqs
+        self._starve_s = starve_s
+        self._credits: dict[AdapterNode, float] = {}
+        self._steps = 0
+        self._at: float | None = None  # when it last chose
+        self._top: AdapterNode | None = None
+
+    def joined(self, adapter: AdapterNode) -> None:
+        self.live[adapter] += 1
+
+    def left(self, adapter: AdapterNode) -> None:
+        self.live[adapter] -= 1
+        if not self.live[adapter]:
+            del self.live[adapter]
+
+    def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
+        """The adapter to have merged from now on; called before every step.
+
+        Args:
+            merged: the one that is, wholly or in part; only its requests run.
+            switch_s: seconds that a switch takes, one way.
+        """
+        self._move_credits(now, merged)
+        top = merged or self._most_asked()
+        if top is None or top.dying or top in self.refused or not self.live:
+            self._top = None
+            return None
+        self._steps += 1
+        if self._steps >= PERIOD or top is not self._top:
+            if top is self._top:
+                self._tune(top, merged is not None, switch_s)
+            self._steps, self._top = 0, top
+        ratio = self.live[top] / self._batch
+        if merged is not None:
+            return None if self.starving(merged, switch_s) or ratio < self.beta else merged
+        return top if ratio > self.alpha and self._eligible(top) and self._pays(top, switch_s) else None
+
+    def starving(self, merged: AdapterNode, switch_s: float) -> bool:
+        """Whether someone has waited for the merged adapter so long that it must go now."""
+        others = [self._credits.get(node, 0.0) for node in self.live if node is not merged]
+        return max(others, default=0.0) + switch_s >= self._starve_s
+
+    # -- inside -----------------------------------------------------------------------------
+
+    @property
+    def _batch(self) -> int:
+        """Sequences of the batch in order of arrival."""
+        return max(1, min(self._max_seqs, self.live.total()))
+
+    def _most_asked(self) -> AdapterNode | None:
+        legal = [(count, -node.uid, node) for node, count in self.live.items() if node.size and self._legal(node)]
+        return max(legal, key=lambda entry: entry[:2])[2] if legal else None
+
+    def _legal(self, node: AdapterNode) -> bool:
+        return not node.dying and node not in self.refused
+
+    def _eligible(self, top: AdapterNode) -> bool:
+        """Whether it has the credit to be served before others."""
+        if len(self.live) == 1:
+            return True
+        return not any(self._credits.get(node, 0.0) for node in (top, *self.live))
+
+    def _pays(self, top: AdapterNode, switch_s: float) -> bool:
+        rates = self._rates(top, switch_s)
+        return rates is not None and rates[0] > MARGIN * rates[1]
+
+    def _rates(self, top: AdapterNode, switch_s: float) -> tuple[float, float] | None:
+        """Sequences served per second: merged with both switches inside, and unmerged."""
+        count = min(self.live[top], self._max_seqs)
+        merged_s = self.times.step_s(True, count)
+        unmerged_s = self.times.step_s(False, self._batch)
+        if not count or not merged_s or not unmerged_s:
+            return None
+        steps = float(HORIZON)
+        if len(self.live) > 1:  # others wait, so it ends soon
+            steps = min(steps, max(1.0, (self._starve_s - 2 * switch_s) / merged_s))
+        return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s
+
+    def _tune(self, top: AdapterNode, merged: bool, switch_s: float) -> None:
+        """Algorithm 2, at a break point."""
+        rates = self._rates(top, switch_s)
+        if rates is None:
+            return
+        better = rates[0] > rates[1]
+        old = self.beta if merged else self.alpha
+        new = min(MOST, max(LEAST, old - DECREMENT if better else old * FACTOR))
+        if merged:
+            self.beta = min(new, self.alpha)
+        else:
+            self.alpha, self.beta = new, min(self.beta, new)
+
+    def _move_credits(self, now: float, merged: AdapterNode | None) -> None:
+        passed = 0.0 if self._at is None else now - self._at
+        self._at = now
+        others = [node for node in self.live if node is not merged]
+        if merged is not None and others:
+            self._credits[merged] = self._credits.get(merged, 0.0) - passed
+            for node in others:
+                self._credits[node] = self._credits.get(node, 0.0) + passed
+        elif merged is None:
+            for node, credit in list(self._credits.items()):
+                left = max(0.0, abs(credit) - passed)
+                if left and not node.dying:
+                    self._credits[node] = left if credit > 0 else -left
+                else:
+                    del self._credits[node]
+
+
+class Fixed(Merging):
+    """`engine.merge = NAME`: that adapter is merged, except while others must run."""
+
+    def __init__(self, max_seqs: int, starve_s: float):
+        super().__init__(max_seqs, starve_s, Times(0.0))
+        self.adapter: AdapterNode | None = None  # the version that the name stands for
+
+    def choose(self, now: float, merged: AdapterNode | None, switch_s: float) -> AdapterNode | None:
+        """See `Merging.choose`."""
+        self._move_credits(now, merged)
+        node = self.adapter
+        if node is None or not self._legal(node) or (merged is not None and merged is not node):
+            return None
+        others = self.live.keys() - {node}
+        if not others:
+            return node
+        if not self.live[node] or (merged is node and self.starving(node, switch_s)):
+            return None
+        return node if merged is node or self._eligible(node) else None

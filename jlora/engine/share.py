@@ -1,0 +1,62 @@
+"""What adapters cost a step here, measured on launches of padding: the most that merging can gain."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+import time
+from dataclasses import replace
+
+import jax
+import numpy as np
+
+from jlora.engine.batch import BatchBuilder, Launch
+from jlora.engine.runner import Runner
+from jlora.layout import PoolLayout
+from jlora.model.spec import PROJECTIONS
+
+log = logging.getLogger(__name__)
+
+RANK, MODULES = 16, ("q", "k", "v", "o")  # of the adapter that is measured
+CONTEXT = 128  # tokens of each row's context
+ROUNDS = 7
+
+
+def adapter_share(runner: Runner, builder: BatchBuilder, layout: PoolLayout, ranks: int = RANK) -> float:
+    """The share of a decode step of the largest size that one adapter of all its rows costs, at least 0.
+
+    Only before the engine serves: it reads blocks of the pool that are not an adapter's.
+    """
+    adapted, bare = with_adapter(builder, layout, ranks), without(builder, layout)
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for _ in range(ROUNDS + 1):  # in turns; the first is warm-up
+        for launch, kind in ((adapted, True), (bare, False)):
+            began = time.perf_counter()
+            jax.block_until_ready(runner.forward(launch))
+            seconds[kind].append(time.perf_counter() - began)
+    one, other = (statistics.median(seconds[kind][1:]) for kind in (True, False))
+    share = max(0.0, 1 - other / one)
+    log.info("one adapter costs %.1f %% of a step: the most that merging can gain", 100 * share)
+    return share
+
+
+def without(builder: BatchBuilder, layout: PoolLayout) -> Launch:
+    """The largest decode launch, of rows that read a context and write nothing."""
+    rows = builder.compiled.decode[-1]
+    bare = bool(builder.compiled.bare) and builder.compiled.bare[-1] == rows
+    launch = builder.blank(rows, 1, bare)
+    context = min(CONTEXT, builder.max_len - 1)
+    table = np.zeros_like(launch.batch.table)
+    starts = np.full(rows, context, np.int32)
+    return replace(launch, batch=launch.batch._replace(starts=starts, lengths=starts + 1, table=table))
+
+
+def with_adapter(builder: BatchBuilder, layout: PoolLayout, ranks: int) -> Launch:
+    """The same with one adapter on every row."""
+    launch = without(builder, layout)
+    counts = [-(-ranks // layout.units[name].per_block) if name in MODULES else 0 for name in PROJECTIONS]
+    ends = np.cumsum([0, *counts], dtype=np.int32)
+    blocks, owners = np.zeros((2, layout.blocks), np.int32)
+    blocks[: ends[-1]] = np.arange(1, ends[-1] + 1) % layout.blocks
+    adapters = np.zeros_like(launch.batch.adapters)
+    return replace(launch, batch=launch.batch._replace(blocks=blocks, owners=owners, offsets=ends, adapters=adapters))

@@ -1,0 +1,163 @@
+"""Switches the weights between steps, a few pieces at a time. No jax.
+
+While the first pieces of an adapter are merged, its requests run at any point of the switch: its blocks
+act in the other pieces only. Nobody else runs until everything is taken out and proved.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache.tree import AdapterNode
+from jlora.engine.merging import Fixed, Merging
+from jlora.engine.plan import Merged, Sequence
+from jlora.engine.ports import Loss, Merger, Swapper
+from jlora.engine.turns import Turns
+from jlora.types import MergeState
+
+log = logging.getLogger(__name__)
+
+MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
+IDLE_S = 0.01  # of switching between two looks at the queue while nothing runs
+
+
+class Switching(Turns):
+    """Carries out what the policy decides, and tells the scheduler who may run."""
+
+    def __init__(self, policy: Merging, merger: Merger, registry: AdapterRegistry, swapper: Swapper, name: str = ""):
+        self.policy = policy
+        self.switches = 0
+        self.moved = False  # the last `advance` has changed the weights
+        self._name = name  # of the adapter that the configuration asks for
+        self._merger = merger
+        self._registry = registry
+        self._swapper = swapper
+        self._node: AdapterNode | None = None  # whose factors the merger has
+        self._merged_name = ""  # its name
+        self._losses: dict[AdapterNode, Loss] = {}
+        self._target: AdapterNode | None = None
+
+    # -- what the scheduler asks ------------------------------------------------------------
+
+    @property
+    def merged(self) -> Merged:
+        done = self._merger.done
+        return Merged(self._node.uid if self._node and done else -1, done, self._merger.pieces)
+
+    def may_run(self, sequence: Sequence) -> bool:
+        """While anything is merged, its adapter's requests."""
+        return not self._merger.done or sequence.adapter is self._node
+
+    def joined(self, sequence: Sequence) -> None:
+        self.policy.joined(sequence.adapter)
+
+    def left(self, sequence: Sequence) -> None:
+        self.policy.left(sequence.adapter)
+
+    # -- what the engine asks ---------------------------------------------------------------
+
+    @property
+    def busy(self) -> bool:
+        """Whether it has anything to do although no request is live."""
+        done, node = self._merger.done, self._target
+        return bool(done and node is not self._node) or (node is not None and done < self._merger.pieces)
+
+    def holds(self, uid: int) -> bool:
+        """Whether anything of this version is merged."""
+        return bool(self._merger.done) and self._node is not None and self._node.uid == uid
+
+    def decide(self, now: float) -> None:
+        """Lets the policy choose. Called before every step, and while nothing runs."""
+        switch_s = self._merger.pieces * self._merger.piece_s
+        if isinstance(self.policy, Fixed):
+            found = self._registry.get(self._name) if self._name in self._registry else None
+            self.policy.adapter = None if found is None else found.node
+        merged = self._node if self._merger.done else None
+        self._target = self.policy.choose(now, merged, switch_s)
+
+    def advance(self, usual_s: float) -> bool:
+        """Goes on with the switch under way for about the time of a usual step.
+
+        Returns:
+            False if taking an adapter out left other weights than the base's: they have been loaded anew.
+        """
+        self.moved = False
+        merger, node = self._merger, self._target
+        count = max(1, int(max(usual_s, IDLE_S) / max(merger.piece_s, 1e-6)))
+        if merger.done and node is not self._node:
+            return self._take_out(count)
+        if node is None or merger.done == merger.pieces or not self._measured(node):
+            return True
+        self.switches += not merger.done
+        for _ in range(min(count, merger.pieces - merger.done)):
+            merger.forward()
+        self.moved = True
+        return True
+
+    def state(self) -> MergeState:
+        """What is merged now."""
+        uid, done, pieces = self.merged
+        reloads = self._merger.reloads
+        if not done:
+            return MergeState(switches=self.switches, reloads=reloads)
+        return MergeState(self._merged_name, uid, done / pieces, self.switches, reloads, self._merger.host_bytes)
+
+    def check(self) -> None:
+        """Raises AssertionError if the weights are not what `merged` says. Reads all of them."""
+        merger = self._merger
+        assert 0 <= merger.done <= merger.pieces, f"{merger.done} of {merger.pieces} pieces are merged"
+        assert not merger.done or self._node is not None, "weights are merged with an adapter that nobody knows"
+        assert all(count > 0 for count in self.policy.live.values()), "an adapter has fewer than no live sequences"
+        merger.audit()
+
+    def loss(self, node: AdapterNode) -> tuple[float, str]:
+        """The error of merging it over the error of not merging it (0: not measured), and why it is not merged."""
+        loss = self._losses.get(node)
+        if loss is None:
+            return 0.0, "it is an activated LoRA" if node in self.policy.refused else ""
+        return loss.error, _refusal(loss)
+
+    # -- inside -----------------------------------------------------------------------------
+
+    def _take_out(self, count: int) -> bool:
+        for _ in range(min(count, self._merger.done)):
+            self._merger.back()
+        self.moved = True
+        if self._merger.done:
+            return True
+        log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
+        self._losses = {node: loss for node, loss in self._losses.items() if not node.dying}
+        self.policy.refused = {node for node in self.policy.refused if not node.dying}
+        return self._merger.whole()
+
+    def _measured(self, node: AdapterNode) -> bool:
+        """Whether the adapter's factors are there and its loss is known and small; goes on with finding out."""
+        if node is not self._node:
+            record = self._registry.live(node.uid)
+            if record is None or not node.on_host or node.coming:
+                return False
+            if record.alora_invocation_tokens:
+                self.policy.refused.add(node)
+                return False
+            self._merger.begin(record.projections, self._swapper.read(node.host))
+            self._node, self._merged_name = node, record.name
+        if node not in self._losses:
+            loss = self._merger.measure()
+            if loss is None:
+                return False
+            self._losses[node] = loss
+            refusal = _refusal(loss)
+            log.info("adapter uid=%d: merging has %.3g times the error; %s", node.uid, loss.error, refusal or "allowed")
+            if refusal:
+                self.policy.refused.add(node)
+                self._target = None
+        return node not in self.policy.refused
+
+
+def _refusal(loss: Loss) -> str:
+    if loss.error > MOST_ERROR:
+        return f"its error would be {loss.error:.3g} times the unmerged one, at most {MOST_ERROR:g} is merged"
+    if loss.lost > 1:
+        return "rounding loses too many of the weights' entries to put them back"
+    return ""

@@ -1,0 +1,252 @@
+"""The jitted programs that merge an adapter into the base's weights, and take it out again bit by bit.
+
+The delta of a projection is d = Aᵀ B in float32. A merge writes W' = round(W + d), in place, and an
+unmerge Ŵ = round(W' - d). Rounding loses some entries, Ŵ != W. So a merge also computes Ŵ, and returns
+the lost entries: where they are, and their bits. An unmerge puts them back. A digest of the bits of W,
+taken before, proves it.
+
+Every program works on one projection of one layer, so that it needs little memory beside the weights,
+and a switch can stop between any two of them. Every array is one shard's under tensor parallelism.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.stages import Wrapped
+
+from jlora.model import sharding
+from jlora.model.llama import Joints, Params, Run, Shard, dense_attend, embed, over_layers, rms_norm
+from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
+
+RANKS = 32  # ranks that one call of `accumulate` adds; A and B are padded to whole calls
+MOST_LOST = 4  # at most one entry in so many may be lost; with more, an adapter is not merged
+PIECE = 4096  # lost entries that one call of `patch` puts back
+SHARDS = PartitionSpec("tp")
+_BITS = {"float32": jnp.uint32, "bfloat16": jnp.uint16}
+_FORMAT = {"float32": (8, 23), "bfloat16": (8, 7)}  # bits of exponent and mantissa
+
+
+class MergePrograms(NamedTuple):
+    """The programs of one projection; `w` is its weight, or all layers' stacked weights, and `layer` an index.
+
+    zeros() -> d                        a delta of zeros [in, out]
+    accumulate(d, a [R, in], b [R, out]) -> d
+    merge(w, layer, d) -> w, at, bits, count      entries that an unmerge would lose; `at` ascends
+    unmerge(w, layer, d) -> w
+    patch(w, layer, at, bits) -> w
+    digest(w, layer) -> uint32
+    """
+
+    zeros: Wrapped
+    accumulate: Wrapped
+    merge: Wrapped
+    unmerge: Wrapped
+    patch: Wrapped
+    digest: Wrapped
+
+
+class ProbePrograms(NamedTuple):
+    """The programs that measure what merging loses (see `_probe`).
+
+    begin(embed, tokens [T]) -> three times x [T, D]
+    layer(layers, index, deltas by projection, xs) -> xs, most entries lost of any projection over what may be
+    errors(norm, xs) -> squared errors of the unmerged and the merged path
+    """
+
+    begin: Wrapped
+    layer: Wrapped
+    errors: Wrapped
+
+
+def weight_spec(name: str) -> PartitionSpec:
+    """How a projection's weight [in, out] is split."""
+    return PartitionSpec("tp", None) if name in ROW_PARALLEL else PartitionSpec(None, "tp")
+
+
+def factor_specs(name: str) -> tuple[PartitionSpec, PartitionSpec]:
+    """How A [R, in] and B [R, out] of a projection are split: one of them is whole on every shard."""
+    split = PartitionSpec(None, "tp")
+    return (split, PartitionSpec()) if name in ROW_PARALLEL else (PartitionSpec(), split)
+
+
+def build(spec: ModelSpec, mesh: Mesh, stacked: bool) -> dict[str, MergePrograms]:
+    """The programs of every projection. `stacked`: the layers are one stacked tree."""
+    found: dict[tuple, MergePrograms] = {}  # projections of equal shapes share them
+    kinds = {name: (spec.projection_shapes[name], name in ROW_PARALLEL) for name in PROJECTIONS}
+    for name, kind in kinds.items():
+        if kind not in found:
+            found[kind] = _of_projection(spec, mesh, stacked, name)
+    return {name: found[kind] for name, kind in kinds.items()}
+
+
+def _of_projection(spec: ModelSpec, mesh: Mesh, stacked: bool, name: str) -> MergePrograms:
+    on_mesh = partial(_on_mesh, mesh)
+    two = weight_spec(name)
+    w = PartitionSpec(None, *two) if stacked else two
+    one, rep, tp = SHARDS, sharding.REPLICATED, mesh.shape["tp"]
+    rows, columns = spec.projection_shapes[name]
+    rows, columns = (rows // tp, columns) if name in ROW_PARALLEL else (rows, columns // tp)
+    place = _Place(stacked, spec.dtype, rows * columns // MOST_LOST)
+    return MergePrograms(
+        on_mesh(lambda: jnp.zeros((rows, columns), jnp.float32), (), two),
+        on_mesh(_accumulate, (two, *factor_specs(name)), two, donate=0),
+        on_mesh(partial(_merge, place), (w, rep, two), (w, one, one, one), donate=0),
+        on_mesh(partial(_unmerge, place), (w, rep, two), w, donate=0),
+        on_mesh(partial(_patch, place), (w, rep, one, one), w, donate=0),
+        on_mesh(partial(_digest, place), (w, rep), rep),
+    )
+
+
+def build_probe(spec: ModelSpec, mesh: Mesh, stacked: bool) -> ProbePrograms:
+    """The programs that measure an adapter's loss."""
+    on_mesh = partial(_on_mesh, mesh)
+    specs = sharding.param_specs(spec)
+    layers = sharding.stacked_specs(specs)["layers"] if stacked else specs["layers"][0]
+    deltas = {name: weight_spec(name) for name in PROJECTIONS}
+    rep, shard = sharding.REPLICATED, Shard("tp", mesh.shape["tp"])
+    three = (rep, rep, rep)
+    return ProbePrograms(
+        on_mesh(lambda table, tokens: _begin(table, tokens, shard), (specs["embed"], rep), three),
+        on_mesh(partial(_probe, _Probed(spec, shard, stacked)), (layers, rep, deltas, three), (three, rep)),
+        on_mesh(partial(_errors, spec), (rep, three), (rep, rep)),
+    )
+
+
+def _on_mesh(mesh: Mesh, f: Callable, inputs: tuple, outputs: Any, donate: int | None = None) -> Wrapped:
+    mapped = jax.shard_map(f, mesh=mesh, in_specs=inputs, out_specs=outputs, check_vma=False)
+    shardings = jax.tree.map(lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec))
+    return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
+
+
+class _Place(NamedTuple):
+    """Where a weight lies, its dtype, and how many of its entries a merge may lose."""
+
+    stacked: bool
+    dtype: str
+    most: int
+
+    def take(self, w: jax.Array, layer: jax.Array) -> jax.Array:
+        return lax.dynamic_index_in_dim(w, layer, keepdims=False) if self.stacked else w
+
+    def put(self, w: jax.Array, layer: jax.Array, new: jax.Array) -> jax.Array:
+        return lax.dynamic_update_index_in_dim(w, new, layer, 0) if self.stacked else new
+
+
+def _accumulate(delta: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
+    product = lax.dot_general(a, b, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    return delta + product
+
+
+def rounded(x: jax.Array, dtype: str) -> jax.Array:
+    """A float32 x as the nearest numbers of a dtype. XLA may drop a pair of conversions, and keeps this."""
+    return lax.reduce_precision(x, *_FORMAT[dtype])
+
+
+def bits(x: jax.Array) -> jax.Array:
+    """The bits of floating-point numbers."""
+    return lax.bitcast_convert_type(x, _BITS[str(x.dtype)])
+
+
+def _lost(w: jax.Array, delta: jax.Array, dtype: str) -> tuple[jax.Array, jax.Array]:
+    """W', and which entries an unmerge would not restore; both [in, out]."""
+    merged = rounded(w.astype(jnp.float32) + delta, dtype)
+    # Behind a barrier, or XLA might cancel the two sums.
+    back = rounded(lax.optimization_barrier(merged) - delta, dtype)
+    return merged.astype(dtype), bits(back.astype(dtype)) != bits(w)
+
+
+def _merge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array):
+    old = place.take(w, layer)
+    new, lost = _lost(old, delta, place.dtype)
+    flat, size = lost.reshape(-1), old.size
+    turn = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, place.most)
+    at = jnp.full(place.most, size, jnp.int32).at[turn].set(jnp.arange(size, dtype=jnp.int32), mode="drop")
+    kept = bits(old).reshape(-1)[jnp.minimum(at, size - 1)]
+    return place.put(w, layer, new), at, kept, flat.sum(dtype=jnp.int32)[None]
+
+
+def _unmerge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> jax.Array:
+    old = place.take(w, layer).astype(jnp.float32)
+    return place.put(w, layer, rounded(old - delta, place.dtype).astype(place.dtype))
+
+
+def _patch(place: _Place, w: jax.Array, layer: jax.Array, at: jax.Array, kept: jax.Array) -> jax.Array:
+    values = lax.bitcast_convert_type(kept, w.dtype)
+    if not place.stacked:
+        return w.reshape(-1).at[at].set(values, mode="drop").reshape(w.shape)
+    # Not through `take` and `put`: that would copy the layer.
+    rows, columns = at // w.shape[2], at % w.shape[2]
+    return w.at[layer, rows, columns].set(values, mode="drop")
+
+
+def _digest(place: _Place, w: jax.Array, layer: jax.Array) -> jax.Array:
+    """The sum of every entry's bits mixed with its position: the same in any order of summation."""
+    found = bits(place.take(w, layer)).astype(jnp.uint32).reshape(-1)
+    at = lax.iota(jnp.uint32, found.size)
+    mixed = found ^ (at * jnp.uint32(0x9E3779B9))
+    mixed = (mixed ^ (mixed >> 16)) * jnp.uint32(0x85EBCA6B)
+    mixed = (mixed ^ (mixed >> 13)) * jnp.uint32(0xC2B2AE35)
+    own = (mixed ^ (mixed >> 16)).sum(dtype=jnp.uint32)
+    return lax.psum(own * (2 * lax.axis_index("tp").astype(jnp.uint32) + 1), "tp")
+
+
+# -- what merging loses ---------------------------------------------------------------------------
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Unmerged:
+    """A weight with an adapter beside it: x @ this is the unmerged path's product."""
+
+    w: jax.Array
+    delta: jax.Array
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w + (x @ self.delta.astype(x.dtype))
+
+
+def _begin(table: jax.Array, tokens: jax.Array, shard: Shard):
+    x = embed({"embed": table}, tokens, shard)
+    return x.astype(jnp.float32), x, x
+
+
+class _Probed(NamedTuple):
+    spec: ModelSpec
+    shard: Shard
+    stacked: bool
+
+
+def _probe(model: _Probed, layers: Params, index: jax.Array, deltas: Mapping, xs: tuple):
+    """One layer three times over one short prompt: exact (float32), unmerged, merged.
+
+    The weights stay as they are. Also returns the largest share of a projection's entries that an
+    unmerge would have to correct, over the share that may be.
+    """
+    spec, shard, stacked = model
+    w = {name: lax.dynamic_index_in_dim(v, index, keepdims=False) if stacked else v for name, v in layers.items()}
+    positions = jnp.arange(xs[0].shape[0], dtype=jnp.int32)
+    joints = Joints(dense_attend(1), shard=shard)
+    merged, worst = {}, jnp.float32(0)
+    for name, delta in deltas.items():
+        merged[name], lost = _lost(w[name], delta, spec.dtype)
+        worst = jnp.maximum(worst, lost.sum() * jnp.float32(MOST_LOST) / lost.size)
+    exact = {name: v.astype(jnp.float32) for name, v in w.items()}
+    exact = {name: exact[name] + deltas[name] if name in deltas else v for name, v in exact.items()}
+    beside = {name: _Unmerged(w[name], delta) for name, delta in deltas.items()}
+    out = []
+    for x, weights in zip(xs, (exact, {**w, **beside}, {**w, **merged}), strict=True):
+        out.append(over_layers(spec, Run([weights], index, 1), positions, (None, x), joints)[1])
+    return tuple(out), lax.pmax(worst, "tp")
+
+
+def _errors(spec: ModelSpec, norm: jax.Array, xs: tuple):
+    exact, *rounded_ = (rms_norm(x, norm.astype(x.dtype), spec.norm_eps).astype(jnp.float32) for x in xs)
+    return tuple(jnp.sum((x - exact) ** 2) for x in rounded_)
