@@ -58,9 +58,10 @@ class HeldLink:
 
 @contextmanager
 def cold(service: Running) -> Iterator[HeldLink]:
-    """Nothing is on the device, and nothing comes until it is released."""
+    """No adapter is on the device, no KV is anywhere, and nothing comes until it is released."""
     while service.cache_state().in_flight:
         pass
+    service.flush_cache()
     slow_down = service.parts.swapper._lanes["in"].slow_down
     with service.paused():
         evict_all(service.manager)
