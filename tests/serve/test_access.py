@@ -9,6 +9,7 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from starlette.routing import Route
 
 from jlora import cli
 from jlora.config import ServeConfig
@@ -19,6 +20,7 @@ from jlora.serve.access.caller import Caller, Need
 from jlora.serve.access.keys import Limits
 from jlora.serve.access.tenants import Tenants
 from jlora.serve.backend import Backend
+from jlora.serve.http.server import application
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import NEEDS
 from tests.serve._server import Served, refused, request, serve, serving, wait_until
@@ -92,6 +94,27 @@ def test_a_call_without_a_known_key_is_refused_before_its_message_is_read(guarde
         assert answer.json()["error"]["code"] == "invalid_api_key"
         for path in ("/v1/models", "/version", "/metrics"):
             assert http.get(path).status_code == 401
+
+
+def test_no_call_of_either_front_is_forgotten(guarded: Guarded):
+    for service in pb.DESCRIPTOR.services_by_name.values():
+        for method in service.methods:
+            with refused(CODE.UNAUTHENTICATED):
+                guarded.served.channel.unary_unary(f"/{service.full_name}/{method.name}")(b"", timeout=20)
+    open_to_all = set()
+    with guarded.http(None) as http:
+        for route in application(guarded.served.backend, ServeConfig()).routes:
+            assert isinstance(route, Route) and route.methods
+            status = http.request(min(route.methods - {"HEAD"}), route.path).status_code
+            if status != 401:
+                open_to_all.add(route.path)
+    assert open_to_all == {"/health", "/ready"}
+
+
+def test_metadata_is_bounded(guarded: Guarded):
+    large = (*guarded.meta("acme"), ("x-large", "y" * 20_000))
+    with refused(CODE.RESOURCE_EXHAUSTED):
+        guarded.served.inference.Generate(request(), metadata=large, timeout=20)
 
 
 def test_health_needs_no_key(guarded: Guarded):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10  # of a request's line and headers
+HEAD_S = 30.0  # for a head to arrive
+CONNECTIONS = 4096
 
 
 class Connection(HttpToolsProtocol):
-    """One connection: its heads are bounded, it has one request at a time, and its handler can cut it off.
+    """One connection of a bounded number: its heads are bounded in size and time, it has one request at a time,
+    and its handler can cut it off.
 
     A client that sends a request before it has the answer to the one before (pipelining) is cut off: uvicorn would
     not notice that it has gone while the first one runs.
@@ -16,6 +21,24 @@ class Connection(HttpToolsProtocol):
 
     _unfinished = 0  # bytes of a head so far
     _borders = 0  # ends of heads and of messages so far; an even number: a head is on its way
+
+    _late: asyncio.TimerHandle | None = None  # cuts the connection if the head does not arrive
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > CONNECTIONS:
+            transport.abort()
+        else:
+            self._late = self.loop.call_later(HEAD_S, transport.abort)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._arrived()
+        super().connection_lost(exc)
+
+    def _arrived(self) -> None:
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
 
     def data_received(self, data: bytes) -> None:
         before = self._borders
@@ -27,9 +50,12 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self.transport.abort)
         self.scope["state"]["cut"] = self.transport.abort  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_headers_complete(self) -> None:
+        self._arrived()
         self._borders += 1
         if self.cycle is not None and not self.cycle.response_complete:
             self.transport.abort()

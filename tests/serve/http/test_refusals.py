@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,7 @@ import openai
 import pytest
 
 from jlora.serve.backend import Backend
+from jlora.serve.http import protocol
 from jlora.serve.http.schema import ChatBody, CompletionBody
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, request, serving, wait_until
 
@@ -240,3 +242,37 @@ def test_a_model_without_a_tokenizer_serves_token_ids(served: Served):
             refused(http.post("/v1/completions", json=COMPLETION), 400, "needs a tokenizer", param="prompt")
             refused(http.post("/v1/chat/completions", json=CHAT), 400, "needs a tokenizer", param="messages")
             refused(http.post("/v1/completions", json={**body, "stop": "x"}), 400, "stop: strings need a tokenizer")
+
+
+def test_a_head_that_does_not_arrive_is_cut(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(protocol, "HEAD_S", 0.2)
+    url = urlsplit(served.http)
+    whole = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    for sent in (b"", whole[:20], whole + whole[:20]):  # also the second one of a connection
+        with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+            raw.sendall(sent)
+            answer = b""
+            with contextlib.suppress(ConnectionResetError):
+                while piece := raw.recv(1000):
+                    answer += piece
+            assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+    assert httpx.get(f"{served.http}/health", timeout=20).status_code == 200
+
+
+def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(protocol, "CONNECTIONS", 3)
+    url = urlsplit(served.http)
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(socket.create_connection((url.hostname, url.port), timeout=20))
+        with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+            with contextlib.suppress(ConnectionResetError):
+                raw.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert raw.recv(1000) == b""
+
+    def serves() -> bool:
+        with contextlib.suppress(httpx.HTTPError):
+            return httpx.get(f"{served.http}/health", timeout=20).status_code == 200
+        return False
+
+    wait_until(serves)
