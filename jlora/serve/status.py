@@ -24,6 +24,8 @@ from jlora import errors
 from jlora.serve.access.caller import Caller, Need
 from jlora.serve.backend import Backend
 from jlora.serve.observed import trace_of
+from jlora.serve.proto.jlora_pb2 import DESCRIPTOR
+from jlora.serve.wire import check_fields
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +133,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._check_room(counts)
         except errors.JloraError as e:
             return _refusal(e, method)
-        parse, write = _tolerant(handler.request_deserializer), handler.response_serializer
+        parse, write = _tolerant(handler.request_deserializer, method), handler.response_serializer
         enter = partial(self._backend.call, caller, counts=counts)
         call = _Call(method, caller, enter, self._stall_s)
         # As handlers of streams both are called before there is a message, so that its arrival has a limit.
@@ -158,23 +160,29 @@ def _refusal(error: errors.JloraError, method: str) -> grpc.RpcMethodHandler:
 class _Received(NamedTuple):
     """A client's message, and how many bytes it came in."""
 
-    message: Any  # None: they are no message
+    message: Any  # or why it is none
     size: int
 
     def parsed(self) -> Any:
-        if self.message is None:
-            raise errors.InvalidArgument("request: is not a valid protobuf message of its type (strings are UTF-8)")
+        if isinstance(self.message, errors.InvalidArgument):
+            raise self.message
         return self.message
 
 
-def _tolerant(parse: Callable[[bytes], Any]) -> Callable[[bytes], _Received]:
+def _tolerant(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], _Received]:
     """A parser that raises nothing: gRPC would answer INTERNAL, the handler answers INVALID_ARGUMENT."""
+    service, _, name = method.removeprefix(PACKAGE).partition("/")
+    kind = DESCRIPTOR.services_by_name[service].methods_by_name[name].input_type
 
     def read(data: bytes) -> _Received:
         try:
+            check_fields(data, kind)
             return _Received(parse(data), len(data))
+        except errors.InvalidArgument as e:
+            return _Received(e, len(data))
         except DecodeError:
-            return _Received(None, len(data))
+            said = "request: is not a valid protobuf message of its type (strings are UTF-8)"
+            return _Received(errors.InvalidArgument(said), len(data))
 
     return read
 
