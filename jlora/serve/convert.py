@@ -16,7 +16,9 @@ from jlora.serve.texts import Chat, Prompt
 from jlora.types import AdapterInfo, Delta, SamplingParams, Timing, TokenLogprob, Usage
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
-_ADAPTER = frozenset(field.name for field in dataclasses.fields(AdapterInfo))
+_ADAPTER = frozenset(field.name for field in dataclasses.fields(AdapterInfo)) & set(
+    pb.AdapterInfo.DESCRIPTOR.fields_by_name  # a new fact may not be in the message yet
+)
 _SUMMARY = _ADAPTER - {"ranks", "alora_invocation_tokens"}
 
 PER_TURN = 64  # tokens whose log-probabilities become messages in one turn of the loop
