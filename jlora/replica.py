@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from jlora.config import Config
-from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, ProfileResult, Request, TokenEvent
+from jlora.types import AdapterInfo, CacheState, EngineStats, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
 from jlora.validation import Limits
 
 Sink = Callable[[list[TokenEvent]], None]
@@ -124,6 +124,10 @@ class Replica(Protocol):
 
     def state(self) -> Future[ReplicaState]:
         """A snapshot; while a step is under way, the one from before that step, at once."""
+        ...
+
+    def owners(self) -> Future[Owners]:
+        """Who has each block of the device."""
         ...
 
     def flush_cache(self) -> Future[int]:

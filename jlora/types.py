@@ -327,6 +327,24 @@ class ProfileResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Owners:
+    """A picture of the device's blocks.
+
+    Attributes:
+        cells: what most of a cell's blocks hold: 0 free or not looked at, 2 * uid + 1 an adapter's weights,
+            2 * uid + 2 KV below the adapter (the base has uid 0).
+        per_cell: blocks of a cell.
+        kv: device blocks of KV by the uid of their adapter.
+        whole: whether the look reached every node; the tree may be too large.
+    """
+
+    cells: tuple[int, ...]
+    per_cell: int
+    kv: Mapping[int, int]
+    whole: bool
+
+
+@dataclass(frozen=True, slots=True)
 class PrefetchResult:
     """What a prefetch hint found: residency, cached prompt tokens, bytes now on their way."""
 

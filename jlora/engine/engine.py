@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jlora.cache import inspect
+from jlora.cache.owners import owners
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters
@@ -16,7 +17,7 @@ from jlora.engine.plan import ROW, StepPlan
 from jlora.engine.ports import Parts, Pending
 from jlora.engine.switching import Switching
 from jlora.errors import InvalidArgument, ResourceExhausted
-from jlora.types import CacheState, EngineStats, MergeState, PrefetchResult, Request, TokenEvent
+from jlora.types import CacheState, EngineStats, MergeState, Owners, PrefetchResult, Request, TokenEvent
 
 WAIT_S = 0.002  # the longest pause of a step that has nothing to run
 
@@ -243,6 +244,10 @@ class Engine:
     def cache_state(self) -> CacheState:
         """Blocks by class and counters."""
         return inspect.state(self._manager, self._shape.block_bytes)
+
+    def owners(self) -> Owners:
+        """Who has each block of the device; takes milliseconds."""
+        return owners(self._manager)
 
     @property
     def countable(self) -> bool:

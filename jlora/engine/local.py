@@ -29,7 +29,7 @@ from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
 from jlora.ports import DiskFiles, System
 from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
-from jlora.types import AdapterInfo, Invocation, PrefetchResult, ProfileResult, Request, TokenEvent
+from jlora.types import AdapterInfo, Invocation, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
@@ -239,6 +239,9 @@ class LocalReplica(Replica):
         if self._stepping or self._ended:
             self._answer_asks()
         return future
+
+    def owners(self) -> Future[Owners]:
+        return self.between_steps(self._engine.owners)
 
     def flush_cache(self) -> Future[int]:
         return self.between_steps(self._engine.flush_cache)

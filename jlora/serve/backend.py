@@ -20,6 +20,7 @@ from jlora.serve.access.caller import Caller
 from jlora.serve.gate import Gate
 from jlora.serve.observed import Ended, Observed
 from jlora.serve.recent import Recent
+from jlora.serve.strip import Strip
 from jlora.serve.tokenizer import Tokenizer
 from jlora.serve.workers import Workers
 from jlora.validation import MAX_COMPLETIONS
@@ -49,6 +50,7 @@ class Backend:
     draining: bool = False
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
+    strip: Strip = field(default_factory=Strip)
     observed: Observed = field(default_factory=Observed)
     tracing: Tracing | None = None
     gaps: Gaps = field(default_factory=Gaps)

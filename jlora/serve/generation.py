@@ -23,6 +23,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.observed import Ended
 from jlora.serve.status import DeadlineExceeded
 from jlora.serve.stream import Answer, joined
+from jlora.serve.strip import Bar
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
 from jlora.validation import entries_of
 
@@ -73,6 +74,8 @@ class Generation:
         self._replica = backend.loaded
         self._backend = backend
         self._began = time.monotonic()
+        self._bar: Bar | None = None  # on the dashboard, once it is submitted
+        self._ended: Ended | None = None
         self._request = request
         self._trace = trace or {}  # the caller's
         self._inbox = Inbox(eager)
@@ -94,6 +97,7 @@ class Generation:
                 submitted.add_done_callback(self._abort_submitted)
                 raise
             self._leaving = refused.pop_all()
+        self._bar = self._backend.strip.begin(self._model)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -101,6 +105,8 @@ class Generation:
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
             self._backend.observed.ends["abort"] += self._answer.running
+        if self._bar is not None:
+            self._backend.strip.leave(self._bar, self._ended)
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
@@ -113,10 +119,16 @@ class Generation:
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
             self._backend.observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
+            if deltas and self._bar is not None and not self._bar.first:
+                self._bar.first = time.time()
             if self._answer.ended:
                 self._finish()
             if deltas:
                 yield deltas
+
+    @property
+    def _model(self) -> str:
+        return self._request.adapter or self._replica.info.model
 
     async def whole(self) -> list[Delta]:
         """One delta per completion; errors as in `deltas`."""
@@ -132,9 +144,9 @@ class Generation:
             raise DeadlineExceeded("the deadline passed before the request ended")
         self.totals = usage, timing = self._answer.totals()
         whole_s = time.monotonic() - self._began
-        model = self._request.adapter or self._replica.info.model
         began, longest = time.time() - whole_s, self._answer.longest
-        self._backend.ended(Ended(self._request, model, usage, timing, longest, began, whole_s, self._trace))
+        self._ended = Ended(self._request, self._model, usage, timing, longest, began, whole_s, self._trace)
+        self._backend.ended(self._ended)
 
 
 @asynccontextmanager

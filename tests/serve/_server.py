@@ -149,12 +149,12 @@ def serve(model: Path, overrides: Mapping[str, Any], system: System | None = Non
 
 
 @contextmanager
-def serving(backend: Backend, config: ServeConfig = PATIENT) -> Iterator[Served]:
+def serving(backend: Backend, config: ServeConfig = PATIENT, http_port: int = 0) -> Iterator[Served]:
     """A gRPC and an HTTP server over `backend` on one loop thread of their own."""
 
     async def start() -> tuple[list[GrpcServer | HttpServer], list[int]]:
         servers = [GrpcServer(backend, config), HttpServer(backend, config)]
-        ports = [server.bind("127.0.0.1", 0) for server in servers]
+        ports = [server.bind("127.0.0.1", port) for server, port in zip(servers, (0, http_port), strict=True)]
         for server in servers:
             await server.start()
         return servers, ports

@@ -29,6 +29,7 @@ from jlora.serve.access.tls import Tls
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
 from jlora.serve.http.call import Endpoint, Handler
+from jlora.serve.http.dashboard import Dashboard, file
 from jlora.serve.http.inference import Inference
 from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
@@ -113,6 +114,10 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/health", models.health, Need.NOTHING, "GET"),
             route("/ready", models.ready, Need.NOTHING, "GET"),
             route("/version", models.version, Need.KEY, "GET"),
+            route("/", file("page.html"), Need.NOTHING, "GET"),
+            route("/dashboard/page.js", file("page.js"), Need.NOTHING, "GET"),
+            route("/dashboard/page.css", file("page.css"), Need.NOTHING, "GET"),
+            route("/dashboard/events", Dashboard(backend).events, Need.SIGHT, "GET"),
             route("/metrics", partial(metrics, backend), Need.SIGHT, "GET"),
             route("/debug/profile", models.profile, Need.ADMIN),
         ],
