@@ -89,7 +89,9 @@ class Switching(Turns):
             return self._take_out(count)
         if node is None or merger.done == merger.pieces or not self._measured(node):
             return True
-        self.switches += not merger.done
+        if not merger.done:
+            self._read(node)  # anew: what the merger has may be old
+            self.switches += 1
         for _ in range(min(count, merger.pieces - merger.done)):
             merger.forward()
         self.moved = True
@@ -133,15 +135,16 @@ class Switching(Turns):
 
     def _measured(self, node: AdapterNode) -> bool:
         """Whether the adapter's factors are there and its loss is known and small; goes on with finding out."""
+        record = self._registry.live(node.uid)
+        if self._merger.done:
+            return True
+        if record is None or not node.on_host or node.coming:
+            return False
+        if record.alora_invocation_tokens:
+            self.policy.refused.add(node)
+            return False
         if node is not self._node:
-            record = self._registry.live(node.uid)
-            if record is None or not node.on_host or node.coming:
-                return False
-            if record.alora_invocation_tokens:
-                self.policy.refused.add(node)
-                return False
-            self._merger.begin(record.projections, self._swapper.read(node.host))
-            self._node, self._merged_name = node, record.name
+            self._read(node)
         if node not in self._losses:
             loss = self._merger.measure()
             if loss is None:
@@ -153,6 +156,12 @@ class Switching(Turns):
                 self.policy.refused.add(node)
                 self._target = None
         return node not in self.policy.refused
+
+    def _read(self, node: AdapterNode) -> None:
+        """Gives the merger the adapter's factors."""
+        record = self._registry.by_uid(node.uid)
+        self._merger.begin(record.projections, self._swapper.read(node.host))
+        self._node, self._merged_name = node, record.name
 
 
 def _refusal(loss: Loss) -> str:

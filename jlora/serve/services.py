@@ -25,7 +25,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.status import Context, DeadlineExceeded
 from jlora.serve.texts import Texts
-from jlora.types import AdapterInfo, Request
+from jlora.types import AdapterInfo, EngineStats, Request
 
 # Keys whose values are paths on the server: clients do not see them.
 PRIVATE_KEYS = frozenset({
@@ -173,11 +173,13 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             recent_ttft_p99_s=recent.p99_s,
             longest_loop_gap_s=self._backend.gaps.longest(),
             longest_engine_gap_s=state.longest_gap_s,
+            merge=_merge(stats),
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
         state = await asyncio.wrap_future(self._backend.loaded.state())
-        return pb.CacheState(**dataclasses.asdict(state.cache))  # the message has the record's fields
+        # The messages have the records' fields.
+        return pb.CacheState(**dataclasses.asdict(state.cache), merge=_merge(state.stats))
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:
@@ -210,3 +212,7 @@ def _public_config(config: Config) -> Mapping[str, str]:
         for key, value in keys.items()
     }
     return {key: value for key, value in values.items() if key not in PRIVATE_KEYS}
+
+
+def _merge(stats: EngineStats) -> pb.MergeState:
+    return pb.MergeState(**dataclasses.asdict(stats.merge))

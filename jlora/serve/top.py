@@ -150,8 +150,14 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
     gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"
     compiling = f"  {info.programs_left} programs left to compile" if info.programs_left else ""
+    merged = ()
+    if info.merge.switches:
+        now_merged = f"{info.merge.adapter} {100 * info.merge.share:.0f} %" if info.merge.adapter else "nothing"
+        said = f"{now_merged}  {info.merge.switches} switches  {info.merge.reloads} weight reloads"
+        merged = (("merged", said),)
     grid = Table.grid("name", "value", padding=(0, 2))
     for row in (
+        *merged,
         ("requests", f"{info.running} running  {info.waiting} waiting{compiling}"),
         ("TTFT", ttft),
         ("gaps", f"{gaps} (longest in the last minute)"),

@@ -79,6 +79,7 @@ def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
         "hbm",
         "host",
         "in_flight",
+        "merge",
         "bytes_swapped_out",
     }
     theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.cache()

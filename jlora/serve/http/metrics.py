@@ -91,6 +91,12 @@ class Snapshot:
         for part in ("plan", "dispatch", "read", "commit"):
             parts.add_metric((part,), getattr(stats, f"{part}_s"))
         yield parts
+        merged = GaugeMetricFamily("jlora_merged", "The share of the weights with the adapter.", labels=("adapter",))
+        if stats.merge.adapter:
+            merged.add_metric((stats.merge.adapter,), stats.merge.share)
+        yield merged
+        yield _counter("jlora_merge_switches", "Merges of an adapter into the weights.", stats.merge.switches)
+        yield _counter("jlora_weight_reloads", "Loads of the weights because a merge was left.", stats.merge.reloads)
         yield _counter("jlora_steps", "Steps of the engine.", stats.steps)
         yield _counter("jlora_preemptions", "Sequences that lost their place.", stats.preemptions)
         yield _counter("jlora_compiles", "Programs that a step had to compile.", stats.compiles_after_warmup)

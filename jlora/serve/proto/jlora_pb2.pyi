@@ -223,7 +223,7 @@ class DetokenizeResponse(_message.Message):
     def __init__(self, text: _Optional[str] = ...) -> None: ...
 
 class AdapterInfo(_message.Message):
-    __slots__ = ("name", "uid", "digest", "rank", "ranks", "target_modules", "bytes", "blocks", "tier", "pinned", "running", "waiting", "hits", "last_used_s", "load_cost_s", "alora_invocation_tokens")
+    __slots__ = ("name", "uid", "digest", "rank", "ranks", "target_modules", "bytes", "blocks", "tier", "pinned", "running", "waiting", "hits", "last_used_s", "load_cost_s", "alora_invocation_tokens", "merged", "merge_error", "merge_refusal")
     class Tier(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         TIER_UNSPECIFIED: _ClassVar[AdapterInfo.Tier]
@@ -257,6 +257,9 @@ class AdapterInfo(_message.Message):
     LAST_USED_S_FIELD_NUMBER: _ClassVar[int]
     LOAD_COST_S_FIELD_NUMBER: _ClassVar[int]
     ALORA_INVOCATION_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MERGED_FIELD_NUMBER: _ClassVar[int]
+    MERGE_ERROR_FIELD_NUMBER: _ClassVar[int]
+    MERGE_REFUSAL_FIELD_NUMBER: _ClassVar[int]
     name: str
     uid: int
     digest: str
@@ -273,7 +276,10 @@ class AdapterInfo(_message.Message):
     last_used_s: float
     load_cost_s: float
     alora_invocation_tokens: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, name: _Optional[str] = ..., uid: _Optional[int] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., target_modules: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[_Union[AdapterInfo.Tier, str]] = ..., pinned: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., hits: _Optional[int] = ..., last_used_s: _Optional[float] = ..., load_cost_s: _Optional[float] = ..., alora_invocation_tokens: _Optional[_Iterable[int]] = ...) -> None: ...
+    merged: bool
+    merge_error: float
+    merge_refusal: str
+    def __init__(self, name: _Optional[str] = ..., uid: _Optional[int] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., target_modules: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[_Union[AdapterInfo.Tier, str]] = ..., pinned: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., hits: _Optional[int] = ..., last_used_s: _Optional[float] = ..., load_cost_s: _Optional[float] = ..., alora_invocation_tokens: _Optional[_Iterable[int]] = ..., merged: _Optional[bool] = ..., merge_error: _Optional[float] = ..., merge_refusal: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
     __slots__ = ("name", "path", "pinned", "replace")
@@ -338,7 +344,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left")
+    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left", "merge")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -372,6 +378,7 @@ class ServerInfo(_message.Message):
     LONGEST_LOOP_GAP_S_FIELD_NUMBER: _ClassVar[int]
     LONGEST_ENGINE_GAP_S_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     platform: str
@@ -398,7 +405,24 @@ class ServerInfo(_message.Message):
     longest_loop_gap_s: float
     longest_engine_gap_s: float
     programs_left: int
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ...) -> None: ...
+    merge: MergeState
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ...) -> None: ...
+
+class MergeState(_message.Message):
+    __slots__ = ("adapter", "uid", "share", "switches", "reloads", "host_bytes")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    UID_FIELD_NUMBER: _ClassVar[int]
+    SHARE_FIELD_NUMBER: _ClassVar[int]
+    SWITCHES_FIELD_NUMBER: _ClassVar[int]
+    RELOADS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    adapter: str
+    uid: int
+    share: float
+    switches: int
+    reloads: int
+    host_bytes: int
+    def __init__(self, adapter: _Optional[str] = ..., uid: _Optional[int] = ..., share: _Optional[float] = ..., switches: _Optional[int] = ..., reloads: _Optional[int] = ..., host_bytes: _Optional[int] = ...) -> None: ...
 
 class GetCacheStateRequest(_message.Message):
     __slots__ = ()
@@ -419,7 +443,7 @@ class TierState(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., adapters: _Optional[int] = ..., history_kv: _Optional[int] = ..., running_kv: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens")
+    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge")
     HBM_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     INVALID_KV_FIELD_NUMBER: _ClassVar[int]
@@ -437,6 +461,7 @@ class CacheState(_message.Message):
     RECOMPUTED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STREAMED_FIELD_NUMBER: _ClassVar[int]
     KV_BASE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    MERGE_FIELD_NUMBER: _ClassVar[int]
     hbm: TierState
     host: TierState
     invalid_kv: int
@@ -454,7 +479,8 @@ class CacheState(_message.Message):
     recomputed_tokens: int
     streamed: int
     kv_base_hit_tokens: int
-    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ...) -> None: ...
+    merge: MergeState
+    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

@@ -1,0 +1,103 @@
+"""When to merge: the policy alone."""
+
+from __future__ import annotations
+
+from jlora.cache.tree import AdapterNode
+from jlora.engine.merging import Fixed, Merging, Times
+
+SWITCH_S = 0.1
+
+
+class Bench:
+    """A policy under a clock of its own; what it chooses is merged at once."""
+
+    def __init__(self, share: float = 0.3, starve_s: float = 2.0, policy: Merging | None = None):
+        self.now, self.merged = 0.0, None
+        self.policy = policy or Merging(8, starve_s, Times(share))
+        self.policy.times.observe(False, 8, 0.02)
+        self.nodes = [AdapterNode(uid, 4) for uid in range(1, 5)]
+        self.waits: list[float] = []
+
+    def live(self, *counts: int) -> None:
+        for node, count in zip(self.nodes, counts, strict=False):
+            while self.policy.live[node] < count:
+                self.policy.joined(node)
+            while self.policy.live[node] > count:
+                self.policy.left(node)
+
+    def step(self, times: int = 1, seconds: float = 0.02) -> None:
+        waited = 0.0
+        for _ in range(times):
+            self.now += seconds
+            self.merged = self.policy.choose(self.now, self.merged, SWITCH_S)
+            waited = waited + seconds if self.merged and len(self.policy.live) > 1 else 0.0
+            self.waits.append(waited)
+
+
+def test_an_adapter_that_everybody_asks_for_is_merged():
+    bench = Bench()
+    bench.live(16)
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+    bench.live(0)
+    bench.step()
+    assert bench.merged is None
+
+
+def test_nothing_is_merged_where_adapters_cost_a_step_nothing():
+    bench = Bench(share=0.0)
+    bench.live(64)
+    bench.step(500)
+    assert bench.merged is None and bench.policy.alpha > 1
+
+
+def test_even_requests_are_not_merged():
+    bench = Bench()
+    bench.live(2, 2, 2, 2)
+    bench.step(500)
+    assert not any(bench.waits)
+
+
+def test_others_wait_at_most_the_limit_and_then_run_as_long():
+    bench = Bench(starve_s=1.0)
+    bench.live(60, 4)
+    bench.step(2000)
+    assert 0.5 < max(bench.waits) <= 1.0
+    merged = sum(wait > 0 for wait in bench.waits) / len(bench.waits)
+    assert 0.2 < merged < 0.6
+
+
+def test_a_dying_or_refused_adapter_is_taken_out():
+    for refuse in (True, False):
+        bench = Bench()
+        bench.live(16)
+        bench.step()
+        bench.policy.refused.add(bench.nodes[0]) if refuse else setattr(bench.nodes[0], "dying", True)
+        bench.step()
+        assert bench.merged is None
+        bench.step(100)
+        assert bench.merged is None
+
+
+def test_a_merge_that_does_not_pay_raises_the_threshold():
+    bench = Bench()
+    bench.live(16)
+    bench.policy.times.observe(True, 8, 0.03)  # slower than it was told
+    bench.step(1000)
+    assert bench.merged is None and bench.policy.alpha > 4
+
+
+def test_a_named_adapter_is_merged_except_while_others_must_run():
+    policy = Fixed(8, 1.0)
+    bench = Bench(policy=policy)
+    bench.step()
+    assert bench.merged is None
+    policy.adapter = bench.nodes[0]
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+    bench.live(0, 3)  # only others ask
+    bench.step()
+    assert bench.merged is None
+    bench.live(3, 3)
+    bench.step(1000)
+    assert 0.5 < max(bench.waits) <= 1.0

@@ -1,0 +1,205 @@
+"""One adapter merged into the weights of a running engine: exact at every point, and never left behind."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jlora.engine import switching as module
+from jlora.engine.merger import Merger
+from jlora.engine.switching import Switching
+from jlora.types import AdapterInfo, Request
+from tests import _make
+from tests.engine._replica import Running
+from tests.engine.test_engine import GREEDY, mixed, running, serve, tokens
+
+MERGED: dict[str, Any] = {"engine__merge": "large", "engine__merge_starve_s": 0.05}
+PROMPT = tuple(range(3, 40))
+
+
+def of(service: Running) -> Switching:
+    found = service.built.engine._switching
+    assert found is not None
+    return found
+
+
+def merger_of(service: Running) -> Any:
+    return of(service)._merger
+
+
+def settle(service: Running, share: float) -> None:
+    """Waits until so much is merged."""
+    while service.stats().merge.share != share:
+        pass
+
+
+@pytest.fixture(scope="module")
+def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
+    with running(tiny_model, tiny_adapters, **MERGED) as found:
+        yield found
+
+
+def test_answers_are_exact_while_requests_of_others_force_switches(service: Running, expected: dict[str, list[int]]):
+    settle(service, 1.0)  # nobody else asks
+    before = service.stats().merge.switches
+    for _ in range(3):
+        got = serve(service, mixed())
+        assert {name: tokens(events) for name, events in got.items()} == expected
+    settle(service, 1.0)
+    merge = service.stats().merge
+    assert merge.switches >= before + 3 and not merge.reloads
+    assert merge.adapter == "large" and merge.host_bytes > 0
+    info = {found.name: found for found in service.adapters()}
+    assert info["large"].merged and 0 < info["large"].merge_error < 1 and not info["large"].merge_refusal
+    assert not info["small"].merged and info["small"].merge_error == 0
+
+
+def test_at_every_point_of_a_switch_its_requests_are_exact_and_others_wait(
+    service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    switching, merger = of(service), merger_of(service)
+    large, small, base = (Request(str(name), PROMPT, GREEDY, adapter=name) for name in ("large", "small", None))
+    alone = {}
+    settle(service, 1.0)
+    with service.paused():  # from here on the test moves the weights
+        monkeypatch.setattr(switching, "decide", lambda now: None)
+        monkeypatch.setattr(switching, "advance", lambda usual_s: True)
+        while merger.done:
+            merger.back()
+        assert merger.whole()
+    for request in (large, small, base):
+        alone[request.id] = serve(service, [request])[request.id]
+    for done in range(1, merger.pieces + 1):
+        with service.paused():
+            merger.forward()
+        assert merger.done == done
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        service.submit(small, inbox.put)
+        got = serve(service, [large])["large"]
+        assert tokens(got) == tokens(alone["large"])
+        for one, other in zip(got, alone["large"], strict=True):
+            assert (
+                one.logprob and other.logprob and one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
+            )
+        assert inbox.empty() and service.stats().waiting == 1
+        service.abort("small")
+        assert inbox.get(timeout=60)[-1].finish_reason == "abort"
+    with service.paused():
+        merger.audit()
+        while merger.done:
+            merger.back()
+        assert merger.whole()
+    for request in (small, base):
+        assert tokens(serve(service, [request])[request.id]) == tokens(alone[request.id])
+
+
+def test_its_prefix_is_shared_between_merged_and_unmerged_requests(service: Running, monkeypatch: pytest.MonkeyPatch):
+    request = Request("r", tuple(range(41, 90)), GREEDY, adapter="large")
+    settle(service, 1.0)
+    merged = serve(service, [request])["r"]
+    with service.paused():
+        monkeypatch.setattr(of(service), "decide", lambda now: None)
+        of(service)._target = None
+    while merger_of(service).done:
+        serve(service, [Request("small", (5, 6), GREEDY, adapter="small")])
+    again = serve(service, [request])["r"]
+    assert again[-1].usage is not None and again[-1].usage.cached_tokens == 48 and tokens(again) == tokens(merged)
+
+
+def test_cancel_unload_and_reload_of_the_merged_adapter(
+    tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with running(tiny_model, tiny_adapters, **MERGED) as service:
+        settle(service, 1.0)
+        inbox: queue.SimpleQueue = queue.SimpleQueue()
+        service.submit(Request("long", PROMPT, GREEDY, adapter="large"), inbox.put)
+        service.abort("long")
+        service.load_adapter("large", str(tiny_adapters["large"]), replace=True)  # another version
+        settle(service, 1.0)
+        got = serve(service, mixed())
+        assert {name: tokens(events) for name, events in got.items()} == expected
+        settle(service, 1.0)
+        uid = service.adapter("large").uid
+        service.unload_adapter("large")
+        assert service.stats().merge.adapter == "" and uid not in service.manager.adapters
+        service.check_integrity()
+        rest = [request for request in mixed() if request.adapter != "large"]
+        got = serve(service, rest)
+        assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
+
+
+def left_behind(merger: Merger) -> None:
+    """One projection is not taken out."""
+    merger._unmerged = lambda layer, name, w: w  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def applied_twice(merger: Merger) -> None:
+    """One projection is taken out twice."""
+    real = merger._unmerged
+
+    def twice(layer: int, name: str, w: Any) -> Any:
+        lost = merger._lost[layer, name]
+        w = real(layer, name, w)
+        merger._lost[layer, name] = lost
+        return real(layer, name, w)
+
+    merger._unmerged = twice  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stale_copy(merger: Merger) -> None:
+    """The factors on the host change between merge and unmerge."""
+    merger._factors = {name: (a, b + 1) for name, (a, b) in merger._factors.items()}
+
+
+def lost_lost(merger: Merger) -> None:
+    """What rounding has lost is not put back."""
+    for lost in merger._lost.values():
+        lost.at, lost.bits = [a[:0] for a in lost.at], [b[:0] for b in lost.bits]
+
+
+@pytest.mark.parametrize("plant", [left_behind, applied_twice, stale_copy, lost_lost])
+def test_planted_bugs_are_found_before_anybody_else_runs(
+    plant: Any, service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
+):
+    settle(service, 1.0)
+    merger, before = merger_of(service), service.stats().merge.reloads
+    with service.paused():
+        merger._collect()
+        monkeypatch.setattr(merger, "_unmerged", merger._unmerged)
+        plant(merger)
+    others = [request for request in mixed() if request.adapter != "large"]
+    got = serve(service, others[:4])
+    assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in others[:4]}
+    assert service.stats().merge.reloads == before + 1
+    monkeypatch.undo()
+    with service.paused():
+        merger.audit()
+
+
+def test_an_adapter_that_rounding_swallows_is_never_merged(
+    tiny_model: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(module, "MOST_ERROR", 0.0)
+    with running(tiny_model, tiny_adapters, **MERGED) as service:
+
+        def told() -> AdapterInfo:
+            return service.adapter("large")
+
+        while not told().merge_refusal:
+            pass
+        assert told().merge_error > 0 and "error" in told().merge_refusal and not told().merged
+        serve(service, [Request("r", PROMPT, GREEDY, adapter="large")])
+        assert service.stats().merge.switches == 0
+
+
+def test_an_activated_lora_is_never_merged(tmp_path: Path, tiny_model: Path, tiny_spec: Any):
+    path = _make.make_adapter(tmp_path / "late", tiny_spec, alora_invocation_tokens=[5, 6])
+    with running(tiny_model, {"late": path}, engine__merge="late") as service:
+        while not service.adapter("late").merge_refusal:
+            pass
+        serve(service, [Request("r", (*PROMPT, 5, 6, 7), GREEDY, adapter="late")])
+        assert service.stats().merge.switches == 0

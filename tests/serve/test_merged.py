@@ -1,0 +1,35 @@
+"""What clients see of an adapter that is merged into the weights."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import httpx
+import pytest
+
+from jlora import cli
+from jlora.serve.proto import jlora_pb2 as pb
+from tests.serve._server import request, serve, wait_until
+from tests.serve.conftest import ADAPTERS
+
+
+def test_every_place_says_what_is_merged(text_model: Path, capsys: pytest.CaptureFixture[str]):
+    paths = {f"adapters.paths.{name}": str(text_model.parent / "adapters" / name) for name in ADAPTERS}
+    with serve(text_model, {**paths, "engine.merge": "upper", "engine.merge_starve_s": 0.05}) as served:
+        wait_until(lambda: served.stats().merge.share == 1)
+        info = served.adapters.GetAdapter(pb.GetAdapterRequest(name="upper"))
+        assert info.merged and 0 < info.merge_error <= 1.1 and not info.merge_refusal
+        for state in (
+            served.control.GetServerInfo(pb.GetServerInfoRequest()).merge,
+            served.control.GetCacheState(pb.GetCacheStateRequest()).merge,
+        ):
+            assert (state.adapter, state.uid, state.share, state.reloads) == ("upper", info.uid, 1.0, 0)
+            assert state.switches == 1 and state.host_bytes > 0
+        assert 'jlora_merged{adapter="upper"} 1.0' in httpx.get(f"{served.http}/metrics").text
+        assert cli.main(["top", served.address, "--once"]) == 0
+        assert "upper 100 %  1 switches  0 weight reloads" in capsys.readouterr().out
+        for name in ("upper", "lower", ""):
+            assert served.generate(request("Hello", 6, model=name)).outputs[0].finish_reason == "length"
+        served.check_idle()
+        served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="upper"))
+        assert served.control.GetServerInfo(pb.GetServerInfoRequest()).merge.adapter == ""
