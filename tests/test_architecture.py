@@ -66,6 +66,7 @@ NO_JAX = {
     "engine.scheduler",
     "engine.switching",
     "engine.turns",
+    "engine.shares",
     "adapters.registry",
     "serve",
     "sim",

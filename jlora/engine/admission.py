@@ -1,6 +1,7 @@
 """The queue, and which of its sequences get a lease next. Plain Python, no jax, no clock.
 
-Order of service: higher priority first, then arrival. While the link is behind with copies that
+Order of service: higher priority first, then the tenant that has received least (`jlora.engine.shares`),
+then arrival. While the link is behind with copies that
 requests wait for, sequences that find everything on the device overtake the others: they need no copy,
 and they run before their data is evicted for others. Near saturation this rule decides how many
 requests are served. A request is overtaken at most `OVERTAKES` times, and never by one of lower priority.
@@ -10,7 +11,6 @@ A queued sequence holds no blocks, but its want tells the cache what it will nee
 
 from __future__ import annotations
 
-import bisect
 import itertools
 import math
 from collections.abc import Generator, Iterable, Iterator
@@ -21,6 +21,7 @@ from enum import Enum, auto
 from jlora.cache.manager import CacheManager
 from jlora.config import EngineConfig
 from jlora.engine.plan import Sequence
+from jlora.engine.shares import Shares, charge_prompt
 from jlora.engine.turns import Turns
 
 FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
@@ -78,36 +79,51 @@ class Admission:
         self._leases = manager.leases
         self._turns = turns
         self._max_seqs = config.max_seqs
-        self._queue: list[tuple[int, Sequence]] = []  # by place
+        self._shares: dict[int, Shares] = {}  # by priority, of the sequences that have not ended
+        self._length = 0
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return self._length
 
     def __iter__(self) -> Iterator[Sequence]:
         """The sequences in order of service."""
-        return (sequence for _, sequence in self._queue)
+        for priority in sorted(self._shares, reverse=True):
+            yield from self._shares[priority]
 
     def enqueue(self, sequence: Sequence) -> None:
         """If it raises, the sequence is not in the queue."""
         want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
         try:
-            bisect.insort(self._queue, (sequence.place, sequence))
+            shares = self._shares.get(sequence.request.priority, Shares())
+            shares.enter(sequence)
         except BaseException:
             self._manager.unexpect(want)
             raise
+        self._shares[sequence.request.priority] = shares
         sequence.want, sequence.refused = want, -1
+        self._length += 1
 
     def dequeue(self, sequence: Sequence) -> None:
         """Takes it out: it has a lease, or has ended."""
-        del self._queue[bisect.bisect_left(self._queue, sequence.place, key=lambda entry: entry[0])]
+        self._shares[sequence.request.priority].leave(sequence)
+        self._length -= 1
         assert sequence.want is not None
         self._manager.unexpect(sequence.want)
         sequence.want = None
 
+    def close(self, sequence: Sequence) -> None:
+        """A sequence that is not in the queue has ended."""
+        shares = self._shares[sequence.request.priority]
+        shares.close(sequence)
+        if not shares.live:  # nobody is ahead of anybody
+            del self._shares[sequence.request.priority]
+
     def admit(
-        self, now: float, running: Ordered[Sequence], loading: Ordered[Sequence]
+        self, now: float, running: Ordered[Sequence], loading: Ordered[Sequence], owed: bool = False
     ) -> Generator[Sequence, None, None]:
         """Waiting sequences that can have a lease; each has it when it is given out.
+
+        With `owed`, only those for which running ones of other tenants should make way.
 
         The first pass goes over the head of the queue, and defers sequences that may be overtaken. The
         second pass goes over those.
@@ -115,10 +131,15 @@ class Admission:
         step = Step(running, loading)
         step.behind = self._spare_s(step) < 0
         many = max(LOOKAHEAD, self._max_seqs - len(running))
-        window = list(itertools.islice((s for s in self if not self._not_yet(s)), many))
+        queue = self._owed(running) if owed else self
+        window = list(itertools.islice((s for s in queue if not self._not_yet(s)), many))
         yield from self._admit(window, step, now)
         step.second = True
         yield from self._admit(step.deferred, step, now)
+
+    def _owed(self, running: Ordered[Sequence]) -> Iterator[Sequence]:
+        for priority in sorted(self._shares, reverse=True):
+            yield from self._shares[priority].owed([s for s in running if s.request.priority == priority])
 
     def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
         for sequence in sequences:
@@ -184,6 +205,7 @@ class Admission:
         if not sequence.admitted:
             sequence.admitted = now
             sequence.cached, sequence.copied = lease.cached, lease.copied
+            charge_prompt(sequence)
         self.dequeue(sequence)
         return True
 

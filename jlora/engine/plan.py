@@ -29,6 +29,21 @@ ORDER_BITS = 40  # of a place in the order of service: more than there are arriv
 
 
 @dataclass(slots=True, eq=False)
+class Account:
+    """One tenant inside one priority; `jlora.engine.shares` keeps it."""
+
+    served: float = 0.0  # cost of the tokens that it has received
+    live: int = 0  # its sequences that have not ended
+    running: int = 0  # those with a slot
+    line: list[Sequence] = field(default_factory=list)  # those that are queued, by arrival
+
+    @property
+    def leased(self) -> int:
+        """How many of its sequences have a lease."""
+        return self.live - len(self.line)
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One completion of one request. Times are `time.monotonic()` seconds."""
 
@@ -40,6 +55,8 @@ class Sequence:
     arrived: float
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
+    account: Account | None = None  # its tenant's, from when it is first queued
+    paid: float = 0.0  # what its prompt has cost its tenant
     tokens: list[int] = field(default_factory=list)
     computed: int = 0
     in_flight: int = 0
@@ -65,7 +82,11 @@ class Sequence:
 
     @property
     def place(self) -> int:
-        """Its place in the order of service, smaller ones first: higher priority, then arrival."""
+        """Its place among all arrivals, smaller ones first: higher priority, then arrival.
+
+        It never changes, so the cache goes by it; in the order of service (`jlora.engine.shares.turn`) tenants take
+        turns.
+        """
         return self.order - (self.request.priority << ORDER_BITS)
 
     @property

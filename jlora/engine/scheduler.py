@@ -3,10 +3,11 @@
 `plan(now)` decides one step, `commit(plan, drawn, now)` takes its results in. The engine calls
 plan for step N+1 before commit of step N, so plan works on counts and never on token values.
 
-Order of service: higher priority first, then arrival. Running sequences decode every step, and
-up to `max_step_tokens` of prompts are computed beside them, oldest first. A sequence whose adapter
-or prefix lies on the host holds its lease and waits for the copies; sequences behind it may run first.
-`Admission` decides which queued sequences get a lease.
+Order of service: higher priority first, then the tenant that has received least, then arrival. Running
+sequences decode every step, and up to `max_step_tokens` of prompts are computed beside them, in this order.
+A sequence whose adapter or prefix lies on the host holds its lease and waits for the copies; sequences
+behind it may run first. `Admission` decides which queued sequences get a lease. If no slot is free, a
+tenant that waits takes slots of one that has received more and runs more, up to equal numbers.
 
 When the pool runs out of blocks, the last sequence in order of service is preempted: it gives up its
 lease, keeps its tokens, and computes them again later. It draws the same tokens as without the preemption.
@@ -20,7 +21,6 @@ import logging
 import random
 from collections.abc import Collection, Iterable
 from dataclasses import replace
-from operator import attrgetter
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.readiness import Readiness
@@ -29,13 +29,13 @@ from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.admission import Admission
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
+from jlora.engine.shares import account_of, charge_output, owes, refund_prompt, turn
 from jlora.engine.turns import Turns
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
 
 log = logging.getLogger(__name__)
 
-PLACE = attrgetter("place")
 SETBACKS = 3  # copies without memory before a sequence gives up
 CALM = 64  # steps without a shortage before a withheld slot is used again
 DEADLINES = 64  # of ended requests that are kept beside those of twice as many live ones
@@ -126,6 +126,7 @@ class Scheduler:
         except BaseException:
             for sequence in siblings:
                 self.queue.dequeue(sequence)
+                self.queue.close(sequence)
             raise
         return handle
 
@@ -180,7 +181,12 @@ class Scheduler:
         self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._pause()
+        self.running.sort(key=turn)  # tenants' turns change
         self._board(now)  # first: some have one token left to compute, so they decode in this step
+        if not self._slots:
+            for sequence in self.queue.admit(now, self.running, self.loading, owed=True):
+                self._at = sequence
+                self._run_if_ready(sequence, now)
         self._plan_decode(decode)
         budget = self.config.max_step_tokens
         for sequence in self.running:
@@ -248,7 +254,7 @@ class Scheduler:
         """
         if len(self.running) < 2:
             return False
-        self._preempt(max(self.running, key=PLACE))
+        self._preempt(max(self.running, key=turn))
         self._withheld.append(self._slots.pop())
         self._calm = 0
         return True
@@ -317,7 +323,7 @@ class Scheduler:
                 return True
             if self.manager.leaving:  # blocks come free when their copies to the host have landed
                 return False
-            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=PLACE)
+            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=turn)
             self._preempt(victim)
             if victim is sequence:
                 return False
@@ -336,7 +342,7 @@ class Scheduler:
 
     def _board(self, now: float) -> None:
         """Sequences whose copies have landed take their slots, in order of service."""
-        for sequence in sorted(self.loading, key=PLACE):
+        for sequence in sorted(self.loading, key=turn):
             self._at = sequence
             if self.turns.may_run(sequence) and self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
@@ -372,7 +378,7 @@ class Scheduler:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
         lease, readiness = sequence.lease, self._readiness(sequence)
-        if readiness is Readiness.WAIT or not self._slots:
+        if readiness is Readiness.WAIT or not (self._slots or self._take_over(sequence)):
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False
@@ -386,10 +392,18 @@ class Scheduler:
             sequence.adapter_s = max(sequence.adapter_s, lease.adapter_s)
             sequence.slot_s += max(0.0, now - lease.since - lease.adapter_s)
         sequence.slot = self._slots.pop()
+        account_of(sequence).running += 1
         sequence.set_up = False
         self.running.append(sequence)
-        self.running.sort(key=PLACE)
+        self.running.sort(key=turn)
         return True
+
+    def _take_over(self, sequence: Sequence) -> bool:
+        """Frees a slot if another tenant has more than this one's share; its history stays in the prefix cache."""
+        taken = max((s for s in self.running if owes(s, sequence)), key=turn, default=None)
+        if taken is not None:
+            self._preempt(taken)
+        return taken is not None
 
     def _preempt(self, sequence: Sequence) -> None:
         self.queue.enqueue(sequence)  # first: its want may be all that keeps its adapter version
@@ -403,6 +417,7 @@ class Scheduler:
             self.loading.remove(sequence)
             if not sequence.boarded:  # so far it has only waited
                 sequence.admitted = 0.0
+                refund_prompt(sequence)
         assert sequence.lease is not None
         sequence.cold_start = sequence.cold_start or sequence.lease.cold_start
         self._leases.release(sequence.lease)
@@ -412,9 +427,11 @@ class Scheduler:
     def _take_slot(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
+        account_of(sequence).running -= 1
         sequence.slot = -1
 
     def _token(self, sequence: Sequence, token: int, logprob: TokenLogprob | None, now: float) -> TokenEvent:
+        charge_output(sequence)
         sequence.last_token = now
         sequence.first_token = sequence.first_token or now
         outputs = len(sequence.tokens) - sequence.prompt_len
@@ -441,6 +458,7 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.queue.dequeue(sequence)
+        self.queue.close(sequence)
         name, handle = sequence.request.id, sequence.handle
         siblings = self._requests[handle]
         siblings.remove(sequence)

@@ -12,7 +12,7 @@ import pytest
 
 from jlora import config
 from jlora.cache import inspect
-from jlora.engine import admission, faults
+from jlora.engine import faults, shares
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
 from jlora.types import Request
@@ -204,7 +204,7 @@ def test_a_submission_that_finds_no_memory_leaves_nothing_behind(
 ):
     """Whichever of its completions it was at."""
     request = Request(BAD, (3, 4, 5), replace(SEEDED, n=4))
-    thing = replica.parts.scheduler.queue if where == "enqueue" else admission.bisect
+    thing = replica.parts.scheduler.queue if where == "enqueue" else shares.bisect
     with replica.paused(), monkeypatch.context() as patch:
         wrapped(patch, thing, where, every(count, short))
         with pytest.raises(MemoryError):
