@@ -95,9 +95,9 @@ def test_the_page_fits(served: Served, page: Any, width: int, theme: str):
     assert page.complaints == []
     if (out := os.environ.get("JLORA_SCREENSHOTS")) is not None:
         streams = [served.inference.GenerateStream(request("Hello", 2500, model=m)) for m in ("upper", "wide", "lower")]
-        for _ in range(4):
+        for _ in range(6):
             busy(served)
-            page.wait_for_timeout(1500)
+            page.wait_for_timeout(2000)
         page.screenshot(path=Path(out) / f"{theme}-{width}.png", full_page=True)
         for stream in streams:
             stream.cancel()

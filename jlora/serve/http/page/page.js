@@ -3,6 +3,7 @@
 const CLASSES = ["adapters", "running_kv", "history_kv", "free"];
 const RETRY_MS = 1000, QUIET_MS = 10000, ROWS = 24, BARS = 20, PASSED = 2000;
 const KEPT_S = 1800; // of history: the longest window
+const LEAST_S = 10; // of a picture: a young one stretches
 const view = { snapshots: [], bars: new Map(), paused: false, held: null };
 const $ = (id) => document.getElementById(id);
 
@@ -80,10 +81,12 @@ function draw(now) {
   for (const place of document.querySelectorAll("[data-field]")) {
     place.textContent = place.dataset.field.split(".").reduce((at, name) => at[name], now);
   }
-  const span = Number($("window").value), seen = view.snapshots.filter((s) => s.at >= now.at - span);
+  const most = Number($("window").value), seen = view.snapshots.filter((s) => s.at >= now.at - most);
+  const span = Math.min(most, Math.max(LEAST_S, now.at - seen[0].at));
   const cache = now.cache, stats = now.stats, recent = now.recent;
   $("model").textContent = `${now.model} on ${now.device}`;
-  $("ttft").textContent = recent.count ? `${seconds(recent.mean_s)}, p99 ${seconds(recent.p99_s)}` : "–";
+  $("ttft").textContent = recent.count ? seconds(recent.mean_s) : "–";
+  $("ttft-p99").textContent = recent.count ? `p99 ${seconds(recent.p99_s)}` : "";
   $("adapter-hits").textContent = share(cache.adapter_hits, cache.adapter_lookups);
   $("kv-hits").textContent = share(cache.kv_hit_tokens, cache.kv_lookup_tokens);
   $("rate").textContent = Math.round(rate(seen.slice(-6), "tokens"));
@@ -95,8 +98,8 @@ function draw(now) {
   link(seen, now.at, span);
   map(now);
   tree(now);
-  gantt(now, span);
-  const ended = [...view.bars.values()].filter((bar) => bar.whole && bar.began + bar.whole >= now.at - span);
+  gantt(now, most);
+  const ended = [...view.bars.values()].filter((bar) => bar.whole && bar.began + bar.whole >= now.at - most);
   distribution("ttft", ended.filter((bar) => bar.tokens).map((bar) => bar.ttft));
   distribution("tpot", ended.filter((bar) => bar.tpot).map((bar) => bar.tpot));
 }
@@ -164,11 +167,13 @@ function tree(now) {
   }));
 }
 
-function gantt(now, span) {
+function gantt(now, most) {
   const width = $("gantt").clientWidth || 600, tall = 13, label = width < 600 ? 60 : 120, room = width - label - 4;
-  const from = now.at - span, all = [...view.bars.values()].filter((bar) => bar.began + (bar.whole || now.at) >= from);
+  const all = [...view.bars.values()].filter((bar) => !bar.whole || bar.began + bar.whole >= now.at - most);
   const shown = all.sort((a, b) => a.number - b.number).slice(-ROWS);
-  const x = (t) => label + room * Math.max(0, Math.min(1, (t - from) / span));
+  const from = Math.max(now.at - most, Math.min(now.at - 1, ...shown.map((bar) => bar.began)));
+  const to = shown.some((bar) => !bar.whole) ? now.at : Math.max(from + 0.1, ...shown.map((bar) => bar.began + bar.whole));
+  const x = (t) => label + room * Math.max(0, Math.min(1, (t - from) / (to - from)));
   const parts = [];
   shown.forEach((bar, i) => {
     const cold = Math.max(bar.adapter_cold_start, bar.kv_cold_start), end = bar.whole ? bar.began + bar.whole : now.at;
@@ -195,7 +200,8 @@ function gantt(now, span) {
   $("gantt").setAttribute("viewBox", `0 0 ${width} ${height}`);
   $("gantt").style.height = `${height}px`;
   $("gantt").replaceChildren(...parts);
-  $("counted").textContent = all.length > shown.length ? `the latest ${shown.length} of ${all.length}` : `${all.length} in the window`;
+  const wide = seconds(to - from);
+  $("counted").textContent = all.length > shown.length ? `the latest ${shown.length} of ${all.length}, ${wide}` : `${all.length} in the window, ${wide}`;
 }
 
 function distribution(name, values) {
