@@ -137,13 +137,13 @@ async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Ver
 
 
 @contextmanager
-def server(names: Sequence[str]) -> Iterator[str]:
-    """Runs a server of the embedded model and these adapters; yields its address and stops it by SIGTERM."""
+def server(names: Sequence[str]) -> Iterator[ServerProcess]:
+    """Runs a server of the embedded model and these adapters, and stops it by SIGTERM."""
     adapters = {name: str(assets.adapter_path(name)) for name in names}
-    model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
+    model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo", "--http-port", "0"]
     process = ServerProcess([*model, *flags_of(adapters, SETTINGS)])
     try:
-        yield process.address
+        yield process
     finally:
         process.stop()
 
@@ -160,11 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = parser.parse_args(argv).text
     try:
         say(f"Starting jlora on its embedded model ({assets.MODEL}) ...")
-        with server([name for name in TASKS if name != LATE]) as address:
-            say(f"It is ready at {address}.")
-            answers, verdicts = asyncio.run(talk(address, text))
+        with server([name for name in TASKS if name != LATE]) as process:
+            say(f"It is ready at {process.address}, and its dashboard at http://{process.http}/ while the demo runs.")
+            answers, verdicts = asyncio.run(talk(process.address, text))
             say("\nThe pool, which adapters and KV share, as `jlora top` shows it:\n")
-            top.main([address, "--once"])
+            top.main([process.address, "--once"])
         say("\nThe server drained and stopped.")
     except (JloraError, RuntimeError) as e:
         print(f"jlora demo: {e}", file=sys.stderr)

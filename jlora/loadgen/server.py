@@ -129,7 +129,7 @@ class ServerProcess:
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
-        self.address = self._ready()
+        self.address, self.http = self._ready()
 
     def stop(self) -> None:
         """Ends the process as an operator would. Raises RuntimeError if it does not end by itself, with code 0."""
@@ -144,11 +144,12 @@ class ServerProcess:
         if code != 0:
             raise RuntimeError(f"the server's exit code after SIGTERM was {code}")
 
-    def _ready(self) -> str:
+    def _ready(self) -> tuple[str, str]:
+        """The addresses of gRPC and HTTP, "" without HTTP."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if found := re.match(r"jlora ready grpc=(\S+)", line):
-                return found[1]
+            if found := re.match(r"jlora ready grpc=(\S+)(?: http=(\S+))?", line):
+                return found[1], found[2] or ""
         self._process.stdout.close()
         raise RuntimeError(f"the server ended with code {self._process.wait()} before it was ready")
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
+import httpx
 import pytest
 
 from jlora.serve.proto import jlora_pb2 as pb
@@ -82,3 +83,44 @@ def test_an_adapter_says_how_it_is_invoked(served: Served):
     listed = served.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
     found = {a.name: list(a.alora_invocation_tokens) for a in listed}
     assert found == {"check": [300, 301], "judge": [302], "plain": []}
+
+
+def test_over_http_tokens_invoke_as_in_grpc(served: Served):
+    fields = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    with httpx.Client(base_url=served.http, timeout=60) as http:
+
+        def answer(model: str, prompt: tuple[int, ...]) -> httpx.Response:
+            return http.post("/v1/completions", json={**fields, "model": model, "prompt": list(prompt)})
+
+        got, plain = (answer(model, (*TALK, *CHECK)).json() for model in ("check", "base"))
+        want = served.generate(request((*TALK, *CHECK), 12, model="check"))
+        assert got["choices"][0]["token_ids"] == list(want.outputs[0].token_ids) != plain["choices"][0]["token_ids"]
+        usage = answer("judge", (*TALK, *JUDGE)).json()["usage"]
+        assert usage["prompt_tokens_details"]["cached_tokens"] == len(TALK) // BLOCK * BLOCK  # the base's
+        for refusal in (
+            answer("check", TALK),
+            http.post("/v1/prefetch", json={"model": "check", "prompt": list(TALK)}),
+        ):
+            assert refusal.status_code == 400 and "alora_invocation_tokens" in refusal.json()["error"]["message"]
+
+
+def test_over_http_a_chats_role_invokes(served: Served, tmp_path: Path):
+    """The tokens with which the template opens the assistant's answer are the invocation."""
+    said = [{"role": "user", "content": "Hello there"}]
+    fields = {"model": "role", "messages": said, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    with httpx.Client(base_url=served.http, timeout=60) as http:
+        asking, bare = (
+            http.post("/tokenize", json={"messages": said, "add_generation_prompt": opens}).json()["tokens"]
+            for opens in (True, False)
+        )
+        role = asking[len(bare) :]
+        path = _make.make_adapter(tmp_path / "role", served.spec, 3, 4, ("q", "v"), alora_invocation_tokens=role)
+        body = {"lora_name": "role", "lora_path": str(path)}
+        assert http.post("/v1/load_lora_adapter", json=body).status_code == 200
+        got = http.post("/v1/chat/completions", json={**fields, "return_token_ids": True}).json()
+        chat = pb.Chat(messages=[pb.ChatMessage(**message) for message in said])
+        want = served.generate(request(chat, 12, model="role"))
+        assert got["choices"][0]["token_ids"] == list(want.outputs[0].token_ids)
+        refusal = http.post("/v1/chat/completions", json={**fields, "add_generation_prompt": False})
+        assert refusal.status_code == 400 and "alora_invocation_tokens" in refusal.json()["error"]["message"]
+        assert http.post("/v1/unload_lora_adapter", json={"lora_name": "role"}).status_code == 200

@@ -2,34 +2,48 @@
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
 import pytest
+from starlette.routing import Route
+
+from jlora.config import ServeConfig
+from jlora.serve.http.server import application
+from tests.serve._server import Served, request, serve
 
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "serving.md"
-LINES = re.findall(r"^curl (.*)$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+LINES = re.findall(r"^curl .*$", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_the_lines_of_the_guide_work_in_order(http: httpx.Client, text_model: Path):
-    adapters = text_model.parent / "adapters"
+@pytest.fixture(scope="module")
+def profiled(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    """A server with what the guide has set."""
+    paths = {f"adapters.paths.{name}": str(text_model.parent / "adapters" / name) for name in ("upper", "wide")}
+    with serve(text_model, {**paths, "serve.profile_dir": str(tmp_path_factory.mktemp("traces"))}) as served:
+        yield served
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
+def test_the_curl_lines_of_the_guide_work_in_order(profiled: Served, text_model: Path, tmp_path: Path):
     asked = set()
     for line in LINES:
-        line = line.replace('"sql"', '"upper"').replace("/srv/adapters/fr", str(adapters / "lower"))
-        url, *flags = shlex.split(line)
-        given = dict(zip(flags[::2], flags[1::2], strict=True))
-        path = url.removeprefix("http://127.0.0.1:8000")
-        asked.add(path)
-        if "-d" not in given:
-            assert http.get(path).status_code == 200, line
-            continue
-        assert given["-H"] == "Content-Type: application/json" and json.loads(given["-d"])
-        answer = http.post(path, content=given["-d"], headers={"content-type": "application/json"})
-        assert answer.status_code == 200, f"{line}: {answer.text}"
-    assert asked >= {"/v1/models", "/v1/completions", "/v1/chat/completions", "/health", "/v1/load_lora_adapter"}
+        asked.add(re.sub(r"\?.*", "", re.findall(r"http://127.0.0.1:8000([^\s\"]*)", line)[0]))
+        line = line.replace('"sql"', '"upper"').replace("/srv/adapters/fr", str(text_model.parent / "adapters/lower"))
+        line = line.replace("http://127.0.0.1:8000", profiled.http)
+        stream = profiled.inference.GenerateStream(request("Hello", 3000)) if "/debug/profile" in line else None
+        command = ["sh", "-c", f"{line} --silent --show-error --fail-with-body --max-time 90"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path)
+        if stream is not None:
+            stream.cancel()
+        assert done.returncode == 0, f"{line}: {done.stdout} {done.stderr}"
+    wanted = {route.path for route in application(profiled.backend, ServeConfig()).routes if isinstance(route, Route)}
+    assert wanted - asked <= {"/", "/v1/models/{name:path}", "/load_lora_adapter", "/unload_lora_adapter",
+                              "/dashboard/page.js", "/dashboard/page.css", "/dashboard/events"}  # fmt: skip
 
 
 @pytest.mark.parametrize("path", ["/tokenize", "/detokenize"])
