@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import grpc
 import pytest
@@ -15,7 +16,7 @@ from jlora.serve.wire import MOST, SMALL, check_fields
 from tests.serve._server import Served, refused
 
 CODE = grpc.StatusCode
-KIND = pb.GenerateRequest.DESCRIPTOR
+KIND: Any = pb.GenerateRequest.DESCRIPTOR
 
 
 def field(number: int, content: bytes) -> bytes:
@@ -70,6 +71,6 @@ def test_broken_messages_are_left_to_the_parser():
         except InvalidArgument:
             continue
     for broken in (b"\x1a" + b"\xff" * SMALL, b"\xff" * 2 * SMALL, field(5, base)[:-3]):
-        check_fields(broken, pb.TokenizeRequest.DESCRIPTOR)
+        check_fields(broken, KIND)
     with pytest.raises(DecodeError):
         pb.GenerateRequest.FromString(b"\xff" * 2 * SMALL)

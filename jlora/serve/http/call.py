@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -15,11 +15,11 @@ from jlora.errors import InvalidArgument, ResourceExhausted
 from jlora.serve.access.caller import ANYBODY, Need
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
+from jlora.serve.http.encoding import PIECE, encode
 
 JSON = "application/json"
 EVENTS = {"content-type": "text/event-stream; charset=utf-8", "cache-control": "no-cache"}
 DONE = b"data: [DONE]\n\n"
-PIECE = 64 << 10  # of a long answer: the next one is written when the client has read of this one
 
 
 def event(value: Any) -> bytes:
@@ -76,11 +76,21 @@ class Call:
         """The whole answer."""
         await self.whole(msgspec.json.encode(value), status, {"content-type": JSON, **(headers or {})})
 
+    async def long(self, make: Callable[[], Any]) -> None:
+        """The whole answer that `make` returns. Both are made on a thread: they take a second for a long one."""
+        pieces = await asyncio.to_thread(lambda: encode(make()))
+        await self._all(pieces, 200, {"content-type": JSON})
+
     async def whole(self, content: bytes, status: int, headers: Mapping[str, str]) -> None:
         """The whole answer as bytes."""
-        await self._start(status, {"content-length": str(len(content)), **headers})
-        for at in range(0, max(1, len(content)), PIECE):
-            await self._body(content[at : at + PIECE], more=at + PIECE < len(content))
+        pieces = [content[at : at + PIECE] for at in range(0, max(1, len(content)), PIECE)]
+        await self._all(pieces, status, headers)
+
+    async def _all(self, pieces: Sequence[bytes], status: int, headers: Mapping[str, str]) -> None:
+        """Each piece once the client has read of those before."""
+        await self._start(status, {"content-length": str(sum(map(len, pieces))), **headers})
+        for i, piece in enumerate(pieces, 1):
+            await self._body(piece, more=i < len(pieces))
 
     async def write(self, events: bytes, more: bool = True) -> None:
         """Server-sent events, once the client has read enough of those before. Raises ResourceExhausted if not."""

@@ -81,11 +81,13 @@ class Inference:
         body = read(call.body, TokenizeBody)
         limits, prompt = self._backend.loaded.info.limits, body.asked()
         ids = await self._texts.tokenize(prompt)
-        answer: dict[str, Any] = {"count": len(ids), "max_model_len": limits.max_len, "tokens": ids}
-        if body.return_token_strs:
-            tokens = Tokens(self._backend.tokenizer, by_id=False)
-            answer["token_strs"] = [tokens.text(i) for i in ids]
-        await call.json(answer)
+        tokens = Tokens(self._backend.tokenizer, by_id=False)
+
+        def answer() -> dict[str, Any]:
+            strings = {"token_strs": [tokens.text(i) for i in ids]} if body.return_token_strs else {}
+            return {"count": len(ids), "max_model_len": limits.max_len, "tokens": ids, **strings}
+
+        await call.long(answer)
 
     async def detokenize(self, call: Call) -> None:
         """`/detokenize`; special tokens show by name, as in vLLM."""
@@ -140,8 +142,7 @@ class Inference:
             else:
                 wholes = await asyncio.gather(*(generation.whole() for generation in running))
                 totals = [g.totals for g in running if g.totals]
-                # On a thread: a large answer takes a second, and the loop has others to serve.
-                await call.json(await asyncio.to_thread(answers.whole, wholes, totals))
+                await call.long(lambda: answers.whole(wholes, totals))
 
     async def _stream(self, call: Call, body: GenerationBody, running: list[Generation], answers: Answers) -> None:
         async for pairs in merged(running):
