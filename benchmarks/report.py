@@ -36,6 +36,7 @@ PAGES: Mapping[str, Page] = {
     "latency": Page("latency-*.jsonl"),
     "llama": Page("llama-*.jsonl"),
     "host": Page("host-*.jsonl"),
+    "fronts": Page("fronts-*.jsonl"),
     "refusals": Page("refusals-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),

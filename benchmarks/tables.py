@@ -109,6 +109,16 @@ def host(study: Study) -> pd.DataFrame:
     return middle.astype({"running": int, "queued": int})
 
 
+def fronts(study: Study) -> pd.DataFrame:
+    """Microseconds of the server's processor time per token by front, and the ratio to gRPC's in the same round."""
+    middle = median(study.rows, ["side"]).loc[["grpc", "http"]].reset_index()
+    middle["µs per token"] = (1e6 * middle.pop("cpu_s_per_token")).map("{:.0f}".format)
+    middle["deltas per token"] = middle.pop("deltas_per_token").map("{:.2f}".format)
+    middle["over gRPC"] = ["1", told(ratios(study.rows, "http", "grpc", "cpu_s_per_token"))]
+    middle["control"] = [told(ratios(study.rows, "control", "grpc", "cpu_s_per_token")), ""]
+    return middle.rename(columns={"side": "front"})
+
+
 def refusals(study: Study) -> pd.DataFrame:
     """Milliseconds to a refusal, and refusals per second of a core."""
     middle = median(study.rows, ["callers"]).reset_index()

@@ -195,12 +195,12 @@ def _adapters(adapters: Sequence[pb.AdapterInfo], most: int) -> list[RenderableT
     ]
     if not adapters:
         return parts
-    table = _table("adapter", "tier", "running", "waiting", "hits", "last use", "load cost", "blocks")
+    table = _table("adapter", "tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks")
     recent = sorted(adapters, key=lambda a: (a.last_used_s < 0, a.last_used_s, a.name))
     for a in recent[:most]:
         tier = pb.AdapterInfo.Tier.Name(a.tier) + (" pin" if a.pinned else "")
         used = _age(a.last_used_s) if a.last_used_s >= 0 else "never"
-        counts = (str(n) for n in (a.running, a.waiting, a.hits))
+        counts = (str(n) for n in (a.rank, a.running, a.waiting, a.hits))
         table.add_row(Text(a.name), tier, *counts, used, _seconds(a.load_cost_s), str(a.blocks))
     parts.append(table)
     if len(recent) > most:

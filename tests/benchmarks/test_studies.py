@@ -48,6 +48,14 @@ def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Pat
     assert len({line["cell"] for line in lines}) == 4 and all(line["seconds"] > 0 for line in lines)
 
 
+@pytest.mark.slow
+def test_both_fronts_send_the_same_deltas(tmp_path: Path):
+    lines = study(tmp_path, "fronts", "--rounds", "1")
+    sides = {line["side"]: line for line in lines}
+    assert set(sides) == {"grpc", "http", "control"} and all(line["cpu_s_per_token"] > 0 for line in sides.values())
+    assert all(0 < line["deltas_per_token"] <= 1 for line in sides.values())
+
+
 def test_refusals_are_counted_and_timed(tmp_path: Path):
     lines = study(tmp_path, "refusals", "--rounds", "1")
     assert [line["callers"] for line in lines] == [10, 100]

@@ -13,7 +13,7 @@ from importlib import resources
 from typing import Any
 
 from jlora import __version__
-from jlora.errors import Busy, JloraError
+from jlora.errors import Busy
 from jlora.serve import pages
 from jlora.serve.backend import Backend
 from jlora.serve.http.call import Call, event
@@ -77,7 +77,7 @@ class Dashboard:
             told, self._next = self._next, asyncio.get_running_loop().create_future()
             try:
                 told.set_result(event(await snapshot(self._backend)))
-            except JloraError as e:  # the engine has ended: so do the streams
+            except Exception as e:  # for example, the engine has ended: so do the streams
                 told.set_exception(e)
 
 
