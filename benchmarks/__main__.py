@@ -9,6 +9,7 @@
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
     startup                      seconds until a server is ready, with and without compiled programs
+    cold                         the first token of a request whose adapter is not on the device, by how it starts
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
     report                       the pages and figures of the files in --out
     all                          throughput, latency, host, cache
@@ -39,6 +40,7 @@ STUDIES: Mapping[str, str] = {
     "fronts": "benchmarks.micro.fronts",
     "lora": "benchmarks.micro.lora",
     "startup": "benchmarks.micro.startup",
+    "cold": "benchmarks.micro.cold",
     "compare": "benchmarks.compare",
     "alora": "benchmarks.studies.alora",
     "beyond": "benchmarks.studies.beyond",

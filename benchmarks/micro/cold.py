@@ -1,0 +1,132 @@
+"""Time to the first token of a request whose adapter is not on the device, by the way it starts.
+
+One engine serves all ways in turn: wait, stream, cpu, and auto, which picks for each request. The link is
+emulated in both directions, for copies and for the exchanges of the host's help alike. The engine is
+stepped here, from one thread. Beside each time is what `engine/cold_start.py` predicted for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from benchmarks.runner import Options
+from jlora import config as configuration
+from jlora.cache import inspect
+from jlora.engine import cold_start
+from jlora.engine.build import Built, build, compile_rest
+from jlora.engine.cold_start import Chooser
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
+from jlora.loadgen.rounds import Sample, Side
+from jlora.types import Request, SamplingParams, Timing
+
+WAYS = ("wait", "stream", "cpu", "auto")
+BURST = 4  # requests at once, each for an adapter of its own
+SETTINGS = {"engine.max_seqs": 4, "engine.max_step_tokens": 256, "engine.cold_start": "auto", "cache.monitor_s": 60}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """Requests that come at once, each for an adapter of its own."""
+
+    gbps: float
+    rank: int
+    tokens: int
+    requests: int = 1
+
+    @property
+    def name(self) -> str:
+        """Of its cell."""
+        burst = f", {self.requests} at once" if self.requests > 1 else ""
+        return f"{self.gbps:g} GB/s, rank {self.rank}, {self.tokens} tokens{burst}"
+
+
+RANKS, LINKS, PROMPTS = (16, 64, 128), (0.05, 0.5), (16, 64, 192)
+CASES = (
+    *(Case(gbps, rank, tokens) for gbps in LINKS for rank in RANKS for tokens in PROMPTS),
+    *(Case(gbps, 64, tokens, BURST) for gbps in LINKS for tokens in (16, 64)),
+)
+QUICK = (Case(0.01, 4, 16), Case(0.01, 4, 16, 2))
+
+
+def run(options: Options) -> None:
+    """Every case, as many rounds as asked for (3)."""
+    cases, spec = (QUICK, TINY) if options.quick else (CASES, LLAMA_100M)
+    folder = options.folder("cold")
+    if not (folder / "model").exists():
+        write_model(folder / "model", spec, 0)
+    names = _adapters(folder, cases)
+    settings = {**SETTINGS, "model.path": str(folder / "model"), "model.dtype": options.dtype, **options.settings}
+    settings |= {f"adapters.paths.{name}": str(folder / name) for name in names}
+    records = options.records(f"cold-{options.dtype}", {"cases": [case.name for case in cases]})
+    built = compile_rest(build(configuration.load(None, settings)), progress=True)
+    try:
+        for gbps in sorted({case.gbps for case in cases}):
+            starts = _Starts(built, gbps)
+            for case in cases:
+                if case.gbps == gbps:
+                    sides = [Side(way, partial(starts.sample, way, case)) for way in WAYS]
+                    records.measure(case.name, sides, options.budget(3))
+    finally:
+        built.engine.close()
+
+
+def _adapters(folder: Path, cases: tuple[Case, ...]) -> list[str]:
+    """Writes adapters of each rank, on q, k, v and o; their names."""
+    spec, names = (TINY if cases is QUICK else LLAMA_100M), []
+    for rank in sorted({case.rank for case in cases}):
+        for index in range(BURST):
+            names.append(f"r{rank}-{index}")
+            if not (folder / names[-1]).exists():
+                write_adapter(folder / names[-1], spec, rank, index)
+    return names
+
+
+class _Starts:
+    """Cold starts on one engine over one link."""
+
+    def __init__(self, built: Built, gbps: float):
+        self._engine, self._registry = built.engine, built.parts.registry
+        self._manager = built.parts.scheduler.manager
+        self._count = 0
+        swapper, assist = built.parts.swapper, built.runner._assist
+        assert assist is not None
+        swapper._block_s = built.reader.layout.block_bytes / (gbps * 1e9)  # pyright: ignore[reportAttributeAccessIssue]
+        assist._byte_s = 1e-9 / gbps
+        before = self._manager.leases.gate.helps
+        assert isinstance(before, Chooser)
+        costs = cold_start.measure(built.runner.rehearse, built.runner.largest)
+        self._chooser = Chooser(costs, self._manager.policy.meter, built.runner.pool.groups, before._places)
+        for name in [info.name for info in self._engine.adapters.all()]:  # the meter learns the link
+            self._serve("wait", [name], 2)
+
+    def sample(self, way: str, case: Case) -> Sample:
+        """Mean seconds to the first token, and the mean of what was predicted when the requests came."""
+        timings, predicted = self._serve(way, [f"r{case.rank}-{i}" for i in range(case.requests)], case.tokens)
+        kinds = [timing.cold_start for timing in timings]
+        found = {kind: kinds.count(kind) for kind in set(kinds)}
+        ttft_s = sum(timing.ttft for timing in timings) / len(timings)
+        return {"ttft_s": ttft_s, "predicted_s": predicted if case.requests == 1 else None, "kinds": found}
+
+    def _serve(self, way: str, names: list[str], tokens: int) -> tuple[list[Timing], float]:
+        engine, manager = self._engine, self._manager
+        cells = inspect.cells(manager)
+        while manager.flying:
+            engine.step()
+        while (node := cells.candidates.victim()) is not None:
+            cells.evict(node)
+        choices = {"wait": None, "stream": None, "cpu": lambda *_: True, "auto": self._chooser}
+        manager.leases.gate.helps, cells._streams = choices[way], way != "wait"
+        adapter = self._registry.get(names[0]).node
+        cold = self._chooser.cold(adapter, manager.forecast.arrival_s(adapter), tokens)
+        predicted = cold_start.predict(cold, self._chooser.costs)
+        sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
+        like = Request("", tuple(range(3, 3 + tokens)), sampling, bypass_prefix_cache=True)
+        for name in names:
+            self._count += 1
+            engine.submit(replace(like, id=f"cold-{self._count}", adapter=name))
+        timings: list[Timing] = []
+        while len(timings) < len(names):
+            timings += [event.timing for event in engine.step() if event.timing is not None]
+        return timings, min(predicted.values()) if way == "auto" else predicted[way]
