@@ -23,7 +23,10 @@ from jlora.types import Request, SamplingParams, Timing
 
 WAYS = ("wait", "stream", "cpu", "auto")
 BURST = 4  # requests at once, each for an adapter of its own
-SETTINGS = {"engine.max_seqs": 4, "engine.max_step_tokens": 256, "engine.cold_start": "auto", "cache.monitor_s": 60}
+SETTINGS = {
+    "engine.max_seqs": 4, "engine.max_step_tokens": 128, "engine.cold_start": "auto",
+    "cache.monitor_s": 60, "cache.hbm_blocks": 1024, "cache.host_blocks": 4096,
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +45,7 @@ class Case:
         return f"{self.gbps:g} GB/s, rank {self.rank}, {self.tokens} tokens{burst}"
 
 
-RANKS, LINKS, PROMPTS = (16, 64, 128), (0.05, 0.5), (16, 64, 192)
+RANKS, LINKS, PROMPTS = (16, 64, 128), (0.05, 0.5), (16, 64, 128)
 CASES = (
     *(Case(gbps, rank, tokens) for gbps in LINKS for rank in RANKS for tokens in PROMPTS),
     *(Case(gbps, 64, tokens, BURST) for gbps in LINKS for tokens in (16, 64)),

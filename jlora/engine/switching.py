@@ -90,6 +90,8 @@ class Switching(Turns):
         if node is None or merger.done == merger.pieces or not self._measured(node):
             return True
         if not merger.done:
+            if node.coming:  # the host may add what the weights would have
+                return True
             self._read(node)  # anew: what the merger has may be old
             self.switches += 1
         for _ in range(min(count, merger.pieces - merger.done)):
