@@ -1,8 +1,9 @@
 """Takes a launch through layers whose adapters are on their way: the host computes their part.
 
 Four times a layer, an input leaves the device and what the adapters add to its products enters. These are
-programs with transfers between them and not callbacks inside one program: XLA keeps no program with a
-callback in its compilation cache, and a program would have to know beforehand where the copies have come.
+programs with transfers between them and not callbacks inside one program: the program would have to know
+beforehand which layers have come, and a callback holds the device while the host computes
+(docs/notes/cold-starts.md).
 """
 
 from __future__ import annotations

@@ -74,13 +74,13 @@ def check(mesh: Mesh, tpu: bool, chip: str, record_property: Any) -> None:
 
 
 @pytest.mark.aot_tpu
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.aot_more), 4])
 def test_a_cut_layer_compiles_for_a_tpu(tp: int, record_property: Any):
     check(_aot.tpu_mesh("v6e", tp), True, "v6e", record_property)
 
 
 @pytest.mark.aot_cuda
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.aot_more), 4])
 def test_a_cut_layer_compiles_for_an_h200(tp: int, record_property: Any):
     _gpu.need_compiler()
     mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
