@@ -27,7 +27,7 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed():
     node = AdapterNode(1, 3)
     switching._node = switching._target = node
     switching._read = lambda node: None
-    switching._losses[node] = SimpleNamespace(error=1.0, lost=0.0)  # pyright: ignore[reportArgumentType]
+    switching._measured = lambda node: True
     node.coming = True
     assert switching.advance(0.1) and merger.done == 0
     node.coming = False
