@@ -6,11 +6,11 @@ import logging
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from jlora.errors import ConfigError
-from jlora.ports import Clock
 
 T = TypeVar("T")
 
@@ -20,30 +20,25 @@ log = logging.getLogger(__name__)
 
 
 class Watched(Generic[T]):
-    """What some files say. `current` reads them again when they have changed, on any thread.
+    """What some files say. A thread reads them again when they change, as long as this object lives.
 
     If they cannot be read, or change meanwhile, what they said before stays. The log says so once.
     """
 
-    def __init__(self, paths: Sequence[str], read: Callable[[], T], clock: Clock = time.monotonic):
+    def __init__(self, paths: Sequence[str], read: Callable[[], T]):
         """Reads the files. Raises ConfigError, as `read` does."""
         self._paths = paths
         self._read = read
-        self._clock = clock
-        self._lock = threading.Lock()
         self._seen = self._identities()
         self._value = read()
-        self._looked = clock()
+        threading.Thread(target=_poll, args=(weakref.ref(self),), name="jlora-files", daemon=True).start()
 
     def current(self) -> T:
-        """Looks at the files at most every `LOOK_S` seconds."""
-        with self._lock:
-            if self._clock() - self._looked >= LOOK_S:
-                self._looked = self._clock()
-                self._look()
-            return self._value
+        """What they said at most `LOOK_S` seconds ago, and the time to read them. For any thread."""
+        return self._value
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Reads the files again if they have changed."""
         seen = self._identities()
         if seen == self._seen:
             return
@@ -59,6 +54,13 @@ class Watched(Generic[T]):
 
     def _identities(self) -> list[tuple[int, ...] | None]:
         return [_identity(path) for path in self._paths]
+
+
+def _poll(watched: weakref.ref[Watched[Any]]) -> None:
+    while (files := watched()) is not None:
+        files.look()
+        del files
+        time.sleep(LOOK_S)
 
 
 def _identity(path: str) -> tuple[int, ...] | None:
