@@ -8,6 +8,7 @@
     lora                         adapters by active blocks against dense slots
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
+    caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
     startup                      seconds until a server is ready, with and without compiled programs
     cold                         the first token of a request whose adapter is not on the device, by how it starts
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
@@ -44,6 +45,7 @@ STUDIES: Mapping[str, str] = {
     "compare": "benchmarks.compare",
     "alora": "benchmarks.studies.alora",
     "beyond": "benchmarks.studies.beyond",
+    "caraserve": "benchmarks.studies.caraserve",
     "report": "benchmarks.report",
 }
 GROUPS: Mapping[str, Sequence[str]] = {

@@ -62,6 +62,22 @@ def alora(study: Study, path: Path) -> None:
     _finish(figure, path)
 
 
+def caraserve(study: Study, path: Path) -> None:
+    """The way of starting with the soonest first token, over link and prompt: a panel per chip and rank."""
+    rows = study.rows[study.rows["kind"] == "map"]
+    ways = ["wait", "stream", "cpu"]
+    groups = list(rows.groupby(["chip", "rank"]))
+    figure, panels = _grid(len(groups), 5, (2.6, 2.4))
+    for axes, ((chip, rank), group) in zip(panels, groups, strict=True):
+        best = group.assign(best=group[ways].astype(float).to_numpy().argmin(axis=1))
+        grid = best.pivot(index="prompt", columns="gbps", values="best")
+        axes.imshow(grid, origin="lower", aspect="auto", vmin=0, vmax=2, cmap="viridis")
+        axes.set_xticks(range(len(grid.columns)), [f"{gbps:g}" for gbps in grid.columns], fontsize=6)
+        axes.set_yticks(range(len(grid.index)), [f"{prompt:.0f}" for prompt in grid.index], fontsize=6)
+        axes.set_title(f"{chip}, rank {rank:.0f} (yellow: cpu)", fontsize=8)
+    _finish(figure, path)
+
+
 def beyond(study: Study, path: Path) -> None:
     """Mean TTFT over the rate, a panel per cell."""
     rows = study.rows[(study.rows["kind"] == "cell") & (study.rows["side"] != "anchors")]

@@ -11,6 +11,7 @@ import pandas as pd
 
 from benchmarks.records import Study, control, median, ratios, told
 
+WAYS = ("blocking", "wait", "stream", "cpu")  # of starting cold
 CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
 
 
@@ -214,3 +215,30 @@ def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
             row[other] = ", ".join(f"{by[other][rate] / by['jlora'][rate]:.2f}" for rate in known)
         made.append(row)
     return pd.DataFrame(made)
+
+
+def cold_starts(study: Study) -> pd.DataFrame:
+    """CaraServe's figures: mean TTFT over that of adapters that are all on the device, beside the paper's."""
+    made = []
+    for case, group in study.rows[study.rows["kind"] == "figure"].groupby("cell", sort=False):
+        ttft, tpot = (group.set_index("side")[key].astype(float) for key in ("ttft_s", "tpot_s"))
+        paper = group["paper"].iloc[0]
+        row = {"case": case, "cached ms": f"{1e3 * ttft['cached']:.0f}"}
+        row |= {
+            side: f"{ttft[side] / ttft['cached'] - 1:+.0%}" for side in ("blocking", "wait", "stream", "cpu", "auto")
+        }
+        row |= {"paper: on demand": f"{paper[0]:+.0%}", "paper: CPU": f"{paper[1]:+.0%}"}
+        made.append({**row, "blocking TPOT": f"{tpot['blocking'] / tpot['cached'] - 1:+.0%}"})
+    return pd.DataFrame(made)
+
+
+def cold_borders(study: Study) -> pd.DataFrame:
+    """The longest prompt of the map for which `cpu` brings the first token soonest, by chip, rank and link."""
+    rows = study.rows[study.rows["kind"] == "map"]
+    soonest = rows[["wait", "stream", "cpu"]].astype(float).idxmin(axis=1)
+    wins = rows[soonest == "cpu"]
+    most = wins.pivot_table(index=["chip", "rank"], columns="gbps", values="prompt", aggfunc="max")
+    most = most.reindex(columns=sorted(rows["gbps"].unique()))
+    told = most.map(lambda prompt: "never" if math.isnan(prompt) else f"{prompt:.0f}").reset_index()
+    told.columns = [f"{name:g} GB/s" if isinstance(name, float) else str(name) for name in told.columns]
+    return told.assign(rank=told["rank"].astype(int))

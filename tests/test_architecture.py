@@ -27,6 +27,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"cache", "model.hf_names", "model.fields"},
     "engine": {"model", "pallas", "cache", "adapters"},
     "sim": {
+        "engine.cold_start",
         "engine.engine",
         "engine.loading",
         "engine.merging",
@@ -58,6 +59,7 @@ NO_JAX = {
     "replica",
     "cache",
     "engine.admission",
+    "engine.cold_start",
     "engine.engine",
     "engine.loading",
     "engine.merging",

@@ -7,9 +7,11 @@ between requests, and the session's next prompt can repeat it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from jlora.cache.transfer import Copy
+from jlora.engine.cold_start import Costs
 from jlora.engine.plan import Drawn, StepPlan
 from jlora.engine.ports import Swapper
 from jlora.sim.clock import VirtualClock
@@ -52,19 +54,20 @@ class ModelledDevice:
     compiles_after_warmup = 0
     programs_left = 0
 
-    def __init__(self, model: StepModel, groups: int, clock: VirtualClock):
+    def __init__(self, model: StepModel, groups: int, clock: VirtualClock, host: HelpingHost | None = None):
         self.counts = DeviceCounts()
         self.free_at = 0.0
         self._model = model
         self._groups = groups  # of layers in a streamed copy
         self._clock = clock
+        self._host = host
 
     def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
         began = self._clock.now
         load = _load_of(plan)
         seconds = self._model.seconds(load)
         begin = max(began, self.free_at)
-        self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams else begin + seconds
+        self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams or plan.helps else begin + seconds
         counts = self.counts
         counts.steps += 1
         counts.prompt_tokens += load.prompt
@@ -77,13 +80,39 @@ class ModelledDevice:
         """Holds no resources."""
 
     def _stream(self, plan: StepPlan, swapper: Swapper, begin: float, seconds: float) -> float:
-        """End of a step whose groups of layers wait for the streamed copies that they read."""
+        """End of a step whose groups of layers wait for the streamed copies that they read.
+
+        The host's part of a group adds to its time, as long as the adapter's copy of the group has not come.
+        """
         end = begin
         for group in range(self._groups):
             for copy in plan.streams:
                 swapper.place(copy, group)
-            end = max(end, self._clock.now) + seconds / self._groups
+            end = max(end, self._clock.now)
+            added = self._host.seconds(plan, group, end) if self._host else 0.0
+            end += (seconds + added) / self._groups
         return end
+
+
+@dataclass(frozen=True, slots=True)
+class HelpingHost:
+    """The host's part of a cold start. `arrival` gives the time at which a group of layers of a copy has come.
+
+    Its adapters act at one place of a layer.
+    """
+
+    costs: Costs
+    arrival: Callable[[Copy, int], float]
+
+    def seconds(self, plan: StepPlan, group: int, now: float) -> float:
+        """What it adds to a step if it computes every layer as it does this group's."""
+        missing = {copy.adapter for copy in plan.helps if self.arrival(copy, group) > now}
+        added = 0.0
+        for work in plan.work:
+            adapter = work.sequence.adapter
+            if adapter in missing:
+                added += self.costs.place.at(work.count) + adapter.size * self.costs.block.at(work.count)
+        return added
 
 
 def _load_of(plan: StepPlan) -> StepLoad:

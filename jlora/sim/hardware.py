@@ -20,6 +20,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
+from jlora.engine.cold_start import Costs, Line
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model.spec import ModelSpec
@@ -75,6 +76,10 @@ CHIPS: dict[str, Chip] = {
             "NVIDIA A100 80GB SXM data sheet; assumed: 1 ms per step, all shares",
         ),
         Chip(
+            "a10", 125e12, 24e9, 600e9, PCIE4, 15e9, 0.6, 0.85, 0.8, 1e-3,
+            "NVIDIA A10 data sheet; assumed: 1 ms per step, all shares, PCIe between cards",
+        ),
+        Chip(
             "h100", 989e12, 80e9, 3.35e12, PCIE5, 450e9, 0.7, 0.85, 0.8, 1e-3,
             "NVIDIA H100 SXM data sheet; assumed: 1 ms per step, all shares",
         ),
@@ -113,6 +118,19 @@ MODELS: dict[str, ModelSpec] = {
         _llama("llama-3.1-70b", 128256, (8192, 28672, 80), (64, 8), 131072),
     )
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """A host that computes adapters' parts. `exchange_s`: of x and the delta, per place of a layer."""
+
+    flops: float
+    bps: float
+    exchange_s: float
+
+
+# Assumed: 32 cores of a server of 2021 with 30 GFLOP/s each at these shapes, 100 GB/s, shared-memory exchanges.
+HOST = Host(1e12, 100e9, 30e-6)
 
 
 class StepLoad(NamedTuple):
@@ -221,6 +239,17 @@ class Hardware:
     def adapter_blocks(self, rank: int) -> int:
         """Blocks of an adapter of this rank on the projections of `ATTENTION`."""
         return sum(-(-rank // self.layout.units[name].per_block) for name in ATTENTION)
+
+    def costs(self, host: Host, bps: float) -> Costs:
+        """Costs of a cold start, with `bps` of the link each way."""
+        step, layers = self.step_model(), self.spec.layers
+        moved = 2 * layers * self.spec.width * BYTES[self.spec.dtype] / bps
+        block = self.layout.block_bytes
+        return Costs(
+            device=Line(step.fixed_s + step.weights_s, step.prompt_token_s),
+            place=Line(layers * host.exchange_s, moved),
+            block=Line(block / host.bps, 2 * block / BYTES[self.spec.dtype] / host.flops),
+        )
 
     def step_model(self) -> StepModel:
         chip, spec, size = self.chip, self.spec, BYTES[self.spec.dtype]

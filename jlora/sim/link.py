@@ -107,6 +107,17 @@ class Link:
         return self._lanes[direction].busy_s
 
 
+class Blocking(Link):
+    """A link whose copies to the device stop the engine: loads on demand as in the systems before CaraServe."""
+
+    def start(self, copies: Iterable[Copy]) -> None:
+        super().start(copies)
+        lane = self._lanes["in"]
+        while lane.ends < math.inf:
+            self._clock.advance(lane.ends)
+            self._done += lane.advance(self._clock.now)
+
+
 class _Lane:
     """One direction."""
 

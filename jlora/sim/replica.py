@@ -14,13 +14,14 @@ from jlora.adapters.registry import AdapterRegistry, Record
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.policies import Policy
 from jlora.config import CacheConfig, EngineConfig
+from jlora.engine.cold_start import Chooser, Costs
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
 from jlora.errors import ConfigError
 from jlora.sim.clock import VirtualClock
-from jlora.sim.device import ModelledDevice
+from jlora.sim.device import HelpingHost, ModelledDevice
 from jlora.sim.hardware import StepModel
 from jlora.sim.link import Link, LinkSpec
 from jlora.types import Invocation, Request, TokenEvent
@@ -30,7 +31,7 @@ IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round with
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Parts and sizes of a replica. `adapters` has the blocks of each adapter, by its index."""
+    """Parts and sizes of a replica. `adapters` has the blocks of each adapter, by its index; `kind` is the link's."""
 
     model: StepModel
     link: LinkSpec
@@ -38,6 +39,8 @@ class ReplicaSpec:
     adapters: tuple[int, ...]
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
+    costs: Costs | None = None  # of cold starts on the host, for `engine.cold_start` cpu and auto
+    kind: type[Link] = Link
 
 
 class Replica:
@@ -46,10 +49,17 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, policy: Policy):
         self.spec = spec
         self.clock = VirtualClock()
-        self.device = ModelledDevice(spec.model, spec.link.groups, self.clock)
-        self.link = Link(spec.link, self.clock, lambda: self.device.free_at)
-        cache, streams = spec.cache, spec.link.groups > 1
+        helper = (
+            None if spec.costs is None else HelpingHost(spec.costs, lambda copy, group: self.link.arrival(copy, group))
+        )
+        self.device = ModelledDevice(spec.model, spec.link.groups, self.clock, helper)
+        self.link = spec.kind(spec.link, self.clock, lambda: self.device.free_at)
+        cache, start = spec.cache, spec.engine.cold_start
+        streams = spec.link.groups > 1 and start != "wait"
         self.manager = CacheManager(spec.sizes, policy, self.clock, cache.prefix_reuse, streams, cache.monitor_s)
+        if spec.costs is not None:
+            auto = Chooser(spec.costs, policy.meter, spec.link.groups, lambda uid: 1)
+            self.manager.leases.gate.helps = auto if start == "auto" else lambda adapter, left_s, tokens: start == "cpu"
         self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=())
         parts = Parts(self.scheduler, _Registry(), self.device, self.link, self.clock)
         longest = spec.sizes.device * spec.sizes.block_tokens

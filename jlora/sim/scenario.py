@@ -23,8 +23,8 @@ from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
 from jlora.sim.device import answer
-from jlora.sim.hardware import GROUPS, Hardware, StepModel
-from jlora.sim.link import LATENCY_S, LinkSpec
+from jlora.sim.hardware import GROUPS, HOST, Hardware, Host, StepModel
+from jlora.sim.link import LATENCY_S, Blocking, Link, LinkSpec
 from jlora.sim.observe import Observer, Series
 from jlora.sim.replay import Hinted, Replay, seed_of, start_of
 from jlora.sim.replica import Replica, ReplicaSpec
@@ -48,6 +48,8 @@ class Scenario:
         link_gbps: each way; adapter_load_s: additional seconds per adapter load.
         hint_s: seconds before a turn at which clients send a hint (`Prefetch`); 0: never.
         step: measured coefficients instead of the chip's.
+        blocking: copies to the device stop the engine.
+        host: computes adapters that are on their way, with `engine.cold_start` cpu or auto.
     """
 
     hardware: Hardware
@@ -61,6 +63,8 @@ class Scenario:
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20)
     step: StepModel | None = None
+    blocking: bool = False
+    host: Host = HOST
 
     @property
     def step_model(self) -> StepModel:
@@ -149,7 +153,9 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
     bps = scenario.link_gbps * 1e9 or hardware.link_bps
     link = LinkSpec(layout.block_bytes / bps, scenario.latency_s, scenario.adapter_load_s, GROUPS)
     cache = cache_of(policy, scenario.cache)
-    return ReplicaSpec(scenario.step_model, link, sizes, work.sizes, cache, scenario.engine)
+    costs = hardware.costs(scenario.host, bps) if scenario.engine.cold_start in ("auto", "cpu") else None
+    kind = Blocking if scenario.blocking else Link
+    return ReplicaSpec(scenario.step_model, link, sizes, work.sizes, cache, scenario.engine, costs, kind)
 
 
 def pool_blocks(scenario: Scenario, work: Work) -> int:

@@ -1,0 +1,69 @@
+"""Ways to start with a missing adapter, in the simulator: the product's engine over a modelled host."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.studies.caraserve import A10, CASES, H200, Case, best, play
+from jlora.cache.transfer import Copy
+from jlora.engine.cold_start import Cold, Costs, Line, predict
+from jlora.sim.clock import VirtualClock
+from jlora.sim.link import Blocking, Link, LinkSpec
+from tests.sim._sim import SPEC, replica_of, request
+
+COSTS = Costs(Line(0.0, 0.001), Line(0.001, 0.0), Line(0.0, 0.0001))
+
+
+def test_predictions_by_hand():
+    """20 tokens: 20 ms on the device, and 1 + 4 blocks x 2 ms on the host."""
+    slow = predict(Cold(20, 4, 1, 0.4, 0.4, 4), COSTS)
+    assert slow == pytest.approx({"wait": 0.42, "stream": 0.405, "cpu": 0.029})
+    fast = predict(Cold(20, 4, 1, 0.004, 0.004, 4), COSTS)
+    assert fast == pytest.approx({"wait": 0.024, "stream": 0.021, "cpu": 0.02 + 0.009 / 4})
+
+
+@pytest.mark.parametrize(("start", "first"), [("wait", 0.18), ("cpu", 0.039)])
+def test_the_first_token_comes_when_the_model_says(start: str, first: float):
+    """A prefetch of 50 ms is on the link first, then an adapter's copy of 100 ms.
+
+    A step takes 10 ms, and 1 ms per token; the host adds 9 ms.
+    """
+    link = LinkSpec(0.025, 0.0, groups=4)
+    engine = replace(SPEC.engine, cold_start=start)
+    replica = replica_of(replace(SPEC, link=link, engine=engine, costs=COSTS if start == "cpu" else None))
+    began = replica.clock.now
+    replica.submit(request("r", 20, 1, adapter=1), began)
+    events = []
+    while not events:
+        events = replica.step(began + 10)
+    assert first - 1e-9 < replica.clock.now - began < first + 0.02
+    assert events[-1].timing is not None and events[-1].timing.cold_start == start
+
+
+def test_a_blocking_link_stops_the_clock_until_the_copy_has_landed():
+    for kind, passed in ((Link, 0.0), (Blocking, 0.2)):
+        clock = VirtualClock()
+        began = clock.now
+        manager = replica_of().manager
+        copy = Copy("in", manager.adapters[1], (manager.adapters[1],), (1, 2), (1, 2))
+        kind(LinkSpec(0.1, 0.0), clock, lambda: 0.0).start([copy])
+        assert clock.now - began == pytest.approx(passed)
+
+
+def test_the_host_helps_best_with_short_prompts_and_slow_links():
+    def way(hardware, *cell):
+        found = best(hardware, *cell)
+        return min(found, key=lambda name: found[name])
+
+    assert way(A10, 0.5, 64, 32) == "cpu"
+    assert way(A10, 50, 8, 2048) == way(H200, 50, 8, 2048) == "stream"
+
+
+def test_auto_starts_sooner_than_a_link_that_blocks():
+    case: Case = CASES[0]
+    found = play(case, 16.0)
+    ttft = {side: summary["ttft_s"] for side, summary in found.items()}
+    assert max(ttft["auto"], ttft["stream"]) < ttft["wait"] < ttft["blocking"]
+    assert all(summary["unfinished"] == 0 for summary in found.values())
