@@ -325,6 +325,7 @@ def test_queued_tokens_count_until_a_request_begins_and_limits_may_change():
         ("", "keys"),
         ("keys = []", "has no keys"),
         ("keys = [", "serve.keys"),
+        ("keys = " + "9" * 5000, "serve.keys"),
         ('[[keys]]\nid = "00000000"\nsha256 = "12"\ntenant = "a"', r"sha256|\$.keys"),
         ('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a b"', "tenant"),
         ('[[keys]]\nid = "00000000"\nsha256 = "' + "0" * 64 + '"\ntenant = "a"\nrole = "root"', "root"),
@@ -368,6 +369,25 @@ def test_a_changed_file_is_read_again_and_a_broken_one_changes_nothing(
     file.write_text(second)
     wait_until(lambda: known(new))
     assert not known(old)
+
+
+def test_a_file_that_fails_in_an_unknown_way_is_read_again_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(watched, "LOOK_S", 0.01)
+    file, tried = tmp_path / "file", list[str]()
+    file.write_text("old")
+
+    def read() -> str:
+        tried.append(file.read_text())
+        if tried[-1] == "bad":
+            raise RuntimeError(tried[-1])
+        return tried[-1]
+
+    files = watched.Watched([str(file)], read)
+    file.write_text("bad")
+    wait_until(lambda: "bad" in tried)
+    assert files.current() == "old"
+    file.write_text("newest")
+    wait_until(lambda: files.current() == "newest")
 
 
 def test_the_command_makes_keys_that_work(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -107,7 +107,7 @@ def read(path: str) -> Keys:
         parsed = msgspec.toml.decode(content, type=_File)
     except OSError as e:
         raise ConfigError(f"serve.keys = {path!r}: {e.strerror}") from e
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as e:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:  # ValueError: no UTF-8, or a number too long
         raise ConfigError(f"serve.keys = {path!r}: {e}") from e
     if not parsed.keys:
         raise ConfigError(f"serve.keys = {path!r}: has no keys; `jlora keys new` makes one")

@@ -44,9 +44,9 @@ class Watched(Generic[T]):
             return
         try:
             value = self._read()
-        except ConfigError as e:
+        except Exception as e:  # of any kind: if the thread ended, a revoked key would be good for ever
             self._seen = seen
-            log.error("%s; what was read before stays in use", e)
+            log.error("%s; what was read before stays in use", e, exc_info=not isinstance(e, ConfigError))
             return
         if seen == self._identities():  # otherwise the next look reads them again
             self._seen, self._value = seen, value
