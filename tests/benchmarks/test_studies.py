@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import GROUPS, STUDIES
+from benchmarks.micro.cold_bounds import Bytes, table
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from jlora.cli import BENCH, main
@@ -67,6 +68,22 @@ def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
     assert {(line["running"], line["queued"]) for line in lines} == {(1, 0), (4, 0), (4, 32)}
     assert all(0 < line["step_s"] < 1 and line["steps"] == 8 for line in lines)
+
+
+@pytest.mark.slow
+def test_cold_starts_are_measured_by_their_way(tmp_path: Path):
+    lines = study(tmp_path, "cold", "--rounds", "1")
+    assert {line["side"] for line in lines} == {"wait", "stream", "cpu", "auto"}
+    assert {kind for line in lines if line["side"] == "cpu" for kind in line["kinds"]} == {"cpu"}
+    assert all(line["ttft_s"] > 0 for line in lines)
+
+
+def test_exchanges_of_so_many_tokens_per_rank_take_as_many_bytes_as_the_adapter():
+    attention, all_ = (Bytes.of(places) for places in (2, 4))
+    assert attention.exchange == 32 * 2 * (2 * 4096 + 6144 + 4096) and all_.exchange == 32 * 139_264
+    assert 1.4 < attention.rank / attention.exchange < 1.5 and 1.1 < all_.rank / all_.exchange < 1.2
+    fast = [row for row in table(2) if row["gbps"] == 50.0]
+    assert all(row["stream"] < row["cpu"] for row in fast)  # with nothing before it on the link
 
 
 @pytest.mark.slow
