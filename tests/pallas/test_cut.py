@@ -53,7 +53,7 @@ def programs_of(mesh: Mesh, tpu: bool) -> Iterator[tuple[str, _aot.Compiled]]:
 
     x, added = rows(LLAMA3_8B.width), rows(LLAMA3_8B.width, SPLIT)
     qkv, gate_up = (rows(n, SPLIT) for n in (sum(spec.projection_shapes[p][1] for p in "qkv"), 2 * spec.mlp))
-    args = CutLayer(
+    args = dict(
         enter=(w, x, at),
         attend=(w, pool, (qkv, qkv), at, batch),
         middle=(w, x, (x, added), at),
@@ -61,7 +61,7 @@ def programs_of(mesh: Mesh, tpu: bool) -> Iterator[tuple[str, _aot.Compiled]]:
         leave=(x, (x, added)),
     )
     for name in CutLayer._fields:
-        yield name, _aot.compiled(getattr(cut, name), getattr(args, name), mesh)
+        yield name, _aot.compiled(getattr(cut, name), args[name], mesh)
 
 
 def check(mesh: Mesh, tpu: bool, chip: str, record_property: Any) -> None:
