@@ -53,7 +53,11 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class AdaptersConfig:
-    """The adapters to load at start: `paths` by name, and every subdirectory of `dir`.
+    """The adapters to serve: `paths` by name, and every subdirectory of `dir`, also those that come later.
+
+    They are read at start as far as the host tier has room for them; the others, or with `lazy` all, when a
+    request needs them, at most `readers` at once. `registry` is a SQLite file that remembers them; "" keeps
+    nothing beyond the process.
 
     `roots`: adapters are read from these directories and nowhere else; none: from every directory.
     `alora_missing` decides about a prompt that does not invoke its activated LoRA: "error" refuses it,
@@ -63,6 +67,9 @@ class AdaptersConfig:
     paths: Annotated[Mapping[str, str], Meta(description="a table of name = path")] = field(default_factory=dict)
     dir: str = ""
     roots: Paths = ()
+    registry: str = ""
+    lazy: bool = False
+    readers: Annotated[int, Meta(ge=1, le=64)] = 2
     max_rank: Positive = 256
     alora_missing: Annotated[str, _one_of("error", "base")] = "error"
 

@@ -155,9 +155,14 @@ class LLM:
         """
         return self._stream(self._requests([prompt], sampling, adapter, tenant))
 
-    def load_adapter(self, name: str, path: str | Path, pinned: bool = False, replace: bool = False) -> AdapterInfo:
-        """Loads a PEFT adapter. Raises AlreadyExists if the name is in use and `replace` is False."""
-        return self._replica.load_adapter(name, str(path), pinned=pinned, replace=replace).result()
+    def load_adapter(
+        self, name: str, path: str | Path, pinned: bool = False, replace: bool = False, lazy: bool = False
+    ) -> AdapterInfo:
+        """Loads a PEFT adapter; with `lazy` it stays on the disk until a prompt needs it.
+
+        Raises AlreadyExists if the name is in use and `replace` is False.
+        """
+        return self._replica.load_adapter(name, str(path), pinned=pinned, replace=replace, lazy=lazy).result()
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         """Waits for the adapter's running requests, then frees it."""

@@ -15,7 +15,7 @@ import random
 import stat
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ READ_BYTES = 1 << 24  # at once
 MAX_LINKS = 40  # one after the other, as in Linux
 
 Clock = Callable[[], float]  # seconds from any origin; they never go back
+Stamp = tuple[int, ...]  # inode, size, time of the last write and of the last change of each file
 
 
 class File(Protocol):
@@ -58,12 +59,23 @@ class Folder(Protocol):
         """Whether the names of the files that were opened still stand for them, and none was written to."""
         ...
 
+    def stamp(self) -> Stamp:
+        """The identities of the files that were opened, in order of their opening; see `Files.stamp`."""
+        ...
+
 
 class Files(Protocol):
     """Opens directories."""
 
     def folder(self, directory: str) -> AbstractContextManager[Folder]:
         """Raises OSError if it cannot be opened, ValueError if it is no path."""
+        ...
+
+    def stamp(self, directory: str, names: Iterable[str]) -> Stamp:
+        """The identities of these files of a directory: equal as long as nobody replaced or wrote one of them.
+
+        It opens no file. Raises OSError if one is missing.
+        """
         ...
 
 
@@ -198,6 +210,9 @@ class DiskFolder(Folder):
         except OSError:
             return False
 
+    def stamp(self) -> Stamp:
+        return sum((opened[1:] for opened in self._opened.values()), ())
+
     def close(self) -> None:
         """Closes the directories on the way, not the folder's own."""
         for fd in self._ways.values():
@@ -246,6 +261,9 @@ class DiskFiles(Files):
         finally:
             folder.close()
             os.close(fd)
+
+    def stamp(self, directory: str, names: Iterable[str]) -> Stamp:
+        return sum((_identity(os.stat(os.path.join(directory, name)))[1:] for name in names), ())
 
 
 class OsThreads(Threads):
@@ -324,10 +342,12 @@ class System:
     """The machine as one record.
 
     Attributes:
+        wall: seconds since 1970, for what outlives the process.
         random: draws the seeds of requests that name none; None makes one from `model.seed`.
     """
 
     clock: Clock = time.monotonic
+    wall: Clock = time.time
     files: Files = field(default_factory=DiskFiles)
     threads: Threads = field(default_factory=OsThreads)
     random: random.Random | None = None

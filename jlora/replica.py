@@ -50,6 +50,17 @@ class ReplicaState:
     longest_gap_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class Load:
+    """An adapter that a caller wants loaded; fields as of `Replica.load_adapter`."""
+
+    name: str
+    path: str
+    pinned: bool = False
+    replace: bool = False
+    lazy: bool = False
+
+
 class Replica(Protocol):
     """Serves one base model and its adapters.
 
@@ -98,8 +109,12 @@ class Replica(Protocol):
         """A hint that the request will come. Fails with NotFound."""
         ...
 
-    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
+    def load_adapter(
+        self, name: str, path: str, pinned: bool = False, replace: bool = False, lazy: bool = False
+    ) -> Future[AdapterInfo]:
         """Loads a PEFT directory; done when requests can use it and its copy to the device has landed.
+
+        With `lazy` it is read, checked and left on the disk until a request needs it.
 
         The answer describes the version that was loaded, also if it has been unloaded meanwhile. The caller
         can cancel the load until requests can use the adapter; a cancelled load leaves nothing behind.

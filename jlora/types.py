@@ -121,8 +121,9 @@ class Timing:
     """Where a request's time went, in seconds.
 
     Attributes:
-        queue: from submit until the request first holds its blocks.
-        adapter_cold_start: from then until its adapter is on the device; 0 if it was there. A request for an
+        queue: from submit until the request first holds its blocks, without the wait for the disk.
+        adapter_cold_start: from submit until its adapter is in host memory, if it was on the disk only, and from
+            the end of `queue` until it is on the device; 0 if it was there. A request for an
             activated LoRA computes the tokens before its invocation meanwhile, so only the remaining wait counts.
         kv_cold_start: from the end of `queue` until its cached KV is on the device; overlaps adapter_cold_start.
         prefill: from the end of the later cold start to the first token.
@@ -209,7 +210,7 @@ class AdapterInfo:
     target_modules: tuple[str, ...]
     bytes: int
     blocks: int
-    tier: Literal["HBM", "HOST", "LOADING"]
+    tier: Literal["HBM", "HOST", "DISK", "LOADING"]
     pinned: bool
     running: int
     waiting: int
@@ -245,6 +246,7 @@ class CacheState:
         kv_host_hit_tokens: the part of kv_hit_tokens found on the host only.
         kv_base_hit_tokens: the part of kv_hit_tokens that requests for activated LoRAs found in the base's KV.
         blocks_lost: blocks evicted or dropped without a copy elsewhere; recomputed if needed.
+        adapters_dropped: adapters that left memory and are read from the disk again when a request needs them.
         streamed: requests whose first step started before their copies landed.
         recomputed_tokens: tokens found on the host but recomputed, because copying would take far longer.
     """
@@ -266,6 +268,7 @@ class CacheState:
     blocks_lost: int
     streamed: int
     recomputed_tokens: int
+    adapters_dropped: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,7 @@
 """Reads a PEFT adapter directory, exactly or not at all.
 
     adapter = read_peft("adapters/sql", spec, max_rank=64)
+    scan = scan_peft("adapters/sql", spec, max_rank=64)         # the same checks but those of the weights
 
 The directory is opened once, so another that takes its place is not mixed with it. Files that change
 while they are read are read again. The format has no checksum: a flipped bit that leaves a finite number
@@ -22,19 +23,21 @@ from pathlib import Path
 import numpy as np
 
 from jlora.adapters import peft_config, tensor_file
-from jlora.adapters.adapter import Adapter
+from jlora.adapters.adapter import Adapter, Scan
+from jlora.adapters.packing import largest_ranks
 from jlora.adapters.peft_config import LoraConfig, Target
 from jlora.adapters.tensor_file import WIDTHS, Entry
 from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model.fields import short
 from jlora.model.hf_names import MODULES
 from jlora.model.spec import ModelSpec
-from jlora.ports import DiskFiles, Files, Folder
+from jlora.ports import DiskFiles, Files, Folder, Stamp
 
 logger = logging.getLogger(__name__)
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+FILES = (CONFIG, WEIGHTS)
 PICKLES = (".bin", ".pt", ".pth", ".pkl", ".ckpt")
 
 # Older files have the adapter's name before ".weight".
@@ -50,7 +53,9 @@ HEADER_BYTES, HEADER_BYTES_PER_MODULE = 1 << 16, 1024  # PEFT's two entries of a
 MAX_GAIN = 1e6
 
 Check = Callable[[Iterable[tuple[str, int]]], None]  # takes (projection, rank) of every module
-Parse = Callable[[bytes], LoraConfig]
+Parse = Callable[[bytes, str], LoraConfig]  # takes what the file is called in messages, too
+
+NOTHING = np.empty(0, np.uint8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +64,8 @@ class _Content:
 
     Attributes:
         halves: (module, "A" or "B") -> where that matrix is in `data`.
-        data: uint8, the weight file behind its header.
+        data: uint8, the weight file behind its header; empty after a scan.
+        stamp: the identities of both.
     """
 
     config_bytes: bytes
@@ -67,12 +73,31 @@ class _Content:
     header: bytes
     halves: Mapping[tuple[str, str], Entry]
     data: np.ndarray
+    stamp: Stamp
 
     @property
     def digest(self) -> str:
         """sha256 of both files; the length prefix separates them."""
+        return self._sha256(self.data)
+
+    @property
+    def header_digest(self) -> str:
+        """sha256 of both without the weights."""
+        return self._sha256()
+
+    @property
+    def ranks(self) -> dict[str, int]:
+        """Module -> rank."""
+        return {module.removeprefix("model."): target.rank for module, target in self.config.targets.items()}
+
+    @property
+    def target_modules(self) -> tuple[str, ...]:
+        present = {target.projection for target in self.config.targets.values()}
+        return tuple(p for p in MODULES if p in present)
+
+    def _sha256(self, *data: np.ndarray) -> str:
         content = hashlib.sha256(len(self.config_bytes).to_bytes(8, "little"))
-        for part in (self.config_bytes, self.header, self.data):
+        for part in (self.config_bytes, self.header, *data):
             content.update(part)
         return content.hexdigest()
 
@@ -97,36 +122,54 @@ def read_peft(
         DataLoss: a file is damaged, or a weight is not finite, or the files change again and again.
     """
     label = os.path.basename(os.path.abspath(path))
+    content = _read(files or DiskFiles(), str(path), _parser(spec, max_rank, check), spec)
+    weights = _weights(content, f"{label}/{WEIGHTS}")
+    _warn_of_another_base(content.config.base, base_names, label)
+    return Adapter(
+        digest=content.digest,
+        rank=max(content.ranks.values()),
+        ranks=content.ranks,
+        target_modules=content.target_modules,
+        weights=weights,
+        alora_invocation_tokens=content.config.alora_invocation_tokens,
+        header=content.header_digest,
+        stamp=content.stamp,
+        base=content.config.base,
+    )
 
-    def parse(data: bytes) -> LoraConfig:
-        config = peft_config.parse(data, spec, max_rank, f"{label}/{CONFIG}")
+
+def scan_peft(path: str | Path, spec: ModelSpec, max_rank: int, files: Files, check: Check | None = None) -> Scan:
+    """What the adapter in directory `path` is, without its weights; args and errors as of `read_peft`."""
+    content = _read(files, str(path), _parser(spec, max_rank, check), spec, whole=False)
+    return Scan(
+        header=content.header_digest,
+        stamp=content.stamp,
+        base=content.config.base,
+        ranks=content.ranks,
+        target_modules=content.target_modules,
+        alora_invocation_tokens=content.config.alora_invocation_tokens,
+        sizes=largest_ranks((target.projection, target.rank) for target in content.config.targets.values()),
+    )
+
+
+def _parser(spec: ModelSpec, max_rank: int, check: Check | None) -> Parse:
+    def parse(data: bytes, where: str) -> LoraConfig:
+        config = peft_config.parse(data, spec, max_rank, where)
         if check is not None:
             check((target.projection, target.rank) for target in config.targets.values())
         return config
 
-    content = _read(files or DiskFiles(), str(path), label, spec, parse)
-    config = content.config
-    weights = _weights(content, f"{label}/{WEIGHTS}")
-    _warn_of_another_base(config.base, base_names, label)
-    ranks = {module.removeprefix("model."): target.rank for module, target in config.targets.items()}
-    present = {projection for _, projection in weights}
-    return Adapter(
-        digest=content.digest,
-        rank=max(ranks.values()),
-        ranks=ranks,
-        target_modules=tuple(p for p in MODULES if p in present),
-        weights=weights,
-        alora_invocation_tokens=config.alora_invocation_tokens,
-    )
+    return parse
 
 
-def _read(files: Files, path: str, label: str, spec: ModelSpec, parse: Parse) -> _Content:
-    """Both files as they were at one time."""
+def _read(files: Files, path: str, parse: Parse, spec: ModelSpec, whole: bool = True) -> _Content:
+    """Both files as they were at one time; without `whole`, not the weights."""
+    label = os.path.basename(os.path.abspath(path))
     for last in (*[False] * (ATTEMPTS - 1), True):
         try:
             with files.folder(path) as folder:
                 try:
-                    content = _read_once(folder, label, spec, parse)
+                    content = _read_once(folder, label, parse, spec, whole)
                 except JloraError:
                     if last or folder.unchanged():
                         raise
@@ -143,20 +186,21 @@ def _read(files: Files, path: str, label: str, spec: ModelSpec, parse: Parse) ->
     )
 
 
-def _read_once(folder: Folder, label: str, spec: ModelSpec, parse: Parse) -> _Content:
+def _read_once(folder: Folder, label: str, parse: Parse, spec: ModelSpec, whole: bool) -> _Content:
     _refuse_pickles(folder, label)
     config_bytes = _read_config(folder, label)
-    config = parse(config_bytes)
+    config = parse(config_bytes, f"{label}/{CONFIG}")
     where = f"{label}/{WEIGHTS}"
     try:
         with folder.open(WEIGHTS) as file:
             most = HEADER_BYTES + HEADER_BYTES_PER_MODULE * len(config.targets)
             header, entries = tensor_file.read_header(file, most, where)
             halves = _halves(entries, config.targets, spec, where)
-            data = tensor_file.read_data(file, header, entries, where)
+            tensor_file.check_extents(file, header, entries, where)
+            data = tensor_file.read_data(file, header, where) if whole else NOTHING
     except OSError as e:
         raise NotFound(f"{where}: {e.strerror}") from e
-    return _Content(config_bytes, config, header, halves, data)
+    return _Content(config_bytes, config, header, halves, data, folder.stamp())
 
 
 def _refuse_pickles(folder: Folder, label: str) -> None:

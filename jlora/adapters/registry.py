@@ -1,7 +1,8 @@
 """The adapters a replica knows, by name. Plain Python, no jax.
 
 An adapter's identity is (name, uid, digest). Every load has a new uid, so a reload under the same
-name is another adapter. The old version is freed with its last user.
+name is another adapter. The old version is freed with its last user. An adapter that leaves memory for
+the disk keeps its uid, and its digest binds the files: see `jlora.engine.shelf`.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, Literal
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.adapters.names import check_length
@@ -20,12 +22,18 @@ from jlora.types import AdapterInfo, Invocation
 
 @dataclass(slots=True)
 class Record:
-    """One loaded adapter version.
+    """One adapter version, in memory or on the disk.
 
     Attributes:
-        projections: for each of its blocks, the projection whose units it holds.
+        digest: "" until its weights were read once.
+        projections: for each of its blocks, the projection whose units it holds; () before it was read.
         bytes: of its packed form.
-        load_cost_s: seconds to read and pack it.
+        node: its place in the cache; `gone` while it is on the disk only.
+        load_cost_s: seconds to read and pack it; 0 before it was read.
+        last_used: seconds of the engine's clock.
+        path: the directory to read it from; "": it was made in memory, and never leaves it.
+        header, stamp, base: of its files, as of `Scan`.
+        created: seconds since 1970.
     """
 
     name: str
@@ -38,6 +46,11 @@ class Record:
     node: AdapterNode
     load_cost_s: float
     last_used: float = 0.0
+    path: str = ""
+    header: str = ""
+    stamp: tuple[int, ...] = ()
+    base: str = ""
+    created: float = 0.0
 
     def info(self, now: float) -> AdapterInfo:
         """The public description; `last_used_s` is seconds ago, -1 if never used."""
@@ -51,7 +64,7 @@ class Record:
             target_modules=self.target_modules,
             bytes=self.bytes,
             blocks=node.size,
-            tier="LOADING" if node.coming else "HBM" if node.device else "HOST",
+            tier=_tier(node),
             pinned=node.pinned,
             running=node.users,
             waiting=len(node.wanted),
@@ -60,6 +73,12 @@ class Record:
             load_cost_s=self.load_cost_s,
             alora_invocation_tokens=self.alora_invocation_tokens,
         )
+
+
+def _tier(node: AdapterNode) -> Literal["HBM", "HOST", "DISK", "LOADING"]:
+    if node.coming or node.reading:
+        return "LOADING"
+    return "DISK" if node.gone else "HBM" if node.device else "HOST"
 
 
 class AdapterRegistry:
@@ -74,18 +93,31 @@ class AdapterRegistry:
         self._near = NearNames()
         self._dying: set[int] = set()
         self._next_uid = 1
+        self._shared: dict[object, Any] = {}  # equal parts of records, kept once: most adapters have the same modules
 
     def new_uid(self) -> int:
         self._next_uid += 1
         return self._next_uid - 1
 
+    def uids_from(self, uid: int) -> None:
+        """New uids are larger than this one."""
+        self._next_uid = max(self._next_uid, uid + 1)
+
     def check_free(self, name: str) -> None:
         if name in self._by_name:
             raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
 
+    def share(self, record: Record) -> None:
+        """Keeps what equal records have in common once."""
+        for part in ("ranks", "target_modules", "projections"):
+            value = getattr(record, part)
+            key = tuple(value.items()) if isinstance(value, Mapping) else value
+            setattr(record, part, self._shared.setdefault((part, key), value))
+
     def add(self, record: Record) -> None:
         """Makes the name, which must be free, stand for this version; a removed version may come back."""
         uid = record.node.uid
+        self.share(record)
         if record.name not in self._by_name:
             bisect.insort(self._names, record.name)
         self._by_name[record.name] = record
@@ -161,6 +193,10 @@ class AdapterRegistry:
             f"prompt: does not invoke adapter {name!r}, an activated LoRA: it must hold alora_invocation_tokens = "
             f'{_shown(tokens)} (adapters.alora_missing = "base" lets the base answer instead)'
         )
+
+    def records(self) -> list[Record]:
+        """All of them, in any order. Any thread may ask."""
+        return list(self._by_name.values())
 
     def by_uid(self, uid: int) -> Record:
         return self._by_uid[uid]

@@ -53,8 +53,8 @@ def read_header(file: File, most: int, where: str) -> tuple[bytes, dict[str, Ent
         raise _damaged(where, f"its header is not one of safetensors: {str(e)[:100]}") from e
 
 
-def read_data(file: File, header: bytes, entries: Mapping[str, Entry], where: str) -> np.ndarray:
-    """The data as uint8, if the tensors fill it without gaps and overlaps. Raises DataLoss.
+def check_extents(file: File, header: bytes, entries: Mapping[str, Entry], where: str) -> None:
+    """Raises DataLoss unless the tensors fill the file behind its header without gaps and overlaps.
 
     The caller has checked dtypes and shapes.
     """
@@ -65,9 +65,14 @@ def read_data(file: File, header: bytes, entries: Mapping[str, Entry], where: st
             raise _damaged(where, f"data_offsets {list(entry.data_offsets)}: must be {[begin, end]}")
     if file.size != len(header) + end:
         raise _damaged(where, f"{file.size} bytes, and its header describes {len(header) + end}")
-    data = file.read(end)
-    if len(data) < end:
-        raise _damaged(where, f"{len(header) + len(data)} bytes, and its header describes {len(header) + end}")
+
+
+def read_data(file: File, header: bytes, where: str) -> np.ndarray:
+    """The data behind the header as uint8. Raises DataLoss if the file ends before."""
+    size = file.size - len(header)
+    data = file.read(size)
+    if len(data) < size:
+        raise _damaged(where, f"{len(header) + len(data)} bytes, and its header describes {file.size}")
     return data
 
 

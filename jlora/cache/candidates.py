@@ -5,17 +5,19 @@ queued    the same, but a queued sequence needs them       evicted when there ar
 doubles   KV in both tiers                                 their host copies go when the host is full
 drops     KV leaves on the host only                       dropped for good after that
 roots     on the host, all that they need on the device    prefetched, most valuable first
+shelf     adapters that the disk has, too                  leave memory when the host is full
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from jlora.cache.doubles import Doubles
 from jlora.cache.order import Order
 from jlora.cache.policies import Policy
 from jlora.cache.queued import Queued
-from jlora.cache.tree import IDLE, KV, Node, adapter_of
+from jlora.cache.tree import IDLE, KV, AdapterNode, Node, adapter_of
 
 Values = dict[Node, float]  # at one moment; kept from one question to the next
 
@@ -29,6 +31,7 @@ class Candidates:
         self._victims = (Order(self.evictable), Order(self.evictable))
         self._roots = (Order(_is_root, sign=-1), Order(_is_root, sign=-1))
         self._drops = (Order(_droppable), Order(_droppable))
+        self._shelf = (Order(_shelvable), Order(_shelvable))
         self.queued = Queued(self.evictable, policy.meter)
         self.doubles = Doubles(policy, clock)
 
@@ -41,6 +44,9 @@ class Candidates:
         node.stamp += 1
         if node.moving:
             return
+        if _shelvable(node):
+            heap, key = self._policy.key(node)
+            self._shelf[heap].push(node, key)
         if node.device:
             if self.evictable(node):
                 if node.wanted:
@@ -66,6 +72,14 @@ class Candidates:
     def drop(self) -> Node | None:
         """The least valuable KV leaf that is on the host only."""
         return _least(*self._tops(self._drops))
+
+    def shelved(self) -> tuple[AdapterNode | None, float]:
+        """The adapter whose host copy is worth least, of those that may go to the disk, and its worth."""
+        now, worth = self.clock(), self._policy.shelf_value
+        tops = [node for heap in self._shelf for node in heap.first(self._policy.lookahead)]
+        values = {node: worth(node, now) for node in tops if isinstance(node, AdapterNode)}
+        node = min(values, key=values.__getitem__, default=None)
+        return node, values[node] if node is not None else math.inf
 
     def root(self, kind: int | None = None) -> Node | None:
         """The most valuable node on the host whose prefix and adapter are on the device or coming."""
@@ -118,6 +132,10 @@ def _least(tops: list[Node], values: Values) -> Node | None:
 def _is_root(node: Node) -> bool:
     """On the host only, and nothing that it needs is missing."""
     return node.on_host and not node.device and all(needed.device or not needed.size for needed in node.needs)
+
+
+def _shelvable(node: Node) -> bool:
+    return isinstance(node, AdapterNode) and node.droppable
 
 
 def _droppable(node: Node) -> bool:

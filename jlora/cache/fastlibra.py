@@ -87,6 +87,9 @@ class Fastlibra(Policy):
         lora = math.log(self._lora_reward()) if node.kind == ADAPTER else 0.0
         return lora + math.log(self._cost(node)) + prob + _log_retain(age / self.tau)
 
+    def shelf_value(self, node: Node, now: float) -> float:
+        return self.value(node, now) + math.log(self.meter.disk_s(node.size) / self._cost(node))
+
     def tick(self, pulse: Pulse, now: float) -> bool:
         weight = 1.0 if self._ticked is None else 1 - math.exp((self._ticked - now) / BATCH_S)
         self._batch += weight * (pulse.running - self._batch)
@@ -147,6 +150,7 @@ class Wos(Fastlibra):
 
     key = Policy.key
     value = Policy.value
+    shelf_value = Policy.shelf_value
 
 
 class Wol(Fastlibra):

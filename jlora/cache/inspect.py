@@ -8,6 +8,7 @@ The five invariants (docs/architecture.md):
        (as far as the policy binds them)
     4  what is being copied is in flight, and nothing else is
     5  nothing outlives its adapter version
+    6  an adapter that is on the disk only has no blocks, no leases, and no KV
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         bytes_swapped_out=c.blocks_out * block_bytes,
         clean_evictions=c.clean_evictions,
         blocks_lost=c.blocks_lost,
+        adapters_dropped=c.adapters_dropped,
         streamed=c.streamed,
         recomputed_tokens=c.recomputed_tokens,
     )
@@ -113,7 +115,12 @@ def _check_node(manager: CacheManager, node: Node, users: int) -> None:
     staying = sum(bool(child.device) and child.standing != LEAVING for child in node.dependents())
     assert node.resident == staying, "dependents on the device are miscounted"
     if isinstance(node, AdapterNode):
-        assert node.host or not node.size, "an adapter lost its master copy"
+        assert node.host or node.reading or not node.size, "an adapter lost its master copy"
+        assert not node.gone, "an adapter that has left is in the tree"
+        if node.reading:
+            held = node.host or node.device or node.users or node.flying
+            assert not held, "an adapter that is on the disk only holds blocks"
+            assert not (node.children or node.suffixes), "KV is left below an adapter that is on the disk only"
         return
     assert parent is not None and parent.child(node.key) is node, "a child without its parent"
     assert node.device or node.host or node.children, "an empty leaf"

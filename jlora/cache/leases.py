@@ -54,6 +54,7 @@ class Leases:
         """
         adapter, cells = origin.adapter, self._cells
         assert self._tree.adapters.get(adapter.uid) is adapter, "a lease on an adapter version that is gone"
+        assert not adapter.reading, "a lease on an adapter that is not in memory"
         now = self._clock()
         lease = Lease(origin, reuse and self.prefix_reuse, granted=now, since=now)
         known: list[Node] = []

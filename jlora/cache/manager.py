@@ -154,13 +154,50 @@ class CacheManager:
 
     def add_adapter(self, uid: int, blocks: tuple[int, ...]) -> AdapterNode:
         """Registers an adapter whose master copy is in these reserved host blocks."""
-        self.reserved.difference_update(blocks)
         node = AdapterNode(uid, len(blocks))
-        node.host = blocks
         self.adapters[uid] = node
+        self._own(node, blocks)
         self._cells.visit([node])  # an adapter that is loaded is about to be used
         self._cells.candidates.offer(node)
         return node
+
+    def expect_adapter(self, uid: int, size: int, last: AdapterNode | None = None) -> AdapterNode:
+        """Registers an adapter that is on the disk only: requests may queue for it, and `arrive` gives it its data.
+
+        Args:
+            last: its node when it was in memory; its visits count on.
+        """
+        node = AdapterNode(uid, size)
+        node.reading = True
+        if last is not None:
+            node.count, node.last_use, node.hits = last.count, last.last_use, last.hits
+        self.adapters[uid] = node
+        return node
+
+    def arrive(self, node: AdapterNode, blocks: tuple[int, ...], visited: bool) -> None:
+        """An expected adapter's master copy is in these reserved host blocks; `visited`: it is about to be used."""
+        node.reading = False
+        self._own(node, blocks)
+        if visited:
+            self._cells.visit([node])
+        self._cells.candidates.offer(node)
+        self._cells.epoch += 1
+
+    def give_up(self, node: AdapterNode) -> None:
+        """An expected adapter does not come, and nobody waits for it any more."""
+        assert node.reading and not (node.users or node.wanted), "gave up an adapter that is waited for"
+        node.gone, node.reading = True, False
+        del self.adapters[node.uid]
+
+    def back(self, node: AdapterNode, backed: bool) -> None:
+        """Whether the adapter may be dropped from memory: its files are on the disk as they were read."""
+        node.backed = backed
+        self._cells.candidates.offer(node)
+        self._cells.epoch += 1
+
+    def _own(self, node: AdapterNode, blocks: tuple[int, ...]) -> None:
+        self.reserved.difference_update(blocks)
+        node.host = blocks
 
     def pin(self, node: AdapterNode, pinned: bool) -> bool:
         """Pins or unpins; pinning brings the adapter in. False: no room now, nothing changed."""
@@ -178,7 +215,7 @@ class CacheManager:
         together would delay a request's, and blocks that are being filled cannot be evicted.
         """
         idle = not self._cells.traffic.backlog["in"]
-        if idle and not node.device and not node.dying and node.size <= self._cells.room(ADAPTER):
+        if idle and node.on_host and not node.device and not node.dying and node.size <= self._cells.room(ADAPTER):
             self._cells.bring_adapter(node, demand=False)
 
     def hasten(self, node: AdapterNode) -> None:

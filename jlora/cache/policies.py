@@ -83,6 +83,10 @@ class Policy:
         """What keeping the node is worth at `now`."""
         return node.last_use
 
+    def shelf_value(self, node: Node, now: float) -> float:
+        """What keeping an idle adapter's host copy is worth, beside `value` of KV on the host."""
+        return self.value(node, now)
+
     def tick(self, pulse: Pulse, now: float) -> bool:
         """Takes in the replica's state; True if every key has changed and must be made again."""
         return False
@@ -165,6 +169,9 @@ class Jlora(Policy):
         else:
             rate = self.returns.rate(age)
         return rate * self.meter.density(node.kind, node.size)
+
+    def shelf_value(self, node: Node, now: float) -> float:
+        return self.value(node, now) * self.meter.disk_s(node.size) / self.meter.load_s(ADAPTER, node.size)
 
     def tick(self, pulse: Pulse, now: float) -> bool:
         self.silences.look((now - node.last_use for node in pulse.adapters if node.size and not node.users), now)

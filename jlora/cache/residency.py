@@ -59,6 +59,7 @@ class Counters:
     blocks_out: int = 0
     blocks_lost: int = 0  # evicted without a host copy, or dropped from the host: computed again if needed
     streamed: int = 0  # leases whose first step started before their copies had landed
+    adapters_dropped: int = 0  # from memory, to be read from the disk again
     recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
 
 
@@ -189,17 +190,21 @@ class Residency:
     def make_host_room(self, count: int, saved: Node | None = None) -> bool:
         """Frees host blocks for a copy of `saved`, or for an adapter, whatever it takes.
 
-        Copies of KV that stays on the device go first (`Doubles`). Then leaves that are worth less than
-        `saved` go for good. False if that is not enough; at once if all KV would not be.
+        Copies of KV that stays on the device go first (`Doubles`). Then KV leaves go for good, and adapters
+        that the disk has, too, whichever is worth less, while that is less than `saved` is worth. False if
+        that is not enough; at once if all of it would not be.
         """
-        if count > self.host.free + self.host.used[KV]:
+        if count > self.host.free + self.host.used[KV] and count > self._room_with_shelf():
             return False
         value = self.candidates.value
         worth = math.inf if saved is None else value(saved)
         while self.host.free < count:
             node = self.candidates.doubles.first(saved)
             if node is None:
-                node = self.candidates.drop()
+                node, (adapter, least) = self.candidates.drop(), self.candidates.shelved()
+                if adapter is not None and least < worth and (node is None or least <= value(node)):
+                    self.shelve(adapter)
+                    continue
                 if node is None or value(node) >= worth:
                     return False
                 self.counters.blocks_lost += 1
@@ -209,6 +214,18 @@ class Residency:
             self._prune(node)
             self.candidates.offer(node)
         return True
+
+    def shelve(self, adapter: AdapterNode) -> None:
+        """Drops an idle adapter from memory; the disk has it. Its KV goes with it: nothing could use that."""
+        assert adapter.droppable, "dropped an adapter that is in use, pinned or not on the disk"
+        log.debug("drop adapter %d to the disk: %d blocks", adapter.uid, adapter.size)
+        self._remove(adapter)
+        self.counters.adapters_dropped += 1
+
+    def _room_with_shelf(self) -> int:
+        """Host blocks that dropping every adapter would free that may be dropped, and all KV."""
+        shelf = sum(node.size for node in self.tree.adapters.values() if node.droppable)
+        return self.host.free + self.host.used[KV] + shelf
 
     def best_root(self) -> Node | None:
         """The most valuable node that may be fetched ahead (`Candidates.root`), if it fits into free blocks."""
@@ -273,6 +290,8 @@ class Residency:
             self.counters.blocks_out += len(copy.source)
         for node in reversed(copy.nodes):  # dependents first: each may make its parent a leaf
             self._arrive(node)
+        if copy.adapter.droppable and copy.kind == KV:
+            self.candidates.offer(copy.adapter)
         self.epoch += 1
 
     def lost(self, copy: Copy) -> bool:
@@ -336,10 +355,15 @@ class Residency:
             return
         if adapter.users or adapter.wanted or adapter.flying or adapter.uid not in self.tree.adapters:
             return
+        self._remove(adapter)
+
+    def _remove(self, adapter: AdapterNode) -> None:
+        """Takes an unused adapter and its KV out of both tiers and the tree."""
         for child in reversed(list(self.tree.owned(adapter))):
             if child.parent is not None:  # else it went with its last child
                 self.forget(child)
         self.forget(adapter)
+        adapter.gone = True
         del self.tree.adapters[adapter.uid]
 
     # -- inside -----------------------------------------------------------------------------------

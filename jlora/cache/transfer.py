@@ -52,6 +52,7 @@ class _Fit:
         self.fixed = max(0.0, (self.y - self.each * self.x) / self.n)
 
 
+DISK = 10.0  # times a block's copy: its read from the disk, before any was measured
 TYPICAL = 8  # blocks of the copy whose cost tells whether costs have moved
 FAR = 1.5  # times a cost before: then keys made of it are made again
 
@@ -71,6 +72,7 @@ class Meter:
         self.token_s = token_s
         self._block_tokens = block_tokens
         self._fits = (_Fit(1e-4, block_s), _Fit(1e-4, block_s))
+        self._disk = _Fit(5e-3, DISK * block_s)
         self._run = 16.0  # blocks of a typical copy of KV
         self._priced = self._prices()
 
@@ -80,6 +82,15 @@ class Meter:
             self._fits[copy.kind].add(len(copy.source), copy.seconds)
             if copy.kind == KV:
                 self._run += 0.05 * (len(copy.source) - self._run)
+
+    def observe_disk(self, blocks: int, seconds: float) -> None:
+        """Takes in an adapter that was read from the disk."""
+        if blocks and seconds > 0:
+            self._disk.add(blocks, seconds)
+
+    def disk_s(self, blocks: int) -> float:
+        """Expected seconds of reading an adapter of so many blocks; always above 0."""
+        return max(self._disk.fixed + blocks * self._disk.each, 1e-9)
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
         """Takes in a step that computed `tokens` prompt tokens."""

@@ -121,7 +121,7 @@ class Node:
 class AdapterNode(Node):
     """One version of an adapter; the base model has size 0."""
 
-    __slots__ = ("uid", "size", "flying", "pinned", "dying", "hits", "suffixes")
+    __slots__ = ("uid", "size", "flying", "pinned", "dying", "reading", "backed", "gone", "hits", "suffixes")
     kind = ADAPTER
 
     def __init__(self, uid: int, size: int):
@@ -131,12 +131,21 @@ class AdapterNode(Node):
         self.flying = 0  # copies under way of itself and of its own KV
         self.pinned = False  # never evicted
         self.dying = False  # unloaded or replaced: no new lease, freed with its last user
+        self.reading = False  # its master copy comes from the disk and is not there yet
+        self.backed = False  # its files are as they were read: the host copy may be dropped and read again
+        self.gone = False  # out of the tree: freed for good, or on the disk only
         self.hits = 0  # requests that found it on the device
         self.shared = True
         self.suffixes: dict[SuffixNode, None] = {}  # by their first blocks, in order of use (a dict as a set)
 
     def dependents(self) -> Iterator[Node]:
         return itertools.chain(reversed(self.branches()), reversed(self.suffixes))
+
+    @property
+    def droppable(self) -> bool:
+        """Nothing uses it or waits for it, and the disk has it: it may leave memory, and its KV with it."""
+        busy = self.users or self.wanted or self.flying or self.moving
+        return self.backed and bool(self.host) and not (busy or self.pinned or self.dying)
 
     @property
     def ready(self) -> bool:

@@ -176,8 +176,9 @@ class Admission:
         return max(AHEAD_S, self.pace) - self._manager.forecast.wait_s
 
     def _not_yet(self, sequence: Sequence) -> bool:
-        """It is not its turn, a token is unread (preempted this instant), or its leader's prompt is not in the tree."""
-        if not self._turns.may_run(sequence):
+        """Its adapter is on the disk, it is not its turn, a token is unread (preempted this instant), or its leader's
+        prompt is not in the tree."""
+        if sequence.adapter.reading or not self._turns.may_run(sequence):
             return True
         leader = sequence.leader
         behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len

@@ -14,9 +14,7 @@ from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
 from jlora import __version__
-from jlora.adapters.names import at_start, check_name
-from jlora.adapters.packing import blocks_of, largest_ranks, pack
-from jlora.adapters.peft import read_peft
+from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
@@ -25,12 +23,12 @@ from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config, replace
-from jlora.engine import cold_start, compile_cache, device, one_row
+from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
-from jlora.engine.loading import NewAdapter, check_size
+from jlora.engine.loading import NewAdapter
 from jlora.engine.merger import Base, Merger
 from jlora.engine.merging import Fixed, Merging, Times
 from jlora.engine.ports import Parts
@@ -38,14 +36,15 @@ from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.share import adapter_share
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory
+from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
-from jlora.errors import ConfigError, InvalidArgument, JloraError
+from jlora.errors import ConfigError, DataLoss, JloraError
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, sharding
 from jlora.model.cut import SITES
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
-from jlora.ports import Clock, Files, System
+from jlora.ports import Clock, System
 from jlora.replica import ReplicaInfo
 from jlora.validation import Limits
 
@@ -53,22 +52,6 @@ log = logging.getLogger(__name__)
 
 ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
 COMPILERS = 4  # programs compiled at a time; XLA uses several cores for each
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """What reading an adapter needs beside its path.
-
-    Attributes:
-        base_names: what an adapter may call this base.
-    """
-
-    spec: ModelSpec
-    layout: PoolLayout
-    max_rank: int
-    base_names: tuple[str, ...]
-    files: Files
-    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +63,7 @@ class Built:
     runner: Runner
     info: ReplicaInfo
     reader: Reader
+    catalogue: Catalogue
 
 
 def build(config: Config, progress: bool = True, system: System | None = None) -> Built:
@@ -102,10 +86,11 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
-    new = _read_adapters(config, reader, progress)  # before the weights: a wrong path shows at once
+    catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
+    found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
-    host_blocks = choose_host_blocks(config, layout, sum(len(adapter.projections) for adapter in new))
+    host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
     streams = pool.groups > 1 and config.engine.cold_start != "wait"
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams)
     host = HostPool(layout, host_blocks)
@@ -117,7 +102,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     if helps:
         lora = HostLora(layout, host.layer, system)
         runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
-    parts = Parts(scheduler, registry, runner, swapper, system.clock)
+    parts = Parts(scheduler, registry, runner, swapper, system.clock, config.adapters.readers, catalogue, system.wall)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap), switching)
     if config.engine.warmup:
         warm_up(runner, progress, system)
@@ -126,13 +111,13 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     if helps:
         decide = _helps(config, runner, manager, registry)
         manager.leases.gate.helps = decide if switching is None else _apart(decide, switching)
-    for adapter in new:
-        engine.adapters.add(adapter)
+    engine.adapters.begin_with(found)
+    _read_in(engine, sources.eager(found, host_blocks, config), reader)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
     if runner.left:
         log.info("%d smaller forms of a step compile while it serves", len(runner.left))
-    return Built(engine, parts, runner, info, reader)
+    return Built(engine, parts, runner, info, reader, catalogue)
 
 
 def build_device(
@@ -216,45 +201,19 @@ def compile_rest(built: Built, progress: bool = False) -> Built:
     return built
 
 
-def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
-    """Reads, checks and packs an adapter. It touches no engine, so any thread may call it.
-
-    Raises:
-        JloraError: the name is not one for an adapter, or see `read_peft` and `pack`.
-    """
-    if check_name(name) == reader.base_names[0]:
-        raise InvalidArgument(f"name = {name!r}: is the base model's own name")
-    began = reader.clock()
-    layout = reader.layout
-
-    def check(ranks: Iterable[tuple[str, int]]) -> None:  # block 0 is unused, and one is for KV
-        check_size(name, blocks_of(largest_ranks(ranks), layout), layout.blocks - 2, layout.blocks - 1)
-
-    adapter = read_peft(path, reader.spec, reader.max_rank, reader.base_names, reader.files, check)
-    packed = pack(adapter, layout)
-    return NewAdapter(
-        name=name,
-        digest=adapter.digest,
-        ranks=adapter.ranks,
-        target_modules=adapter.target_modules,
-        alora_invocation_tokens=adapter.alora_invocation_tokens,
-        projections=packed.projections,
-        data=packed.data,
-        bytes=packed.data.nbytes,
-        read_s=reader.clock() - began,
-    )
-
-
-def _read_adapters(config: Config, reader: Reader, progress: bool) -> list[NewAdapter]:
-    paths = at_start(config.adapters.paths, config.adapters.dir)
-    names: Iterable[str] = tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False)
-    found = []
-    for name in names:
+def _read_in(engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader) -> None:
+    """Reads adapters into the host tier. One that has changed since an earlier process read it stays on the disk."""
+    for item in found:
         try:
-            found.append(read_adapter(name, paths[name], reader))
+            new = sources.read_adapter(item.name, item.path, reader)
         except JloraError as e:
-            raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
-    return found
+            raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
+        try:
+            sources.check_version(item, new.digest, new.header)
+        except DataLoss as e:
+            log.error("%s", e)
+        else:
+            engine.adapters.read_in(new, isinstance(item, Row) and item.pinned)
 
 
 def compiled_for(info: ReplicaInfo, layout: PoolLayout) -> dict[str, object]:

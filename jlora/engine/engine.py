@@ -12,9 +12,10 @@ from jlora.cache import inspect
 from jlora.cache.owners import owners
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
-from jlora.engine.loading import Adapters
+from jlora.engine.loading import Adapters, NewAdapter
 from jlora.engine.plan import ROW, StepPlan
 from jlora.engine.ports import Parts, Pending
+from jlora.engine.shelf import Reading
 from jlora.engine.switching import Switching
 from jlora.errors import InvalidArgument, ResourceExhausted
 from jlora.types import CacheState, EngineStats, MergeState, Owners, PrefetchResult, Request, TokenEvent
@@ -190,6 +191,8 @@ class Engine:
         """
         origin = self._origin(request)
         fitted = self._fitted(request, origin)
+        if origin.adapter.gone:
+            origin = origin._replace(adapter=self.adapters.expect(origin.adapter.uid))
         arrived = self._clock() if arrived is None else arrived
         handle = self._scheduler.submit(fitted, origin.adapter, arrived, origin.activation)
         self._registry.touch(origin.adapter.uid, arrived)
@@ -209,10 +212,23 @@ class Engine:
         """A hint: starts the copies that the request would need, over idle blocks and an idle link."""
         origin = self._origin(request)
         self._fitted(request, origin)
+        if origin.adapter.gone or origin.adapter.reading:
+            coming = self.adapters.hint(origin.adapter.uid)
+            return PrefetchResult(False, 0, coming * self._shape.block_bytes)
         resident = origin.adapter.ready
         cached = self._manager.cached_tokens(origin, request.prompt)
         coming = self._manager.hint(origin, request.prompt)
         return PrefetchResult(resident, cached, coming * self._shape.block_bytes)
+
+    def arrived(self, reading: Reading, new: NewAdapter) -> None:
+        """An adapter that was read from the disk is in its host blocks."""
+        if self.adapters.arrive(reading, new):
+            self._scheduler.arrived(reading.node, self._clock())
+
+    def unread(self, reading: Reading, error: Exception) -> None:
+        """An adapter could not be read from the disk: the requests that wait for it end."""
+        self._ended += self._scheduler.fail_adapter(reading.node, error, self._clock())
+        self.adapters.missed(reading, error)
 
     def _origin(self, request: Request) -> Origin:
         """What the request's KV depends on: the adapter version that answers it, its tenant, its activation."""
@@ -288,5 +304,6 @@ class Engine:
 
     def close(self) -> None:
         """Ends the copies' threads and frees the device. Nothing else may be called afterwards."""
+        self.adapters.save()
         self._swapper.close()
         self._runner.close()

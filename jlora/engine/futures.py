@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from jlora.errors import Unavailable
 
 S = TypeVar("S")
 T = TypeVar("T")
+
+
+class BetweenSteps(Protocol):
+    """Runs a command on the engine's thread, between two steps."""
+
+    def __call__(self, command: Callable[[], T]) -> Future[T]: ...
 
 
 class Commands:

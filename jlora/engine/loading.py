@@ -8,14 +8,19 @@ publish    the engine's thread    the name now means this version
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any
 
+from jlora.adapters.catalogue import Row
 from jlora.adapters.registry import Record
 from jlora.cache.manager import Pins
+from jlora.cache.tree import AdapterNode
+from jlora.engine.futures import done, settle
 from jlora.engine.ports import Parts
+from jlora.engine.shelf import Reading, Shelf
 from jlora.engine.switching import Switching
 from jlora.errors import ResourceExhausted
 from jlora.types import AdapterInfo
@@ -32,6 +37,8 @@ class NewAdapter:
         data: [n, L, B, 2K, H], what `Swapper.fill` takes.
         bytes: of `data`.
         read_s: seconds to read and pack it.
+        path: the directory it was read from; "": it was made in memory.
+        header, stamp, base: of its files, as of `Scan`.
     """
 
     name: str
@@ -43,6 +50,14 @@ class NewAdapter:
     data: Any
     bytes: int
     read_s: float
+    path: str = ""
+    header: str = ""
+    stamp: tuple[int, ...] = ()
+    base: str = ""
+
+    @property
+    def blocks(self) -> int:
+        return len(self.projections)
 
 
 def check_size(name: str, size: int, most: int, total: int, hint: str = "") -> None:
@@ -64,6 +79,9 @@ class Adapters:
         self._registry = parts.registry
         self._swapper = parts.swapper
         self._clock = parts.clock
+        self._wall = parts.wall
+        self._catalogue = parts.catalogue
+        self.shelf = Shelf(parts)
 
     # -- in ---------------------------------------------------------------------------------
 
@@ -116,7 +134,68 @@ class Adapters:
                 self.cancel(blocks)
                 raise
         node = self._manager.add_adapter(self._registry.new_uid(), blocks)
-        record = Record(
+        record = self._record(new, node)
+        old = self._registry.remove(new.name) if self.has(new.name) else None
+        self._registry.add(record)
+        self._take_over(record, old, pinned)
+        self._registry.purge(self._manager.adapters)
+        self.back(record, bool(record.path))
+        self._write(record)
+        log.info("adapter %s loaded: uid=%d blocks=%d", new.name, node.uid, node.size)
+        return self._info(record)
+
+    def register(self, new: NewAdapter, replace: bool = False) -> AdapterInfo:
+        """Makes an adapter servable that stays on the disk until a request needs it; `new` has no data.
+
+        Raises:
+            AlreadyExists: the name is taken and `replace` is False.
+            ResourceExhausted: it can never fit the pool, or not beside the pinned adapters.
+        """
+        if not replace:
+            self._registry.check_free(new.name)
+        self._check_fits(new.name, len(new.projections))
+        node = AdapterNode(self._registry.new_uid(), len(new.projections))
+        node.gone = True
+        record = self._record(new, node)
+        old = self._registry.get(new.name) if self.has(new.name) else None
+        self._check_pins(record, self._pins(record, old))
+        if old is not None:
+            self._registry.remove(new.name)
+            self._end(old)
+        self._registry.add(record)
+        self._write(record)
+        return self._info(record)
+
+    def _restore(self, row: Row) -> None:
+        """Registers an adapter that the catalogue knows, under its uid."""
+        size = row.blocks
+        self._check_fits(row.name, size)
+        node = AdapterNode(row.uid, size)
+        node.gone = True
+        self._registry.uids_from(row.uid)
+        used = self._clock() - max(0.0, self._wall() - row.last_used) if row.last_used else 0.0
+        self._registry.add(
+            Record(
+                name=row.name,
+                digest=row.digest,
+                ranks=row.ranks,
+                target_modules=tuple(row.modules),
+                alora_invocation_tokens=tuple(row.alora_tokens),
+                projections=(),
+                bytes=row.bytes,
+                node=node,
+                load_cost_s=0.0,
+                last_used=used,
+                path=row.path,
+                header=row.header,
+                stamp=tuple(row.stamp),
+                base=row.base,
+                created=row.created,
+            )
+        )
+
+    def _record(self, new: NewAdapter, node: AdapterNode) -> Record:
+        return Record(
             name=new.name,
             digest=new.digest,
             ranks=new.ranks,
@@ -126,13 +205,21 @@ class Adapters:
             bytes=new.bytes,
             node=node,
             load_cost_s=new.read_s,
+            path=new.path,
+            header=new.header,
+            stamp=new.stamp,
+            base=new.base,
+            created=self._wall(),
         )
-        old = self._registry.remove(new.name) if self.has(new.name) else None
-        self._registry.add(record)
-        self._take_over(record, old, pinned)
-        self._registry.purge(self._manager.adapters)
-        log.info("adapter %s loaded: uid=%d blocks=%d", new.name, node.uid, node.size)
-        return self._info(record)
+
+    def _check_fits(self, name: str, size: int) -> None:
+        manager = self._manager
+        check_size(name, size, manager.adapter_limit, manager.total, manager.share_hint)
+        if size > manager.host.total:
+            raise ResourceExhausted(
+                f"adapter {name!r} needs {size} blocks, and the host tier has {manager.host.total}; "
+                "raise cache.host_blocks"
+            )
 
     def _take_over(self, record: Record, old: Record | None, pinned: bool) -> None:
         """Brings a new version in and ends the old one; restores the old one if there is no room."""
@@ -141,10 +228,10 @@ class Adapters:
             self._manager.pin(old.node, False)
         try:
             if pinned:
-                self._check_pins(record, self._manager.pins(record.node, without=old and old.node))
+                self._check_pins(record, self._pins(record, old, pinned=True))
                 self._pin(record, True)
             else:
-                self._check_pins(record, self._manager.pins(without=old and old.node))
+                self._check_pins(record, self._pins(record, old))
                 self._manager.bring_in(record.node)
         except ResourceExhausted:
             self._registry.remove(record.name)
@@ -155,6 +242,23 @@ class Adapters:
             raise
         if old is not None:
             self._manager.kill(old.node)
+
+    def begin_with(self, found: Iterable[Row | NewAdapter]) -> None:
+        """Registers the adapters that a server starts with; all of them stay on the disk."""
+        for item in found:
+            if isinstance(item, Row):
+                self._restore(item)
+            else:
+                self.register(item)
+
+    def read_in(self, new: NewAdapter, pinned: bool) -> None:
+        """Puts an adapter that is registered into memory, in one go, before anything else is read."""
+        self.shelf.hint(self._registry.get(new.name))
+        (reading,) = self.shelf.begin()
+        self.fill(reading.blocks, new)
+        self.arrive(reading, new)
+        if pinned:
+            self.pin(new.name, True)
 
     # -- out --------------------------------------------------------------------------------
 
@@ -170,8 +274,15 @@ class Adapters:
         record = self._registry.remove(name)
         uids = self._registry.versions(name)
         log.info("adapter %s unloads%s: uid=%d", name, ", although it is pinned" * record.node.pinned, record.node.uid)
-        self._manager.kill(record.node)
+        self._end(record)
+        if self._catalogue is not None:
+            self._catalogue.remove([name])
         return uids
+
+    def _end(self, record: Record) -> None:
+        if not record.node.gone:
+            self._manager.pin(record.node, False)
+            self._manager.kill(record.node)
 
     def are_gone(self, uids: Sequence[int]) -> bool:
         """Whether all blocks and KV of these versions are free, in both tiers."""
@@ -205,9 +316,19 @@ class Adapters:
         """Pins an adapter and brings it in, or unpins it. Raises NotFound, ResourceExhausted."""
         record = self._registry.get(name)
         if pinned:
-            self._check_pins(record, self._manager.pins(record.node))
+            self._check_pins(record, self._pins(record, pinned=True))
         self._pin(record, pinned)
+        self._write(record)
         return self._info(record)
+
+    def pin_when_read(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        """As `pin`, for an adapter that may have to be read from the disk first."""
+        record = self._registry.get(name)
+        if not pinned or not (record.node.gone or record.node.reading):
+            return done(self.pin(name, pinned))
+        answer: Future[AdapterInfo] = Future()
+        self.shelf.open(record).then.append((answer, lambda: self.pin(name, pinned)))
+        return answer
 
     def version(self, uid: int) -> AdapterInfo | None:
         """The version of that uid; None once it is unloaded or replaced."""
@@ -225,6 +346,97 @@ class Adapters:
         error, refusal = self._switching.loss(record.node)
         merged = self._switching.holds(record.node.uid)
         return replaced(info, merged=merged, merge_error=error, merge_refusal=refusal)
+
+    # -- from the disk ------------------------------------------------------------------------
+
+    def expect(self, uid: int) -> AdapterNode:
+        """The adapter's node in the cache, for which requests may queue; it is read from the disk."""
+        return self.shelf.open(self._registry.by_uid(uid)).node
+
+    def hint(self, uid: int) -> int:
+        """Reads an adapter ahead, if few others are; its blocks that are on their way."""
+        record = self._registry.by_uid(uid)
+        return record.node.size if self.shelf.hint(record) else 0
+
+    def arrive(self, reading: Reading, new: NewAdapter) -> bool:
+        """The adapter is in its host blocks, and its digest is pinned; False if nobody waits for it any more."""
+        record, node = reading.record, reading.node
+        self._manager.policy.meter.observe_disk(node.size, new.read_s)
+        if not self.shelf.take(reading):
+            return False
+        record.digest, record.projections, record.load_cost_s = new.digest, new.projections, new.read_s
+        record.stamp = new.stamp
+        self._registry.share(record)
+        self.back(record, True)
+        self._write(record)
+        for future, action in reading.then:
+            settle(future, action)
+        if not node.wanted:
+            self._manager.bring_in(node)
+        return True
+
+    def missed(self, reading: Reading, error: Exception) -> None:
+        """The adapter could not be read, and the requests for it have ended."""
+        for future, _ in reading.then:
+            future.set_exception(error)
+        self.shelf.drop(reading)
+
+    def back(self, record: Record, intact: bool) -> None:
+        """Whether the adapter's files are as they were read: otherwise it stays in memory, and so does one to merge."""
+        merges = self._switching is not None and record.name == self._switching.name
+        if not record.node.gone and record.node.backed != (intact and not merges):
+            self._manager.back(record.node, intact and not merges)
+
+    def forget(self, record: Record) -> None:
+        """Its files are gone, and it is not in memory: its name is unknown from now on."""
+        if record.node.gone and self._registry.live(record.node.uid) is record:
+            self.remove(record.name)
+
+    def records(self) -> list[Record]:
+        """All adapters in service, in any order. Any thread may ask."""
+        return self._registry.records()
+
+    def save(self) -> None:
+        """Writes down when the adapters were used."""
+        if self._catalogue is not None:
+            self._catalogue.put([self._row(record) for record in self._registry.all() if record.path])
+
+    def _write(self, record: Record) -> None:
+        if self._catalogue is not None and record.path and self._registry.live(record.node.uid) is record:
+            self._catalogue.put([self._row(record)])
+
+    def _row(self, record: Record) -> Row:
+        assert self._catalogue is not None
+        used = self._wall() - (self._clock() - record.last_used) if record.last_used else 0.0
+        return Row(
+            name=record.name,
+            uid=record.node.uid,
+            digest=record.digest,
+            header=record.header,
+            base=record.base,
+            fits=self._catalogue.fits,
+            ranks=record.ranks,
+            modules=record.target_modules,
+            bytes=record.bytes,
+            blocks=record.node.size,
+            path=record.path,
+            stamp=record.stamp,
+            pinned=record.node.pinned,
+            alora_tokens=record.alora_invocation_tokens,
+            created=record.created,
+            last_used=used,
+        )
+
+    # -- pins -----------------------------------------------------------------------------------
+
+    def _pins(self, record: Record, old: Record | None = None, pinned: bool = False) -> Pins:
+        """What the pins would be with this adapter, and without `old`; any adapter on the disk needs room, too."""
+        pins = self._manager.pins(record.node if pinned else None, without=old and old.node)
+        if not pins.pinned:
+            return pins
+        gone = (r.node.size for r in self._registry.records() if r.node.gone and r is not old and r is not record)
+        own = 0 if pinned else record.node.size
+        return replaced(pins, largest=max(pins.largest, own, max(gone, default=0)))
 
     def _check_pins(self, record: Record, pins: Pins) -> None:
         """Raises ResourceExhausted if the pins would leave no room for the longest context and any one adapter."""

@@ -13,7 +13,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterable
 from concurrent import futures
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import TypeVar
@@ -21,14 +21,16 @@ from typing import TypeVar
 from jlora.adapters.invocation import last_occurrence
 from jlora.config import Config
 from jlora.engine.batch import Form
-from jlora.engine.build import Built, build, read_adapter
+from jlora.engine.build import Built, build
 from jlora.engine.engine import Engine
-from jlora.engine.futures import Commands, chained, done, failed, follow, result_of, running, settle
+from jlora.engine.futures import Commands, chained, done, failed, running, settle
+from jlora.engine.loaders import Loaders
 from jlora.engine.profiling import Profiler
+from jlora.engine.watch import Watch
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
 from jlora.ports import DiskFiles, System
-from jlora.replica import Replica, ReplicaInfo, ReplicaState, Sink
+from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
 
 log = logging.getLogger(__name__)
@@ -37,7 +39,6 @@ T = TypeVar("T")
 
 IDLE_S = 0.1  # pause between two rounds of an idle engine
 COMMANDS_S = 0.01  # of commands between two steps, and the rest of the last one: the others wait for the next step
-LOADERS = 4  # adapters read and packed at once
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
 DRAIN_S = 1e8  # a longer timeout is none: a thread's wait has an end, too
 COUNTING_S = 1.0  # between two snapshots where one has to look at the whole tree
@@ -68,11 +69,14 @@ class LocalReplica(Replica):
         self._closing = threading.Lock()
         self._closed = False
         self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
-        self._loaders = system.threads.pool("jlora-load", LOADERS)
+        self._loaders = Loaders(built, system, self.between_steps)
+        watched = built.info.config.adapters.dir
+        self._watch = Watch(built.engine, built.reader, watched, self.between_steps)
         self._compiler = system.threads.pool("jlora-compile", 1)
         system.garbage.begin()
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
+        system.threads.start("jlora-watch", lambda: self._watch.run(system))
         for form in built.runner.left:
             self._compiler.submit(self._compile, form)
         if built.runner.left:  # what they leave behind is loaded for good, too
@@ -149,55 +153,10 @@ class LocalReplica(Replica):
 
     # -- adapters ---------------------------------------------------------------------------
 
-    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> Future[AdapterInfo]:
-        answer: Future[AdapterInfo] = Future()
-        try:
-            loading = self._loaders.submit(self._load, answer, name, path, pinned, replace)
-        except RuntimeError:  # the pool is shut down
-            return self.between_steps(lambda: self._engine.adapters.get(name))  # fails: the replica is closed
-
-        def over(loaded: Future[AdapterInfo]) -> None:
-            try:
-                follow(self._settled(result_of(loaded)), answer)
-            except Exception as e:
-                if answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
-                    answer.set_exception(e)
-
-        loading.add_done_callback(over)
-        answer.add_done_callback(lambda answer: answer.cancelled() and loading.cancel())  # one that waits for a loader
-        return answer
-
-    def _load(self, answer: Future[AdapterInfo], name: str, path: str, pinned: bool, replace: bool) -> AdapterInfo:
-        """Publishes an adapter, unless the caller cancels `answer` before.
-
-        It runs on a loader's thread and waits for the engine's thread, never the other way round.
-        """
-        adapters = self._engine.adapters
-
-        def begin() -> None:
-            _go_on(answer)
-            if not replace:
-                adapters.check_free(name)  # fail before the files are read
-
-        def reserve() -> tuple[int, ...]:
-            _go_on(answer)
-            return adapters.reserve(new, replace)
-
-        def publish() -> AdapterInfo:
-            if not answer.set_running_or_notify_cancel():  # from here on it is too late to cancel
-                adapters.cancel(blocks)
-                raise CancelledError
-            return adapters.publish(new, blocks, pinned, replace)
-
-        self.between_steps(begin).result()
-        new = read_adapter(name, path, self._built.reader)
-        blocks = self.between_steps(reserve).result()
-        try:
-            adapters.fill(blocks, new)
-        except BaseException:
-            self.between_steps(lambda: adapters.cancel(blocks))
-            raise
-        return self.between_steps(publish).result()
+    def load_adapter(
+        self, name: str, path: str, pinned: bool = False, replace: bool = False, lazy: bool = False
+    ) -> Future[AdapterInfo]:
+        return self._loaders.load(Load(name, path, pinned, replace, lazy), self._settled)
 
     def unload_adapter(self, name: str) -> Future[AdapterInfo]:
         adapters = self._engine.adapters
@@ -209,7 +168,8 @@ class LocalReplica(Replica):
         return chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        return chained(self.between_steps(lambda: self._engine.adapters.pin(name, pinned)), self._settled)
+        pinning = self.between_steps(lambda: self._engine.adapters.pin_when_read(name, pinned))
+        return chained(chained(pinning, lambda pinned: pinned), self._settled)
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
         return self.between_steps(lambda: self._engine.adapters.all(after, most))
@@ -251,7 +211,7 @@ class LocalReplica(Replica):
         return self.between_steps(self._engine.check_integrity)
 
     def profile(self, steps: int) -> Future[ProfileResult]:
-        profiler, loaders = self._profiler, self._loaders
+        profiler, loaders = self._profiler, self._loaders.loads
         return profiler.trace(steps, loaders, lambda: self._engine.stats().steps, self._when)
 
     def heartbeat_age(self) -> float:
@@ -296,9 +256,11 @@ class LocalReplica(Replica):
         with self._closing:
             closed, self._closed = self._closed, True
         if not closed:  # once, whoever comes first
-            self._loaders.shutdown(wait=False, cancel_futures=True)
+            self._loaders.close()
+            self._watch.close()
             self._compiler.shutdown(wait=False, cancel_futures=True)
             self._engine.close()
+            self._built.catalogue.close()
 
     # -- the thread ---------------------------------------------------------------------------
 
@@ -315,6 +277,7 @@ class LocalReplica(Replica):
         while not self._stopping and not self._failure.done():
             self._beat = self._system.clock()
             self._obey()
+            self._loaders.begin()
             if self._engine.busy:
                 waited = self._step()
                 self._gaps.note(self._system.clock() - self._beat - waited)
@@ -479,12 +442,6 @@ class _Wait:
         if found is not None:
             self.future.set_result(found)
         return found is not None
-
-
-def _go_on(answer: Future) -> None:
-    """Ends the caller's work if nobody waits for its answer any more."""
-    if answer.cancelled():
-        raise CancelledError
 
 
 def _deliver(sink: Sink, events: list[TokenEvent]) -> bool:

@@ -75,6 +75,7 @@ class Sequence:
     adapter_s: float = 0.0  # seconds its lease waited for the adapter before that
     kv_s: float = 0.0  # and for cached KV
     cold_start: ColdStart = ""  # see `Timing.cold_start`
+    disk_s: float = 0.0  # seconds it waited in the queue until its adapter was read from the disk
     admitted: float = 0.0
     first_token: float = 0.0
     last_token: float = 0.0

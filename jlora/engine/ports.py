@@ -9,10 +9,12 @@ scheduler   the same object in both, and the cache behind it
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from jlora.adapters.catalogue import Catalogue
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.manager import CacheManager
 from jlora.cache.transfer import Copy
@@ -46,6 +48,8 @@ class Scheduler(Protocol):
     @property
     def suspect(self) -> Running | None: ...
     def undo(self, works: Iterable[Work]) -> None: ...
+    def arrived(self, adapter: AdapterNode, now: float) -> None: ...
+    def fail_adapter(self, adapter: AdapterNode, error: Exception, now: float) -> list[TokenEvent]: ...
     def fail(self, handle: int, error: Exception, now: float) -> list[TokenEvent]: ...
     def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]: ...
     def retract(self) -> bool: ...
@@ -230,10 +234,19 @@ class Merger(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What an engine is put together from."""
+    """What an engine is put together from.
+
+    Attributes:
+        readers: adapters read from the disk at once.
+        catalogue: remembers the registered adapters; None: they end with the engine.
+        wall: seconds since 1970.
+    """
 
     scheduler: Scheduler
     registry: AdapterRegistry
     runner: Runner
     swapper: Swapper
     clock: Clock
+    readers: int = 1
+    catalogue: Catalogue | None = None
+    wall: Clock = time.time

@@ -266,6 +266,17 @@ class Scheduler:
             error = ResourceExhausted("the server has too little memory for the request; try again later")
         return [replace(event, error=error) for event in self.abort(handle, now)]
 
+    def arrived(self, adapter: AdapterNode, now: float) -> None:
+        """An adapter has been read from the disk: its sequences may be admitted."""
+        for sequence in self.queue:
+            if sequence.adapter is adapter:
+                sequence.disk_s = now - sequence.arrived
+
+    def fail_adapter(self, adapter: AdapterNode, error: Exception, now: float) -> list[TokenEvent]:
+        """An adapter could not be read from the disk: ends the requests that wait for it, and no other."""
+        handles = dict.fromkeys(sequence.handle for sequence in self.queue if sequence.adapter is adapter)
+        return [replace(event, error=error) for handle in handles for event in self.abort(handle, now)]
+
     def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
         """Takes the copy's data from the sequences that wait for it: they end, or try again if memory was short."""
         nodes, events = set(copy.nodes), list[TokenEvent]()
@@ -476,8 +487,8 @@ def _timing(s: Sequence, now: float) -> Timing:
     first = s.first_token or now
     gaps = len(s.tokens) - s.prompt_len - 1
     return Timing(
-        queue=admitted - s.arrived + s.slot_s,
-        adapter_cold_start=s.adapter_s,
+        queue=max(0.0, admitted - s.arrived + s.slot_s - s.disk_s),
+        adapter_cold_start=s.adapter_s + s.disk_s,
         kv_cold_start=s.kv_s,
         prefill=max(0.0, first - started) if s.admitted else 0.0,
         ttft=first - s.arrived,

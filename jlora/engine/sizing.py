@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -61,13 +62,13 @@ def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:
     return "the weights leave no room for a pool: " + ", or ".join(smaller)
 
 
-def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int:
+def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[int]) -> int:
     """Blocks of the host tier.
 
     Args:
-        adapters: blocks of the adapters loaded at start; their master copies live there.
+        adapters: blocks of each adapter that is known at start; those that are in memory have a copy there.
     Raises:
-        ConfigError: the adapters do not fit, or the tier is larger than the memory.
+        ConfigError: the largest adapter does not fit, or the tier is larger than the memory.
     """
     cache = config.cache
     room = min(_available(), _cgroup_limit()) // layout.block_bytes
@@ -77,17 +78,18 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: int) -> int
             f"cache.host_gib = {cache.host_gib}: holds not even one block of {layout.block_bytes} bytes; "
             "raise it, or set it to 0 for a size that fits the machine"
         )
-    useful = 2 * adapters + 8 * layout.blocks  # as many adapters again, and a long history
+    useful = 2 * sum(adapters) + 8 * layout.blocks  # as many adapters again, and a long history
     blocks = cache.host_blocks or asked or min(room // 4, useful)
     if blocks > room:
         raise ConfigError(
             f"the host tier of {blocks} blocks needs {blocks * layout.block_bytes / 2**30:.2f} GiB, and "
             f"{room * layout.block_bytes / 2**30:.2f} GiB are available; lower cache.host_blocks or cache.host_gib"
         )
-    if blocks < adapters:
+    largest = max(adapters, default=0)
+    if blocks < largest:
         raise ConfigError(
-            f"the adapters need {adapters} blocks of host memory ({layout.block_bytes} bytes each), and the host tier "
-            f"has {blocks}; raise cache.host_blocks or cache.host_gib"
+            f"the largest adapter needs {largest} blocks of host memory ({layout.block_bytes} bytes each), and the "
+            f"host tier has {blocks}; raise cache.host_blocks or cache.host_gib"
         )
     return blocks
 

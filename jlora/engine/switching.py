@@ -29,7 +29,7 @@ class Switching(Turns):
         self.policy = policy
         self.switches = 0
         self.moved = False  # the last `advance` has changed the weights
-        self._name = name  # of the adapter that the configuration asks for
+        self.name = name  # of the adapter that the configuration asks for
         self._merger = merger
         self._registry = registry
         self._swapper = swapper
@@ -71,7 +71,7 @@ class Switching(Turns):
         """Lets the policy choose. Called before every step, and while nothing runs."""
         switch_s = self._merger.pieces * self._merger.piece_s
         if isinstance(self.policy, Fixed):
-            found = self._registry.get(self._name) if self._name in self._registry else None
+            found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
         merged = self._node if self._merger.done else None
         self._target = self.policy.choose(now, merged, switch_s)
@@ -131,8 +131,8 @@ class Switching(Turns):
         if self._merger.done:
             return True
         log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
-        self._losses = {node: loss for node, loss in self._losses.items() if not node.dying}
-        self.policy.refused = {node for node in self.policy.refused if not node.dying}
+        self._losses = {node: loss for node, loss in self._losses.items() if not (node.dying or node.gone)}
+        self.policy.refused = {node for node in self.policy.refused if not (node.dying or node.gone)}
         return self._merger.whole()
 
     def _measured(self, node: AdapterNode) -> bool:

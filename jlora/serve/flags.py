@@ -66,7 +66,7 @@ FLAGS = (
     ("model.tp", ("--tp", "--tensor-parallel-size"), "N", "devices that share the model (default 1)"),
     ("model.max_model_len", ("--max-model-len",), "TOKENS", "longest context (default: the model's own)"),
     ("model.seed", ("--seed",), "N", "seed of requests without one (default 0)"),
-    ("adapters.dir", ("--adapter-dir",), "DIR", "load every subdirectory with an adapter_config.json"),
+    ("adapters.dir", ("--adapter-dir",), "DIR", "serve every subdirectory with an adapter_config.json"),
     ("adapters.max_rank", ("--max-lora-rank",), "N", "refuse adapters of a higher rank (default 256)"),
     ("serve.host", ("--host",), "HOST", "address to listen on (default 127.0.0.1)"),
     ("serve.port", ("--port",), "PORT", "gRPC port, 0 takes a free one (default 50051)"),
@@ -114,10 +114,7 @@ def parser(prog: str, description: str) -> Parser:
 
 
 def parse(argv: Sequence[str] | None = None) -> Config:
-    """The configuration of a command line. An error exits with code 2 and one line on stderr.
-
-    `adapters.paths` holds every adapter to load, including those of `adapters.dir`.
-    """
+    """The configuration of a command line. An error exits with code 2 and one line on stderr."""
     made = parser("jlora serve", DESCRIPTION)
     args = made.parse(sys.argv[1:] if argv is None else argv)
     try:
@@ -134,8 +131,8 @@ def config_of(args: argparse.Namespace) -> Config:
         raise ConfigError("model.path is not set: give --model DIR_OR_ID")
     if config.model.name:  # otherwise it is the directory's, unknown so far
         check_base_name(config.model.name)
-    paths = at_start(config.adapters.paths, config.adapters.dir)
-    return configuration.replace(config, {"adapters.paths": paths, "adapters.dir": ""})
+    at_start(config.adapters.paths, config.adapters.dir)  # a wrong directory or name shows at once
+    return config
 
 
 def _overrides(args: dict[str, Any]) -> dict[str, str]:

@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
+from jlora.replica import Load
 from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
@@ -29,7 +30,8 @@ from jlora.types import AdapterInfo, EngineStats, Request
 
 # Keys whose values are paths on the server: clients do not see them.
 PRIVATE_KEYS = frozenset({
-    "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "serve.compile_cache", "serve.profile_dir",
+    "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "adapters.registry",
+    "serve.compile_cache", "serve.profile_dir",
     "serve.keys", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
 })  # fmt: skip
 
@@ -117,8 +119,8 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
 
     async def LoadAdapter(self, request: pb.LoadAdapterRequest, context: Context) -> pb.AdapterInfo:
         replica = self._backend.loaded
-        loaded = await load_adapter(replica, request.name, request.path, request.pinned, request.replace)
-        return convert.adapter_info(loaded)
+        load = Load(request.name, request.path, request.pinned, request.replace, request.lazy)
+        return convert.adapter_info(await load_adapter(replica, load))
 
     async def UnloadAdapter(self, request: pb.UnloadAdapterRequest, context: Context) -> pb.AdapterInfo:
         return await _info(self._backend.loaded.unload_adapter(request.name))

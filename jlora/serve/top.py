@@ -34,6 +34,8 @@ from jlora.serve.proto import jlora_pb2_grpc as rpc
 TIMEOUT_S = 5.0
 FILE_COLUMNS, FILE_ROWS = 160, 1000  # where no terminal limits them
 BAR_COLUMNS = 20
+TIERS = ("HBM", "LOADING", "HOST", "DISK")  # of an adapter's weights
+
 # What a tier's blocks hold: field, character and color of the bar, heading.
 CLASSES = (
     ("adapters", "#", "cyan", "# adapters"),
@@ -191,7 +193,8 @@ def bar(tier: pb.TierState, width: int) -> Text:
 def _adapters(adapters: Sequence[pb.AdapterInfo], most: int) -> list[RenderableType]:
     tiers = Counter(pb.AdapterInfo.Tier.Name(a.tier) for a in adapters)
     parts: list[RenderableType] = [
-        f"{len(adapters)} adapters: " + ", ".join(f"{tiers[tier]} {tier}" for tier in ("HBM", "LOADING", "HOST"))
+        f"{len(adapters)} adapters: "
+        + ", ".join(f"{tiers[tier]} {tier}" for tier in ("HBM", "LOADING", "HOST", "DISK"))
     ]
     if not adapters:
         return parts

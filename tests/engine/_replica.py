@@ -38,8 +38,10 @@ class Waiting:
     def prefetch(self, request: Request) -> PrefetchResult:
         return self.replica.prefetch(request).result(60)
 
-    def load_adapter(self, name: str, path: str, pinned: bool = False, replace: bool = False) -> AdapterInfo:
-        return self.replica.load_adapter(name, path, pinned, replace).result(60)
+    def load_adapter(
+        self, name: str, path: str, pinned: bool = False, replace: bool = False, lazy: bool = False
+    ) -> AdapterInfo:
+        return self.replica.load_adapter(name, path, pinned, replace, lazy).result(60)
 
     def unload_adapter(self, name: str) -> AdapterInfo:
         return self.replica.unload_adapter(name).result(60)

@@ -15,7 +15,7 @@ import pytest
 
 from jlora import config
 from jlora.engine import device
-from jlora.engine.build import read_adapter
+from jlora.engine.sources import read_adapter
 from jlora.errors import AlreadyExists, ConfigError, NotFound, ResourceExhausted, Unavailable
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make

@@ -327,5 +327,6 @@ def test_a_lost_pool_or_an_inconsistent_cache_ends_the_engine(tiny_model: Path, 
         wrapped(monkeypatch, replica.parts.runner._builder, "launches", trouble)
         event = serve(replica, [Request("x", (3, 4), GREEDY)])["x"][-1]
         assert isinstance(event.error, Unavailable) and replica.replica.failure.done()
-        replica.local._loaders.shutdown()
+        replica.local._loaders.close()
+        replica.local._watch.close()
         replica.parts.swapper.close()

@@ -14,9 +14,10 @@ from typing import Any
 import pytest
 
 from jlora import config
-from jlora.engine import local
+from jlora.engine import loaders, local
 from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from jlora.ports import PythonGarbage, System
+from jlora.replica import Load
 from jlora.types import AdapterInfo, Request, TokenEvent
 from tests import _make
 from tests._disk import Gate
@@ -136,7 +137,7 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
         monkeypatch.setattr(replica.parts.swapper, "fill", slow)
     else:
         disk.shut()
-    load, ended = replica.local._load, threading.Event()
+    load, ended = replica.local._loaders._load, threading.Event()
 
     def watched(*args: Any) -> AdapterInfo:
         try:
@@ -144,7 +145,7 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
         finally:
             ended.set()
 
-    monkeypatch.setattr(replica.local, "_load", watched)
+    monkeypatch.setattr(replica.local._loaders, "_load", watched)
     loading = replica.replica.load_adapter("unwanted", path)
     assert reached.wait(60)
     assert loading.cancel()
@@ -311,15 +312,15 @@ def test_a_live_request_has_one_abort_under_way(replica: Running):
 def test_a_load_that_its_caller_cancels_before_a_loader_takes_it_never_starts(
     replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
 ):
-    started, load = [], replica.local._load
+    started, load = [], replica.local._loaders._load
 
-    def watched(answer: Any, name: str, *args: Any) -> AdapterInfo:
-        started.append(name)
-        return load(answer, name, *args)
+    def watched(answer: Any, wanted: Load) -> AdapterInfo:
+        started.append(wanted.name)
+        return load(answer, wanted)
 
-    monkeypatch.setattr(replica.local, "_load", watched)
+    monkeypatch.setattr(replica.local._loaders, "_load", watched)
     disk.shut()
-    loads = [replica.replica.load_adapter(f"busy{i}", path) for i in range(local.LOADERS)]
+    loads = [replica.replica.load_adapter(f"busy{i}", path) for i in range(loaders.LOADERS)]
     assert disk.reached.wait(60)
     unwanted = [replica.replica.load_adapter(f"unwanted{i}", path) for i in range(20)]
     assert all(answer.cancel() for answer in unwanted)
@@ -327,7 +328,7 @@ def test_a_load_that_its_caller_cancels_before_a_loader_takes_it_never_starts(
     disk.open.set()
     for answer in (*loads, last):
         replica.unload_adapter(answer.result(60).name)
-    assert sorted(started) == sorted([*(f"busy{i}" for i in range(local.LOADERS)), "last"])
+    assert sorted(started) == sorted([*(f"busy{i}" for i in range(loaders.LOADERS)), "last"])
 
 
 @pytest.mark.parametrize("error", [SystemExit, MemoryError])

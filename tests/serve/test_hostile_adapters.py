@@ -145,7 +145,7 @@ def test_a_load_that_its_client_gives_up_is_not_loaded(
     gated: Served, disk: Gate, path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ):
     free = gated.cache().host.free
-    begin: Callable[..., Any] = gated.replica._load
+    begin: Callable[..., Any] = gated.replica._loaders._load
     answers, ended = [], threading.Event()
 
     def watched(answer: Future[Any], *args: Any) -> Any:
@@ -155,7 +155,7 @@ def test_a_load_that_its_client_gives_up_is_not_loaded(
         finally:
             ended.set()
 
-    monkeypatch.setattr(gated.replica, "_load", watched)
+    monkeypatch.setattr(gated.replica._loaders, "_load", watched)
     disk.shut()
     asked = pb.LoadAdapterRequest(name="unwanted", path=str(path))
     call = gated.adapters.LoadAdapter.future(asked, timeout=0.5 if how == "deadline" else 60)

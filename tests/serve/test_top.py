@@ -169,8 +169,8 @@ def test_the_picture_fits_the_screen_and_says_what_it_left_out():
     adapters += (pb.AdapterInfo(name="hot", tier="HBM", last_used_s=2.0, waiting=5, pinned=True),)
     lines = render(reading(adapters=adapters), None, 80, 24)
     assert len(lines) <= 24 and all(len(text) <= 80 for text in lines)
-    assert "301 adapters: 1 HBM, 0 LOADING, 300 HOST" in lines
-    table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST") + 3 :]
+    assert "301 adapters: 1 HBM, 0 LOADING, 300 HOST, 0 DISK" in lines
+    table = lines[lines.index("301 adapters: 1 HBM, 0 LOADING, 300 HOST, 0 DISK") + 3 :]
     assert table[0].split()[:3] == ["hot", "HBM", "pin"]
     assert table[-1] == f"and {301 - (len(table) - 1)} more"
 

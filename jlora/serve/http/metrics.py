@@ -22,7 +22,7 @@ from jlora.serve.observed import Observed
 from jlora.types import AdapterInfo
 
 CLASSES = ("free", "adapters", "history_kv", "running_kv")
-TIERS = ("HBM", "HOST", "LOADING")
+TIERS = ("HBM", "HOST", "DISK", "LOADING")
 REASONS = ("stop", "length", "abort")
 OPEN = "application/openmetrics-text"
 NAMED = 64  # adapters in a label: as many as run and wait at once, within reason
@@ -72,6 +72,7 @@ class Snapshot:
             ("kv_host_hit_tokens", "Those found on the host only.", cache.kv_host_hit_tokens),
             ("clean_evictions", "Evictions that needed no copy.", cache.clean_evictions),
             ("lost_blocks", "Blocks of KV dropped without a copy elsewhere.", cache.blocks_lost),
+            ("adapters_dropped", "Adapters that left memory for the disk.", cache.adapters_dropped),
             ("recomputed_tokens", "Tokens found on the host but recomputed.", cache.recomputed_tokens),
             ("streamed_requests", "Requests that started before their copies landed.", cache.streamed),
         ):

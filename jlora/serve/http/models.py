@@ -8,6 +8,7 @@ from typing import Any
 
 from jlora import __version__
 from jlora.errors import InvalidArgument, Unavailable
+from jlora.replica import Load
 from jlora.serve import pages
 from jlora.serve.backend import Backend
 from jlora.serve.http.call import Call
@@ -43,7 +44,8 @@ class Models:
         """`POST /v1/load_lora_adapter`."""
         body = read(call.body, LoadBody)
         replica = self._backend.loaded
-        info = await load_adapter(replica, body.lora_name, body.lora_path, body.pinned, body.load_inplace)
+        load = Load(body.lora_name, body.lora_path, body.pinned, body.load_inplace, body.lazy)
+        info = await load_adapter(replica, load)
         await call.json({"success": True, "adapter": self._adapter(info)})
 
     async def unload(self, call: Call) -> None:

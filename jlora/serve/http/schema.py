@@ -251,12 +251,13 @@ class PrefetchBody(Body, kw_only=True):
 
 
 class LoadBody(Body, kw_only=True):
-    """`/v1/load_lora_adapter`, and `pinned` as SGLang has it."""
+    """`/v1/load_lora_adapter`, with `pinned` as SGLang has it, and `lazy`."""
 
     lora_name: str
     lora_path: str
     load_inplace: bool = False
     pinned: bool = False
+    lazy: bool = False
 
 
 class UnloadBody(Body, kw_only=True):

@@ -230,10 +230,12 @@ class AdapterInfo(_message.Message):
         HBM: _ClassVar[AdapterInfo.Tier]
         HOST: _ClassVar[AdapterInfo.Tier]
         LOADING: _ClassVar[AdapterInfo.Tier]
+        DISK: _ClassVar[AdapterInfo.Tier]
     TIER_UNSPECIFIED: AdapterInfo.Tier
     HBM: AdapterInfo.Tier
     HOST: AdapterInfo.Tier
     LOADING: AdapterInfo.Tier
+    DISK: AdapterInfo.Tier
     class RanksEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -282,16 +284,18 @@ class AdapterInfo(_message.Message):
     def __init__(self, name: _Optional[str] = ..., uid: _Optional[int] = ..., digest: _Optional[str] = ..., rank: _Optional[int] = ..., ranks: _Optional[_Mapping[str, int]] = ..., target_modules: _Optional[_Iterable[str]] = ..., bytes: _Optional[int] = ..., blocks: _Optional[int] = ..., tier: _Optional[_Union[AdapterInfo.Tier, str]] = ..., pinned: _Optional[bool] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., hits: _Optional[int] = ..., last_used_s: _Optional[float] = ..., load_cost_s: _Optional[float] = ..., alora_invocation_tokens: _Optional[_Iterable[int]] = ..., merged: _Optional[bool] = ..., merge_error: _Optional[float] = ..., merge_refusal: _Optional[str] = ...) -> None: ...
 
 class LoadAdapterRequest(_message.Message):
-    __slots__ = ("name", "path", "pinned", "replace")
+    __slots__ = ("name", "path", "pinned", "replace", "lazy")
     NAME_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     PINNED_FIELD_NUMBER: _ClassVar[int]
     REPLACE_FIELD_NUMBER: _ClassVar[int]
+    LAZY_FIELD_NUMBER: _ClassVar[int]
     name: str
     path: str
     pinned: bool
     replace: bool
-    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., pinned: _Optional[bool] = ..., replace: _Optional[bool] = ...) -> None: ...
+    lazy: bool
+    def __init__(self, name: _Optional[str] = ..., path: _Optional[str] = ..., pinned: _Optional[bool] = ..., replace: _Optional[bool] = ..., lazy: _Optional[bool] = ...) -> None: ...
 
 class UnloadAdapterRequest(_message.Message):
     __slots__ = ("name",)
@@ -443,7 +447,7 @@ class TierState(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., adapters: _Optional[int] = ..., history_kv: _Optional[int] = ..., running_kv: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge")
+    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge", "adapters_dropped")
     HBM_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     INVALID_KV_FIELD_NUMBER: _ClassVar[int]
@@ -462,6 +466,7 @@ class CacheState(_message.Message):
     STREAMED_FIELD_NUMBER: _ClassVar[int]
     KV_BASE_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     MERGE_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_DROPPED_FIELD_NUMBER: _ClassVar[int]
     hbm: TierState
     host: TierState
     invalid_kv: int
@@ -480,7 +485,8 @@ class CacheState(_message.Message):
     streamed: int
     kv_base_hit_tokens: int
     merge: MergeState
-    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ...) -> None: ...
+    adapters_dropped: int
+    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., adapters_dropped: _Optional[int] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

@@ -1,0 +1,176 @@
+"""Every adapter that a replica may serve, in one SQLite table, so that they outlive the process.
+
+    catalogue = Catalogue("adapters.db", threads)     # "" keeps the table in memory
+    rows = catalogue.rows()                           # at start
+    catalogue.put([row])                              # returns at once; the one writer writes behind
+
+The table is the memory of what was pinned down: an adapter's digest stays what it was when its weights
+were first read, through restarts. One process writes a file at a time; others may read it meanwhile (WAL).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import logging
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import IO, Any
+
+from jlora.errors import ConfigError
+from jlora.ports import Threads
+
+log = logging.getLogger(__name__)
+
+SCHEMA = 1  # of the table; grows with every change of it
+TABLE = """
+create table adapters (
+    name text primary key,
+    uid integer not null unique,
+    digest text not null,
+    header text not null,
+    base text not null,
+    fits text not null,
+    ranks blob not null,
+    modules text not null,
+    bytes integer not null,
+    blocks integer not null,
+    path text not null,
+    stamp text not null,
+    pinned integer not null,
+    alora_tokens text not null,
+    created real not null,
+    last_used real not null
+) strict
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One registered adapter.
+
+    Attributes:
+        uid: of its registration; a reload under the same name has another.
+        digest: sha256 of its content, hexadecimal; "" until its weights were read once.
+        header: sha256 of its configuration and of its weight file's header.
+        base: what it calls its base.
+        fits: of the model and pool that its header was checked against, and `bytes` and `blocks` are of.
+        ranks: module -> rank; compressed, since the modules' names are long and many.
+        modules: the projections that it changes.
+        bytes, blocks: of its packed form in this server's pool.
+        stamp: the identities of its files (`jlora.ports.Stamp`).
+        created, last_used: seconds since 1970; 0: never used.
+    """
+
+    name: str
+    uid: int
+    digest: str
+    header: str
+    base: str
+    fits: str
+    ranks: Mapping[str, int]
+    modules: Sequence[str]
+    bytes: int
+    blocks: int
+    path: str
+    stamp: Sequence[int]
+    pinned: bool
+    alora_tokens: Sequence[int]
+    created: float
+    last_used: float
+
+
+COLUMNS = tuple(field.name for field in fields(Row))
+JSON = frozenset({"modules", "stamp", "alora_tokens"})
+
+
+class Catalogue:
+    """The table. Every method returns at once but `rows` and `close`; failed writes are logged and lost."""
+
+    def __init__(self, path: str, threads: Threads, fits: str = ""):
+        """Opens or makes the file; `fits` as of the rows of this process. Raises ConfigError."""
+        self.fits = fits
+        try:
+            self._lock = _locked(f"{path}.lock") if path else None
+            self._table = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._prepare()
+        except (OSError, sqlite3.Error) as e:
+            raise ConfigError(f"adapters.registry = {path!r}: {getattr(e, 'strerror', None) or e}") from e
+        self._writer = threads.pool("jlora-catalogue", 1)
+
+    def rows(self) -> list[Row]:
+        """All adapters, in order of name."""
+        found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters order by name")
+        return [Row(**_decoded(dict(zip(COLUMNS, row, strict=True)))) for row in found]
+
+    def put(self, rows: Iterable[Row]) -> None:
+        """Adds adapters, or takes the places of those of the same names."""
+        values = [_encoded(row) for row in rows]
+        self._write(f"insert or replace into adapters values ({', '.join('?' * len(COLUMNS))})", values)
+
+    def remove(self, names: Iterable[str]) -> None:
+        self._write("delete from adapters where name = ?", [(name,) for name in names])
+
+    @property
+    def bytes(self) -> int:
+        """What the table takes."""
+        ((pages,),) = self._table.execute("pragma page_count")
+        ((size,),) = self._table.execute("pragma page_size")
+        return pages * size
+
+    def close(self) -> None:
+        """Returns when all is written."""
+        self._writer.shutdown(wait=True)
+        self._table.close()
+        if self._lock is not None:
+            self._lock.close()
+
+    def _prepare(self) -> None:
+        for pragma in ("journal_mode = wal", "synchronous = normal"):
+            self._table.execute(f"pragma {pragma}")
+        ((version,),) = self._table.execute("pragma user_version")
+        if version == SCHEMA:
+            return
+        if version:
+            raise sqlite3.DatabaseError(f"its schema has version {version}, and this jlora reads {SCHEMA}")
+        for statement in ("begin immediate", TABLE, f"pragma user_version = {SCHEMA}", "commit"):
+            self._table.execute(statement)
+
+    def _write(self, statement: str, values: list[tuple[Any, ...]]) -> None:
+        def write() -> None:
+            try:
+                self._table.execute("begin immediate")
+                self._table.executemany(statement, values)
+                self._table.execute("commit")
+            except sqlite3.Error:
+                log.exception("the registry of adapters was not written")
+                if self._table.in_transaction:
+                    self._table.execute("rollback")
+
+        if values:
+            self._writer.submit(write)
+
+
+def _locked(path: str) -> IO[str]:
+    """A file that this process holds locked as long as it is open."""
+    file = open(path, "a", encoding="utf-8")  # noqa: SIM115: it is open as long as the catalogue
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as e:
+        file.close()
+        raise OSError(e.errno, "another server writes it; give every server a file of its own") from e
+    return file
+
+
+def _encoded(row: Row) -> tuple[Any, ...]:
+    values = {name: getattr(row, name) for name in COLUMNS}
+    values |= {name: json.dumps(values[name], separators=(",", ":")) for name in JSON}
+    values["ranks"] = zlib.compress(json.dumps(dict(row.ranks), separators=(",", ":")).encode())
+    return tuple(values.values())
+
+
+def _decoded(values: dict[str, Any]) -> dict[str, Any]:
+    values |= {name: json.loads(values[name]) for name in JSON}
+    return values | {"ranks": json.loads(zlib.decompress(values["ranks"])), "pinned": bool(values["pinned"])}

@@ -1,0 +1,130 @@
+"""Adapters that are on the disk only, and their way into memory. Plain Python, no jax.
+
+             open               begin              arrive
+    DISK ──────────▶ expected ─────────▶ read ────────────▶ HOST ──▶ HBM
+      ▲                  │                 │                 │
+      └──nobody waits────┴─────────────────┴──host is full───┘
+
+Requests queue for an adapter as soon as it is expected, and are admitted once it has arrived; others
+overtake them meanwhile. Loader threads read, a bounded number at once: first what requests wait for, in
+the order of service, then hints. Room on the host is taken before an adapter is read, so what is read is
+never held twice. If there is none, the reading waits until a request ends.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
+from dataclasses import dataclass, field
+
+from jlora.adapters.registry import Record
+from jlora.cache.tree import AdapterNode
+from jlora.engine.ports import Parts
+
+log = logging.getLogger(__name__)
+
+HINTS = 16  # adapters that hints may have on their way from the disk
+
+
+@dataclass(slots=True, eq=False)
+class Reading:
+    """One adapter on its way from the disk to the host tier.
+
+    Attributes:
+        hinted: it is worth reading although no request waits for it.
+        blocks: of the host, once it is being read.
+        cancelled: nobody waits for it any more: the thread that reads it may stop.
+        then: what to do when it has arrived, and who waits for that.
+    """
+
+    record: Record
+    node: AdapterNode
+    hinted: bool = False
+    blocks: tuple[int, ...] = ()
+    cancelled: bool = False
+    then: list[tuple[Future, Callable[[], object]]] = field(default_factory=list)
+
+    @property
+    def wanted(self) -> bool:
+        return bool(self.node.wanted or self.then or self.hinted) and not self.node.gone
+
+    @property
+    def urgency(self) -> tuple[bool, int]:
+        """Requests before hints, in the order of service; a command waits for no other."""
+        return (not self.node.wanted and not self.then, 0 if self.then else min(self.node.wanted, default=0))
+
+
+class Shelf:
+    """The readings of one engine, at most `readers` at a time. All methods belong to the engine's thread."""
+
+    def __init__(self, parts: Parts):
+        self._manager = parts.scheduler.manager
+        self._most = parts.readers
+        self._readings: dict[AdapterNode, Reading] = {}
+        self._under_way: set[Reading] = set()
+        self._refused = -1  # the cache's epoch when the host tier had no room
+
+    def open(self, record: Record) -> Reading:
+        """Expects the adapter in memory; requests may queue for `record.node` from now on."""
+        if record.node.gone:
+            record.node = self._manager.expect_adapter(record.node.uid, record.node.size, record.node)
+            self._readings[record.node] = Reading(record, record.node)
+        return self._readings[record.node]
+
+    def hint(self, record: Record) -> bool:
+        """Reads the adapter when the readers have nothing else to do; whether it is on its way."""
+        if not record.node.reading and sum(reading.hinted for reading in self._readings.values()) >= HINTS:
+            return False
+        self.open(record).hinted = True
+        return True
+
+    def begin(self) -> list[Reading]:
+        """The readings to start now; each ends with `take` or `drop`."""
+        if not self._readings:
+            return []
+        self._cancel_unwanted()
+        begun: list[Reading] = []
+        idle = [reading for reading in self._readings.values() if not reading.blocks]
+        for reading in sorted(idle, key=lambda reading: reading.urgency):
+            if len(self._under_way) >= self._most or self._refused == self._manager.epoch:
+                break
+            blocks = self._manager.reserve(reading.node.size)
+            if blocks is None:
+                self._refused = self._manager.epoch
+                break
+            reading.blocks = blocks
+            self._under_way.add(reading)
+            begun.append(reading)
+        return begun
+
+    def take(self, reading: Reading) -> bool:
+        """The adapter's data is in its blocks: it is in memory now. False if nobody waits for it any more."""
+        self._under_way.remove(reading)
+        if reading.node.gone:
+            self._manager.cancel(reading.blocks)
+            return False
+        del self._readings[reading.node]
+        self._manager.arrive(reading.node, reading.blocks, visited=not reading.node.wanted)
+        return True
+
+    def drop(self, reading: Reading) -> None:
+        """It could not be read; the caller has ended the requests for it."""
+        self._under_way.discard(reading)
+        self._manager.cancel(reading.blocks)
+        self._forget(reading)
+
+    def _cancel_unwanted(self) -> None:
+        for reading in [reading for reading in self._readings.values() if not reading.wanted]:
+            log.info("adapter %s is not read: nobody waits for it any more", reading.record.name)
+            self._forget(reading)
+
+    def _forget(self, reading: Reading) -> None:
+        """If it is being read, its blocks are free when the thread has ended."""
+        reading.cancelled = True
+        self._readings.pop(reading.node, None)
+        if not reading.node.gone:
+            self._manager.give_up(reading.node)
+        for future, _ in reading.then:
+            if not future.done():
+                future.set_exception(CancelledError())

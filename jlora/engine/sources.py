@@ -1,0 +1,200 @@
+"""Where adapters come from: their directories, and what the catalogue remembers of them. No jax.
+
+read_adapter     everything: read, checked and packed; any thread
+scan_adapter     the same without the weights, which stay on the disk; any thread
+find             the adapters that a server begins with
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from dataclasses import replace as replaced
+
+from tqdm.auto import tqdm
+
+from jlora import __version__
+from jlora.adapters.catalogue import Catalogue, Row
+from jlora.adapters.names import at_start, check_name
+from jlora.adapters.packing import blocks_of, largest_ranks, pack
+from jlora.adapters.peft import FILES, read_peft, scan_peft
+from jlora.adapters.registry import Record
+from jlora.config import Config
+from jlora.engine.loading import NewAdapter, check_size
+from jlora.errors import DataLoss, InvalidArgument, JloraError
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.ports import Clock, Files, Stamp
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Reader:
+    """What reading an adapter needs beside its path.
+
+    Attributes:
+        base_names: what an adapter may call this base.
+    """
+
+    spec: ModelSpec
+    layout: PoolLayout
+    max_rank: int
+    base_names: tuple[str, ...]
+    files: Files
+    clock: Clock
+
+    @property
+    def fits(self) -> str:
+        """Equal for two readers that accept the same adapters and pack them alike."""
+        layout = replaced(self.layout, blocks=0)
+        return hashlib.sha256(repr((__version__, self.spec, layout, self.max_rank)).encode()).hexdigest()[:16]
+
+    def check(self, name: str) -> None:
+        """Raises InvalidArgument if it is no name for an adapter."""
+        if check_name(name) == self.base_names[0]:
+            raise InvalidArgument(f"name = {name!r}: is the base model's own name")
+
+    def check_ranks(self, name: str, ranks: Iterable[tuple[str, int]]) -> None:
+        """Raises ResourceExhausted if the pool can never hold it: block 0 is unused, and one is for KV."""
+        size = blocks_of(largest_ranks(ranks), self.layout)
+        check_size(name, size, self.layout.blocks - 2, self.layout.blocks - 1)
+
+    def stamp(self, path: str) -> Stamp | None:
+        """The identities of an adapter's two files; None if one is missing."""
+        try:
+            return self.files.stamp(path, FILES)
+        except (OSError, ValueError):
+            return None
+
+
+def read_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
+    """Reads, checks and packs an adapter. It touches no engine, so any thread may call it.
+
+    Raises:
+        JloraError: the name is not one for an adapter, or see `read_peft` and `pack`.
+    """
+    reader.check(name)
+    began = reader.clock()
+    adapter = read_peft(
+        path, reader.spec, reader.max_rank, reader.base_names, reader.files, lambda r: reader.check_ranks(name, r)
+    )
+    packed = pack(adapter, reader.layout)
+    return NewAdapter(
+        name=name,
+        digest=adapter.digest,
+        ranks=adapter.ranks,
+        target_modules=adapter.target_modules,
+        alora_invocation_tokens=adapter.alora_invocation_tokens,
+        projections=packed.projections,
+        data=packed.data,
+        bytes=packed.data.nbytes,
+        read_s=reader.clock() - began,
+        path=os.path.abspath(path),
+        header=adapter.header,
+        stamp=adapter.stamp,
+        base=adapter.base,
+    )
+
+
+def scan_adapter(name: str, path: str, reader: Reader) -> NewAdapter:
+    """As `read_adapter`, without the weights: it has no data and no digest."""
+    reader.check(name)
+    scan = scan_peft(path, reader.spec, reader.max_rank, reader.files, lambda r: reader.check_ranks(name, r))
+    units = reader.layout.units
+    counts = {projection: -(-rank // units[projection].per_block) for projection, rank in scan.sizes.items()}
+    projections = tuple(projection for projection, count in counts.items() for _ in range(count))
+    return NewAdapter(
+        name=name,
+        digest="",
+        ranks=scan.ranks,
+        target_modules=scan.target_modules,
+        alora_invocation_tokens=scan.alora_invocation_tokens,
+        projections=projections,
+        data=None,
+        bytes=len(projections) * reader.layout.block_bytes,
+        read_s=0.0,
+        path=os.path.abspath(path),
+        header=scan.header,
+        stamp=scan.stamp,
+        base=scan.base,
+    )
+
+
+def check_version(known: Record | Row | NewAdapter, digest: str, header: str) -> None:
+    """Raises DataLoss if files with this digest and header are not the version that was registered."""
+    if known.digest and (digest != known.digest or header != known.header):
+        raise DataLoss(
+            f"adapter {known.name!r}: its files have changed on the disk (sha256 {digest[:12]}…, registered as "
+            f"{known.digest[:12]}…); restore them, or load it again with replace"
+        )
+    if header != known.header:
+        raise DataLoss(f"adapter {known.name!r}: its files have changed on the disk since it was found; try again")
+
+
+def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -> list[Row | NewAdapter]:
+    """The adapters of a server that starts: as the catalogue knows them, or scanned.
+
+    An adapter whose files the catalogue has seen as they are is not opened.
+
+    Raises:
+        JloraError: one cannot be served. With `adapters.lazy`, those of `adapters.dir` are left out instead.
+    """
+    rows = {row.name: row for row in catalogue.rows()}
+    paths, tolerant = at_start(config.adapters.paths, config.adapters.dir), config.adapters.lazy
+    found: list[Row | NewAdapter] = []
+    for name in tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False):
+        try:
+            found.append(_known_or_scanned(name, paths[name], rows.get(name), reader))
+        except JloraError as e:
+            if not tolerant or name in config.adapters.paths:
+                raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
+            log.warning("adapter %s is left out: %s", name, e)
+    found += _loaded_before((row for name, row in rows.items() if name not in paths), reader)
+    names = {item.name for item in found}
+    catalogue.remove([name for name in rows if name not in names])
+    return found
+
+
+def _loaded_before(rows: Iterable[Row], reader: Reader) -> Iterator[Row | NewAdapter]:
+    """Adapters that an earlier process loaded at run time, and that are still there."""
+    for row in rows:
+        if reader.stamp(row.path) is None:
+            log.warning("adapter %s is not known any more: its files are gone", row.name)
+            continue
+        try:
+            yield _known_or_scanned(row.name, row.path, row, reader)
+        except JloraError as e:
+            log.warning("adapter %s is left out: %s", row.name, e)
+
+
+def _known_or_scanned(name: str, path: str, row: Row | None, reader: Reader) -> Row | NewAdapter:
+    if row is None or row.path != os.path.abspath(path):
+        return scan_adapter(name, path, reader)
+    stamp = reader.stamp(path)
+    if row.fits == reader.fits and stamp is not None and (row.digest or tuple(row.stamp) == stamp):
+        return row  # with a digest, the first read compares
+    new = scan_adapter(name, path, reader)
+    if not row.digest:
+        return new
+    check_version(row, row.digest, new.header)
+    return replaced(row, fits=reader.fits, blocks=new.blocks, bytes=new.bytes, stamp=new.stamp)
+
+
+def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> Iterator[Row | NewAdapter]:
+    """Those to read at start: all if the host tier holds them, or else as fill half of it.
+
+    Those that are pinned or are to be merged come first, also with `adapters.lazy`.
+    """
+    room = host_blocks if sum(item.blocks for item in found) <= host_blocks else host_blocks // 2
+    first = {item.name for item in found if isinstance(item, Row) and item.pinned} | {config.engine.merge}
+    kept = [item for item in found if item.name in first]
+    others = [] if config.adapters.lazy else [item for item in found if item.name not in first]
+    for item in (*kept, *others):
+        if item.blocks > room:
+            return
+        room -= item.blocks
+        yield item

@@ -1,0 +1,310 @@
+"""Adapters beyond host memory: they stay on the disk until a request needs them, and leave memory for others."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+import threading
+import urllib.request
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from jlora.errors import ConfigError
+from jlora.ports import DiskFiles, DiskFolder, System
+from jlora.serve.proto import jlora_pb2 as pb
+from tests import _make
+from tests.serve._server import SMALL, Served, refused, request, serve, wait_until
+
+COUNT = 10
+IN_MEMORY = 3  # adapters that the host tier has room for
+Tier = pb.AdapterInfo.Tier
+
+
+class Disk(DiskFiles):
+    """Folders whose names `shut` holds back open when it is set to None again."""
+
+    def __init__(self) -> None:
+        self._open, self.opened = threading.Condition(), list[str]()
+        self._shut: str | None = None
+
+    def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
+        with self._open:
+            self.opened.append(Path(directory).name)
+            assert self._open.wait_for(lambda: self._shut is None or self._shut not in directory, 60)
+        return super().folder(directory)
+
+    def shut(self, name: str | None) -> None:
+        with self._open:
+            self._shut = name
+            self._open.notify_all()
+
+
+def make(directory: Path, spec: Any, seed: int) -> Path:
+    return _make.make_adapter(directory, spec, seed=seed, r=4 + 4 * (seed % 2), targets=("q", "v"))
+
+
+@pytest.fixture(scope="module")
+def library(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from jlora.model import checkpoint
+
+    directory = tmp_path_factory.mktemp("library")
+    spec = checkpoint.read_spec(text_model, "auto", 0)
+    for i in range(COUNT):
+        make(directory / f"a{i}", spec, seed=i)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def expected(text_model: Path, library: Path) -> Iterator[dict[str, list[int]]]:
+    """Every adapter's answer, from a server that holds all of them in memory."""
+    with serve(text_model, {"adapters.dir": str(library)}) as served:
+        listed = served.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
+        assert {Tier.Name(info.tier) for info in listed} <= {"HBM", "HOST", "LOADING"}  # small: all are read at start
+        yield {f"a{i}": ask(served, f"a{i}") for i in range(COUNT)}
+
+
+@pytest.fixture(scope="module")
+def disk() -> Disk:
+    return Disk()
+
+
+@pytest.fixture(scope="module")
+def shared(text_model: Path, library: Path, disk: Disk) -> Iterator[Served]:
+    largest = 2  # blocks of rank 8
+    tiers = {"cache.host_blocks": IN_MEMORY * largest, "cache.hbm_blocks": 40}
+    settings = {**SMALL, **tiers, "adapters.dir": str(library), "adapters.lazy": True, "model.max_model_len": 256}
+    with serve(text_model, settings, System(files=disk)) as served:
+        yield served
+
+
+@pytest.fixture
+def served(shared: Served, disk: Disk) -> Iterator[Served]:
+    yield shared
+    disk.shut(None)
+    shared.check_idle()
+
+
+def ask(served: Served, name: str, **fields: Any) -> list[int]:
+    return list(served.generate(request(model=name, **fields)).outputs[0].token_ids)
+
+
+def tier(served: Served, name: str) -> str:
+    return Tier.Name(served.adapters.GetAdapter(pb.GetAdapterRequest(name=name)).tier)
+
+
+def on_disk(served: Served) -> list[str]:
+    listed = served.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
+    return [info.name for info in listed if Tier.Name(info.tier) == "DISK"]
+
+
+def one_on_disk(served: Served, *but: str) -> str:
+    """The name of an adapter that is on the disk only; it asks for others until there is one."""
+    for i in range(COUNT):
+        found = [name for name in on_disk(served) if name not in but]
+        if found:
+            return found[0]
+        ask(served, f"a{i}")
+    raise AssertionError("all adapters fit into memory")
+
+
+def push_out(served: Served, name: str) -> None:
+    """Asks for others until the adapter is on the disk only."""
+    for i in range(2 * COUNT):
+        if tier(served, name) == "DISK":
+            return
+        if name != f"a{i % COUNT}":
+            ask(served, f"a{i % COUNT}")
+    raise AssertionError("the adapter stays in memory")
+
+
+def test_an_adapter_that_left_memory_answers_as_before(served: Served, disk: Disk, expected: dict[str, list[int]]):
+    dropped, order = served.cache().adapters_dropped, random.Random(3)
+    names = sorted(expected)
+    for _ in range(3):
+        order.shuffle(names)
+        calls = [(name, served.inference.Generate.future(request(model=name), timeout=60)) for name in names]
+        assert {name: list(call.result().outputs[0].token_ids) for name, call in calls} == expected
+        served.check_idle()
+    assert served.cache().adapters_dropped > dropped
+    assert len(on_disk(served)) >= COUNT - 2 * IN_MEMORY
+    assert len({tuple(answer) for answer in expected.values()}) > COUNT // 2  # the adapters do differ
+
+
+def test_others_overtake_a_request_whose_adapter_is_being_read(
+    served: Served, disk: Disk, expected: dict[str, list[int]]
+):
+    name = one_on_disk(served)
+    disk.shut(name)
+    waiting = served.inference.Generate.future(request(model=name), timeout=60)
+    wait_until(lambda: tier(served, name) == "LOADING")
+    assert ask(served, "", prompt=(9, 8, 7))
+    info = served.adapters.GetAdapter(pb.GetAdapterRequest(name=name))
+    assert (info.waiting, info.running) == (1, 0)
+    served.check_integrity()
+    disk.shut(None)
+    answer = waiting.result()
+    assert list(answer.outputs[0].token_ids) == expected[name]
+    timing = answer.timing
+    assert 0 < timing.adapter_cold_start_s <= timing.ttft_s
+    assert timing.queue_s < timing.adapter_cold_start_s
+
+
+def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: Disk):
+    name = one_on_disk(served)
+    disk.shut(name)
+    calls = [served.inference.Generate.future(request(model=name), timeout=60) for _ in range(2)]
+    wait_until(lambda: disk.opened[-1] == name)
+    reserved = served.replica._built.parts.scheduler.manager.reserved
+    assert reserved
+    for call in calls:
+        call.cancel()
+    wait_until(lambda: tier(served, name) == "DISK")
+    disk.shut(None)
+    wait_until(lambda: not reserved)
+
+
+def test_files_that_changed_are_data_loss_and_never_served(
+    served: Served, disk: Disk, library: Path, expected: dict[str, list[int]], text_model: Path
+):
+    ask(served, "a1")  # pins its digest
+    push_out(served, "a1")
+    weights = library / "a1" / "adapter_model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    with refused(grpc.StatusCode.DATA_LOSS, "'a1'", "changed on the disk"):
+        ask(served, "a1")
+    assert ask(served, "a2") == expected["a2"]
+    weights.write_bytes(kept)
+    assert ask(served, "a1") == expected["a1"]
+
+
+def test_files_that_are_gone_are_not_found_by_name(served: Served, library: Path, expected: dict[str, list[int]]):
+    name = one_on_disk(served)
+    shutil.move(library / name, library.parent / "away")
+    with refused(grpc.StatusCode.NOT_FOUND, repr(name), "gone from the disk"):
+        ask(served, name)
+    assert ask(served, "", prompt=(4, 5))
+    shutil.move(library.parent / "away", library / name)
+    assert ask(served, name) == expected[name]
+
+
+def test_an_adapter_whose_files_changed_stays_in_memory(served: Served, library: Path, expected: dict[str, list[int]]):
+    ask(served, "a3")
+    config = library / "a3" / "adapter_config.json"
+    config.touch()
+    served.replica._watch.look()
+    for i in range(COUNT):
+        ask(served, f"a{i}")
+    assert tier(served, "a3") != "DISK" and ask(served, "a3") == expected["a3"]
+    served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="a3"))
+    served.replica._watch.look()
+    with refused(grpc.StatusCode.NOT_FOUND, "'a3'"):  # unloaded by hand: it comes back when its files change
+        ask(served, "a3")
+    config.touch()
+    served.replica._watch.look()
+    assert tier(served, "a3") == "DISK" and ask(served, "a3") == expected["a3"]
+
+
+def test_the_directory_is_watched(served: Served, library: Path, expected: dict[str, list[int]]):
+    shutil.copytree(library / "a4", library / "new")
+    whole = (library / "new" / "adapter_model.safetensors").read_bytes()
+    (library / "new" / "adapter_model.safetensors").write_bytes(whole[:-8])  # it is still being copied
+    served.replica._watch.look()
+    with refused(grpc.StatusCode.NOT_FOUND, "'new'"):
+        ask(served, "new")
+    (library / "new" / "adapter_model.safetensors").write_bytes(whole)
+    served.replica._watch.look()
+    before = served.adapters.GetAdapter(pb.GetAdapterRequest(name="new"))
+    assert (Tier.Name(before.tier), before.digest) == ("DISK", "")
+    shutil.copyfile(library / "a6" / "adapter_model.safetensors", library / "new" / "adapter_model.safetensors")
+    served.replica._watch.look()  # never read so far: the change is a new version
+    assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="new")).uid > before.uid
+    assert ask(served, "new") == expected["a6"]
+    assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="new")).digest
+    push_out(served, "new")
+    shutil.rmtree(library / "new")
+    served.replica._watch.look()
+    with refused(grpc.StatusCode.NOT_FOUND, "'new'"):
+        served.adapters.GetAdapter(pb.GetAdapterRequest(name="new"))
+
+
+def test_a_lazy_load_checks_the_files_and_leaves_them_on_the_disk(
+    served: Served, library: Path, expected: dict[str, list[int]]
+):
+    lazy = pb.LoadAdapterRequest(name="lazy", path=str(library / "a5"), lazy=True)
+    info = served.adapters.LoadAdapter(lazy)
+    assert (Tier.Name(info.tier), len(info.digest)) == ("DISK", 64)
+    assert ask(served, "lazy") == expected["a5"]
+    served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="lazy"))
+    body = json.dumps({"lora_name": "lazy", "lora_path": str(library / "a5"), "lazy": True}).encode()
+    post = urllib.request.Request(f"{served.http}/v1/load_lora_adapter", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(post, timeout=20) as answer:
+        assert json.load(answer)["adapter"]["adapter"]["tier"] == "DISK"
+    served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="lazy"))
+    lazy.pinned = True
+    with refused(grpc.StatusCode.INVALID_ARGUMENT, "lazy", "pinned"):
+        served.adapters.LoadAdapter(lazy)
+
+
+def test_pins_and_hints_reach_down_to_the_disk(served: Served):
+    name = one_on_disk(served)
+    pinned = served.adapters.PinAdapter(pb.PinAdapterRequest(name=name, pinned=True), timeout=20)
+    assert Tier.Name(pinned.tier) == "HBM" and pinned.pinned
+    served.adapters.PinAdapter(pb.PinAdapterRequest(name=name, pinned=False))
+    other = one_on_disk(served, name)
+    hint = served.inference.Prefetch(request(model=other))
+    assert not hint.adapter_resident and hint.coming_bytes > 0
+    wait_until(lambda: tier(served, other) in ("HBM", "HOST"))
+
+
+def test_a_request_waits_while_nothing_may_leave_the_host_tier(
+    served: Served, disk: Disk, expected: dict[str, list[int]]
+):
+    manager = served.replica._built.parts.scheduler.manager
+    name = one_on_disk(served)
+    held = served.replica.between_steps(lambda: manager.reserve(manager.host.total - manager.host.adapters)).result(20)
+    backed = [node for node in manager.adapters.values() if node.backed]
+    for node in backed:
+        served.replica.between_steps(lambda node=node: manager.back(node, False)).result(20)
+    waiting = served.inference.Generate.future(request(model=name), timeout=60)
+    wait_until(lambda: tier(served, name) == "LOADING")
+    assert ask(served, "", prompt=(3, 3))
+    assert not waiting.done()
+    for node in backed:
+        served.replica.between_steps(lambda node=node: manager.back(node, True)).result(20)
+    assert held is not None
+    served.replica.between_steps(lambda: manager.cancel(held)).result(20)
+    assert list(waiting.result().outputs[0].token_ids) == expected[name]
+
+
+def test_the_registry_outlives_the_server(
+    text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]
+):
+    mine = tmp_path / "mine"
+    for name in ("a0", "a1"):
+        shutil.copytree(library / name, mine / name)
+    settings = {
+        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
+        "engine.warmup": False,
+    }  # fmt: skip
+    with serve(text_model, settings) as served:
+        digest = served.adapters.LoadAdapter(
+            pb.LoadAdapterRequest(name="more", path=str(library / "a2"), lazy=True)
+        ).digest
+        served.adapters.PinAdapter(pb.PinAdapterRequest(name="a0", pinned=True))
+        uid = served.adapters.GetAdapter(pb.GetAdapterRequest(name="more")).uid
+        with pytest.raises(ConfigError, match=r"adapters\.registry = .*another server"):
+            with serve(text_model, settings):
+                pass
+    shutil.copyfile(mine / "a0" / "adapter_model.safetensors", mine / "a1" / "adapter_model.safetensors")
+    with serve(text_model, settings) as served:
+        info = served.adapters.GetAdapter(pb.GetAdapterRequest(name="more"))
+        assert (info.uid, info.digest, Tier.Name(info.tier)) == (uid, digest, "DISK")
+        assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).pinned
+        assert ask(served, "a0") == expected["a0"]
