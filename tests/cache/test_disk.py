@@ -1,0 +1,201 @@
+"""The disk below the tiers: adapters leave memory and come back in any order, and what is read is right.
+
+The world of `_world`, where every adapter has files: a full host drops idle adapters, a request for one
+that is gone waits until it has been read, and a reading that nobody waits for is given up.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from jlora.cache.manager import CacheManager
+from jlora.cache.residency import Residency
+from jlora.cache.tree import AdapterNode, Origin
+from tests.cache._world import ACTIONS, NAMES, POLICIES, Job, World
+
+SEEDS, OPERATIONS = 4, 500
+MORE = {**ACTIONS, "read": (1, 12), "give_up": (0, 3), "changed": (2, 2)}
+
+
+class DiskWorld(World):
+    """A world whose adapters may be on the disk only. A file holds what its adapter's blocks must hold."""
+
+    reads = 0
+
+    def read(self, which: int) -> None:
+        """A reading ends, if the host has room for it."""
+        readings = [node for node in self.manager.adapters.values() if node.reading]
+        if readings:
+            node = readings[which % len(readings)]
+            blocks = self.manager.reserve(node.size)
+            if blocks is not None:
+                self._write(node.uid, blocks)
+                self.manager.arrive(node, blocks, visited=not node.wanted)
+                self.manager.back(node, not node.dying)
+                self.reads += 1
+
+    def give_up(self) -> None:
+        """Readings that nobody waits for end."""
+        for node in [node for node in self.manager.adapters.values() if node.reading and not node.wanted]:
+            self.manager.give_up(node)
+
+    def changed(self, which: int, back: int) -> None:
+        """An adapter's files change, or are restored."""
+        node = self.names[which % NAMES]
+        if node is not None and node.size and not node.gone and not node.reading:
+            self.manager.back(node, back % 3 > 0)
+
+    def admit(self, which: int, headroom: int) -> None:
+        aside = [job for job in self.queue if job.adapter.reading]
+        for job in aside:
+            self.queue.remove(job)
+        super().admit(which, headroom)
+        self.queue += aside
+
+    def hint(self, which: int, seed: int, length: int) -> None:
+        if (node := self.names[which % NAMES]) is None or not (node.gone or node.reading):
+            super().hint(which, seed, length)
+
+    def pin(self, which: int, on: int) -> None:
+        if (node := self.names[which % NAMES]) is None or not (node.gone or node.reading):
+            super().pin(which, on)
+
+    def load(self, which: int, bring: int) -> None:
+        self._lose(1 + which % (NAMES - 1))
+        super().load(which, bring)
+
+    def unload(self, which: int) -> None:
+        self._lose(1 + which % (NAMES - 1))
+        super().unload(which)
+
+    def tend(self, tenths: int) -> None:
+        super().tend(tenths)
+        if tenths % 2:  # so that every run has some, whatever its sizes are
+            for _ in range(4):
+                self.read(tenths)
+
+    def drain(self, seed: int = 0) -> None:
+        for _ in range(200):
+            for _ in range(NAMES):
+                self.read(0)
+            self.give_up()
+            if not any(node.reading for node in self.manager.adapters.values()):
+                break
+            self.start_copies()
+            while self.flights:
+                self.land(0, 0)
+            for _ in range(len(self.queue)):
+                self.admit(0, 0)
+            self.step(7, 0)
+            self.now += 0.1
+            self.check()
+        super().drain(seed)
+
+    def _lose(self, name: int) -> None:
+        node = self.names[name]
+        if node is not None and node.gone:  # nothing of it is in memory
+            self.names[name] = None
+
+    def _origin(self, which: int, seed: int, prompt: list[int]) -> Origin | None:
+        name = which % NAMES
+        node = self.names[name]
+        if node is not None and node.gone and node.size:
+            self.names[name] = self.manager.expect_adapter(node.uid, node.size, node)
+        return super()._origin(which, seed, prompt)
+
+    def _load(self, size: int) -> AdapterNode | None:
+        node = super()._load(size)
+        if node is not None:
+            self.manager.back(node, True)
+        return node
+
+    def _enqueue(self, job: Job) -> None:
+        assert not job.adapter.gone, "a request is queued for an adapter that is not expected"
+        super()._enqueue(job)
+
+    def _write(self, uid: int, blocks: tuple[int, ...]) -> None:
+        self.host.update({block: ("adapter", uid, i) for i, block in enumerate(blocks)})
+
+
+def drive(policy: str, seed: int) -> DiskWorld:
+    draw = random.Random(f"{policy} {seed}")
+    world = DiskWorld(policy, device_blocks=24, host_blocks=draw.choice((5, 6, 8)), streams=seed % 2 > 0)
+    names = list(MORE)
+    for action in draw.choices(names, [MORE[name][1] for name in names], k=OPERATIONS):
+        world.operations += 1
+        if action == "submit" and len(world.queue) > 6:
+            action = "admit"
+        getattr(world, action)(*[draw.randrange(1000) for _ in range(MORE[action][0])])
+        world.check()
+    world.close()
+    return world
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_adapters_leave_memory_and_come_back_and_every_invariant_holds(policy: str):
+    worlds = [drive(policy, seed) for seed in range(SEEDS)]
+    assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
+    assert sum(world.reads for world in worlds) > 10
+    assert all(world.finished for world in worlds)
+
+
+def kv_left_below(patch: pytest.MonkeyPatch) -> None:
+    """An adapter leaves memory, and its KV stays in the tree."""
+
+    def remove(cells: Residency, adapter: AdapterNode) -> None:
+        if not adapter.dying and (adapter.children or adapter.suffixes):
+            cells._leave_host(adapter)
+            if adapter.device:
+                cells._leave_device(adapter)
+            adapter.reading = True  # as if it were to be read again
+            return
+        real(cells, adapter)
+
+    real = Residency._remove
+    patch.setattr(Residency, "_remove", remove)
+
+
+def stale_copy(patch: pytest.MonkeyPatch) -> None:
+    """An adapter that comes back takes what another left in its blocks: nothing is read."""
+    patch.setattr(DiskWorld, "_write", lambda world, uid, blocks: None)
+
+
+def dropped_in_use(patch: pytest.MonkeyPatch) -> None:
+    """An adapter may leave although requests wait for it."""
+
+    def droppable(node: AdapterNode) -> bool:
+        return node.backed and bool(node.host) and not (node.users or node.flying or node.moving or node.pinned)
+
+    patch.setattr(AdapterNode, "droppable", property(droppable))
+
+
+def lent_too_early(patch: pytest.MonkeyPatch) -> None:
+    """An adapter counts as there before its data is."""
+    real = CacheManager.expect_adapter
+
+    def expect(manager: CacheManager, uid: int, size: int, last: AdapterNode | None = None) -> AdapterNode:
+        node = real(manager, uid, size, last)
+        node.reading = False
+        return node
+
+    patch.setattr(CacheManager, "expect_adapter", expect)
+
+
+PLANTS: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    kv_left_below: "KV is left below an adapter that is on the disk only",
+    stale_copy: "the host holds something else",
+    dropped_in_use: "an adapter version that is gone|a request is queued for|nothing moves and somebody waits|"
+    "an adapter that has left is in the tree|a sequence is queued for an adapter",
+    lent_too_early: "an adapter lost its master copy",
+}
+
+
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_caught(plant: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=PLANTS[plant]):
+        for seed in range(SEEDS):
+            drive("jlora", seed)
