@@ -190,20 +190,19 @@ class Residency:
     def make_host_room(self, count: int, saved: Node | None = None) -> bool:
         """Frees host blocks for a copy of `saved`, or for an adapter, whatever it takes.
 
-        Copies of KV that stays on the device go first (`Doubles`). Then KV leaves go for good, and adapters
-        that the disk has, too, whichever is worth less, while that is less than `saved` is worth. False if
+        Copies of KV that stays on the device go first (`Doubles`). Then leaves that are worth less than `saved`
+        go for good. For an adapter, others that the disk has may go, too, whichever is worth less. False if
         that is not enough; at once if all of it would not be.
         """
-        if count > self.host.free + self.host.used[KV] and count > self._room_with_shelf():
+        if count > self.host.free + self.host.used[KV] and (saved is not None or count > self._room_with_shelf()):
             return False
         value = self.candidates.value
         worth = math.inf if saved is None else value(saved)
         while self.host.free < count:
             node = self.candidates.doubles.first(saved)
             if node is None:
-                node, (adapter, least) = self.candidates.drop(), self.candidates.shelved()
-                if adapter is not None and least < worth and (node is None or least <= value(node)):
-                    self.shelve(adapter)
+                node = self.candidates.drop()
+                if saved is None and self._shelve_before(node):
                     continue
                 if node is None or value(node) >= worth:
                     return False
@@ -221,6 +220,14 @@ class Residency:
         log.debug("drop adapter %d to the disk: %d blocks", adapter.uid, adapter.size)
         self._remove(adapter)
         self.counters.adapters_dropped += 1
+
+    def _shelve_before(self, node: Node | None) -> bool:
+        """Drops the adapter that is worth least, if there is one and this KV is worth more."""
+        adapter, worth = self.candidates.shelved()
+        if adapter is None or (node is not None and worth > self.candidates.value(node)):
+            return False
+        self.shelve(adapter)
+        return True
 
     def _room_with_shelf(self) -> int:
         """Host blocks that dropping every adapter would free that may be dropped, and all KV."""

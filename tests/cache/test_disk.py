@@ -78,6 +78,10 @@ class DiskWorld(World):
                 self.read(tenths)
 
     def drain(self, seed: int = 0) -> None:
+        for node in list(self.manager.adapters.values()):  # or they would fill the host for ever
+            if node.size and not (node.reading or node.dying):
+                self.manager.pin(node, False)
+                self.manager.back(node, True)
         for _ in range(200):
             for _ in range(NAMES):
                 self.read(0)

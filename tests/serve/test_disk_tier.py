@@ -30,6 +30,7 @@ class Disk(DiskFiles):
     """Folders whose names `shut` holds back open when it is set to None again."""
 
     def __init__(self) -> None:
+        super().__init__()
         self._open, self.opened = threading.Condition(), list[str]()
         self._shut: str | None = None
 
