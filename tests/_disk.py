@@ -12,6 +12,7 @@ class Gate(DiskFiles):
     """A disk whose folders open once it is open, or fail."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.open, self.reached = threading.Event(), threading.Event()
         self.error: OSError | None = None
         self.open.set()

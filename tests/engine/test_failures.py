@@ -29,6 +29,7 @@ class Machine(PythonGarbage, DiskFiles):
     """Calls `trouble` after each step and before a directory is opened."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.after: Callable[[], None] = lambda: None
         self.reading: Callable[[], None] = lambda: None
 
