@@ -250,6 +250,9 @@ def test_waiting_times_tell_adapter_and_kv_apart_and_only_the_first_lease_counts
     assert timing["again"].adapter_cold_start == timing["again"].kv_cold_start == 4
     assert timing["again"].prefill == timing["again"].ttft - timing["again"].queue - 4
     assert timing["base"].adapter_cold_start == timing["base"].kv_cold_start == 0
+    usage = {e.request_id: e.usage for e in bench.events if e.usage}
+    assert usage["again"].host_tokens == usage["again"].cached_tokens > 0
+    assert usage["first"].host_tokens == usage["base"].host_tokens == 0
 
 
 def test_who_has_one_token_to_compute_when_its_copies_land_runs_in_that_step():

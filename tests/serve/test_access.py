@@ -92,7 +92,7 @@ def test_a_call_without_a_known_key_is_refused_before_its_message_is_read(guarde
         answer = http.post("/v1/completions", content=b"[" * 1000)
         assert answer.status_code == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.json()["error"]["code"] == "invalid_api_key"
-        for path in ("/v1/models", "/version", "/metrics"):
+        for path in ("/v1/models", "/version", "/metrics", "/dashboard/events"):
             assert http.get(path).status_code == 401
 
 
@@ -183,7 +183,8 @@ def test_a_key_is_for_its_adapters(guarded: Guarded):
         assert http.get("/v1/models/wide").status_code == 403
         assert http.post("/v1/completions", json={"prompt": "x", "model": "wide"}).status_code == 403
         assert http.post("/v1/prefetch", json={"prompt": "x", "model": "wide"}).status_code == 403
-        assert http.get("/metrics").status_code == 403, "it names every adapter"
+        for path in ("/metrics", "/dashboard/events"):
+            assert http.get(path).status_code == 403, "it names every adapter"
     with guarded.http("acme") as http:
         assert http.get("/metrics").status_code == 200
 

@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from jlora.config import ServeConfig
+from jlora.serve.access import keys
+from jlora.serve.access.access import Access
+from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from tests.serve import _server
 from tests.serve._server import Served, request, wait_until
@@ -102,6 +105,22 @@ def test_the_page_fits(served: Served, page: Any, width: int, theme: str):
         for stream in streams:
             stream.cancel()
         served.check_idle()
+
+
+def test_with_keys_the_page_asks_for_one(served: Served, page: Any, tmp_path: Path):
+    key, entry = keys.new("acme", "user", ["*"])
+    file = tmp_path / "keys.toml"
+    file.write_text(entry)
+    config = ServeConfig(heartbeat_s=60.0, keys=str(file))
+    backend = Backend(served.replica, served.backend.tokenizer, access=Access(config))
+    with _server.serving(backend, config) as guarded:
+        page.goto(guarded.http)
+        page.wait_for_selector("#login:visible", timeout=WAIT_MS)
+        page.fill("#key", key)
+        page.click("#login button")
+        page.wait_for_selector("#state.live", timeout=WAIT_MS)
+        assert page.is_hidden("#login")
+    assert [said for said in page.complaints if "401" not in said and "ERR_" not in said] == []
 
 
 def test_the_page_survives_a_restart(served: Served, page: Any, text_model: Path):
