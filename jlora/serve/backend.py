@@ -80,19 +80,10 @@ class Backend:
             self.tracing.answered(ended, self.loaded)
 
     @contextmanager
-    def call(self, caller: Caller, size: int, counts: bool) -> Iterator[None]:
-        """Counts a call with a message of `size` bytes; `counts` says that it wants no completion.
-
-        Raises Busy for what passes a limit of the server, or of the caller's tenant.
-        """
-        with self.gate.call(size, counts), self.access.tenants.call(caller.tenant, int(counts)):
-            yield
-
-    @contextmanager
     def admitted(self, caller: Caller, n: int, prompts: int = 1) -> Iterator[None]:
         """Counts completions until their call ends. Raises Busy before anything is tokenized."""
         count = prompts * min(max(1, n), MAX_COMPLETIONS)
-        with self.gate.completions(self.room, count), self.access.tenants.call(caller.tenant, count):
+        with self.gate.completions(self.room, count), self.access.tenants.completions(caller.tenant, count):
             yield
 
     def adapter_of(self, caller: Caller, model: str) -> str | None:

@@ -11,7 +11,7 @@ import logging
 import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, aclosing
+from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
@@ -43,7 +43,7 @@ NEEDS: Mapping[str, Need] = {
     f"{PACKAGE}Adapters/GetAdapter": Need.KEY,
     f"{PACKAGE}Control/GetServerInfo": Need.KEY,
     f"{PACKAGE}Control/GetCacheState": Need.KEY,
-    f"{PACKAGE}Control/Abort": Need.KEY,  # of the tenant's own requests
+    f"{PACKAGE}Control/Abort": Need.END,  # of the tenant's own requests
 }
 
 # gRPC sends a message as one percent-encoded header, and peers take 8 KiB of headers.
@@ -52,6 +52,8 @@ MESSAGE_BYTES = 6000
 MESSAGE_END = MESSAGE_BYTES // 24
 
 
+# Counts a tenant's call until it ends, from before its message.
+Begin = Callable[[], AbstractContextManager[None]]
 # Counts a call with so many bytes until it ends.
 Enter = Callable[[int], AbstractContextManager[None]]
 
@@ -134,8 +136,9 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         except errors.JloraError as e:
             return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer, method), handler.response_serializer
-        enter = partial(self._backend.call, caller, counts=counts)
-        call = _Call(method, caller, enter, self._stall_s)
+        begin = partial(self._backend.access.call, caller, completes=not counts)
+        enter = partial(self._backend.gate.call, counts=counts)
+        call = _Call(method, caller, begin, enter, self._stall_s)
         # As handlers of streams both are called before there is a message, so that its arrival has a limit.
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call.stream(handler.unary_stream), parse, write)
@@ -221,14 +224,16 @@ class _Call:
 
     method: str
     caller: Caller
+    begin: Begin
     enter: Enter
     stall_s: float
 
     def unary(self, inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
             try:
-                received = await _receive(context, self.stall_s)
-                with self.enter(received.size):
+                with self.begin(), ExitStack() as entered:
+                    received = await _receive(context, self.stall_s)
+                    entered.enter_context(self.enter(received.size))
                     answer = inner(received.parsed(), Context(context, self.caller))
                     del received  # a handler may drop its message, which can be far larger than what it reads
                     return await answer
@@ -243,8 +248,9 @@ class _Call:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
             begun = False
             try:
-                received = await _receive(context, self.stall_s)
-                with self.enter(received.size):
+                with self.begin(), ExitStack() as entered:
+                    received = await _receive(context, self.stall_s)
+                    entered.enter_context(self.enter(received.size))
                     responses = inner(received.parsed(), Context(context, self.caller))
                     del received  # as above
                     async with aclosing(responses):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
+from urllib.parse import urlsplit
 
 import grpc
 import httpx
@@ -32,6 +36,9 @@ requests_per_s = 0.001
 [tenants.narrow]
 concurrent = 2
 queued_tokens = 100
+[tenants.ops]
+concurrent = 1
+requests_per_s = 0.001
 """
 WHO: dict[str, Any] = {
     "admin": ("ops", "admin", ["*"]),
@@ -60,6 +67,10 @@ class Guarded:
     def http(self, who: str | None) -> httpx.Client:
         headers = {} if who is None else {"authorization": f"Bearer {self.keys[who]}"}
         return httpx.Client(base_url=self.served.http, headers=headers, timeout=60)
+
+    def under_way(self, tenant: str) -> int:
+        """The tenant's calls that count."""
+        return self.served.backend.access.tenants._tenants[tenant]._under_way.total()
 
 
 @pytest.fixture(scope="module")
@@ -261,12 +272,65 @@ def test_a_tenants_requests_at_once_are_limited(guarded: Guarded):
         guarded.generate("narrow", request())
     assert hint_of(e)["retry-after"] == "1"
     with guarded.http("narrow") as http:
-        assert http.get("/v1/models").status_code == 429
+        assert http.get("/v1/models").status_code == 200  # such calls count by themselves
+        assert http.post("/v1/completions", json={"prompt": "Hello"}).status_code == 429
     for stream in running:
         stream.cancel()
     guarded.served.check_idle()
     wait_until(lambda: not guarded.served.backend.gate._completions)
     assert guarded.generate("narrow", request(n=2, temperature=1.0)).usage.completion_tokens == 16
+
+
+def test_requests_whose_bodies_do_not_arrive_count(guarded: Guarded):
+    url, gate = urlsplit(guarded.served.http), guarded.served.backend.gate
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {guarded.keys['narrow']}\r\n"
+    head += "Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with ExitStack() as stack:
+        for _ in range(4):
+            raw = stack.enter_context(socket.create_connection((url.hostname, url.port), timeout=20))
+            raw.sendall(head.encode())
+        with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'narrow' has 2 requests under way"):
+            wait_until(lambda: guarded.generate("narrow", request()) is None)
+        assert gate._bytes == 2 * 4 << 20
+    wait_until(lambda: not gate._bytes)
+    assert guarded.generate("narrow", request()).usage.completion_tokens == 8
+
+
+def test_calls_whose_messages_do_not_arrive_count(guarded: Guarded):
+    meta, silence = guarded.meta("narrow"), SimpleQueue[bytes | None]()
+    for method in ("Control/GetCacheState", "Inference/Tokenize", "Inference/GenerateStream"):
+        stub = guarded.served.channel.stream_stream(f"/jlora.v1.{method}")
+        calls = [stub(iter(silence.get, None), metadata=meta, timeout=60) for _ in range(3)]
+        wait_until(lambda calls=calls: any(call.done() for call in calls))
+        ended = [call for call in calls if call.done()]
+        assert [call.code() for call in ended] == [CODE.RESOURCE_EXHAUSTED]
+        assert "under way, limit concurrent = 2" in str(ended[0].details())
+        for call in calls:
+            call.cancel()
+            silence.put(None)
+        wait_until(lambda: not guarded.under_way("narrow"))
+
+
+def test_what_ends_work_passes_its_tenants_limits(guarded: Guarded):
+    s, meta, silence = guarded.served, guarded.meta("narrow"), SimpleQueue[bytes | None]()
+    streams = [s.inference.GenerateStream(request(max_tokens=3500, request_id=f"r{i}"), metadata=meta) for i in (1, 2)]
+    for stream in streams:
+        next(stream)
+    assert s.control.Abort(pb.AbortRequest(request_id="r1"), metadata=meta, timeout=20).aborted
+    abort = s.channel.stream_stream("/jlora.v1.Control/Abort")
+    calls = [abort(iter(silence.get, None), metadata=guarded.meta("admin")) for _ in range(3)]  # none has arrived
+    message = pb.AbortRequest(request_id="r2", tenant="narrow")
+    assert s.control.Abort(message, metadata=guarded.meta("admin"), timeout=20).aborted
+    for _ in range(3):
+        assert not s.control.Abort(pb.AbortRequest(request_id="r"), metadata=guarded.meta("slow"), timeout=20).aborted
+        s.control.FlushCache(pb.FlushCacheRequest(), metadata=guarded.meta("admin"), timeout=20)
+    for call in calls:
+        call.cancel()
+        silence.put(None)
+    for stream in streams:
+        *_, last = stream
+        assert last.outputs[0].finish_reason == "abort"
+    s.check_idle()
 
 
 class Clock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from jlora.config import ServeConfig
 from jlora.errors import Unauthenticated
@@ -37,7 +38,7 @@ class Access:
         Raises:
             Unauthenticated: the call needs a key, and the client gives none that is known.
             PermissionDenied: the key is not for this call.
-            LimitReached: the key's tenant asks too often, or too much at once.
+            LimitReached: the key's tenant asks too often.
         """
         if self._keys is None or need is Need.NOTHING:
             return ANYBODY
@@ -47,10 +48,19 @@ class Access:
             self._limited = known
         caller = known.caller(_bearer(authorization))
         caller.check(need, what)
-        self.tenants.arrive(caller.tenant)
+        if need not in (Need.END, Need.ADMIN):
+            self.tenants.arrive(caller.tenant)
         if need is Need.ADMIN:
             log.info("key %s of tenant %s calls %s", caller.key, caller.tenant, what)
         return caller
+
+    def call(self, caller: Caller, completes: bool) -> AbstractContextManager[None]:
+        """Counts a call, from before its message to its end. Raises LimitReached.
+
+        What an admin calls beside completions has no limit: it may be what ends the work of others.
+        """
+        free = caller.admin and not completes
+        return self.tenants.call(None if free else caller.tenant, completes)
 
 
 def _bearer(authorization: Sequence[str]) -> str:

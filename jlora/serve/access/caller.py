@@ -15,12 +15,14 @@ class Need(Enum):
     Attributes:
         NOTHING: no key: health.
         KEY: any key.
+        END: any key, also beyond the tenant's rate, because the call ends work.
         SIGHT: a key that may use every adapter, because the answer names them all: metrics, the dashboard.
         ADMIN: a key of the role `admin`.
     """
 
     NOTHING = "nothing"
     KEY = "a key"
+    END = "a key, at any rate"
     SIGHT = "a key for all adapters"
     ADMIN = "a key of the role admin"
 

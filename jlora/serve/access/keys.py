@@ -61,9 +61,9 @@ class Limits(Struct, forbid_unknown_fields=True, frozen=True):
     """What all keys of a tenant may use together. None is no limit.
 
     Attributes:
-        concurrent: completions that run or wait, and other calls under way.
+        concurrent: completions that run or wait; and, by themselves, other calls under way.
         queued_tokens: prompt tokens of requests that have no token of output yet.
-        requests_per_s: calls; a second's worth may come at once.
+        requests_per_s: calls, without aborts and an admin's; a second's worth may come at once.
     """
 
     concurrent: Annotated[int, Meta(ge=1)] | None = None

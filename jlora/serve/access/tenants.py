@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ class _Tenant:
         self.limits = limits
         self._name = name
         self._clock = clock
-        self._under_way = 0
+        self._under_way: Counter[bool] = Counter()  # True: completions, False: other calls
         self._tokens = 0
         self._queued: dict[object, tuple[int, Callable[[], bool]]] = {}
         self._credit, self._at = _burst(limits), clock()
@@ -34,21 +35,22 @@ class _Tenant:
             raise self._reached("asks too often", "requests_per_s", rate, (1 - self._credit) / rate)
         self._credit -= 1
 
-    def check_calls(self, count: int) -> None:
+    def check_completions(self, count: int) -> None:
         most = self.limits.concurrent
         if most is not None and count > most:
             raise ResourceExhausted(f"n: asks for {count} completions, limit concurrent = {most} of the tenant")
-        if most is not None and self._under_way + count > most:
-            raise self._reached(f"has {self._under_way} requests under way", "concurrent", most, RETRY_S)
 
     @contextmanager
-    def call(self, count: int) -> Iterator[None]:
-        self.check_calls(count)
-        self._under_way += count
+    def call(self, count: int, completes: bool) -> Iterator[None]:
+        most, now = self.limits.concurrent, self._under_way[completes]
+        if most is not None and count and now + count > most:
+            calls = "requests" if completes else "calls beside its requests"
+            raise self._reached(f"has {now} {calls} under way", "concurrent", most, RETRY_S)
+        self._under_way[completes] += count
         try:
             yield
         finally:
-            self._under_way -= count
+            self._under_way[completes] -= count
 
     @contextmanager
     def queued(self, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
@@ -95,17 +97,27 @@ class Tenants:
     def arrive(self, name: str | None) -> None:
         """Counts a call of the tenant for its rate."""
         if (tenant := self._of(name)) is not None:
-            tenant.check_calls(1)
             tenant.arrive()
 
     @contextmanager
-    def call(self, name: str | None, count: int) -> Iterator[None]:
-        """Counts completions, or another call, from start to end."""
+    def call(self, name: str | None, completes: bool) -> Iterator[None]:
+        """Counts a call, from before its message to its end. Calls that want no completion count by themselves."""
         tenant = self._of(name)
-        if tenant is None or not count:
+        if tenant is None:
             yield
             return
-        with tenant.call(count):
+        with tenant.call(1, completes):
+            yield
+
+    @contextmanager
+    def completions(self, name: str | None, count: int) -> Iterator[None]:
+        """Counts the completions of a call beyond its first."""
+        tenant = self._of(name)
+        if tenant is None:
+            yield
+            return
+        tenant.check_completions(count)
+        with tenant.call(count - 1, completes=True):
             yield
 
     @contextmanager

@@ -157,7 +157,8 @@ class Endpoint:
         gate = self._backend.gate
         if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
             gate.check_completions(self._backend.room)
-        with self._backend.call(call.caller, call.size, counts=not self._queued):
+        tenant = self._backend.access.call(call.caller, self._queued)
+        with tenant, gate.call(call.size, counts=not self._queued):
             if posted:
                 _check_type(call.headers.get("content-type", ""))
                 await call.read()
