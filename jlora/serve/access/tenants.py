@@ -52,11 +52,15 @@ class _Tenant:
         finally:
             self._under_way[completes] -= count
 
-    @contextmanager
-    def queued(self, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
+    def check_tokens(self, tokens: int) -> None:
         most = self.limits.queued_tokens
         if most is not None and tokens > most:
             raise ResourceExhausted(f"prompt: has {tokens} tokens, limit queued_tokens = {most} of the tenant")
+
+    @contextmanager
+    def queued(self, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
+        self.check_tokens(tokens)
+        most = self.limits.queued_tokens
         if most is not None and self._tokens + tokens > most:
             for name in [name for name, (_, running) in self._queued.items() if running()]:
                 self._forget(name)
@@ -119,6 +123,11 @@ class Tenants:
         tenant.check_completions(count)
         with tenant.call(count - 1, completes=True):
             yield
+
+    def check_tokens(self, name: str | None, tokens: int) -> None:
+        """Raises ResourceExhausted for more prompt tokens than the tenant may ever have queued."""
+        if (tenant := self._of(name)) is not None:
+            tenant.check_tokens(tokens)
 
     @contextmanager
     def queued(self, name: str | None, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:

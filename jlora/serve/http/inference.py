@@ -135,6 +135,8 @@ class Inference:
     async def _answer(self, call: Call, body: GenerationBody, requests: list[Request], answers: Answers) -> None:
         eager = body.stream or bool(body.stop)  # otherwise nothing needs to be read before the end
         trace = trace_of(call.headers.items())
+        tokens = sum(len(request.prompt) for request in requests)
+        self._backend.access.tenants.check_tokens(requests[0].tenant, tokens)
         running = [Generation(self._backend, request, eager, trace) for request in requests]
         async with together(running):
             if body.stream:
