@@ -32,7 +32,7 @@ from jlora.types import AdapterInfo, EngineStats, Request
 PRIVATE_KEYS = frozenset({
     "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "adapters.registry",
     "serve.compile_cache", "serve.profile_dir",
-    "serve.keys", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
+    "serve.keys", "serve.otlp_endpoint", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
 })  # fmt: skip
 
 

@@ -296,6 +296,7 @@ def test_server_info_says_what_it_is_without_paths(served: Served, text_model: P
     assert (info.model, info.platform, info.tp, info.dtype) == ("base", "cpu", 1, "float32")
     assert (info.vocab, info.max_model_len, info.block_tokens) == (VOCAB, served.spec.max_len, 16)
     assert info.blocks == cache(served).hbm.total and len(info.devices) == 1 and info.text and info.chat
+    assert "serve.otlp_endpoint" not in info.config and "serve.keys" not in info.config
     assert info.config["engine.max_seqs"] == "8" and info.host_s_per_step < 1 and not info.draining
     assert str(text_model.parent) not in str(info) and math.isfinite(info.uptime_s)
 
