@@ -23,6 +23,7 @@ from google.protobuf.message import DecodeError
 from jlora import errors
 from jlora.serve.access.caller import Caller, Need
 from jlora.serve.backend import Backend
+from jlora.serve.keyless import Keyless
 from jlora.serve.observed import trace_of
 from jlora.serve.proto.jlora_pb2 import DESCRIPTOR
 from jlora.serve.wire import check_fields
@@ -109,7 +110,7 @@ def shortened(message: str) -> str:
 
 
 class StatusInterceptor(grpc.aio.ServerInterceptor):
-    """Wraps each handler of `jlora.v1` (not health and reflection), so that an exception becomes a status.
+    """Wraps each handler of `jlora.v1`, so that an exception becomes a status; health and reflection are bounded.
 
     A call that finds the server full is refused before its message is read. A call ends whose message has not
     arrived in `stall_s` seconds, and a stream whose client reads nothing for so long.
@@ -118,6 +119,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, backend: Backend, stall_s: float):
         self._backend = backend
         self._stall_s = stall_s
+        self._keyless = Keyless()
 
     async def intercept_service(
         self,
@@ -126,8 +128,10 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     ) -> Any:
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
-        if handler is None or not method.startswith(PACKAGE):
-            return handler
+        if handler is None:
+            return None
+        if not method.startswith(PACKAGE):
+            return self._keyless.bounded(handler, method)
         counts = method not in QUEUED
         try:
             sent = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
