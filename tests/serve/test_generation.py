@@ -102,7 +102,7 @@ def test_an_http_client_that_leaves_is_noticed_at_once(served: Served, stream: b
         neighbour = front.inference.Generate.future(request("Hello", LONG))  # keeps the steps coming
         fields = {"max_tokens": LONG, "ignore_eos": True, "bypass_prefix_cache": True, "stream": stream}
         body = json.dumps({"prompt": PROMPT, **fields}).encode()
-        head = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"Host: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         with socket.create_connection((urlsplit(front.http).hostname, urlsplit(front.http).port), timeout=20) as client:
             client.sendall(b"POST /v1/completions HTTP/1.1\r\n" + head.encode() + body)
             wait_until(lambda: served.cache().hbm.running_kv > BLOCKS)

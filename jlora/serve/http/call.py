@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
-from urllib.parse import parse_qsl
+from urllib.parse import parse_qsl, urlsplit
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
 from jlora.config import ServeConfig
-from jlora.errors import InvalidArgument, ResourceExhausted
+from jlora.errors import InvalidArgument, PermissionDenied, ResourceExhausted
 from jlora.serve.access.caller import ANYBODY, Need
 from jlora.serve.backend import Backend
 from jlora.serve.http import failures
@@ -25,6 +26,10 @@ DONE = b"data: [DONE]\n\n"
 def event(value: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
+
+
+class _Gone(Exception):
+    """The client has closed its connection."""
 
 
 class Call:
@@ -63,7 +68,7 @@ class Call:
                 while more:
                     message = await self._receive()
                     if message["type"] == "http.disconnect":
-                        raise asyncio.CancelledError
+                        raise _Gone
                     parts.append(message.get("body", b""))
                     size += len(parts[-1])
                     self._check_size(size)
@@ -142,12 +147,17 @@ class Endpoint:
         self._config = config
         self._need = need
         self._queued = queued
+        self._named = not (config.keys or config.insecure)  # a foreign name in `host` is no client's
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, self._config)
         try:
+            if self._named and self._need is not Need.NOTHING:
+                _check_host(call.headers.get("host", ""))
             call.caller = self._backend.access.admit(self._need, _authorization(scope), scope["path"])
             await self._answer(call, scope["method"] == "POST")
+        except _Gone:
+            pass
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -167,6 +177,17 @@ class Endpoint:
 
 def _authorization(scope: Scope) -> list[str]:
     return [value.decode("latin-1") for name, value in scope["headers"] if name == b"authorization"]
+
+
+def _check_host(given: str) -> None:
+    """A web page whose name leads to this machine is of our origin for a browser, and its name is what it sends."""
+    try:
+        name = urlsplit(f"//{given}").hostname or "localhost"
+        if name != "localhost":
+            ipaddress.ip_address(name)
+    except ValueError:
+        said = "without keys the server answers to localhost and to IP addresses (see serve.insecure)"
+        raise PermissionDenied(f"host = {given[:60]!r}: {said}") from None
 
 
 def _check_type(given: str) -> None:

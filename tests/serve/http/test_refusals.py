@@ -12,6 +12,7 @@ import httpx
 import openai
 import pytest
 
+from jlora.config import ServeConfig
 from jlora.serve.backend import Backend
 from jlora.serve.http import protocol
 from jlora.serve.http.schema import ChatBody, CompletionBody
@@ -178,7 +179,9 @@ def test_a_body_past_the_limit_is_413_before_it_is_read(served: Served, http: ht
     refused(http.post("/v1/completions", content=chunks(), headers=headers), 413, "max_request_mib")
     host, port = urlsplit(served.http).hostname, urlsplit(served.http).port
     with socket.create_connection((host, port), timeout=20) as raw:
-        raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 999999999\r\n\r\n")  # and no body
+        raw.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 999999999\r\n\r\n"
+        )  # and no body
         assert raw.recv(64).startswith(b"HTTP/1.1 413")
 
 
@@ -276,3 +279,17 @@ def test_connections_are_bounded(served: Served, monkeypatch: pytest.MonkeyPatch
         return False
 
     wait_until(serves)
+
+
+def test_without_keys_a_foreign_name_is_refused(served: Served, http: httpx.Client):
+    """A web page may have its name lead to 127.0.0.1; to a browser the server is then of its origin."""
+    for host in ("evil.example", "evil.example:8000", "localhost.evil.example", "[::1", "127.0.0.1.nip.io"):
+        body = {"lora_name": "x", "lora_path": "/x"}
+        answer = http.post("/v1/load_lora_adapter", json=body, headers={"host": host})
+        assert answer.status_code == 403 and "host" in answer.text
+    for host in ("localhost:8000", "127.0.0.1", "[::1]:8000", "LOCALHOST"):
+        assert http.get("/v1/models", headers={"host": host}).status_code == 200
+    assert http.get("/health", headers={"host": "probe.example"}).status_code == 200
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0, insecure=True)) as open_to_all:
+        named = {"host": "llm.example"}
+        assert httpx.get(f"{open_to_all.http}/v1/models", headers=named, timeout=20).status_code == 200

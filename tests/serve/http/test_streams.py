@@ -24,7 +24,7 @@ LONG = {"prompt": "Hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": T
 def posted(body: dict[str, Any]) -> bytes:
     """A request as its bytes."""
     content = json.dumps(body).encode()
-    head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content
 
 
