@@ -9,6 +9,7 @@
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
     caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
+    merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
     cold                         the first token of a request whose adapter is not on the device, by how it starts
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
@@ -46,6 +47,7 @@ STUDIES: Mapping[str, str] = {
     "alora": "benchmarks.studies.alora",
     "beyond": "benchmarks.studies.beyond",
     "caraserve": "benchmarks.studies.caraserve",
+    "merging": "benchmarks.studies.merging",
     "report": "benchmarks.report",
 }
 GROUPS: Mapping[str, Sequence[str]] = {

@@ -18,8 +18,8 @@ from jlora.cache.tree import AdapterNode
 
 PERIOD = 64  # steps between two tunings
 HORIZON = 256  # steps that a switch is expected to serve
-DECREMENT, FACTOR = 0.05, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
-LEAST, MOST = 0.05, 64.0  # bounds of the thresholds
+DECREMENT, FACTOR = 0.1, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
+LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy one from merging
 MARGIN = 1.03  # by which merged throughput must exceed unmerged throughput: below, noise decides
 SMOOTH = 0.1  # share of the newest step in a mean
 

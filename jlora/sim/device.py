@@ -76,6 +76,11 @@ class ModelledDevice:
         now = self._clock.now
         return ModelledStep(plan, now, now - began, self.free_at, self._clock)
 
+    def keep(self, seconds: float) -> None:
+        """Computes something else for so long, after what was dispatched."""
+        self.free_at = max(self._clock.now, self.free_at) + seconds
+        self.counts.busy_s += seconds
+
     def close(self) -> None:
         """Holds no resources."""
 
@@ -118,12 +123,13 @@ class HelpingHost:
 def _load_of(plan: StepPlan) -> StepLoad:
     context, pairs, adapter_tokens = 0, 0.0, 0
     adapters: dict[int, int] = {}
-    for sequence, start, count, _ in plan.work:
+    for work in plan.work:
+        sequence, start, count, _ = work
         context += start + count
         pairs += count * (start + (count + 1) / 2)
         node = sequence.adapter
         acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
-        if acted_on > 0:
+        if acted_on > 0 and plan.merged.acts(work):
             adapters[node.uid] = node.size
             adapter_tokens += acted_on * node.size
     prompt = sum(work.count for work in plan.prefill)

@@ -17,13 +17,16 @@ from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.cold_start import Chooser, Costs
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
+from jlora.engine.merging import Merging
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
+from jlora.engine.switching import Switching
 from jlora.errors import ConfigError
 from jlora.sim.clock import VirtualClock
 from jlora.sim.device import HelpingHost, ModelledDevice
 from jlora.sim.hardware import StepModel
 from jlora.sim.link import Link, LinkSpec
+from jlora.sim.merger import ModelledMerger, policy_of
 from jlora.types import Invocation, Request, TokenEvent
 
 IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round without a decision
@@ -46,7 +49,7 @@ class ReplicaSpec:
 class Replica:
     """The engine of one replica, on modelled hardware. Raises ConfigError if the host tier cannot hold the adapters."""
 
-    def __init__(self, spec: ReplicaSpec, policy: Policy):
+    def __init__(self, spec: ReplicaSpec, policy: Policy, merging: Merging | None = None):
         self.spec = spec
         self.clock = VirtualClock()
         helper = (
@@ -60,10 +63,12 @@ class Replica:
         if spec.costs is not None:
             auto = Chooser(spec.costs, policy.meter, spec.link.groups, lambda uid: 1)
             self.manager.leases.gate.helps = auto if start == "auto" else lambda adapter, left_s, tokens: start == "cpu"
-        self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=())
-        parts = Parts(self.scheduler, _Registry(), self.device, self.link, self.clock)
+        registry = _Registry()
+        switching = self._switching(merging, registry)
+        self.scheduler = Scheduler(self.manager, spec.engine, eos_ids=(), turns=switching)
+        parts = Parts(self.scheduler, registry, self.device, self.link, self.clock)
         longest = spec.sizes.device * spec.sizes.block_tokens
-        self.engine = Engine(parts, Shape(longest, block_bytes=1, overlap=spec.engine.overlap))
+        self.engine = Engine(parts, Shape(longest, block_bytes=1, overlap=spec.engine.overlap), switching)
         self._settled = False  # idle, and the monitor's last round decided nothing
         for index, size in enumerate(spec.adapters):
             blocks = self.manager.reserve(size)  # of the host; the requests of one that exceeds the device are refused
@@ -74,6 +79,14 @@ class Replica:
                 )
             new = NewAdapter(str(index), "", {}, (), (), ("q",) * size, data=None, bytes=size, read_s=0.0)
             self.engine.adapters.publish(new, blocks)
+
+    def _switching(self, merging: Merging | None, registry: AdapterRegistry) -> Switching | None:
+        """Switches as `merging` decides, or as `engine.merge` says."""
+        spec, engine = self.spec, self.spec.engine
+        if merging is None and engine.merge == "off":
+            return None
+        made = merging or policy_of(engine.merge, engine.max_seqs, engine.merge_starve_s, spec.model, spec.adapters)
+        return Switching(made, ModelledMerger(spec.model, self.device), registry, self.link, engine.merge)
 
     @property
     def busy(self) -> bool:

@@ -19,6 +19,7 @@ from jlora.cache.manager import Sizes
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
+from jlora.engine.merging import Merging
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
@@ -96,7 +97,13 @@ def settled(trace: Trace, step: StepModel) -> Trace:
     return replace(trace, turns=tuple(replace(t, at=t.at - pause) if t.at < 0 else t for t in trace.turns))
 
 
-def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Observer] = ()) -> dict[str, Any]:
+def simulate(
+    scenario: Scenario,
+    work: Work,
+    policy: str,
+    observers: Sequence[Observer] = (),
+    merging: Merging | None = None,
+) -> dict[str, Any]:
     """Plays the work once under one policy.
 
     Returns:
@@ -106,7 +113,7 @@ def simulate(scenario: Scenario, work: Work, policy: str, observers: Sequence[Ob
     """
     spec = replica_spec(scenario, work, policy)
     block_bytes = scenario.hardware.layout.block_bytes
-    replica = Replica(spec, _policy(policy, spec, work))
+    replica = Replica(spec, _policy(policy, spec, work), merging)
     series = _series(work.trace)
     observers = (series, *observers)
     if scenario.hint_s:

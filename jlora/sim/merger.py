@@ -1,0 +1,63 @@
+"""Modelled merging: the time that the pieces of a switch keep the device. No jax."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jlora.engine.merging import Fixed, Merging, Times
+from jlora.engine.ports import Loss
+from jlora.sim.device import ModelledDevice
+from jlora.sim.hardware import StepLoad, StepModel
+
+PIECES = 128  # four in each of 32 layers
+# A merge reads and writes a weight (2 bytes each), its delta (4 bytes, three times) and the places of lost
+# entries (4 bytes, three times): so many times the reading of the weights.
+PASSES = 14.0
+TYPICAL = 32  # sequences of the step that tells what adapters cost
+CONTEXT = 512  # tokens of each
+
+
+class ModelledMerger:
+    """See `jlora.engine.ports.Merger`. It loses nothing."""
+
+    reloads = 0
+    host_bytes = 0
+    pieces = PIECES
+
+    def __init__(self, model: StepModel, device: ModelledDevice):
+        self.done = 0
+        self.piece_s = PASSES * model.weights_s / PIECES
+        self._device = device
+
+    def begin(self, projections: Sequence[str], data: Any) -> None:
+        """A modelled adapter has no factors."""
+
+    def measure(self) -> Loss:
+        """At once."""
+        return Loss(1.0, 0.0)
+
+    def forward(self) -> None:
+        self.done += 1
+        self._device.keep(self.piece_s)
+
+    def back(self) -> None:
+        self.done -= 1
+        self._device.keep(self.piece_s)
+
+    def whole(self) -> bool:
+        return True
+
+    def audit(self) -> None:
+        """There are no weights."""
+
+
+def policy_of(merge: str, max_seqs: int, starve_s: float, model: StepModel, blocks: Sequence[int]) -> Merging:
+    """The policy that `engine.merge` asks for, over adapters of so many blocks."""
+    if merge != "auto":
+        return Fixed(max_seqs, starve_s)
+    size = max(blocks, default=0)
+    with_one, without = (
+        StepLoad(0, TYPICAL, TYPICAL * CONTEXT, TYPICAL * CONTEXT, each, TYPICAL * each) for each in (size, 0)
+    )
+    return Merging(max_seqs, starve_s, Times(1 - model.seconds(without) / model.seconds(with_one)))
