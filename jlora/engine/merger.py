@@ -31,7 +31,7 @@ from jlora.ports import Clock
 
 log = logging.getLogger(__name__)
 
-PROMPT = 64  # tokens of the prompt that a loss is measured on
+PROMPT = 32  # tokens of the prompt that a loss is measured on
 
 _Where = tuple[int, str]  # layer, projection
 _Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by projection: A [L, R, in], B [L, R, out]

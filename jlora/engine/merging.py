@@ -20,7 +20,7 @@ PERIOD = 64  # steps between two tunings
 HORIZON = 256  # steps that a switch is expected to serve
 DECREMENT, FACTOR = 0.1, 1.5  # of the thresholds, after a period in which the merged state was better, or worse
 LEAST, MOST = 0.05, 1.5  # of the thresholds: a quiet hour must not keep a busy one from merging
-MARGIN = 1.03  # by which merged throughput must exceed unmerged throughput: below, noise decides
+MARGIN = 1.1  # by which merged throughput must exceed unmerged throughput: others wait, and estimates err
 SMOOTH = 0.1  # share of the newest step in a mean
 
 
