@@ -165,6 +165,9 @@ class Endpoint:
 
     async def _answer(self, call: Call, posted: bool) -> None:
         gate = self._backend.gate
+        if self._need is Need.NOTHING:  # a health check gets through however busy the server is
+            await _while_here(call, self._handler(call))
+            return
         if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
             gate.check_completions(self._backend.room)
         tenant = self._backend.access.call(call.caller, self._queued)

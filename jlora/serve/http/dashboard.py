@@ -56,9 +56,9 @@ class Dashboard:
         """`GET /dashboard/events`: a snapshot now, and one each second. Raises Unavailable while the model loads."""
         if self._viewers >= VIEWERS:
             raise Busy(f"the dashboard has {self._viewers} viewers, limit {VIEWERS}")
-        now = event(await snapshot(self._backend))
         self._viewers += 1
         try:
+            now = event(await snapshot(self._backend))
             if self._watching is None:
                 self._next = asyncio.get_running_loop().create_future()
                 self._watching = asyncio.create_task(self._watch(), name="dashboard")

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from jlora.cache.owners import owners
 from jlora.serve.backend import Backend
+from jlora.serve.gate import MOST_CALLS
 from jlora.serve.http import dashboard
 from jlora.serve.strip import KEPT, Strip
 from tests.cache._cache import Cache
@@ -78,6 +83,32 @@ def test_too_many_viewers_are_refused(served: Served, monkeypatch: pytest.Monkey
     with viewing(served.http) as snapshots:
         next(snapshots)
         assert httpx.get(f"{served.http}/dashboard/events", timeout=20).status_code == 429
+
+
+def test_a_viewer_counts_before_its_first_snapshot(served: Served, monkeypatch: pytest.MonkeyPatch):
+    entered, go, take = threading.Event(), threading.Event(), dashboard.snapshot
+
+    async def held(backend: Backend) -> dict[str, Any]:
+        entered.set()
+        while not go.is_set():
+            await asyncio.sleep(0.01)
+        return await take(backend)
+
+    monkeypatch.setattr(dashboard, "VIEWERS", 1)
+    monkeypatch.setattr(dashboard, "snapshot", held)
+    url = urlsplit(served.http)
+    with socket.create_connection((url.hostname, url.port), timeout=20) as first:
+        first.sendall(b"GET /dashboard/events HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        assert entered.wait(20)
+        assert httpx.get(f"{served.http}/dashboard/events", timeout=20).status_code == 429
+        go.set()
+        assert first.recv(100).startswith(b"HTTP/1.1 200")
+
+
+def test_health_is_told_however_many_calls_there_are(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(served.backend.gate, "_calls", MOST_CALLS)
+    got = {path: httpx.get(served.http + path, timeout=20).status_code for path in ("/health", "/ready", "/v1/models")}
+    assert got == {"/health": 200, "/ready": 200, "/v1/models": 429}
 
 
 def test_live_requests_are_bars_too(served: Served):
