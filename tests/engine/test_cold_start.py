@@ -96,7 +96,10 @@ def start_of(events: list[TokenEvent]) -> str:
     "settings",
     [
         {"engine__layers": "unroll", "engine__max_step_tokens": 5},
-        {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30, "cache__link_gbps": 0.01},  # preemption too
+        pytest.param(
+            {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30, "cache__link_gbps": 0.01},
+            marks=pytest.mark.slow,
+        ),  # preemption too
     ],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
 )
@@ -117,9 +120,12 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
 
 
 def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running, wanted: list[int]):
+    warm = serve(service, [COLD])["cold"]
     with cold(service):
         events = serve(service, [COLD])["cold"]
         assert tokens(events) == wanted and start_of(events) == "cpu"
+        for one, other in zip(warm, events, strict=True):
+            assert one.logprob and other.logprob and abs(one.logprob.logprob - other.logprob.logprob) < 1e-4
         timing = events[-1].timing
         assert timing is not None and timing.adapter_cold_start < timing.ttft
         assert service.cache_state().in_flight  # still
