@@ -4,6 +4,7 @@
     llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     refusals                     what a full queue costs: time to a refusal, refusals per second of a core
+    catalogue                    what a registered adapter costs: seconds of a start, bytes of memory and registry
     fronts                       the server's processor time per token, HTTP against gRPC
     lora                         adapters by active blocks against dense slots
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
@@ -39,6 +40,7 @@ STUDIES: Mapping[str, str] = {
     "host": "benchmarks.micro.host",
     "cache": "benchmarks.micro.cache",
     "refusals": "benchmarks.micro.refusals",
+    "catalogue": "benchmarks.micro.catalogue",
     "fronts": "benchmarks.micro.fronts",
     "lora": "benchmarks.micro.lora",
     "startup": "benchmarks.micro.startup",

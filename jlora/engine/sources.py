@@ -13,6 +13,7 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -146,17 +147,22 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     rows = {row.name: row for row in catalogue.rows()}
     paths, tolerant = at_start(config.adapters.paths, config.adapters.dir), config.adapters.lazy
     found: list[Row | NewAdapter] = []
+    left_out: list[str] = []
+    shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks
     for name in tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False):
         try:
-            found.append(_known_or_scanned(name, paths[name], rows.get(name), reader))
+            item = _known_or_scanned(name, paths[name], rows.pop(name, None), reader)
         except JloraError as e:
             if not tolerant or name in config.adapters.paths:
                 raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
             log.warning("adapter %s is left out: %s", name, e)
-    found += _loaded_before((row for name, row in rows.items() if name not in paths), reader)
-    names = {item.name for item in found}
-    catalogue.remove([name for name in rows if name not in names])
-    return found
+            left_out.append(name)
+        else:
+            found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
+    before = list(_loaded_before(rows.values(), reader))
+    left_out += rows.keys() - {item.name for item in before}
+    catalogue.remove(left_out)
+    return found + before
 
 
 def _loaded_before(rows: Iterable[Row], reader: Reader) -> Iterator[Row | NewAdapter]:
