@@ -98,7 +98,10 @@ async def _measure(ask: Ask, streams: int, tokens: int) -> Sample:
     replica: Any = StandIn(list(tokenizer.encode(TEXT)), streams)
     config = Config()
     backend = Backend(replica=replica, tokenizer=tokenizer)
-    servers = {_grpc: GrpcServer(backend, config.serve), _http: HttpServer(backend, config.serve)}
+    servers: dict[Ask, GrpcServer | HttpServer] = {
+        _grpc: GrpcServer(backend, config.serve),
+        _http: HttpServer(backend, config.serve),
+    }
     ports = {front: server.bind("127.0.0.1", 0) for front, server in servers.items()}
     for server in servers.values():
         await server.start()
