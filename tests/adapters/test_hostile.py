@@ -28,6 +28,7 @@ class Counting(DiskFiles):
     """A disk that counts the bytes that are read."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.bytes = 0
 
     @contextmanager
