@@ -69,8 +69,8 @@ Answered = Mapping[str, list[tuple[Question, str]]]
 
 @pytest.fixture(scope="module")
 def answered() -> Answered:
-    with server([*TASKS, *CHECKS]) as address:
-        return asyncio.run(answer_everything(address))
+    with server([*TASKS, *CHECKS]) as process:
+        return asyncio.run(answer_everything(process.address))
 
 
 @pytest.mark.slow
