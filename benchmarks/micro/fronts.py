@@ -137,7 +137,7 @@ def _grpc(address: str, streams: int, tokens: int) -> int:
 def _http(address: str, streams: int, tokens: int) -> int:
     """The same over HTTP."""
     body = json.dumps({"prompt": "Hello", "max_tokens": tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
 
     async def one(host: str, port: int) -> int:
         reader, writer = await asyncio.open_connection(host, port)

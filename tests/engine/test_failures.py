@@ -29,7 +29,8 @@ class Machine(PythonGarbage, DiskFiles):
     """Calls `trouble` after each step and before a directory is opened."""
 
     def __init__(self) -> None:
-        super().__init__()
+        PythonGarbage.__init__(self)
+        DiskFiles.__init__(self)
         self.after: Callable[[], None] = lambda: None
         self.reading: Callable[[], None] = lambda: None
 
