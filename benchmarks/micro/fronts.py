@@ -137,11 +137,12 @@ def _grpc(address: str, streams: int, tokens: int) -> int:
 def _http(address: str, streams: int, tokens: int) -> int:
     """The same over HTTP."""
     body = json.dumps({"prompt": "Hello", "max_tokens": tokens, "stream": True}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\n"
+    kind = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
 
     async def one(host: str, port: int) -> int:
         reader, writer = await asyncio.open_connection(host, port)
-        writer.write(f"{head}\r\nConnection: close\r\n\r\n".encode() + body)
+        writer.write(f"{head}{kind}\r\n".encode() + body)
         answer = await reader.read()
         writer.close()
         return answer.count(b"data: {")
