@@ -66,6 +66,14 @@ class Invocation:
 
 
 @dataclass(frozen=True, slots=True)
+class Done:
+    """What earlier attempts at a request have delivered of one completion: its tokens, and whether it has ended."""
+
+    tokens: tuple[int, ...] = ()
+    ended: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One validated request, as the engine takes it.
 
@@ -78,6 +86,7 @@ class Request:
         cache_salt: neither do two salts of one tenant.
         deadline: `time.monotonic()` seconds at which the engine aborts the request; None means never.
         invocation: where the prompt invokes the adapter; None before the search.
+        done: what another replica has delivered of each completion; the engine goes on behind it. Empty: nothing.
     """
 
     id: str
@@ -90,6 +99,7 @@ class Request:
     deadline: float | None = None
     invocation: Invocation | None = None
     cache_salt: str = ""
+    done: tuple[Done, ...] = ()
 
     @property
     def salt(self) -> Salt:

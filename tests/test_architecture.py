@@ -39,6 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "cache",
     },
     "serve": {"engine", "model", "adapters", "cache"},
+    "cluster": {"serve", "engine", "adapters", "sim"},
     "loadgen": {"sim", "serve.flags", "serve.proto", "model.hf_names"},
     "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim"},
     "demo": {"serve", "loadgen.server"},
@@ -75,6 +76,8 @@ NO_JAX = {
     "adapters.registry",
     "serve",
     "sim",
+    "cluster.directory",
+    "cluster.view",
 }
 # What of these rooms holds the memories themselves.
 DEVICE = {"cache.pool", "cache.swapper"}

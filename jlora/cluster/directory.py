@@ -1,0 +1,70 @@
+"""Which adapters the service has: what a router asks, and the controller answers.
+
+Replicas know an adapter by its version's key, NAME@NUMBER. A reload of a name makes a new version, so no answer
+ever mixes two, and an old version stays until the last request that began with it has ended.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Protocol
+
+from jlora.replica import Load
+from jlora.types import AdapterInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One version of an adapter.
+
+    Attributes:
+        number: grows with each reload of the name.
+        path: a PEFT directory that every replica can read.
+        digest: sha256 of configuration and weights; "" until a replica has read them.
+        rank, bytes: 0 until a replica has read them.
+    """
+
+    name: str
+    number: int
+    path: str
+    digest: str = ""
+    rank: int = 0
+    bytes: int = 0
+    pinned: bool = False
+    alora_invocation_tokens: tuple[int, ...] = ()
+
+    @property
+    def key(self) -> str:
+        """Its name at replicas."""
+        return f"{self.name}@{self.number}"
+
+
+class Directory(Protocol):
+    """The adapters of the service. Methods may be called from any thread; futures as of `jlora.replica.Replica`."""
+
+    def current(self, name: str) -> Version:
+        """The version that a new request uses, at once. Raises NotFound with near names."""
+        ...
+
+    def peers(self, version: Version, near: str) -> tuple[str, ...]:
+        """Addresses of replicas, other than `near`, whose host tier has the version."""
+        ...
+
+    def begin(self, version: Version) -> None:
+        """A request uses the version until `end`; a replaced or unloaded version is dropped after its last one."""
+        ...
+
+    def end(self, version: Version) -> None: ...
+
+    def load(self, load: Load) -> Future[AdapterInfo]:
+        """As `Replica.load_adapter`, for the whole service."""
+        ...
+
+    def unload(self, name: str) -> Future[AdapterInfo]: ...
+
+    def pin(self, name: str, pinned: bool) -> Future[AdapterInfo]: ...
+
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]: ...
+
+    def adapter(self, name: str) -> Future[AdapterInfo]: ...

@@ -1,0 +1,37 @@
+"""What a policy sees of the service: frozen records, as old as the last messages of the replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Health = Literal["loading", "up", "suspect", "draining", "down"]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One replica.
+
+    Attributes:
+        health: only a replica that is "up" takes requests.
+        sent: requests that this router has there, those included that the last state does not know yet.
+        running, waiting: sequences, of all routers.
+        tiers: adapter version key -> "HBM", "HOST", "LOADING" or "DISK".
+        ranks: adapter version key -> its largest rank.
+        step_s: mean time of a step, as messages show it.
+    """
+
+    name: str
+    health: Health
+    sent: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    blocks: int = 0
+    tiers: Mapping[str, str] = field(default_factory=dict)
+    ranks: Mapping[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+
+
+View = Mapping[str, ReplicaView]
