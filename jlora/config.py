@@ -36,7 +36,9 @@ def _one_of(*words: str) -> Meta:
 
 Positive = Annotated[int, Meta(ge=1)]
 Count = Annotated[int, Meta(ge=0)]
+Amount = Annotated[float, Meta(ge=0, lt=2**20)]
 Paths = Annotated[tuple[str, ...], Meta(description=f"a list of paths, in one string with {os.pathsep!r} between them")]
+Addresses = Annotated[tuple[str, ...], Meta(description="a list of HOST:PORT, in one string with ',' between them")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +180,42 @@ class ServeConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class ClusterConfig:
+    """A service of many replicas behind one router: `jlora cluster`. `jlora serve` ignores this section.
+
+    Attributes:
+        name: of the service; several may share one Ray cluster.
+        replicas: how many to start; a static fleet has as many as its addresses resolve to.
+        fleet: who runs the replicas: "local" (processes of this machine), "ray", or "static" (they run already).
+        addresses: of a static fleet. A host name stands for every address that it resolves to, asked again and again.
+        token_file: holds the secret that routers and replicas share; "" makes one for each start.
+        resources: what Ray sets aside for each replica, by its own names (CPU, GPU, TPU, ...).
+        env: environment variables of each replica, such as JAX_PLATFORMS.
+        ray_address: of Ray's head; "" starts a Ray of this process's own on this machine.
+        ray_token_file: Ray's own secret; "" makes one for a Ray of our own, and is an error otherwise.
+        place_s: seconds that Ray may take to find room for all replicas.
+        start_timeout_s: seconds that a replica may take to load.
+        suspect_s: seconds without a message after which a replica's requests go on elsewhere; the router
+            waits longer where steps take long.
+    """
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="a plain name")] = "jlora"
+    replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
+    fleet: Annotated[str, _one_of("local", "ray", "static")] = "local"
+    addresses: Addresses = ()
+    token_file: str = ""
+    resources: Annotated[Mapping[str, Amount], Meta(description="a table of NAME = amount")] = field(
+        default_factory=dict
+    )
+    env: Annotated[Mapping[str, str], Meta(description='a table of NAME = "value"')] = field(default_factory=dict)
+    ray_address: str = ""
+    ray_token_file: str = ""
+    place_s: Annotated[float, Meta(gt=0, lt=1e6)] = 60.0
+    start_timeout_s: Annotated[float, Meta(gt=0, lt=1e6)] = 600.0
+    suspect_s: Annotated[float, Meta(gt=0, lt=1e6)] = 0.5
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """All sections."""
 
@@ -186,9 +224,11 @@ class Config:
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
     serve: ServeConfig = ServeConfig()
+    cluster: ClusterConfig = ClusterConfig()
 
 
 _SECTIONS: Mapping[str, type] = {f.name: type(f.default) for f in dataclasses.fields(Config)}
+_TABLES = ("adapters.paths", "cluster.resources", "cluster.env")
 
 
 def load(source: str | Path | Mapping[str, Any] | None = None, overrides: Mapping[str, Any] | None = None) -> Config:
@@ -211,7 +251,7 @@ def replace(config: Config, overrides: Mapping[str, Any]) -> Config:
     for dotted, value in overrides.items():
         section, key, entry = _split(dotted)
         old = getattr(config, section)
-        if entry:  # adapters.paths.NAME
+        if entry:
             value = {**getattr(old, key), entry: value}
         new = dataclasses.replace(old, **{key: _read(dotted, value, _hints(type(old))[key])})
         config = dataclasses.replace(config, **{section: new})
@@ -236,11 +276,11 @@ def _read_toml(path: str | Path) -> dict[str, Any]:
 
 
 def _split(dotted: str) -> tuple[str, str, str]:
-    """Section, key, and the entry of a table (adapters.paths.NAME)."""
+    """Section, key, and the entry of one of `_TABLES` (adapters.paths.NAME)."""
     section, _, rest = dotted.partition(".")
     key, _, entry = rest.partition(".")
     valid = keys()
-    if f"{section}.{key}" in valid and (not entry or key == "paths"):
+    if f"{section}.{key}" in valid and (not entry or f"{section}.{key}" in _TABLES):
         return section, key, entry
     if section in _SECTIONS and not rest:
         near = next(k for k in valid if k.startswith(f"{section}."))
@@ -264,6 +304,8 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
         value = _WORDS.get(value.lower(), value)
     if hint == Paths and isinstance(value, str):
         value = [path for path in value.split(os.pathsep) if path]
+    if hint == Addresses and isinstance(value, str):
+        value = [address for address in value.split(",") if address]
     try:
         return msgspec.convert(value, hint, strict=False)
     except msgspec.ValidationError as e:
@@ -275,7 +317,7 @@ def _read(dotted: str, value: Any, hint: Any) -> Any:
 
 
 def _checked(config: Config) -> Config:
-    c, s, longest = config.cache, config.serve, config.model.max_model_len
+    c, s, f, longest = config.cache, config.serve, config.cluster, config.model.max_model_len
     rules: list[tuple[str, Any, bool, str]] = [
         ("model.max_model_len", longest, longest != 1, "0 or at least 2"),
         ("cache.hbm_blocks", c.hbm_blocks, c.hbm_blocks != 1, "0 or at least 2"),
@@ -288,9 +330,21 @@ def _checked(config: Config) -> Config:
             not s.tls_client_ca or bool(s.tls_cert),
             "set with serve.tls_cert",
         ),
+        (
+            "cluster.addresses",
+            list(f.addresses),
+            not f.addresses or f.fleet == "static",
+            "empty unless fleet is static",
+        ),
+        *(("cluster.addresses", a, _is_address(a), "HOST:PORT") for a in f.addresses),
         ("cache.link_gbps", c.link_gbps, not 0 < c.link_gbps < 1e-4, "0, or at least 1e-4 GB/s"),
     ]
     for key, value, ok, limit in rules:
         if not ok:
             raise ConfigError(f"{key} = {value!r}: must be {limit}")
     return config
+
+
+def _is_address(text: str) -> bool:
+    host, _, port = text.rpartition(":")
+    return bool(host) and port.isdecimal() and 0 < int(port) < 65536

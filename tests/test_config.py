@@ -181,3 +181,31 @@ def test_good_adapter_names(name: str):
 def test_bad_adapter_names_are_refused(name: str):
     with pytest.raises(InvalidArgument, match="name = "):
         check_name(name)
+
+
+def test_cluster_keys_are_read_from_strings_and_tables():
+    flags = {"cluster.fleet": "static", "cluster.addresses": "10.0.0.1:50051,replicas:50051"}
+    assert load(None, flags).cluster.addresses == ("10.0.0.1:50051", "replicas:50051")
+    config = load({"cluster": {"resources": {"CPU": 1}}}, {"cluster.resources.TPU": "4", "cluster.env.A": "b"})
+    assert config.cluster.resources == {"CPU": 1, "TPU": 4} and config.cluster.env == {"A": "b"}
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("cluster.replicas", "0"),
+        ("cluster.fleet", "kubernetes"),
+        ("cluster.resources.GPU", "-1"),
+        ("cluster.name", "../x"),
+        ("cluster.addresses", "here:1"),  # the fleet is not static
+    ],
+)
+def test_bad_cluster_value_names_the_key(key: str, value: str):
+    with pytest.raises(ConfigError, match=key.removesuffix(".GPU")):
+        load(None, {key: value})
+
+
+@pytest.mark.parametrize("address", ["here", ":50051", "here:0", "here:http"])
+def test_an_address_is_host_and_port(address: str):
+    with pytest.raises(ConfigError, match=f"cluster.addresses = {address!r}: must be HOST:PORT"):
+        load(None, {"cluster.fleet": "static", "cluster.addresses": address})
