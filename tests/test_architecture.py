@@ -37,6 +37,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "engine.switching",
         "adapters",
         "cache",
+        "cluster.routing",
+        "cluster.view",
     },
     "serve": {"engine", "model", "adapters", "cache"},
     "cluster": {"serve", "engine", "adapters", "sim"},
@@ -77,6 +79,7 @@ NO_JAX = {
     "serve",
     "sim",
     "cluster.directory",
+    "cluster.routing",
     "cluster.view",
 }
 # What of these rooms holds the memories themselves.

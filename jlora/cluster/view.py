@@ -10,6 +10,25 @@ Health = Literal["loading", "up", "suspect", "draining", "down"]
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """Requests that this router has at a replica and that have not ended, as its own books say.
+
+    Attributes:
+        waiting, running: largest rank of the adapter (0: the base) -> requests before, and after, their first token.
+        tokens: prompt tokens of those that wait.
+    """
+
+    waiting: Mapping[int, int] = field(default_factory=dict)
+    running: Mapping[int, int] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def count(self) -> int:
+        """Requests of both kinds."""
+        return sum(self.waiting.values()) + sum(self.running.values())
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaView:
     """One replica.
 
@@ -20,6 +39,7 @@ class ReplicaView:
         tiers: adapter version key -> "HBM", "HOST", "LOADING" or "DISK".
         ranks: adapter version key -> its largest rank.
         step_s: mean time of a step, as messages show it.
+        held: what `sent` consists of.
     """
 
     name: str
@@ -32,6 +52,7 @@ class ReplicaView:
     tiers: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     step_s: float = 0.0
+    held: Held = Held()
 
 
 View = Mapping[str, ReplicaView]

@@ -1,0 +1,41 @@
+"""What a routing policy is: it chooses a replica for a request, from a view that may be old."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from jlora.cluster.view import ReplicaView, View
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What a policy knows of a request.
+
+    Attributes:
+        adapter: the key of its version; None is the base.
+        rank: the adapter's largest; 0 for the base, or while nobody has read the adapter.
+        prompt: tokens; those that an earlier attempt has generated count.
+        session: what ties requests together that share a long prefix; "": nothing does.
+        cached: replica -> tokens of the prompt that the router believes to be in its cache; a missing one has none.
+    """
+
+    adapter: str | None
+    rank: int
+    prompt: int
+    session: str = ""
+    cached: Mapping[str, int] = field(default_factory=dict)
+
+
+class Policy(Protocol):
+    """A policy may keep books of its own choices; it reads no clock and draws from its own seed."""
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        """The name of a replica that is up; None if none is."""
+        ...
+
+
+def up(view: View) -> list[ReplicaView]:
+    """The replicas that take requests, in the order of the view."""
+    return [replica for replica in view.values() if replica.health == "up"]
