@@ -17,7 +17,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jlora import config as configuration
@@ -46,20 +47,43 @@ CLOSE_S = 10.0
 FAILED = 70
 
 
+@dataclass(frozen=True, slots=True)
+class Program:
+    """What a process serves behind the fronts.
+
+    Attributes:
+        name: the command, for messages.
+        load: makes the replica, and the tokenizer if there is one. It is cancelled by a signal meanwhile.
+        ready: the ready line, from the addresses and the replica.
+    """
+
+    name: str
+    load: Callable[[Config], Awaitable[tuple[Replica, Tokenizer | None]]]
+    ready: Callable[[str, Replica], Awaitable[str]]
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jlora serve` until a signal; returns the process's exit code."""
-    config = flags.parse(argv)
+    return run(flags.parse(argv), ENGINE)
+
+
+def run(config: Config, program: Program) -> int:
+    """Serves `program` until a signal; returns the process's exit code."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jlora").setLevel(config.serve.log_level.upper())
     try:
-        return asyncio.run(serve(config))
+        return asyncio.run(serve(config, program))
     except JloraError as e:
-        print(f"jlora serve: cannot start: {e}", file=sys.stderr, flush=True)
+        print(f"{program.name}: cannot start: {e}", file=sys.stderr, flush=True)
         return 1
 
 
-async def serve(config: Config) -> int:
-    """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start."""
+async def serve(config: Config, program: Program | None = None) -> int:
+    """Serves until a signal; returns the exit code. Raises JloraError if the server cannot start.
+
+    Without a `program` it serves an engine in this process.
+    """
+    program = program or ENGINE
     stop = _stop_on_signal()
     _check_exposed(config.serve)
     backend = Backend(access=Access(config.serve), tracing=_tracing(config.serve.otlp_endpoint))
@@ -67,11 +91,10 @@ async def serve(config: Config) -> int:
     for server in servers:
         await server.start()
     try:
-        await _load_or_stop(backend, config, stop)
+        if not await _loads_before(stop, backend, config, program):
+            return 0
         replica = backend.loaded
-        adapters = len(await asyncio.wrap_future(replica.adapters()))
-        blocks = (await asyncio.wrap_future(replica.state())).cache.hbm.total
-        print(f"jlora ready {where} model={replica.info.model} adapters={adapters} blocks={blocks}", flush=True)
+        print(await program.ready(where, replica), flush=True)
         if not await _fails_before(stop, replica) and await _drain(backend, servers, config.serve.drain_s):
             return 0
         await _stop(servers, GRACE_S)
@@ -140,15 +163,35 @@ def _is_local(host: str) -> bool:
         return host == "localhost"
 
 
-async def _load_or_stop(backend: Backend, config: Config, stop: asyncio.Event) -> None:
-    loading = asyncio.ensure_future(asyncio.to_thread(load, config))
+async def _loads_before(stop: asyncio.Event, backend: Backend, config: Config, program: Program) -> bool:
+    """Waits for the replica or for `stop`; whether the backend has its replica."""
+    loading = asyncio.ensure_future(program.load(config))
     stopping = asyncio.ensure_future(stop.wait())
     await asyncio.wait((loading, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     if not loading.done():
-        print("jlora serve: stopped while loading", file=sys.stderr, flush=True)
-        os._exit(0)  # nothing can interrupt a compiler on the loading thread
+        print(f"{program.name}: stopped while loading", file=sys.stderr, flush=True)
+        loading.cancel()
+        await asyncio.wait((loading,))
+        return False
     backend.replica, backend.tokenizer = loading.result()
+    return True
+
+
+async def _load(config: Config) -> tuple[Replica, Tokenizer | None]:
+    try:
+        return await asyncio.to_thread(load, config)
+    except asyncio.CancelledError:
+        os._exit(0)  # nothing can interrupt a compiler on the loading thread
+
+
+async def _ready(where: str, replica: Replica) -> str:
+    adapters = len(await asyncio.wrap_future(replica.adapters()))
+    blocks = (await asyncio.wrap_future(replica.state())).cache.hbm.total
+    return f"jlora ready {where} model={replica.info.model} adapters={adapters} blocks={blocks}"
+
+
+ENGINE = Program("jlora serve", _load, _ready)
 
 
 def load(config: Config) -> tuple[Replica, Tokenizer | None]:

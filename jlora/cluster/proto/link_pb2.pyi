@@ -22,16 +22,18 @@ class ToReplica(_message.Message):
     def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
 
 class FromReplica(_message.Message):
-    __slots__ = ("hello", "tokens", "failures", "state")
+    __slots__ = ("hello", "tokens", "failures", "state", "begun")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FAILURES_FIELD_NUMBER: _ClassVar[int]
     STATE_FIELD_NUMBER: _ClassVar[int]
+    BEGUN_FIELD_NUMBER: _ClassVar[int]
     hello: HelloBack
     tokens: _containers.RepeatedCompositeFieldContainer[Token]
     failures: _containers.RepeatedCompositeFieldContainer[Failure]
     state: State
-    def __init__(self, hello: _Optional[_Union[HelloBack, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., state: _Optional[_Union[State, _Mapping]] = ...) -> None: ...
+    begun: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, hello: _Optional[_Union[HelloBack, _Mapping]] = ..., tokens: _Optional[_Iterable[_Union[Token, _Mapping]]] = ..., failures: _Optional[_Iterable[_Union[Failure, _Mapping]]] = ..., state: _Optional[_Union[State, _Mapping]] = ..., begun: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("router", "epoch", "protocol")
@@ -138,7 +140,7 @@ class Failure(_message.Message):
     def __init__(self, rid: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters")
+    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +150,7 @@ class State(_message.Message):
     DRAINING_FIELD_NUMBER: _ClassVar[int]
     COMPILING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    AGE_S_FIELD_NUMBER: _ClassVar[int]
     number: int
     steps: int
     running: int
@@ -157,7 +160,8 @@ class State(_message.Message):
     draining: bool
     compiling: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Residency]
-    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ...) -> None: ...
+    age_s: float
+    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
 
 class Residency(_message.Message):
     __slots__ = ("key", "tier", "rank")
