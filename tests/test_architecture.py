@@ -80,6 +80,7 @@ NO_JAX = {
     "sim",
     "cluster.directory",
     "cluster.routing",
+    "cluster.secret",
     "cluster.view",
 }
 # What of these rooms holds the memories themselves.

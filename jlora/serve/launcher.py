@@ -31,7 +31,7 @@ from jlora.serve import flags
 from jlora.serve.access.access import Access
 from jlora.serve.backend import Backend
 from jlora.serve.http.server import HttpServer
-from jlora.serve.server import GrpcServer, address
+from jlora.serve.server import GrpcServer, Service, address
 from jlora.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it needs an extra
@@ -55,11 +55,13 @@ class Program:
         name: the command, for messages.
         load: makes the replica, and the tokenizer if there is one. It is cancelled by a signal meanwhile.
         ready: the ready line, from the addresses and the replica.
+        services: gRPC services on the same port, beside the server's own.
     """
 
     name: str
     load: Callable[[Config], Awaitable[tuple[Replica, Tokenizer | None]]]
     ready: Callable[[str, Replica], Awaitable[str]]
+    services: Sequence[Service] = ()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,7 +89,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     stop = _stop_on_signal()
     _check_exposed(config.serve)
     backend = Backend(access=Access(config.serve), tracing=_tracing(config.serve.otlp_endpoint))
-    servers, where = _bind(backend, config.serve)
+    servers, where = _bind(backend, config.serve, program.services)
     for server in servers:
         await server.start()
     try:
@@ -121,9 +123,10 @@ def _tracing(endpoint: str) -> Tracing | None:
 Servers = Sequence[GrpcServer | HttpServer]
 
 
-def _bind(backend: Backend, config: ServeConfig) -> tuple[Servers, str]:
+def _bind(backend: Backend, config: ServeConfig, services: Sequence[Service]) -> tuple[Servers, str]:
     """The servers with their ports taken, and the addresses for the ready line."""
-    made: dict[str, tuple[GrpcServer | HttpServer, int]] = {"grpc": (GrpcServer(backend, config), config.port)}
+    made: dict[str, tuple[GrpcServer | HttpServer, int]] = {}
+    made["grpc"] = (GrpcServer(backend, config, services=services), config.port)
     if config.http_port >= 0:
         made["http"] = (HttpServer(backend, config), config.http_port)
     ports = {kind: server.bind(config.host, port) for kind, (server, port) in made.items()}

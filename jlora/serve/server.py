@@ -17,7 +17,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -42,13 +42,21 @@ SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 BACKLOG = 16_384
 CONNECTIONS = 4096
 METADATA_BYTES = 16 << 10  # of one call
+# Adds services beside the server's own. They check their callers themselves.
+Service = Callable[[Backend, grpc.aio.Server], None]
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
 
 
 class GrpcServer:
     """One gRPC server over one `Backend`. Create it on the event loop that runs it."""
 
-    def __init__(self, backend: Backend, config: ServeConfig, interceptors: Sequence[grpc.aio.ServerInterceptor] = ()):
+    def __init__(
+        self,
+        backend: Backend,
+        config: ServeConfig,
+        interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+        services: Sequence[Service] = (),
+    ):
         """`interceptors` see a call before the server's own."""
         self.backend = backend
         self._tls = Tls.of(config)
@@ -73,6 +81,8 @@ class GrpcServer:
         jlora_pb2_grpc.add_AdaptersServicer_to_server(AdaptersServicer(backend), self._server)
         jlora_pb2_grpc.add_ControlServicer_to_server(ControlServicer(backend), self._server)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        for add in services:
+            add(backend, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
         self._tasks: list[asyncio.Task[None]] = []

@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 PACKAGE = "/jlora.v1."
+KEYLESS = ("/grpc.health.", "/grpc.reflection.")
 QUEUED = frozenset({f"{PACKAGE}Inference/Generate", f"{PACKAGE}Inference/GenerateStream"})
 # What a client with any key may call; every other call needs an admin's key.
 NEEDS: Mapping[str, Need] = {
@@ -112,6 +113,8 @@ def shortened(message: str) -> str:
 class StatusInterceptor(grpc.aio.ServerInterceptor):
     """Wraps each handler of `jlora.v1`, so that an exception becomes a status; health and reflection are bounded.
 
+    Other services look after themselves.
+
     A call that finds the server full is refused before its message is read. A call ends whose message has not
     arrived in `stall_s` seconds, and a stream whose client reads nothing for so long.
     """
@@ -131,7 +134,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         if not method.startswith(PACKAGE):
-            return self._keyless.bounded(handler, method)
+            return self._keyless.bounded(handler, method) if method.startswith(KEYLESS) else handler
         counts = method not in QUEUED
         try:
             sent = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
