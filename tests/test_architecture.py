@@ -79,6 +79,7 @@ NO_JAX = {
     "serve",
     "sim",
     "cluster.directory",
+    "cluster.registry",
     "cluster.routing",
     "cluster.secret",
     "cluster.view",

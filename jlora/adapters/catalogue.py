@@ -3,9 +3,11 @@
     catalogue = Catalogue("adapters.db", threads)     # "" keeps the table in memory
     rows = catalogue.rows()                           # at start
     catalogue.put([row])                              # returns at once; the one writer writes behind
+    catalogue.put([row]).result()                     # raises why it is not written
 
 The table is the memory of what was pinned down: an adapter's digest stays what it was when its weights
 were first read, through restarts. One process writes a file at a time; others may read it meanwhile (WAL).
+An older file is brought to this schema when it is opened.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import logging
 import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import IO, Any
 
-from jlora.errors import ConfigError
+from jlora.errors import ConfigError, JloraError, ResourceExhausted, Unavailable
 from jlora.ports import Threads
 
 log = logging.getLogger(__name__)
 
-SCHEMA = 1  # of the table; grows with every change of it
+PATIENCE_S = 5.0  # that a write waits for a process that holds the file
 TABLE = """
 create table adapters (
     name text primary key,
@@ -45,6 +48,16 @@ create table adapters (
     last_used real not null
 ) strict
 """
+# What brings a file to the next schema, from that of the list's index on. Schema 2 remembers the largest uid ever
+# given, so that the uid of an adapter that is unloaded never comes again.
+UPGRADES = (
+    (TABLE,),
+    (
+        "create table uids (last integer not null) strict",
+        "insert into uids select coalesce(max(uid), 0) from adapters",
+    ),
+)
+SCHEMA = len(UPGRADES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +100,20 @@ JSON = frozenset({"modules", "stamp", "alora_tokens"})
 
 
 class Catalogue:
-    """The table. Every method returns at once but `rows` and `close`; failed writes are logged and lost."""
+    """The table. Every method returns at once but `rows`, `last_uid` and `close`.
+
+    A write that fails is logged and lost. Its future fails with Unavailable if another process holds the file, and
+    with ResourceExhausted if the disk is full.
+    """
 
     def __init__(self, path: str, threads: Threads, fits: str = ""):
         """Opens or makes the file; `fits` as of the rows of this process. Raises ConfigError."""
         self.fits = fits
         try:
             self._lock = _locked(f"{path}.lock") if path else None
-            self._table = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
+            self._table = sqlite3.connect(
+                path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None
+            )
             self._prepare()
         except (OSError, sqlite3.Error) as e:
             raise ConfigError(f"adapters.registry = {path!r}: {getattr(e, 'strerror', None) or e}") from e
@@ -105,13 +124,23 @@ class Catalogue:
         found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters order by name")
         return [Row(**_decoded(dict(zip(COLUMNS, row, strict=True)))) for row in found]
 
-    def put(self, rows: Iterable[Row]) -> None:
-        """Adds adapters, or takes the places of those of the same names."""
-        values = [_encoded(row) for row in rows]
-        self._write(f"insert or replace into adapters values ({', '.join('?' * len(COLUMNS))})", values)
+    @property
+    def last_uid(self) -> int:
+        """The largest uid that any adapter ever had."""
+        ((last,),) = self._table.execute("select last from uids")
+        return last
 
-    def remove(self, names: Iterable[str]) -> None:
-        self._write("delete from adapters where name = ?", [(name,) for name in names])
+    def put(self, rows: Iterable[Row]) -> Future[None]:
+        """Adds adapters, or takes the places of those of the same names."""
+        rows = list(rows)
+        places = ", ".join("?" * len(COLUMNS))
+        return self._write(
+            (f"insert or replace into adapters values ({places})", [_encoded(row) for row in rows]),
+            ("update uids set last = max(last, ?)", [(max((row.uid for row in rows), default=0),)]),
+        )
+
+    def remove(self, names: Iterable[str]) -> Future[None]:
+        return self._write(("delete from adapters where name = ?", [(name,) for name in names]))
 
     @property
     def bytes(self) -> int:
@@ -131,26 +160,34 @@ class Catalogue:
         for pragma in ("journal_mode = wal", "synchronous = normal"):
             self._table.execute(f"pragma {pragma}")
         ((version,),) = self._table.execute("pragma user_version")
-        if version == SCHEMA:
-            return
-        if version:
-            raise sqlite3.DatabaseError(f"its schema has version {version}, and this jlora reads {SCHEMA}")
-        for statement in ("begin immediate", TABLE, f"pragma user_version = {SCHEMA}", "commit"):
-            self._table.execute(statement)
+        if version > SCHEMA:
+            raise sqlite3.DatabaseError(f"its schema has version {version}, and this jlora reads up to {SCHEMA}")
+        if version < SCHEMA:  # all steps or none
+            statements = [statement for step in UPGRADES[version:] for statement in step]
+            for statement in ("begin immediate", *statements, f"pragma user_version = {SCHEMA}", "commit"):
+                self._table.execute(statement)
 
-    def _write(self, statement: str, values: list[tuple[Any, ...]]) -> None:
+    def _write(self, *changes: tuple[str, list[tuple[Any, ...]]]) -> Future[None]:
         def write() -> None:
             try:
                 self._table.execute("begin immediate")
-                self._table.executemany(statement, values)
+                for statement, values in changes:
+                    self._table.executemany(statement, values)
                 self._table.execute("commit")
-            except sqlite3.Error:
+            except sqlite3.Error as e:
                 log.exception("the registry of adapters was not written")
                 if self._table.in_transaction:
                     self._table.execute("rollback")
+                raise _refusal(e) from e
 
-        if values:
-            self._writer.submit(write)
+        return self._writer.submit(write)
+
+
+def _refusal(error: sqlite3.Error) -> JloraError:
+    """The error for a caller, who does not see the path."""
+    if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
+        return Unavailable(f"adapters.registry: another process holds the file ({error}); try again later")
+    return ResourceExhausted(f"adapters.registry: cannot be written ({error}); make room on its disk, and try again")
 
 
 def _locked(path: str) -> IO[str]:

@@ -14,6 +14,7 @@ from jlora.errors import ConfigError, InvalidArgument
 
 MAX_CHARS = 128
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
+_KEY = re.compile(rf"{_NAME.pattern}@[1-9][0-9]{{0,18}}")  # a version's name at replicas
 _RULE = f"letters, digits, '.', '_', '-', starting with a letter or digit, at most {MAX_CHARS}, without '..'"
 _BASE = re.compile(r"[^\s:]{1,256}")
 
@@ -25,9 +26,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def check_key(name: str) -> str:
+    """As `check_name`, also for the key of a version: NAME@NUMBER, as replicas of a cluster know it."""
+    return name if _KEY.fullmatch(name) and ".." not in name else check_name(name)
+
+
 def check_length(name: str, field: str = "name") -> str:
-    """Returns `name` if it is no longer than an adapter's name may be; otherwise raises InvalidArgument."""
-    if len(name) > MAX_CHARS:
+    """Returns `name` if it is no longer than an adapter's name or key may be; otherwise raises InvalidArgument."""
+    if len(name) > MAX_CHARS and not _KEY.fullmatch(name):
         shown, limit = name[:32] + "…", f"an adapter's name has at most {MAX_CHARS} characters"
         raise InvalidArgument(f"{field} = {shown!r}: {limit}, got {len(name)}")
     return name

@@ -19,7 +19,7 @@ from tqdm.auto import tqdm
 
 from jlora import __version__
 from jlora.adapters.catalogue import Catalogue, Row
-from jlora.adapters.names import at_start, check_name
+from jlora.adapters.names import at_start, check_key
 from jlora.adapters.packing import blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
@@ -56,7 +56,7 @@ class Reader:
 
     def check(self, name: str) -> None:
         """Raises InvalidArgument if it is no name for an adapter."""
-        if check_name(name) == self.base_names[0]:
+        if check_key(name) == self.base_names[0]:
             raise InvalidArgument(f"name = {name!r}: is the base model's own name")
 
     def check_ranks(self, name: str, ranks: Iterable[tuple[str, int]]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 
-from jlora.adapters.names import check_name
+from jlora.adapters.names import check_key
 from jlora.errors import AlreadyExists, InvalidArgument, JloraError
 from jlora.replica import Load, Replica
 from jlora.serve.status import shortened
@@ -22,7 +22,7 @@ async def load_adapter(replica: Replica, load: Load) -> AdapterInfo:
     Raises InvalidArgument, AlreadyExists (also for the base's name) and what the replica raises.
     """
     name, path = load.name, load.path
-    if check_name(name) == replica.info.model:
+    if check_key(name) == replica.info.model:
         raise AlreadyExists(f"name = {name!r}: is the base model's name")
     if not path:
         raise InvalidArgument("path: is empty, must name a directory on the server")

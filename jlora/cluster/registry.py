@@ -1,0 +1,94 @@
+"""Every adapter of the service with its current version, in the catalogue's SQLite table.
+
+A row's uid is the version's number, so numbers grow with each load and never come again. The table in memory
+is what requests see. It changes only when the file has: an adapter that a client was told of outlives the process.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+from collections.abc import Sequence
+
+from jlora.adapters.catalogue import Catalogue, Row
+from jlora.adapters.near import NearNames
+from jlora.cluster.directory import Version
+from jlora.errors import NotFound
+from jlora.ports import Threads
+
+
+def version_of(row: Row) -> Version:
+    """What a request needs to know of a registered adapter."""
+    return Version(
+        name=row.name,
+        number=row.uid,
+        path=row.path,
+        digest=row.digest,
+        rank=max(row.ranks.values(), default=0),
+        bytes=row.bytes,
+        pinned=row.pinned,
+        alora_invocation_tokens=tuple(row.alora_tokens),
+    )
+
+
+class Registry:
+    """The table. Any thread may call; only `put` and `remove` wait for the disk."""
+
+    def __init__(self, path: str, threads: Threads):
+        """Opens or makes the file; "" keeps the table in memory. Raises ConfigError."""
+        self._catalogue = Catalogue(path, threads)
+        self._lock = threading.Lock()
+        self._rows: dict[str, Row] = {}
+        self._names: list[str] = []  # in order
+        self._near = NearNames()
+        self._number = self._catalogue.last_uid
+        for row in self._catalogue.rows():
+            self._set(row)
+
+    def number(self) -> int:
+        """Of the next version."""
+        with self._lock:
+            self._number += 1
+            return self._number
+
+    def find(self, name: str) -> Row | None:
+        """The adapter of that name."""
+        return self._rows.get(name)
+
+    def get(self, name: str) -> Row:
+        """The adapter of that name. Raises NotFound with near names."""
+        row = self._rows.get(name)
+        if row is None:
+            with self._lock:
+                raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
+        return row
+
+    def all(self, after: str = "", most: int | None = None) -> list[Row]:
+        """In order of name: those behind the name `after`, at most `most`. Takes time by those."""
+        with self._lock:
+            first = bisect.bisect_right(self._names, after)
+            return [self._rows[name] for name in self._names[first : None if most is None else first + most]]
+
+    def put(self, rows: Sequence[Row]) -> None:
+        """Adds adapters, or new versions of them. Raises Unavailable, ResourceExhausted; nothing has changed then."""
+        self._catalogue.put(rows).result()
+        with self._lock:
+            for row in rows:
+                self._set(row)
+
+    def remove(self, name: str) -> None:
+        """Forgets an adapter; errors as of `put`."""
+        self._catalogue.remove([name]).result()
+        with self._lock:
+            if self._rows.pop(name, None) is not None:
+                del self._names[bisect.bisect_left(self._names, name)]
+                self._near.remove(name)
+
+    def close(self) -> None:
+        self._catalogue.close()
+
+    def _set(self, row: Row) -> None:
+        if row.name not in self._rows:
+            bisect.insort(self._names, row.name)
+            self._near.add(row.name)
+        self._rows[row.name] = row

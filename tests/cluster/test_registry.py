@@ -1,0 +1,134 @@
+"""The registry of versions: durable, upgraded in place, and clear about a file that it cannot write."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import astuple
+from pathlib import Path
+
+import pytest
+
+from jlora.adapters import catalogue
+from jlora.adapters.catalogue import Catalogue, Row
+from jlora.adapters.names import check_key, check_name
+from jlora.cluster.registry import Registry, version_of
+from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from jlora.ports import OsThreads
+
+
+def row(name: str, uid: int, digest: str = "d") -> Row:
+    return Row(
+        name=name, uid=uid, digest=digest, header="h", base="b", fits="f", ranks={"layers.0.q": 4}, modules=["q"],
+        bytes=8, blocks=1, path=f"/adapters/{name}", stamp=[1, 2], pinned=False, alora_tokens=[7], created=1.0,
+        last_used=0.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> str:
+    return str(tmp_path / "adapters.db")
+
+
+@pytest.fixture
+def registry(file: str) -> Iterator[Registry]:
+    opened = Registry(file, OsThreads())
+    yield opened
+    opened.close()
+
+
+def test_versions_outlive_the_process_and_numbers_never_come_again(file: str):
+    first = Registry(file, OsThreads())
+    for name in ("b", "a"):
+        first.put([row(name, first.number())])
+    first.put([row("a", first.number(), "other")])
+    first.remove("b")
+    first.put([row("c", first.number())])
+    first.remove("c")
+    first.close()
+    second = Registry(file, OsThreads())
+    (kept,) = map(version_of, second.all())
+    assert (kept.key, kept.digest, kept.rank, kept.alora_invocation_tokens) == ("a@3", "other", 4, (7,))
+    assert second.number() == 5
+    second.close()
+
+
+def test_the_list_pages_in_order_of_name_and_an_unknown_name_has_near_ones(registry: Registry):
+    registry.put([row(name, registry.number()) for name in ("french", "german", "greek")])
+    assert [found.name for found in registry.all(after="french", most=1)] == ["german"]
+    with pytest.raises(NotFound, match="'french'"):
+        registry.get("frnch")
+    registry.remove("french")
+    assert registry.find("french") is None and len(registry.all()) == 2
+
+
+def test_a_file_of_schema_1_is_upgraded_in_place(file: str):
+    old = sqlite3.connect(file)
+    old.execute(catalogue.TABLE)
+    old.execute("pragma user_version = 1")
+    values = catalogue._encoded(row("kept", 41))
+    old.execute(f"insert into adapters values ({', '.join('?' * len(values))})", values)
+    old.commit()
+    old.close()
+    registry = Registry(file, OsThreads())
+    assert version_of(registry.get("kept")).key == "kept@41" and registry.number() == 42
+    registry.close()
+    again = Catalogue(file, OsThreads())
+    assert [astuple(found) for found in again.rows()] == [astuple(row("kept", 41))]
+    again.close()
+
+
+def test_a_file_of_a_later_schema_is_refused(file: str):
+    later = sqlite3.connect(file)
+    later.execute(f"pragma user_version = {catalogue.SCHEMA + 1}")
+    later.close()
+    with pytest.raises(ConfigError, match=f"version {catalogue.SCHEMA + 1}, and this jlora reads up to"):
+        Registry(file, OsThreads())
+
+
+def test_a_locked_file_fails_the_call_that_needs_it_and_nothing_else(file: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(catalogue, "PATIENCE_S", 0.05)
+    registry = Registry(file, OsThreads())
+    registry.put([row("a", registry.number())])
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("begin immediate")
+    for write in (lambda: registry.put([row("b", registry.number())]), lambda: registry.remove("a")):
+        with pytest.raises(Unavailable, match="adapters.registry: another process holds the file"):
+            write()
+    assert [found.name for found in registry.all()] == ["a"]
+    other.execute("rollback")
+    registry.put([row("b", registry.number())])
+    assert [found.name for found in registry.all()] == ["a", "b"]
+    other.close()
+    registry.close()
+
+
+def test_a_full_disk_fails_the_call_that_needs_it_and_nothing_else(registry: Registry):
+    registry.put([row("a", registry.number())])
+    table = registry._catalogue._table
+    ((pages,),) = table.execute("pragma page_count")
+    table.execute(f"pragma max_page_count = {pages}")  # as where the disk has no page left
+    with pytest.raises(ResourceExhausted, match="adapters.registry: cannot be written .database or disk is full."):
+        registry.put([row(f"more-{i}", registry.number()) for i in range(200)])
+    assert [found.name for found in registry.all()] == ["a"]
+    table.execute("pragma max_page_count = 100000")
+    registry.put([row("b", registry.number())])
+    assert [found.name for found in registry.all()] == ["a", "b"]
+
+
+def test_a_second_process_may_not_write_the_file(registry: Registry, file: str):
+    with pytest.raises(ConfigError, match="another server writes it"):
+        Registry(file, OsThreads())
+
+
+@pytest.mark.parametrize("key", ["a@1", f"{'x' * 128}@9223372036854775807"])
+def test_a_key_is_a_name_at_replicas_only(key: str):
+    assert check_key(key) == key
+    with pytest.raises(InvalidArgument, match="name = "):
+        check_name(key)
+
+
+@pytest.mark.parametrize("key", ["a@0", "a@01", "@1", "a@", "a@1@2", "a..b@1", "a@-1", f"{'x' * 129}@1"])
+def test_what_is_no_key_is_refused(key: str):
+    with pytest.raises(InvalidArgument, match="name = "):
+        check_key(key)
