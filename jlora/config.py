@@ -185,6 +185,7 @@ class ClusterConfig:
 
     Attributes:
         name: of the service; several may share one Ray cluster.
+        replica: the name of this process's replica, which its fleet sets; "" takes the machine's name.
         replicas: how many to start; a static fleet has as many as its addresses resolve to.
         fleet: who runs the replicas: "local" (processes of this machine), "ray", or "static" (they run already).
         addresses: of a static fleet. A host name stands for every address that it resolves to, asked again and again.
@@ -200,6 +201,7 @@ class ClusterConfig:
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="a plain name")] = "jlora"
+    replica: str = ""
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     fleet: Annotated[str, _one_of("local", "ray", "static")] = "local"
     addresses: Addresses = ()

@@ -78,10 +78,12 @@ NO_JAX = {
     "adapters.registry",
     "serve",
     "sim",
+    "cluster.child",
     "cluster.directory",
     "cluster.registry",
     "cluster.routing",
     "cluster.secret",
+    "cluster.fleet",
     "cluster.view",
 }
 # What of these rooms holds the memories themselves.
