@@ -1,0 +1,63 @@
+"""A router's books: the requests that it has at each replica, and what the replicas' messages said."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field, replace
+
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.view import Held, ReplicaView, View
+
+
+@dataclass(slots=True)
+class _Book:
+    waiting: Counter[int] = field(default_factory=Counter)
+    running: Counter[int] = field(default_factory=Counter)
+    tokens: int = 0
+
+    def held(self) -> Held:
+        return Held(dict(+self.waiting), dict(+self.running), self.tokens)
+
+
+class Books:
+    """Keeps a `View` up to date. A request is sent, begins with its first token, and ends."""
+
+    def __init__(self) -> None:
+        self._views: dict[str, ReplicaView] = {}
+        self._books: dict[str, _Book] = {}
+
+    @property
+    def view(self) -> View:
+        return self._views
+
+    def heard(self, seen: ReplicaView) -> None:
+        """A message: all of the replica's fields but `sent` and `held`, which are the router's own."""
+        book = self._books.setdefault(seen.name, _Book())
+        held = book.held()
+        self._views[seen.name] = replace(seen, sent=held.count, held=held)
+
+    def sent(self, name: str, ask: Ask) -> None:
+        book = self._books[name]
+        book.waiting[ask.rank] += 1
+        book.tokens += ask.prompt
+        self._renew(name)
+
+    def began(self, name: str, ask: Ask) -> None:
+        book = self._books[name]
+        book.waiting[ask.rank] -= 1
+        book.tokens -= ask.prompt
+        book.running[ask.rank] += 1
+        self._renew(name)
+
+    def ended(self, name: str, ask: Ask, begun: bool) -> None:
+        book = self._books[name]
+        if begun:
+            book.running[ask.rank] -= 1
+        else:
+            book.waiting[ask.rank] -= 1
+            book.tokens -= ask.prompt
+        self._renew(name)
+
+    def _renew(self, name: str) -> None:
+        held = self._books[name].held()
+        self._views[name] = replace(self._views[name], sent=held.count, held=held)

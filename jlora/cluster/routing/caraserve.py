@@ -1,0 +1,40 @@
+"""CaraServe's rank-aware scheduling (Algorithm 1)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jlora.cluster.routing.costs import Costs, joined
+from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.view import ReplicaView, View
+
+
+@dataclass(frozen=True, slots=True)
+class CaraServe:
+    """The replica where the request adds the least time per token, over all requests there.
+
+    Attributes:
+        slo_s: of a decode step; a replica that would exceed it costs `penalty_s` more.
+        outputs: mean tokens of an answer.
+    """
+
+    costs: Costs
+    slo_s: float
+    outputs: float = 64.0
+    penalty_s: float = 1e3
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        best = min(up(view), key=lambda replica: self.cost(replica, ask), default=None)
+        return None if best is None else best.name
+
+    def cost(self, replica: ReplicaView, ask: Ask) -> float:
+        """`total_cost` of the algorithm. The empty replica's cost is 0 there, whatever the request."""
+        held, costs, own = replica.held, self.costs, {ask.rank: 1}
+        prefill = costs.prefill_s(joined(held.waiting, own), held.tokens + ask.prompt)
+        prefill -= costs.prefill_s(held.waiting, held.tokens)
+        exist = joined(held.running, held.waiting)
+        after = costs.decode_s(joined(exist, own))
+        score = prefill / self.outputs + after - costs.decode_s(exist)
+        if after > self.slo_s:
+            score += self.penalty_s
+        return score * held.count

@@ -1,0 +1,60 @@
+"""Policies that know no ranks: the baselines of CaraServe's evaluation (section 7.5)."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+
+from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.view import ReplicaView, View
+
+FIRST_FIT = 32  # requests of a replica that count as full, as in Punica
+
+
+def load(replica: ReplicaView) -> int:
+    """Requests there: this router's, or those of all routers if the last message told more."""
+    return max(replica.sent, replica.running + replica.waiting)
+
+
+class Random:
+    """Any replica, with equal chances."""
+
+    def __init__(self, seed: int = 0):
+        self._random = random.Random(seed)
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        replicas = up(view)
+        return self._random.choice(replicas).name if replicas else None
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        replicas = up(view)
+        self._next += 1
+        return replicas[(self._next - 1) % len(replicas)].name if replicas else None
+
+
+class MostIdle:
+    """The one with the fewest requests; of equals the first."""
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        best = min(up(view), key=load, default=None)
+        return None if best is None else best.name
+
+
+@dataclass(frozen=True, slots=True)
+class FirstFit:
+    """The first with fewer than `most` requests, which packs them tightly; the most idle one if all are full."""
+
+    most: int = FIRST_FIT
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        for replica in view.values():
+            if replica.health == "up" and load(replica) < self.most:
+                return replica.name
+        return MostIdle().choose(view, ask, now)
