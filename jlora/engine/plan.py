@@ -64,7 +64,7 @@ class Sequence:
     lease: Lease | None = None  # what it holds of the cache, from its admission on
     want: Want | None = None  # what it needs of the cache, while it waits
     refused: int = -1  # the cache's epoch when it was last refused a lease
-    setbacks: int = 0  # times that it was preempted because a copy lacked memory
+    setbacks: int = 0  # copies for it that have failed
     overtaken: int = 0  # how many sequences have gone first because they found everything on the device
     set_up: bool = False  # the slot's tables on the device are this sequence's
     finished: FinishReason | None = None

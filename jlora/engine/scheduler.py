@@ -36,7 +36,7 @@ from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob,
 
 log = logging.getLogger(__name__)
 
-SETBACKS = 3  # copies without memory before a sequence gives up
+SETBACKS = 3  # copies that fail before a sequence gives up
 CALM = 64  # steps without a shortage before a withheld slot is used again
 DEADLINES = 64  # of ended requests that are kept beside those of twice as many live ones
 
@@ -278,7 +278,10 @@ class Scheduler:
         return [replace(event, error=error) for handle in handles for event in self.abort(handle, now)]
 
     def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
-        """Takes the copy's data from the sequences that wait for it: they end, or try again if memory was short."""
+        """Takes the copy's data from the sequences that wait for it: they end, or try again.
+
+        They try again up to `SETBACKS` times if memory was short or the host helps them.
+        """
         nodes, events = set(copy.nodes), list[TokenEvent]()
         for sequence in (*self.running, *self.loading):
             lease = sequence.lease
@@ -286,7 +289,9 @@ class Scheduler:
                 continue
             sequence.setbacks += 1
             untouched = not (sequence.in_flight or lease.streamed)
-            if isinstance(error, MemoryError) and untouched and sequence.setbacks <= SETBACKS:
+            # The host needs nothing of the copy: what it helped to compute stays, and the next copy may do.
+            again = (lease.helped and not lease.streamed) or (untouched and isinstance(error, MemoryError))
+            if again and sequence.setbacks <= SETBACKS:
                 self._preempt(sequence)
             else:
                 events += self.fail(sequence.handle, error, now)

@@ -17,6 +17,7 @@ import pytest
 from jlora.cache.transfer import Copy
 from jlora.engine.cold_start import Chooser, measure
 from jlora.engine.host_lora import HostLora
+from jlora.engine.scheduler import SETBACKS
 from jlora.types import Request, TokenEvent
 from tests._make import make_adapter
 from tests.cache._books import evict_all
@@ -172,31 +173,46 @@ def test_an_activated_adapter_on_its_way_acts_from_its_invocation_on(tmp_path: P
     service.unload_adapter("a")
 
 
-def test_a_copy_that_fails_while_the_host_helps_ends_its_request_and_no_other(service: Running, wanted: list[int]):
+def test_a_copy_that_keeps_failing_while_the_host_helps_ends_its_request_and_no_other(
+    service: Running, wanted: list[int]
+):
     base = Request("base", PROMPT, GREEDY)
     answer = tokens(serve(service, [base])["base"])
+    failures = []
 
     def fail(seconds: float) -> None:
+        failures.append(seconds)
         raise OSError("the link is gone")
 
     with cold(service) as link:
         link.swapper._lanes["in"].slow_down = fail
-        got = serve(service, [COLD, replace(base, bypass_prefix_cache=True)])
+        long = replace(COLD, sampling=replace(GREEDY, max_tokens=80))
+        got = serve(service, [long, replace(base, bypass_prefix_cache=True)])
     assert isinstance(got["cold"][-1].error, OSError) and tokens(got["base"]) == answer
+    assert len(failures) == 1 + SETBACKS
     assert tokens(serve(service, [COLD])["cold"]) == wanted
 
 
-def test_a_shortage_of_memory_for_the_copy_costs_a_new_start(service: Running, wanted: list[int]):
-    short = iter([True])
-
-    def fail_once(seconds: float) -> None:
-        if next(short, False):
-            raise MemoryError("staging")
-
+@pytest.mark.parametrize("error", [MemoryError("staging"), OSError("the link is gone")], ids=["memory", "link"])
+@pytest.mark.parametrize("question", [1, 11, 14])  # in the prompt; of a step that decodes; of a later one
+def test_a_copy_that_fails_while_the_host_helps_costs_a_new_start(
+    service: Running, wanted: list[int], question: int, error: Exception
+):
+    """Also with tokens of its adapter's sequences on their way: none is lost or drawn twice."""
+    failing = iter([error])
     with cold(service) as link:
+        stand_still = link.swapper._lanes["in"].slow_down
+
+        def fail_once(seconds: float) -> None:
+            if (once := next(failing, None)) is not None:
+                while link.questions < question:
+                    threading.Event().wait(0.001)
+                raise once
+            stand_still(seconds)
+
         link.swapper._lanes["in"].slow_down = fail_once
         events = serve(service, [COLD])["cold"]
-    assert events[-1].error is None and tokens(events) == wanted
+    assert events[-1].error is None and tokens(events) == wanted and start_of(events) == "cpu"
 
 
 def _wrong_layer(host: HostLora) -> None:
