@@ -83,6 +83,7 @@ NO_JAX = {
     "cluster.books",
     "cluster.directory",
     "cluster.registry",
+    "cluster.requests",
     "cluster.routing",
     "cluster.secret",
     "cluster.fleet",
