@@ -88,6 +88,7 @@ NO_JAX = {
     "cluster.secret",
     "cluster.fleet",
     "cluster.view",
+    "cluster.wire",
 }
 # What of these rooms holds the memories themselves.
 DEVICE = {"cache.pool", "cache.swapper"}

@@ -1,0 +1,162 @@
+"""Converts between the messages of a link and the records of jlora.
+
+Both sides use it, so that what one writes the other reads: a request as a `Start`, its events as `Token`s, an error
+as a `Failure`, a replica's constants as JSON.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+
+from jlora import errors
+from jlora.cluster.directory import Version
+from jlora.cluster.proto import link_pb2 as link
+from jlora.replica import ReplicaInfo
+from jlora.serve import convert
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import Done, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
+
+PROTOCOL = 1  # of `Hello`: grows when a side must know what the other one speaks
+
+_SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def start(rid: int, request: Request, version: Version | None, peers: Iterable[str] = ()) -> link.Start:
+    """A request, with what earlier attempts have delivered, for an attempt of this name."""
+    message = link.Start(rid=rid, request=_generate(request))
+    if version is not None:
+        message.adapter.CopyFrom(link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers))
+    for done in request.done:
+        message.done.add(tokens=done.tokens, ended=done.ended)
+    if request.deadline is not None:
+        message.deadline_s = request.deadline - time.monotonic()
+    return message
+
+
+def request(message: link.Start, name: str) -> Request:
+    """The request of a `Start`, not validated; `name` is its id at the replica."""
+    asked = message.request
+    return Request(
+        id=name,
+        prompt=tuple(asked.token_ids.ids),
+        sampling=convert.sampling_params(asked),
+        adapter=message.adapter.key if message.HasField("adapter") else None,
+        priority=asked.priority,
+        bypass_prefix_cache=asked.bypass_prefix_cache,
+        tenant=asked.tenant,
+        deadline=time.monotonic() + message.deadline_s if message.HasField("deadline_s") else None,
+        cache_salt=asked.cache_salt,
+        done=tuple(Done(tuple(done.tokens), done.ended) for done in message.done),
+    )
+
+
+def token(rid: int, position: int, event: TokenEvent) -> link.Token:
+    """One event of a request; `position` counts the output tokens of earlier attempts too."""
+    message = link.Token(
+        rid=rid, index=event.index, position=position, id=event.token_id, finish_reason=event.finish_reason or ""
+    )
+    if event.logprob is not None:
+        message.logprob.CopyFrom(convert.token_logprob(event.logprob))
+    if event.prompt_logprobs is not None:
+        message.prompt_logprobs.extend(map(convert.token_logprob, event.prompt_logprobs))
+    if event.usage is not None:
+        message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(event.usage)))
+    if event.timing is not None:
+        message.timing.CopyFrom(pb.Timing(**event.timing.fields()))
+    return message
+
+
+def event(message: link.Token, request_id: str, handle: int) -> TokenEvent:
+    """The event of a `Token`, by the names that the request has at its receiver."""
+    if not message.finish_reason and not message.prompt_logprobs:  # nearly all of them
+        logprob = _logprob(message.logprob) if message.HasField("logprob") else None
+        return TokenEvent(request_id, message.index, message.id, logprob, handle=handle)
+    scored = message.prompt_logprobs
+    return TokenEvent(
+        request_id,
+        message.index,
+        message.id if message.HasField("id") else None,
+        _logprob(message.logprob) if message.HasField("logprob") else None,
+        (None, *map(_logprob, scored[1:])) if scored else None,
+        message.finish_reason or None,  # pyright: ignore[reportArgumentType]
+        _usage(message.usage) if message.HasField("usage") else None,
+        _timing(message.timing) if message.HasField("timing") else None,
+        handle,
+    )
+
+
+def failure(rid: int, error: BaseException, elsewhere: bool = False) -> link.Failure:
+    """An error as its class and message; a bug of ours has no class of `jlora.errors`."""
+    kind = next((c.__name__ for c in type(error).__mro__ if getattr(errors, c.__name__, None) is c), "")
+    return link.Failure(rid=rid, kind=kind, message=str(error), elsewhere=elsewhere)
+
+
+def error(message: link.Failure) -> Exception:
+    """The error of a `Failure`."""
+    kind = getattr(errors, message.kind, None)
+    if not (isinstance(kind, type) and issubclass(kind, errors.JloraError)):
+        return RuntimeError(message.message)
+    return kind(message.message)
+
+
+def info_bytes(info: ReplicaInfo) -> bytes:
+    """A replica's constants as JSON."""
+    return msgspec.json.encode(info)
+
+
+def info(data: bytes) -> ReplicaInfo:
+    """Reads them; unknown fields are ignored. Raises ValueError."""
+    return msgspec.json.decode(data, type=ReplicaInfo)
+
+
+def _generate(request: Request) -> pb.GenerateRequest:
+    message = pb.GenerateRequest(
+        request_id=request.id,
+        token_ids=pb.TokenIds(ids=request.prompt),
+        priority=request.priority,
+        bypass_prefix_cache=request.bypass_prefix_cache,
+        tenant=request.tenant,
+        cache_salt=request.cache_salt,
+    )
+    for part in (message.sampling, message.stopping, message):
+        for field in part.DESCRIPTOR.fields:
+            if field.name in _SAMPLING:
+                _set(part, field.name, getattr(request.sampling, field.name))
+    return message
+
+
+def _set(part: Any, name: str, value: Any) -> None:
+    if name == "seed" and value is not None:
+        value = (value + 2**63) % 2**64 - 2**63  # a seed counts modulo 2^64, and the field is signed
+    if isinstance(value, dict):
+        getattr(part, name).update(value)
+    elif isinstance(value, tuple):
+        getattr(part, name).extend(value)
+    elif value is not None:
+        setattr(part, name, value)
+
+
+def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
+    top = tuple((entry.token_id, entry.logprob) for entry in message.top)
+    return TokenLogprob(message.token_id, message.logprob, top)
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, message.host_tokens)
+
+
+def _timing(message: pb.Timing) -> Timing:
+    return Timing(
+        message.queue_s,
+        message.adapter_cold_start_s,
+        message.kv_cold_start_s,
+        message.prefill_s,
+        message.ttft_s,
+        message.tpot_s,
+        message.cold_start,  # pyright: ignore[reportArgumentType]
+    )
