@@ -23,7 +23,7 @@ from typing import Protocol
 
 import numpy as np
 
-from jlora.errors import ConfigError, InvalidArgument
+from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +95,10 @@ class Threads(Protocol):
         ...
 
     def pool(self, name: str, size: int) -> Executor:
-        """Runs submitted calls on at most `size` threads; the process waits for those under way when it ends."""
+        """Runs submitted calls on `size` threads; the process waits for those under way when it ends.
+
+        Raises ResourceExhausted if the machine starts no more threads; later no call can fail for want of one.
+        """
         ...
 
     def watch(self, failed: Callable[[str, BaseException], None]) -> None:
@@ -139,33 +142,62 @@ class DiskFile(File):
 class Roots:
     """The directories that files may be read from; none are no limit.
 
-    What counts is where an opened directory is, whatever links led to it.
+    What counts is where an opened directory is, whatever links led to it. Each root is held open, so that no other
+    directory gets its inode when it is removed. One that has been replaced at its path is found by the next check.
     """
 
     def __init__(self, paths: Sequence[str] = ()):
         """Raises ConfigError for a path that is no directory."""
-        self._roots = frozenset(_root(path) for path in paths)
+        self._roots = [_Root(path) for path in paths]
 
     def check(self, fd: int) -> None:
         """Raises InvalidArgument unless the open directory `fd` is one of the roots or below one."""
-        if not self._roots:
-            return
+        if self._roots and not self._holds(fd):
+            for root in self._roots:
+                root.look()
+            if not self._holds(fd):
+                raise InvalidArgument("path: is not in a directory of adapters.roots")
+
+    def _holds(self, fd: int) -> bool:
+        roots = {root.place for root in self._roots}
         here, above = _place(os.fstat(fd)), ".."
-        while here not in self._roots:
+        while here not in roots:
             below, here = here, _place(os.stat(above, dir_fd=fd))
             if here == below:  # the root of the file system is its own parent
-                raise InvalidArgument("path: is not in a directory of adapters.roots")
+                return False
             above += "/.."
+        return True
 
 
-def _root(path: str) -> tuple[int, int]:
-    try:
-        status = os.stat(path)
-    except (OSError, ValueError) as e:
-        raise ConfigError(f"adapters.roots = {path!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"adapters.roots = {path!r}: is not a directory")
-    return _place(status)
+class _Root:
+    """A directory that is held open."""
+
+    def __init__(self, path: str):
+        self._path = path
+        self._lock = threading.Lock()
+        try:
+            self._fd = self._open()
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"adapters.roots = {path!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
+        self.place = _place(os.fstat(self._fd))
+
+    def look(self) -> None:
+        """Takes the directory that is at the path now, if there is one."""
+        with self._lock:
+            try:
+                fd = self._open()
+            except OSError as e:
+                log.warning("adapters.roots = %r: %s", self._path, e.strerror)
+                return
+            os.close(self._fd)
+            self._fd, self.place = fd, _place(os.fstat(fd))
+
+    def __del__(self) -> None:
+        if hasattr(self, "_fd"):
+            os.close(self._fd)
+
+    def _open(self) -> int:
+        return os.open(self._path, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
 
 
 def _place(status: os.stat_result) -> tuple[int, int]:
@@ -289,7 +321,15 @@ class OsThreads(Threads):
                 failed(name, error)
 
     def pool(self, name: str, size: int) -> Executor:
-        return ThreadPoolExecutor(size, thread_name_prefix=name)
+        pool, all_there = ThreadPoolExecutor(size, thread_name_prefix=name), threading.Barrier(size)
+        try:
+            for started in [pool.submit(all_there.wait) for _ in range(size)]:
+                started.result()
+        except RuntimeError as e:  # of the machine: can't start new thread
+            all_there.abort()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise ResourceExhausted(f"{name}: the machine starts fewer than {size} more threads: {e}") from e
+        return pool
 
 
 class PythonGarbage(Garbage):

@@ -278,10 +278,7 @@ class Scheduler:
         return [replace(event, error=error) for handle in handles for event in self.abort(handle, now)]
 
     def fail_copy(self, copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
-        """Takes the copy's data from the sequences that wait for it: they end, or try again.
-
-        They try again up to `SETBACKS` times if memory was short or the host helps them.
-        """
+        """Takes the copy's data from its sequences: they end, or start again if memory was short or the host helps."""
         nodes, events = set(copy.nodes), list[TokenEvent]()
         for sequence in (*self.running, *self.loading):
             lease = sequence.lease
@@ -289,8 +286,8 @@ class Scheduler:
                 continue
             sequence.setbacks += 1
             untouched = not (sequence.in_flight or lease.streamed)
-            # The host needs nothing of the copy: what it helped to compute stays, and the next copy may do.
-            again = (lease.helped and not lease.streamed) or (untouched and isinstance(error, MemoryError))
+            again = untouched and isinstance(error, MemoryError)
+            again |= lease.helped and not lease.streamed  # no step has read any of the copy that is wrong
             if again and sequence.setbacks <= SETBACKS:
                 self._preempt(sequence)
             else:

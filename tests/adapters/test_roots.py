@@ -72,6 +72,32 @@ def test_no_descriptor_is_left_open(root: Path):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def test_a_root_that_is_removed_gives_its_place_to_no_other_directory(root: Path):
+    files, place = DiskFiles([str(root)]), os.stat(root)
+    shutil.rmtree(root)
+    for i in range(100):  # on many file systems the next directory gets the inode of the one removed last
+        (other := root.parent / f"other-{i}").mkdir()
+        assert (os.stat(other).st_dev, os.stat(other).st_ino) != (place.st_dev, place.st_ino)
+    _make.make_adapter(root.parent / "other-0" / "in", SPEC)
+    with pytest.raises(InvalidArgument, match=OUT):
+        read_peft(root.parent / "other-0" / "in", SPEC, 64, files=files)
+
+
+def test_a_root_that_is_replaced_at_its_path_is_found(root: Path):
+    """As Kubernetes and backups do it: a new directory, or a link that leads elsewhere."""
+    link = root.parent / "current"
+    link.symlink_to(root)
+    files = DiskFiles([str(link)])
+    before, open_now = read_peft(root / "in", SPEC, 64, files=files).digest, len(os.listdir("/proc/self/fd"))
+    shutil.copytree(root, root.parent / "next")
+    (root.parent / "swap").symlink_to("next")
+    (root.parent / "swap").rename(link)
+    assert read_peft(link / "in", SPEC, 64, files=files).digest == before
+    with pytest.raises(InvalidArgument, match=OUT):  # no root any more
+        read_peft(root / "in", SPEC, 64, files=files)
+    assert len(os.listdir("/proc/self/fd")) == open_now
+
+
 def test_roots_are_directories_and_paths_of_a_command_line_are_split(root: Path):
     for path in (root / "none", root / "in" / CONFIG, "a\0b"):
         with pytest.raises(ConfigError, match=r"adapters\.roots = "):

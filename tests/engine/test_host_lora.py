@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 
 import ml_dtypes
@@ -11,6 +12,7 @@ import pytest
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.packing import pack
 from jlora.engine.host_lora import HostLora, Share
+from jlora.errors import ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.model.cut import SITES
 from jlora.model.spec import ModelSpec
@@ -61,4 +63,24 @@ def test_products_are_those_of_each_tokens_adapter(dtype: str, tp: int):
         wanted = np.concatenate(parts, axis=2).reshape(TOKENS, -1)  # each shard's parts side by side
         tolerance = 1e-5 if dtype == "float32" else 2**-8
         np.testing.assert_allclose(got.astype(np.float32), wanted, rtol=tolerance, atol=tolerance)
+    host.close()
+
+
+def test_no_thread_is_started_once_the_engine_is_built(monkeypatch: pytest.MonkeyPatch):
+    """A machine that starts no more threads then would fail a launch of several requests, and with it the engine."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    layout = PoolLayout.of(tiny_spec(), 10, 8, 1)
+    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    with monkeypatch.context() as full:
+        full.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(ResourceExhausted, match="jlora-host-lora: the machine starts fewer than 4 more threads"):
+            HostLora(layout, lambda ids, layer: np.zeros(0))
+    host = HostLora(layout, lambda ids, layer: np.zeros((len(ids), *layout.block_shape[1:]), np.float32))
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    x = np.ones((TOKENS, layout.units["down"].a), np.float32)
+    share = Share(np.arange(TOKENS), {"down": (0,)})
+    assert host.added(x, host.prepare([share], ("down",), LAYER)).shape == (TOKENS, host.width(("down",)))
     host.close()
