@@ -87,6 +87,7 @@ NO_JAX = {
     "cluster.routing",
     "cluster.secret",
     "cluster.fleet",
+    "cluster.ray_settings",
     "cluster.view",
     "cluster.wire",
 }
@@ -171,6 +172,14 @@ def test_policy_files_do_not_import_jax():
         if is_policy(module_of(path)):
             wrong += [f"{path.relative_to(ROOT)}:{line} {n}" for n, line in imports(tree) if n.split(".")[0] in JAX]
     assert not wrong, "\n".join(wrong)
+
+
+def test_one_module_imports_ray():
+    """The extra jlora[ray] stays one: everything else runs without it."""
+    found = {
+        module_of(path) for path, tree in parsed("jlora") for name, _ in imports(tree) if name.split(".")[0] == "ray"
+    }
+    assert found == {"cluster.ray_fleet"}
 
 
 def test_importing_every_policy_module_does_not_load_jax():
