@@ -42,12 +42,40 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True)
+class Member:
+    """One replica behind a router, as its last message shows it.
+
+    Attributes:
+        health: loading, up, suspect, draining or down.
+        sent: this router's live requests there.
+        running, waiting: sequences, of all routers.
+        adapters: on the device.
+        step_s: mean time of a step.
+    """
+
+    name: str
+    address: str
+    health: str
+    sent: int = 0
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    blocks: int = 0
+    adapters: int = 0
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaState:
-    """One snapshot of a replica's cache and counters; `longest_gap_s` is between two steps, in the last minute."""
+    """One snapshot of a replica's cache and counters; `longest_gap_s` is between two steps, in the last minute.
+
+    `members` are the replicas behind a router, in order of name; an engine has none.
+    """
 
     cache: CacheState
     stats: EngineStats
     longest_gap_s: float
+    members: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -177,6 +177,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             longest_loop_gap_s=self._backend.gaps.longest(),
             longest_engine_gap_s=state.longest_gap_s,
             merge=_merge(stats),
+            replicas=[pb.ReplicaStatus(**dataclasses.asdict(member)) for member in state.members],
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:

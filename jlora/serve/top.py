@@ -127,7 +127,20 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
     for name, tier in (("HBM", now.cache.hbm), ("host", now.cache.host)):
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
-    return Group(title, "", _numbers(now, before), "", tiers, "", *_adapters(now.adapters, max(1, rows - 18)))
+    members = (members_table(info.replicas), "") if info.replicas else ()
+    left = max(1, rows - 18 - (len(info.replicas) + 3 if members else 0))
+    return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now.adapters, left))
+
+
+def members_table(replicas: Sequence[pb.ReplicaStatus]) -> Table:
+    """The replicas behind a router, a row each."""
+    headings = ("requests", "running", "waiting", "adapters", "free blocks", "blocks", "step")
+    table = _table("replica", "address", "health", *headings)
+    for r in replicas:
+        counts = (r.sent, r.running, r.waiting, r.adapters, r.free_blocks, r.blocks)
+        health = Text(r.health, style="" if r.health == "up" else "red")
+        table.add_row(Text(r.name), Text(r.address), health, *map(str, counts), _seconds(r.step_s))
+    return table
 
 
 def _table(*headings: str) -> Table:

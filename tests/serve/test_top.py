@@ -194,3 +194,12 @@ def test_recent_times_are_of_the_last_minute_only():
     for _ in range(MOST + 5):
         recent.add(1.0)
     assert recent.summary() == (MOST, 1.0, 1.0)
+
+
+def test_a_router_shows_its_replicas():
+    now = reading()
+    for name, health in (("r0", "up"), ("r1", "suspect")):
+        now.info.replicas.add(name=name, address="10.0.0.1:1", health=health, running=3, free_blocks=7, step_s=0.02)
+    lines = render(now, None)
+    assert line(lines, "r0").split()[:5] == ["r0", "10.0.0.1:1", "up", "0", "3"]
+    assert "suspect" in line(lines, "r1") and "20.0 ms" in line(lines, "r1")

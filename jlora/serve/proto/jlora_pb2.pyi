@@ -348,7 +348,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left", "merge")
+    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left", "merge", "replicas")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -383,6 +383,7 @@ class ServerInfo(_message.Message):
     LONGEST_ENGINE_GAP_S_FIELD_NUMBER: _ClassVar[int]
     PROGRAMS_LEFT_FIELD_NUMBER: _ClassVar[int]
     MERGE_FIELD_NUMBER: _ClassVar[int]
+    REPLICAS_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     platform: str
@@ -410,7 +411,32 @@ class ServerInfo(_message.Message):
     longest_engine_gap_s: float
     programs_left: int
     merge: MergeState
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ...) -> None: ...
+    replicas: _containers.RepeatedCompositeFieldContainer[ReplicaStatus]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ...) -> None: ...
+
+class ReplicaStatus(_message.Message):
+    __slots__ = ("name", "address", "health", "sent", "running", "waiting", "free_blocks", "blocks", "adapters", "step_s")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HEALTH_FIELD_NUMBER: _ClassVar[int]
+    SENT_FIELD_NUMBER: _ClassVar[int]
+    RUNNING_FIELD_NUMBER: _ClassVar[int]
+    WAITING_FIELD_NUMBER: _ClassVar[int]
+    FREE_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTERS_FIELD_NUMBER: _ClassVar[int]
+    STEP_S_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    address: str
+    health: str
+    sent: int
+    running: int
+    waiting: int
+    free_blocks: int
+    blocks: int
+    adapters: int
+    step_s: float
+    def __init__(self, name: _Optional[str] = ..., address: _Optional[str] = ..., health: _Optional[str] = ..., sent: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., adapters: _Optional[int] = ..., step_s: _Optional[float] = ...) -> None: ...
 
 class MergeState(_message.Message):
     __slots__ = ("adapter", "uid", "share", "switches", "reloads", "host_bytes")
