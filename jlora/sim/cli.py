@@ -4,11 +4,13 @@ jlora sim --workload W3 --rate 12 --policy jlora fastlibra lru vllm-fair:0.3 cla
 jlora sim --workload W3 --hbm-share 0.25 --link-gbps 2 --json out.json
 jlora sim --workload W8 --shrink 16 --users 20 --policy jlora lru
 jlora sim --trace mine.csv --speed 2 --chip h200 --model llama-3-8b
+jlora sim --replicas 8 --route round-robin caraserve jlora --kernel padded --slo-ms 45 --rate 60
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import time
 from collections.abc import Callable, Mapping
@@ -20,17 +22,18 @@ from tqdm import tqdm
 from jlora import __version__
 from jlora import config as configuration
 from jlora.errors import ConfigError
-from jlora.sim import outcome
+from jlora.sim import many, outcome
 from jlora.sim.clairvoyant import Clairvoyant
 from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
 from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
+from jlora.sim.service import simulate_service
 from jlora.sim.trace import Trace, sped_up
 from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
 
-DESCRIPTION = "Simulates one replica with the product's scheduler, cache and policies on hardware that you name."
+DESCRIPTION = "Simulates one replica or many with the product's engine, cache and policies on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
 # An engine of the paper's size; --set changes it.
 ENGINE = {"engine.max_seqs": 128, "engine.max_step_tokens": 1024, "engine.max_queue": 1 << 20}
@@ -66,9 +69,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     where.add_argument("--link-gbps", type=float, default=0.0, help="each way (default: the chip's)")
     where.add_argument("--latency-us", type=float, default=1e6 * LATENCY_S, help="of every copy (default: 20)")
     where.add_argument("--adapter-load-ms", type=float, default=0.0, help="additional time per adapter load")
+    many.add_flags(parser.add_argument_group("many replicas"))
     how = parser.add_argument_group("run")
     how.add_argument(
-        "--policy", nargs="+", default=list(CHOSEN), metavar="NAME", help=f"{', '.join(POLICIES)}; vllm-fair:SHARE"
+        "--policy", nargs="+", metavar="NAME", help=f"{', '.join(POLICIES)}; vllm-fair:SHARE (many: jlora)"
     )
     how.add_argument("--set", nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="cache.* or engine.*")
     how.add_argument("--json", type=Path, metavar="OUT", help="write all results, with a row per request")
@@ -77,6 +81,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     """Runs the simulations and prints the results. `--json` also records the `commit`. Raises ConfigError."""
     args = flags.drawing(args, DRAWN)
+    args.policy = args.policy or (list(CHOSEN) if args.replicas == 1 else ["jlora"])
     scenario = scenario_of(args)
     check(args, scenario)
     trace = trace_of(args, scenario.hardware)
@@ -84,16 +89,19 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     work = Work.of(settled(trace, scenario.step_model), ranks, scenario.hardware)
     print(f"{work.facts.text(trace.name)}\n  trace {trace.digest()}", flush=True)
     results, took = [], []
-    for policy in args.policy:
+    for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):
         began = time.perf_counter()
-        results.append(_play(scenario, work, policy))
-        took.append(f"{policy} {time.perf_counter() - began:.1f} s")
+        if route:
+            results.append(simulate_service(scenario, many.service_of(args, ranks), work, policy, route))
+        else:
+            results.append(_play(scenario, work, policy))
+        took.append(f"{route or policy} {time.perf_counter() - began:.1f} s")
     setting = results[0]["setting"]
     print(
         f"{setting['chips']} x {setting['chip']}, {setting['model']}: pool {setting['device_blocks']} blocks, host "
         f"{setting['host_blocks']}, of {setting['block_tokens']} tokens; link {setting['link_gbps']:g} GB/s each way\n"
     )
-    print(outcome.table(results))
+    print(outcome.table(results) if args.replicas == 1 else outcome.table(results, many.TABLE, ("policy", "route")))
     print(f"\nsimulated in: {', '.join(took)}")
     if args.json is not None:
         record = {"workload": trace.name, "digest": trace.digest(), "seed": args.seed, "flags": described(args)}
@@ -105,6 +113,7 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
 def check(args: argparse.Namespace, scenario: Scenario) -> None:
     """Checks the flags before a trace is drawn. Raises ConfigError."""
     flags.check(args)
+    many.check(args)
     for policy in args.policy:
         cache_of(policy, scenario.cache)
         if args.users and policy == Clairvoyant.name:

@@ -53,6 +53,7 @@ class ModelledDevice:
     compiled_at = 0.0
     compiles_after_warmup = 0
     programs_left = 0
+    kernel: Callable[[StepPlan], float] | None = None  # seconds that another kernel adds for the adapters of a plan
 
     def __init__(self, model: StepModel, groups: int, clock: VirtualClock, host: HelpingHost | None = None):
         self.counts = DeviceCounts()
@@ -65,7 +66,7 @@ class ModelledDevice:
     def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
         began = self._clock.now
         load = _load_of(plan)
-        seconds = self._model.seconds(load)
+        seconds = self._model.seconds(load) + (self.kernel(plan) if self.kernel else 0.0)
         begin = max(began, self.free_at)
         self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams or plan.helps else begin + seconds
         counts = self.counts

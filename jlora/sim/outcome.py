@@ -149,12 +149,16 @@ def rounded(value: Any) -> Any:
     return value
 
 
-def table(results: Sequence[Mapping[str, Any]]) -> str:
-    """A row per policy, in aligned columns."""
-    rows = [["policy", *TABLE]]
+def table(
+    results: Sequence[Mapping[str, Any]],
+    columns: Mapping[str, tuple[str, str, float, int]] = TABLE,
+    names: Sequence[str] = ("policy",),
+) -> str:
+    """A row per result, in aligned columns; `names` are the keys that tell the results apart."""
+    rows = [[*names, *columns]]
     for result in results:
-        figures = (f"{result[part][key] * factor:.{digits}f}" for part, key, factor, digits in TABLE.values())
-        rows.append([str(result["policy"]), *figures])
+        figures = (f"{result[part][key] * factor:.{digits}f}" for part, key, factor, digits in columns.values())
+        rows.append([*(str(result[name]) for name in names), *figures])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     return "\n".join(lines)

@@ -102,10 +102,8 @@ class Replay:
         return math.inf
 
     def _send(self, turn: Turn, due: float) -> None:
-        prompt = self._script.prompt(turn)
         ask = Ask(turn, due)
-        sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True, seed=seed_of(turn))
-        request = _request(turn, prompt, len(prompt), sampling)
+        request = request_of(turn, self._script.prompt(turn))
         self.asks.append(ask)
         try:
             self._replica.submit(request, self._start + due)
@@ -158,6 +156,12 @@ class Hinted(Replay):
             self._replica.hint(_request(turn, known, len(coming), SamplingParams()))
         due = super()._send_due()
         return min(due, self._hints[0][0]) if self._hints else due
+
+
+def request_of(turn: Turn, prompt: tuple[int, ...]) -> Request:
+    """A turn as the request that its user sends."""
+    sampling = SamplingParams(temperature=0.0, max_tokens=turn.output, ignore_eos=True, seed=seed_of(turn))
+    return _request(turn, prompt, len(prompt), sampling)
 
 
 def _request(turn: Turn, prompt: tuple[int, ...], whole: int, sampling: SamplingParams) -> Request:

@@ -92,6 +92,11 @@ class Replica:
     def busy(self) -> bool:
         return self.engine.busy
 
+    @property
+    def pause_s(self) -> float:
+        """Until the monitor's next round that an idle engine needs."""
+        return self.spec.cache.monitor_s * (IDLE_ROUNDS if self._settled else 1)
+
     def submit(self, request: Request, at: float) -> None:
         self.engine.submit(request, at)
 
@@ -111,8 +116,7 @@ class Replica:
         While nothing is used and nothing lands, every round decides the same. So after a round without
         a decision only every `IDLE_ROUNDS`th runs.
         """
-        pause = self.spec.cache.monitor_s * (IDLE_ROUNDS if self._settled else 1)
-        self.clock.advance(min(until, self.clock.now + pause, self.link.next_landing()))
+        self.clock.advance(min(until, self.clock.now + self.pause_s, self.link.next_landing()))
         started = self.engine.tend()
         self._settled = not started and not self.engine.copying
 

@@ -113,7 +113,7 @@ def simulate(
     """
     spec = replica_spec(scenario, work, policy)
     block_bytes = scenario.hardware.layout.block_bytes
-    replica = Replica(spec, _policy(policy, spec, work), merging)
+    replica = Replica(spec, cache_policy(policy, spec, work), merging)
     series = _series(work.trace)
     observers = (series, *observers)
     if scenario.hint_s:
@@ -226,7 +226,8 @@ def cache_of(policy: str, config: CacheConfig) -> CacheConfig:
     return replace(config, policy=name, share=value)
 
 
-def _policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
+def cache_policy(policy: str, spec: ReplicaSpec, work: Work) -> Policy:
+    """The cache's policy by name."""
     meter = Meter(spec.link.block_s, block_tokens=spec.sizes.block_tokens)
     if policy == Clairvoyant.name:
         return Clairvoyant(meter, foresee(work.trace, spec.sizes.block_tokens))

@@ -1,0 +1,58 @@
+"""Flags of `jlora sim` for many replicas behind a router, and the table of its routing policies."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+
+from jlora.errors import ConfigError
+from jlora.sim.kernels import KERNELS
+from jlora.sim.service import ROUTES, Service, check_route
+
+# Column of the table -> (part of a result, key, factor, digits).
+TABLE: Mapping[str, tuple[str, str, float, int]] = {
+    "TTFT ms": ("summary", "ttft_s", 1e3, 0),
+    "p50": ("summary", "ttft_p50_s", 1e3, 0),
+    "p99": ("summary", "ttft_p99_s", 1e3, 0),
+    "TPOT ms": ("summary", "tpot_s", 1e3, 1),
+    "per token ms": ("service", "per_token_s", 1e3, 1),
+    "attained": ("service", "attainment", 1, 3),
+    "goodput/s": ("service", "goodput", 1, 2),
+    "busiest": ("service", "imbalance", 1, 2),
+    "adapter hits": ("cache", "adapter_hits", 1, 2),
+    "KV device": ("cache", "kv_device_hits", 1, 2),
+    "adapters": ("service", "adapters_most", 1, 0),
+    "GB fetched": ("service", "bytes_fetched", 1e-9, 1),
+    "unfinished": ("summary", "unfinished", 1, 0),
+}
+
+
+def add_flags(many: argparse._ActionsContainer) -> None:
+    """The flags."""
+    many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
+    many.add_argument("--route", nargs="+", default=["jlora"], metavar="NAME", help=f"{', '.join(ROUTES)}")
+    many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
+    many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
+    many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
+    many.add_argument("--fetch-gbps", type=float, default=0.0, help="to adapters elsewhere (default: all are here)")
+
+
+def check(args: argparse.Namespace) -> None:
+    """Checks the numbers and names. Raises ConfigError."""
+    if args.replicas < 1:
+        raise ConfigError(f"--replicas {args.replicas}: must be at least 1")
+    for name in ("slo_ms", "delay_ms", "fetch_gbps"):
+        if getattr(args, name) < 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
+    for route in args.route:
+        check_route(route)
+    if args.replicas > 1 and args.hint_s:
+        raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
+
+
+def service_of(args: argparse.Namespace, ranks: Sequence[int]) -> Service:
+    """The service that the flags ask for."""
+    return Service(
+        args.replicas, tuple(ranks), args.kernel, delay_s=1e-3 * args.delay_ms, fetch_gbps=args.fetch_gbps,
+        slo_s=1e-3 * args.slo_ms, seed=args.seed,
+    )  # fmt: skip

@@ -1,0 +1,110 @@
+"""A replica of a service under a virtual clock: it learns of an adapter with the first request for it. No jax."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from jlora.cache.policies import Policy
+from jlora.cache.tree import AdapterNode
+from jlora.cluster.view import ReplicaView
+from jlora.engine.loading import NewAdapter
+from jlora.engine.shelf import Reading
+from jlora.sim.replica import Replica, ReplicaSpec
+from jlora.types import Request, TokenEvent
+
+TIERS_S = 0.1  # between two looks at where all adapters are: so much older than the other news they may be
+
+
+class Member(Replica):
+    """One of many.
+
+    Args:
+        spec: its `adapters` are the sizes of those that the service has; it begins with none of them.
+        fetch_s: seconds that an adapter's way to this host takes.
+    """
+
+    def __init__(self, name: str, spec: ReplicaSpec, policy: Policy, fetch_s: Callable[[int], float]):
+        self.name = name
+        self.fetched = 0  # blocks
+        self.received = 0  # requests
+        self.indices: dict[int, int] = {}  # uid -> index
+        self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
+        self._sizes = spec.adapters
+        self._fetch_s = fetch_s
+        self._reading: tuple[float, Reading] | None = None  # with its end
+        self._tiers: dict[str, str] = {}
+        self._looked = -math.inf
+        super().__init__(replace(spec, adapters=()), policy)
+
+    def learn(self, adapter: int) -> None:
+        """Registers an adapter, unless it is known."""
+        name = str(adapter)
+        if not self.engine.adapters.has(name):
+            self.engine.adapters.register(self._new(adapter))
+            uid = self.engine.adapters.get(name).uid
+            self.indices[uid] = adapter
+            if self._ranks[0]:
+                self._ranks[1][uid] = self._ranks[0][adapter]
+
+    def ranks(self, by_index: Sequence[int]) -> Mapping[int, int]:
+        """The ranks of the adapters that it knows, by uid, from now on."""
+        self._ranks = by_index, {}
+        return self._ranks[1]
+
+    def submit(self, request: Request, at: float) -> None:
+        if request.adapter is not None:
+            self.learn(int(request.adapter))
+        self.received += 1
+        super().submit(request, at)
+
+    def step(self, until: float) -> list[TokenEvent]:
+        return super().step(min(until, self._fetch()))
+
+    def idle(self, until: float) -> None:
+        super().idle(min(until, self._fetch()))
+
+    @property
+    def wakes(self) -> float:
+        """When an idle replica has something to do again."""
+        arrival = self._fetch()
+        return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival)
+
+    def _fetch(self) -> float:
+        """Takes in what has come, and begins what is asked for; when the next one comes."""
+        shelf = self.engine.adapters.shelf
+        while True:
+            if self._reading is not None:
+                ends, reading = self._reading
+                if ends > self.clock.now:
+                    return ends
+                self._reading = None
+                self.fetched += reading.node.size
+                self.engine.arrived(reading, self._new(self.indices[reading.node.uid]))
+            begun = shelf.begin()  # one at a time
+            if not begun:
+                return math.inf
+            self._reading = self.clock.now + self._fetch_s(self.indices[begun[0].node.uid]), begun[0]
+
+    def _new(self, adapter: int) -> NewAdapter:
+        size = self._sizes[adapter]
+        return NewAdapter(str(adapter), "", {}, (), (), ("q",) * size, None, size, 0.0, path="registry")
+
+    # -- what it says -----------------------------------------------------------------------
+
+    def seen(self) -> ReplicaView:
+        """Its state, as a message tells it."""
+        scheduler, device = self.scheduler, self.manager.device
+        if self.clock.now >= self._looked + TIERS_S:
+            self._looked = self.clock.now
+            nodes = self.manager.adapters
+            self._tiers = {str(index): _tier(nodes[uid]) for uid, index in self.indices.items() if uid in nodes}
+        waiting = scheduler.waiting + len(scheduler.loading)
+        return ReplicaView(self.name, "up", 0, scheduler.active, waiting, device.free, self.manager.total, self._tiers)
+
+
+def _tier(node: AdapterNode) -> str:
+    if node.reading:
+        return "LOADING"
+    return "HBM" if node.on_device else "HOST"

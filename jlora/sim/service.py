@@ -1,0 +1,188 @@
+"""Runs one simulation of a service of many replicas under a routing policy. No jax."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from jlora import config as configuration
+from jlora.cache import inspect
+from jlora.cluster.routing.caraserve import CaraServe
+from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.jlora import Jlora
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.session import SessionSticky
+from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.errors import ConfigError
+from jlora.sim import outcome
+from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.kernels import Kernel, RankedKernel, costs_of, without_adapters
+from jlora.sim.member import Member
+from jlora.sim.replay import Ask
+from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_spec
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """Many replicas of a scenario.
+
+    Attributes:
+        ranks: of the adapters, by index.
+        delay_s: of a message between router and replica, each way.
+        fetch_gbps: of a host's way to the adapters that it does not have; 0: every host has all of them.
+        fetch_latency_s: of each such fetch.
+        slo_s: seconds per output token, from submit to the last one; 0: no objective.
+        outputs: tokens of a mean answer, as the policies believe.
+    """
+
+    replicas: int
+    ranks: tuple[int, ...]
+    kernel: Kernel = "own"
+    delay_s: float = 0.0005
+    fetch_gbps: float = 0.0
+    fetch_latency_s: float = 0.002
+    slo_s: float = 0.0
+    outputs: float = 64.0
+    seed: int = 0
+
+    def fetch_s(self, size: int) -> float:
+        """Seconds of fetching so many bytes."""
+        return self.fetch_latency_s + size / (self.fetch_gbps * 1e9) if self.fetch_gbps else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a policy is made of. `load_s`: seconds per rank from a tier to the device."""
+
+    costs: RankCosts
+    slo_s: float
+    outputs: float
+    seed: int
+    load_s: Mapping[str, float]
+
+
+ROUTES: Mapping[str, Callable[[Known], Policy]] = {
+    "random": lambda known: Random(known.seed),
+    "round-robin": lambda known: RoundRobin(),
+    "most-idle": lambda known: MostIdle(),
+    "first-fit": lambda known: FirstFit(),
+    "least-loaded": lambda known: LeastLoaded(),
+    "session": lambda known: SessionSticky(),
+    "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
+    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, tiers=known.load_s),
+}
+
+
+def check_route(name: str) -> None:
+    """Raises ConfigError if there is no such policy."""
+    if name not in ROUTES:
+        near = configuration.nearest(name, ROUTES)
+        raise ConfigError(f"route {name!r}: must be one of {', '.join(ROUTES)}; the nearest is {near!r}")
+
+
+def simulate_service(scenario: Scenario, service: Service, work: Work, policy: str, route: str) -> dict[str, Any]:
+    """Plays the work once.
+
+    Returns:
+        As `scenario.simulate`, over all replicas, without "series", and "service". The same arguments give the same
+        result, bit for bit. Raises ConfigError.
+    """
+    fleet = fleet_of(scenario, service, work, policy, route)
+    fleet.history()
+    members = list(fleet.members.values())
+    block_bytes = scenario.hardware.layout.block_bytes
+    before = [inspect.state(member.manager, block_bytes) for member in members]
+    fleet.run()
+    for member in members:
+        inspect.check_integrity(member.manager)
+    after = [inspect.state(member.manager, block_bytes) for member in members]
+    caches = [outcome.cache(*pair) for pair in zip(before, after, strict=True)]
+    asks, end = fleet.counted, fleet.now
+    busy = [member.device.counts.busy_s / end for member in members]
+    result = {
+        "policy": policy,
+        "route": route,
+        "setting": describe(scenario, members[0].spec) | {"replicas": service.replicas, "kernel": service.kernel},
+        "summary": outcome.summary(asks, end)
+        | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
+        "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
+        "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
+        "service": told(asks, end, service) | stored(members, block_bytes),
+        "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
+    }
+    return outcome.rounded(result)
+
+
+def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, route: str) -> Fleet:
+    """A fleet that has played nothing yet. Raises ConfigError."""
+    check_route(route)
+    step = scenario.step_model
+    costs = costs_of(scenario.hardware, step, service.kernel)
+    spec = replica_spec(scenario, work, policy)
+    if service.kernel != "own":
+        spec = replace(spec, model=without_adapters(spec.model))
+    block_bytes = scenario.hardware.layout.block_bytes
+    sizes = [blocks * block_bytes for blocks in work.sizes]
+
+    def member(number: int) -> Member:
+        made = Member(f"r{number}", spec, cache_policy(policy, spec, work), lambda i: service.fetch_s(sizes[i]))
+        if service.kernel != "own":
+            made.device.kernel = RankedKernel(costs, made.ranks(service.ranks))
+        return made
+
+    per_rank = sum(sizes) / max(sum(service.ranks), 1)
+    host_s = per_rank / block_bytes * spec.link.block_s
+    fetch_s = host_s + (per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0)
+    known = Known(
+        costs, service.slo_s or math.inf, service.outputs, service.seed,
+        {"HBM": 0.0, "HOST": host_s, "LOADING": 0.5 * fetch_s, "DISK": fetch_s},
+    )  # fmt: skip
+    members = [member(number) for number in range(service.replicas)]
+    return Fleet(members, work.trace, ROUTES[route](known), Wires(service.ranks, service.delay_s))
+
+
+def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
+    """What users of the whole service see; a request that has not ended misses its objective."""
+    taken = [ask for ask in asks if not ask.refused]
+    each = [per_token_s(ask) for ask in taken]
+    done = [value for value in each if not math.isinf(value)]
+    met = sum(value <= service.slo_s for value in each) if service.slo_s else len(done)
+    return {
+        "slo_s": service.slo_s,
+        "attainment": met / max(len(asks), 1),
+        "per_token_s": statistics.fmean(done) if done else 0.0,
+        "per_token_p99_s": float(np.percentile(done, 99)) if done else 0.0,
+        "goodput": met / end,
+    }
+
+
+def per_token_s(ask: Ask) -> float:
+    """Seconds of a whole answer over its tokens; infinity if it has not ended."""
+    if ask.usage is None or ask.timing is None:
+        return math.inf
+    tokens = ask.usage.completion_tokens
+    return (ask.first - ask.sent + ask.timing.tpot * (tokens - 1)) / max(tokens, 1)
+
+
+def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
+    """Adapters at the replicas, and the bytes fetched for them."""
+    held = [len(member.manager.adapters) for member in members]
+    sent = [member.received for member in members]
+    return {
+        "adapters_most": max(held),
+        "adapters_mean": statistics.fmean(held),
+        "bytes_fetched": sum(member.fetched for member in members) * block_bytes,
+        "requests": sent,
+        "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),
+    }
+
+
+def _joined(key: str, values: Sequence[float]) -> float:
+    shares = key.endswith("hits")
+    return statistics.fmean(values) if shares else sum(values)

@@ -1,0 +1,137 @@
+"""Many simulated replicas behind a router: no request is lost, and a service of one is that replica."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jlora import cli
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.simple import MostIdle, RoundRobin
+from jlora.cluster.view import View
+from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.kernels import costs_of
+from jlora.sim.member import Member
+from jlora.sim.replay import Replay
+from jlora.sim.scenario import Scenario, Work
+from jlora.sim.service import ROUTES, Service, simulate_service
+from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of
+
+RANKS = (8, 16, 8)
+
+
+def fleet_of(count: int, trace, policy=None, delay_s: float = 0.0, fetch_s: float = 0.0) -> Fleet:
+    members = [Member(f"r{i}", SPEC, policy_of("jlora", SPEC), lambda adapter: fetch_s) for i in range(count)]
+    return Fleet(members, trace, policy or RoundRobin(), Wires(RANKS, delay_s))
+
+
+def times(asks) -> list[tuple]:
+    return [(ask.turn.session, ask.turn.turn, ask.sent, ask.first, ask.usage, ask.timing) for ask in asks]
+
+
+def test_a_service_of_one_replica_without_delay_does_what_the_replica_does_alone():
+    trace = chats(20, 3)  # without adapters: a replica alone has them from the start
+    base = replace(trace, turns=tuple(replace(turn, adapter=None) for turn in trace.turns))
+    alone = Replay(replica_of(replace(SPEC, adapters=())), base)
+    alone.run()
+    fleet = fleet_of(1, base)
+    fleet.run()
+    assert times(fleet.asks) == times(alone.asks)
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.004])
+def test_every_turn_is_answered_once_and_equal_runs_are_equal(delay_s: float):
+    runs = []
+    for _ in range(2):
+        fleet = fleet_of(3, chats(30, 3), delay_s=delay_s, fetch_s=0.05)
+        fleet.run()
+        runs.append(times(fleet.asks))
+        assert len(fleet.asks) == len(chats(30, 3).turns) and all(ask.usage for ask in fleet.asks)
+        assert not fleet._live and not any(side.names for side in fleet._sides.values())
+        assert all(view.sent == 0 for view in fleet._books.view.values())
+    assert runs[0] == runs[1]
+
+
+def test_a_fetch_delays_the_first_request_for_an_adapter_and_no_other():
+    trace = chats(12, 1)
+    slow = fleet_of(1, trace, fetch_s=0.5)
+    slow.run()
+    known: set[int] = set()
+    later = 0
+    for ask in slow.asks:
+        adapter = ask.turn.adapter
+        if adapter is not None and adapter not in known:
+            assert ask.first - ask.sent > 0.5
+            known.add(adapter)
+        later += adapter in known
+    assert known and later > len(known)
+    member = slow.members["r0"]
+    assert member.fetched == sum(SPEC.adapters[adapter] for adapter in known)
+
+
+class Watching(MostIdle):
+    """Notes what it sees."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float, dict]] = []
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        self.seen.append((now, {name: (r.sent, r.running, r.waiting) for name, r in view.items()}))
+        return super().choose(view, ask, now)
+
+
+def test_a_view_is_as_old_as_its_messages_and_knows_what_the_router_sent():
+    policy = Watching()
+    fleet = fleet_of(2, chats(40, 1, rate=30.0), policy, delay_s=1.0)
+    fleet.run()
+    first = policy.seen[0][0]
+    early = [state for now, state in policy.seen if now < first + 2.0]  # a request goes 1 s there, its token 1 s back
+    assert len(early) > 2
+    for count, state in enumerate(early):
+        assert sum(sent for sent, _, _ in state.values()) == count
+        assert all(running == waiting == 0 for _, running, waiting in state.values())
+
+
+def test_padded_kernels_cost_the_largest_rank_and_unpadded_ones_the_sum():
+    step = NPU.step_model()
+    padded, unpadded = (costs_of(NPU, step, kernel) for kernel in ("padded", "unpadded"))
+    ranks = {64: 1, 8: 9}
+    assert padded.decode_s(ranks) - padded.step_s == pytest.approx(640 * padded.rank_s)
+    assert unpadded.decode_s(ranks) - unpadded.step_s == pytest.approx(136 * padded.rank_s)
+    trace = chats(20, 1)
+    work = Work.of(trace, RANKS, NPU)
+    own, both = Service(2, RANKS), []
+    for kernel in ("unpadded", "padded"):
+        result = simulate_service(Scenario(NPU), replace(own, kernel=kernel), work, "jlora", "round-robin")
+        both.append(result["summary"]["tpot_s"])
+    assert both[0] <= both[1]
+
+
+def test_every_policy_serves_all_from_the_command_line(tmp_path):
+    out = tmp_path / "out.json"
+    argv = ["sim", "--workload", "W2", "--seconds", "3", "--rate", "6", "--adapters", "5", "--shrink", "8"]
+    argv += ["--replicas", "3", "--hbm-gb", "2", "--host-gb", "4", "--kernel", "padded", "--slo-ms", "60"]
+    assert cli.main([*argv, "--route", *ROUTES, "--json", str(out)]) == 0
+    runs = json.loads(out.read_text())["runs"]
+    assert [run["route"] for run in runs] == list(ROUTES)
+    for run in runs:
+        assert run["setting"]["replicas"] == 3
+        assert run["summary"]["unfinished"] == run["summary"]["refused"] == 0
+        assert 0 < run["service"]["attainment"] <= 1
+        assert sum(run["service"]["requests"]) >= run["summary"]["requests"] > 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--replicas", "0"], "--replicas 0: must be at least 1"),
+        (["--replicas", "2", "--route", "idlest"], "the nearest is"),
+        (["--replicas", "2", "--delay-ms", "-1"], "--delay-ms -1: must be at least 0"),
+        (["--replicas", "2", "--hint-s", "1"], "--hint-s 1: must be 0"),
+    ],
+)
+def test_wrong_flags_are_named(flags, said, capsys):
+    assert cli.main(["sim", "--seconds", "5", *flags]) != 0
+    assert said in capsys.readouterr().err
