@@ -102,6 +102,11 @@ class Request:
     done: tuple[Done, ...] = ()
 
     @property
+    def open(self) -> tuple[int, ...]:
+        """The completions that have not ended elsewhere."""
+        return tuple(i for i in range(self.sampling.n) if not (self.done and self.done[i].ended))
+
+    @property
     def salt(self) -> Salt:
         """What the prefix cache keeps apart: the tenant, and its salt if there is one."""
         return (self.tenant, self.cache_salt) if self.cache_salt else self.tenant

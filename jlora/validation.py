@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jlora.errors import InvalidArgument, OutOfRange, ResourceExhausted
-from jlora.types import Request, SamplingParams
+from jlora.types import Done, Request, SamplingParams
 
 # Above this every token is equally likely; a larger value is a mistake.
 MAX_TEMPERATURE = 100.0
@@ -83,6 +83,7 @@ def validate(request: Request, limits: Limits) -> Request:
         cache_salt=_text("cache_salt", request.cache_salt, MAX_ID_CHARS, empty=True),
         deadline=None if request.deadline is None else _number("deadline", request.deadline, -math.inf, math.inf),
         invocation=None,  # the replica searches for it
+        done=_done(request.done, sampling, most, limits.vocab),
     )
 
 
@@ -158,6 +159,26 @@ def _max_tokens(prompt: int, max_tokens: int | None, limits: Limits) -> int:
             f"the pool holds at most {limits.capacity_tokens}; shorten it, or serve with a larger cache.hbm_blocks"
         )
     return max_tokens
+
+
+def _done(done: Any, sampling: SamplingParams, most: int, vocab: int) -> tuple[Done, ...]:
+    """One for each completion, or none. Those that go on have room for a token."""
+    parts = _sequence("done", done, "records")
+    if parts and len(parts) != sampling.n:
+        raise InvalidArgument(f"done: has {len(parts)} completions, must have none or n = {sampling.n}")
+    made = []
+    for i, part in enumerate(parts):
+        if not isinstance(part, Done):
+            raise _refuse(f"done[{i}]", part, "a Done")
+        tokens = _token_ids(f"done[{i}].tokens", _sequence(f"done[{i}].tokens", part.tokens, "token ids"), vocab)
+        ended = _boolean(f"done[{i}].ended", part.ended)
+        if len(tokens) > (limit := most if ended else most - 1):
+            state = "ended" if ended else "has not ended"
+            raise InvalidArgument(f"done[{i}]: {state} and has {len(tokens)} tokens, must have at most {limit}")
+        made.append(Done(tokens, ended))
+    if made and all(part.ended for part in made):
+        raise InvalidArgument("done: every completion has ended, nothing is left to generate")
+    return tuple(made)
 
 
 def _logit_bias(bias: Any, vocab: int) -> dict[int, float]:

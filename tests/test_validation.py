@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from jlora.errors import InvalidArgument, OutOfRange, ResourceExhausted
-from jlora.types import Request, SamplingParams
+from jlora.types import Done, Request, SamplingParams
 from jlora.validation import Limits, validate
 
 LIMITS = Limits(vocab=100, max_len=64, capacity_tokens=48)
@@ -212,3 +212,26 @@ def test_a_long_prompt_is_validated_in_a_millisecond_or_so():
     for _ in range(10):
         validate(request, limits)
     assert (time.perf_counter() - start) / 10 < 0.01
+
+
+def test_done_passes_in_canonical_form():
+    request = Request(
+        "r", (1,), SamplingParams(n=2, max_tokens=3), done=[Done([4, np.int64(5)]), Done((1, 2, 3), True)]
+    )  # type: ignore[arg-type]
+    assert validate(request, LIMITS).done == (Done((4, 5)), Done((1, 2, 3), True))
+
+
+@pytest.mark.parametrize(
+    "done, message",
+    [
+        ((Done(),), "done: has 1 completions, must have none or n = 2"),
+        ((Done((1, 2, 3)), Done()), "has not ended and has 3 tokens, must have at most 2"),
+        ((Done((1, 2, 3, 4), True), Done()), "ended and has 4 tokens, must have at most 3"),
+        ((Done(), Done((1, 100))), r"done\[1\].tokens\[1\] = 100: must be a token id in \[0, 100\)"),
+        ((Done(), ((1,), False)), r"done\[1\] = .*: must be a Done"),
+        ((Done(ended=True), Done(ended=True)), "every completion has ended"),
+    ],
+)
+def test_a_bad_done_is_refused_by_name(done, message: str):
+    with pytest.raises(InvalidArgument, match=message):
+        validate(Request("r", (1,), SamplingParams(n=2, max_tokens=3), done=done), LIMITS)

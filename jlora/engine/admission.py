@@ -181,7 +181,7 @@ class Admission:
         if sequence.adapter.reading or not self._turns.may_run(sequence):
             return True
         leader = sequence.leader
-        behind = leader is not None and leader.finished is None and len(leader.tokens) == leader.prompt_len
+        behind = leader is not None and leader.finished is None and not leader.drawn
         return sequence.in_flight > 0 or (behind and self._manager.prefix_reuse and sequence.reuses)
 
     def _lease(self, sequence: Sequence, step: Step, now: float) -> bool:
@@ -205,7 +205,8 @@ class Admission:
         sequence.computed = lease.cached
         if not sequence.admitted:
             sequence.admitted = now
-            sequence.cached, sequence.copied = lease.cached, lease.copied
+            sequence.cached = min(lease.cached, sequence.prompt_len)  # behind it are tokens of earlier attempts
+            sequence.copied = min(lease.copied, sequence.cached)
             charge_prompt(sequence)
         self.dequeue(sequence)
         return True

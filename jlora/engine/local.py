@@ -115,7 +115,7 @@ class LocalReplica(Replica):
 
     def submit(self, request: Request, sink: Sink) -> Future[int]:
         arrived, searched = self._system.clock(), self._searched(request)
-        live = _Live((request.tenant, request.id), sink, set(range(request.sampling.n)))
+        live = _Live((request.tenant, request.id), sink, set(request.open))
         if self._names.setdefault(live.name, live) is not live:  # it lives, or its last event is not out yet
             return failed(AlreadyExists(f"request_id {request.id!r} is in use by a live request"))
 

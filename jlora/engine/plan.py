@@ -21,7 +21,7 @@ from typing import NamedTuple
 from jlora.cache.lease import Lease, Want
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode, Origin
-from jlora.types import ColdStart, FinishReason, Request, TokenLogprob
+from jlora.types import ColdStart, Done, FinishReason, Request, Timing, TokenLogprob, Usage
 
 ROW = 32  # tokens; a prompt chunk is laid out in rows, and a step's budget counts whole rows
 SCORED_CHUNK = 64  # tokens of a chunk with prompt log-probabilities: it bounds the memory of their logits
@@ -55,9 +55,10 @@ class Sequence:
     arrived: float
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
+    resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[int] = field(init=False)  # of the prompt, of earlier attempts, and drawn here
     computed: int = 0
     in_flight: int = 0
     slot: int = -1  # its place in the device's slot state while it runs
@@ -81,6 +82,13 @@ class Sequence:
     last_token: float = 0.0
     prompt_logprobs: list[TokenLogprob | None] | None = None
 
+    def __post_init__(self) -> None:
+        request = self.request
+        done = request.done[self.index] if request.done else Done()
+        self.tokens, self.resumed = [*request.prompt, *done.tokens], len(done.tokens)
+        if request.sampling.prompt_logprobs is not None and self.index == 0 and not done.tokens:
+            self.prompt_logprobs = [None]
+
     @property
     def place(self) -> int:
         """Its place among all arrivals, smaller ones first: higher priority, then arrival.
@@ -100,6 +108,16 @@ class Sequence:
         return len(self.request.prompt)
 
     @property
+    def outputs(self) -> int:
+        """Its output tokens that the host knows, those of earlier attempts included."""
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def drawn(self) -> int:
+        """Of these, those that this engine drew."""
+        return self.outputs - self.resumed
+
+    @property
     def origin(self) -> Origin:
         """What its KV depends on beside its tokens."""
         return Origin(self.adapter, self.request.salt, self.activation)
@@ -112,7 +130,8 @@ class Sequence:
     @property
     def reuses(self) -> bool:
         """Whether it may read cached KV; prompt log-probabilities need every hidden state."""
-        return not self.request.bypass_prefix_cache and self.request.sampling.prompt_logprobs is None
+        scored = self.request.sampling.prompt_logprobs is not None and not self.resumed
+        return not (self.request.bypass_prefix_cache or scored)
 
     @property
     def remaining(self) -> int:
@@ -128,6 +147,26 @@ class Sequence:
     def exhausted(self) -> bool:
         """All its output tokens have been sampled; some may be unread."""
         return len(self.tokens) + self.in_flight >= self.longest
+
+    def usage(self, outputs: int | None = None) -> Usage:
+        """What it has taken; `outputs` counts its tokens where a front has cut it."""
+        return Usage(self.prompt_len, self.cached, self.outputs if outputs is None else outputs, self.copied)
+
+    def timing(self, now: float) -> Timing:
+        """Where its time in this engine went."""
+        admitted = self.admitted or now
+        started = admitted + max(self.adapter_s, self.kv_s) + self.slot_s
+        first = self.first_token or now
+        gaps = self.drawn - 1
+        return Timing(
+            queue=max(0.0, admitted - self.arrived + self.slot_s - self.disk_s),
+            adapter_cold_start=self.adapter_s + self.disk_s,
+            kv_cold_start=self.kv_s,
+            prefill=max(0.0, first - started) if self.admitted else 0.0,
+            ttft=first - self.arrived,
+            tpot=(self.last_token - first) / gaps if gaps > 0 else 0.0,
+            cold_start=self.cold_start,
+        )
 
 
 class Work(NamedTuple):

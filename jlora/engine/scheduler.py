@@ -32,7 +32,7 @@ from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.engine.shares import account_of, charge_output, owes, refund_prompt, turn
 from jlora.engine.turns import Turns
 from jlora.errors import QueueFull, ResourceExhausted
-from jlora.types import FinishReason, Request, Timing, TokenEvent, TokenLogprob, Usage
+from jlora.types import FinishReason, Request, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
 
@@ -109,12 +109,9 @@ class Scheduler:
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
         siblings: list[Sequence] = []
         try:
-            for index in range(sampling.n):
+            for index in request.open:
                 leader = siblings[0] if siblings else None
                 sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)
-                sequence.tokens = list(request.prompt)
-                if sampling.prompt_logprobs is not None and index == 0:
-                    sequence.prompt_logprobs = [None]
                 self.queue.enqueue(sequence)
                 siblings.append(sequence)
             handle = siblings[0].order
@@ -447,7 +444,7 @@ class Scheduler:
         charge_output(sequence)
         sequence.last_token = now
         sequence.first_token = sequence.first_token or now
-        outputs = len(sequence.tokens) - sequence.prompt_len
+        outputs = sequence.outputs
         prompt_logprobs = tuple(sequence.prompt_logprobs) if outputs == 1 and sequence.prompt_logprobs else None
         name = sequence.request.id
         event = TokenEvent(name, sequence.index, token, logprob, prompt_logprobs, handle=sequence.handle)
@@ -477,23 +474,5 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._requests[handle]
-        count = len(sequence.tokens) - sequence.prompt_len if outputs is None else outputs
-        usage = Usage(sequence.prompt_len, sequence.cached, count, sequence.copied)
-        timing = _timing(sequence, now)
+        usage, timing = sequence.usage(outputs), sequence.timing(now)
         return TokenEvent(name, sequence.index, None, None, None, reason, usage, timing, handle)
-
-
-def _timing(s: Sequence, now: float) -> Timing:
-    admitted = s.admitted or now
-    started = admitted + max(s.adapter_s, s.kv_s) + s.slot_s
-    first = s.first_token or now
-    gaps = len(s.tokens) - s.prompt_len - 1
-    return Timing(
-        queue=max(0.0, admitted - s.arrived + s.slot_s - s.disk_s),
-        adapter_cold_start=s.adapter_s + s.disk_s,
-        kv_cold_start=s.kv_s,
-        prefill=max(0.0, first - started) if s.admitted else 0.0,
-        ttft=first - s.arrived,
-        tpot=(s.last_token - first) / gaps if gaps > 0 else 0.0,
-        cold_start=s.cold_start,
-    )

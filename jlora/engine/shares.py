@@ -2,7 +2,8 @@
 
 A counter adds up what a tenant has received. The tenant with the smallest is served next, and within a
 tenant the oldest sequence. A prompt is charged at its first admission without its cached tokens, and an
-output token when it is drawn. So tokens that are computed again after a preemption are not charged again.
+output token when it is drawn. So tokens that are computed again, after a preemption or because another replica
+gave the request up, are not charged again.
 
 A tenant that begins to wait has its counter lifted to the least of those that wait: nobody saves up
 service while away. Then the service of two tenants that both wait for long differs by a bound that does
@@ -38,8 +39,8 @@ def turn(sequence: Sequence) -> tuple[int, float, int]:
 
 
 def charge_prompt(sequence: Sequence) -> None:
-    """The sequence is admitted for the first time."""
-    sequence.paid = PROMPT * (sequence.prompt_len - sequence.cached)
+    """The sequence is admitted for the first time. One that goes on with a request has been charged elsewhere."""
+    sequence.paid = 0.0 if sequence.resumed else PROMPT * (sequence.prompt_len - sequence.cached)
     account_of(sequence).served += sequence.paid
 
 
@@ -150,5 +151,5 @@ def _in_turn(lines: Iterable[tuple[float, list[Sequence]]]) -> Iterator[Sequence
         if at + 1 == len(line):
             heapq.heappop(heads)
             continue
-        served += 0.0 if sequence.paid else PROMPT * sequence.prompt_len
+        served += 0.0 if sequence.paid or sequence.resumed else PROMPT * sequence.prompt_len
         heapq.heapreplace(heads, (served, line[at + 1].order, at + 1, line))

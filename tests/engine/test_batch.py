@@ -34,7 +34,6 @@ def builder() -> BatchBuilder:
 def work(node: AdapterNode, start: int, count: int, activation: int | None = None) -> Work:
     request = Request(f"r{node.uid}", tuple(range(PROMPT)), SamplingParams(max_tokens=4))
     sequence = Sequence(request, 0, node.uid, 0, node, 0.0, None, activation)
-    sequence.tokens = list(request.prompt)
     return Work(sequence, start, count, samples=False)
 
 

@@ -59,7 +59,7 @@ def serve(service: Running, requests: Sequence[Request]) -> dict[str, list[Token
     for request in requests:
         service.submit(request, inbox.put)
     events: dict[str, list[TokenEvent]] = {request.id: [] for request in requests}
-    open_ = sum(request.sampling.n for request in requests)
+    open_ = sum(len(request.open) for request in requests)
     while open_:
         for event in inbox.get(timeout=120):
             events[event.request_id].append(event)
