@@ -34,7 +34,7 @@ from jlora import config as configs
 from jlora.config import Config
 from jlora.engine.local import LocalReplica
 from jlora.errors import FailedPrecondition, InvalidArgument, JloraError, QueueFull, Unavailable
-from jlora.model import checkpoint
+from jlora.model import hub
 from jlora.replica import Replica
 from jlora.serve.stream import Answer, joined
 from jlora.serve.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ class LLM:
             progress: show progress bars for loading, and for batches that take longer than a second.
         """
         settings = _settings(model, adapters, config)
-        directory = checkpoint.resolve(settings.model.path)
+        directory = hub.resolve(settings.model.path)
         self.tokenizer = Tokenizer.from_dir(directory)
         self._replica: Replica = LocalReplica.start(settings, progress=progress)
         self._progress = progress

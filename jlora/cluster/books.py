@@ -58,6 +58,11 @@ class Books:
             book.tokens -= ask.prompt
         self._renew(name)
 
+    def gone(self, name: str) -> None:
+        """The replica is no longer one of the service's; it has no requests left."""
+        self._views.pop(name, None)
+        self._books.pop(name, None)
+
     def _renew(self, name: str) -> None:
         held = self._books[name].held()
         self._views[name] = replace(self._views[name], sent=held.count, held=held)

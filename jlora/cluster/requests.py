@@ -53,6 +53,7 @@ class Routed:
         sent: when the attempt under way was sent; before the first one, when the request came.
         since: from when on it has waited for a replica.
         losses: attempts in a row that have delivered nothing.
+        avoid: where the last attempt was lost; "" on the first one.
     """
 
     handle: int
@@ -65,7 +66,7 @@ class Routed:
     sent: float = 0.0
     since: float = 0.0
     losses: int = 0
-    attempts: int = 0
+    avoid: str = ""
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
 
@@ -207,12 +208,12 @@ class Table:
     def begin(self, routed: Routed, replica: str, now: float) -> None:
         """Gives a request that waits its next attempt, on `replica`."""
         routed.rid, routed.replica, routed.sent = next(self._rids), replica, now
-        routed.attempts += 1
         self._attempts[routed.rid] = routed
 
     def lose(self, routed: Routed, now: float) -> list[TokenEvent]:
         """The attempt is over, and the request waits for a replica; see `Routed.lose`."""
         self._attempts.pop(routed.rid, None)
+        routed.avoid = routed.replica
         routed.rid, routed.replica, routed.since = 0, "", now
         return routed.lose()
 

@@ -28,7 +28,7 @@ _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams)
 
 def start(rid: int, request: Request, version: Version | None, peers: Iterable[str] = ()) -> link.Start:
     """A request, with what earlier attempts have delivered, for an attempt of this name."""
-    message = link.Start(rid=rid, request=_generate(request))
+    message = link.Start(rid=rid, request=generate(request))
     if version is not None:
         message.adapter.CopyFrom(link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers))
     for done in request.done:
@@ -114,7 +114,8 @@ def info(data: bytes) -> ReplicaInfo:
     return msgspec.json.decode(data, type=ReplicaInfo)
 
 
-def _generate(request: Request) -> pb.GenerateRequest:
+def generate(request: Request) -> pb.GenerateRequest:
+    """A request as a message that names no model."""
     message = pb.GenerateRequest(
         request_id=request.id,
         token_ids=pb.TokenIds(ids=request.prompt),

@@ -40,7 +40,7 @@ from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
 from jlora.errors import ConfigError, DataLoss, JloraError
 from jlora.layout import PoolLayout
-from jlora.model import checkpoint, sharding
+from jlora.model import checkpoint, hub, sharding
 from jlora.model.cut import SITES
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
@@ -76,7 +76,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         raise ConfigError("model.path: is empty; name a directory or a hub id")
     system = system or System()
     kept = compile_cache.use(config.serve.compile_cache)
-    directory = checkpoint.resolve(config.model.path)
+    directory = hub.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
@@ -126,7 +126,7 @@ def build_device(
     """Loads the weights and makes the pool: the part of an engine that lives on the device."""
     mesh = sharding.make_mesh(config.model.tp)
     stacked = device.uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
-    directory = checkpoint.resolve(config.model.path)
+    directory = hub.resolve(config.model.path)
     params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
     return device.device_side(config, spec, layout, projections, params)
 
@@ -140,7 +140,7 @@ def make_switching(
         return None
     mesh = sharding.make_mesh(config.model.tp)
     stacked = device.uses_scan(engine.layers, mesh.devices.flat[0].platform)
-    directory = checkpoint.resolve(config.model.path)
+    directory = hub.resolve(config.model.path)
 
     def pristine() -> Params:
         shardings = sharding.shardings(spec, mesh)

@@ -1,6 +1,6 @@
 """Loads base weights onto the devices, tensor by tensor.
 
-    directory = resolve("org/model")            # or a local path
+    directory = hub.resolve("org/model")        # or a local path
     spec = read_spec(directory)
     params = load_params(directory, spec, shardings, stacked=False, progress=True)
 
@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
 from jlora.errors import DataLoss, InvalidArgument, NotFound
-from jlora.model import orbax
+from jlora.model import hub, orbax
 from jlora.model.config_json import CONFIG, context, read_json, spec_from_json
 from jlora.model.hf_names import Slot, tensor_slots
 from jlora.model.llama import Params, abstract
@@ -38,28 +38,6 @@ INDEX = "model.safetensors.index.json"
 
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-
-
-def resolve(path_or_id: str | Path) -> Path:
-    """The model's directory: `path_or_id` itself, or a download of that hub id. Raises NotFound if it is neither."""
-    name = str(path_or_id)
-    path = Path(os.path.expanduser(name))
-    if name and path.is_dir():
-        return path
-    if not _HUB_ID.fullmatch(name):
-        raise NotFound(f"model.path = {name!r}: is not a directory")
-    # Imported here, because a local path does not need its HTTP stack.
-    import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
-
-    wanted = ["*.json", "*.safetensors", "tokenizer*", "*.jinja"]
-    other_formats = ["*/*", "consolidated*"]
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=wanted, ignore_patterns=other_formats))
-    except (OSError, HfHubHTTPError, HFValidationError) as e:
-        reason = str(e).strip().splitlines()[0] if str(e).strip() else type(e).__name__
-        raise NotFound(f"model.path = {name!r}: is not a directory, and the hub download failed: {reason}") from e
 
 
 def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0) -> ModelSpec:
@@ -111,7 +89,7 @@ def convert(source: str | Path, target: str | Path, progress: bool = True) -> Pa
 
     Holds the whole model in host memory. Raises AlreadyExists if `target` is not empty, else as `load_params`.
     """
-    source = resolve(source)
+    source = hub.resolve(source)
     orbax.check_target(Path(target))
     spec = read_spec(source)
     try:

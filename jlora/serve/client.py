@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +15,7 @@ import grpc
 from jlora.errors import ConfigError, JloraError
 
 MAX_MESSAGE_BYTES = 64 << 20
+OPTIONS = (("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),)
 KEY_VARIABLE = "JLORA_API_KEY"
 
 
@@ -41,14 +42,29 @@ class Login:
 
     def channel(self, server: str) -> grpc.Channel:
         """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""
-        options = [("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)]
-        if self.ca:
-            ca, key, cert = (_read(path) for path in (self.ca, self.cert_key, self.cert))
-            credentials = grpc.ssl_channel_credentials(ca, key, cert)
-            channel = grpc.secure_channel(server, credentials, options=options)
+        credentials = self._credentials()
+        if credentials is not None:
+            channel = grpc.secure_channel(server, credentials, options=OPTIONS)
         else:
-            channel = grpc.insecure_channel(server, options=options)
+            channel = grpc.insecure_channel(server, options=OPTIONS)
         return grpc.intercept_channel(channel, _WithKey(self.key)) if self.key else channel
+
+    def aio(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        """The same for the event loop that runs; calls need `metadata`. Raises ConfigError."""
+        credentials = self._credentials()
+        if credentials is not None:
+            return grpc.aio.secure_channel(server, credentials, options=[*OPTIONS, *options])
+        return grpc.aio.insecure_channel(server, options=[*OPTIONS, *options])
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """What a call shows of the key."""
+        return (("authorization", f"Bearer {self.key}"),) if self.key else ()
+
+    def _credentials(self) -> grpc.ChannelCredentials | None:
+        if not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(*(_read(path) for path in (self.ca, self.cert_key, self.cert)))
 
 
 def add_flags(add: Callable[..., Any]) -> None:

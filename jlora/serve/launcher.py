@@ -200,7 +200,8 @@ ENGINE = Program("jlora serve", _load, _ready)
 def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     """The replica, and the tokenizer if the model has one. Blocks, with progress bars on stderr."""
     from jlora.engine.local import LocalReplica  # these import jax: only after the flags are checked
-    from jlora.model.checkpoint import read_spec, resolve
+    from jlora.model.checkpoint import read_spec
+    from jlora.model.hub import resolve
 
     directory = resolve(config.model.path)
     config = configuration.replace(config, {"model.path": str(directory)})  # so that a hub id is resolved once

@@ -178,6 +178,14 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             longest_engine_gap_s=state.longest_gap_s,
             merge=_merge(stats),
             replicas=[pb.ReplicaStatus(**dataclasses.asdict(member)) for member in state.members],
+            live_requests=stats.live_requests,
+            generated_tokens=stats.generated_tokens,
+            prompt_tokens=stats.prompt_tokens,
+            preemptions=stats.preemptions,
+            plan_s=stats.plan_s,
+            dispatch_s=stats.dispatch_s,
+            read_s=stats.read_s,
+            commit_s=stats.commit_s,
         )
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:

@@ -17,7 +17,8 @@ from safetensors.numpy import load_file, save_file
 
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model import checkpoint, llama, sharding
-from jlora.model.checkpoint import convert, load_params, read_spec, resolve
+from jlora.model.checkpoint import convert, load_params, read_spec
+from jlora.model.hub import resolve
 from jlora.model.place import Listed
 from jlora.model.spec import ModelSpec
 from tests import _make

@@ -1,0 +1,267 @@
+"""The router's end of the link to one replica: attaches, reads, watches, and attaches again.
+
+A stream ends with an error, or because it is silent for too long: a stopped process and a broken network send
+nothing, and gRPC's own keepalive takes up to a minute to notice. Each attachment has a channel of its own, so that
+none waits for a connection that is dead, and a larger epoch, so that the replica drops what an earlier one began.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import grpc
+
+from jlora.cluster import wire
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.requests import Broken
+from jlora.cluster.view import Health, ReplicaView
+from jlora.gaps import Gaps
+from jlora.replica import ReplicaInfo
+from jlora.serve.client import Login
+
+log = logging.getLogger(__name__)
+
+HELLO_S = 5.0  # until a replica has answered the first message
+PAUSES_S = (0.1, 2.0)  # before attaching again: the first, doubled up to the last
+MOST_SENDS = 16_384  # messages that wait for a replica which reads none
+LONGEST = 3.0  # times the longest pause between two messages of the last minute: then silence is death
+COMPILING_S = 10.0  # of silence while a step compiles
+# A connection of its own for each channel, and at once.
+OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """How a router attaches.
+
+    Attributes:
+        router: its name, unlike that of every other router and of an earlier life.
+        suspect_s: seconds of silence, at least, before a replica counts as hung.
+    """
+
+    router: str
+    login: Login = Login()
+    suspect_s: float = 0.5
+
+
+class Receiver(Protocol):
+    """Who hears of a link. All methods run on the event loop, and must not block."""
+
+    def begun(self, attached: Attached) -> None:
+        """The replica takes requests from now on; its `info` is known. Errors as in `received`."""
+        ...
+
+    def received(self, attached: Attached, message: link.FromReplica) -> None:
+        """A message after the first one. Raises Broken if it does not follow the protocol; that ends the stream."""
+        ...
+
+    def lost(self, attached: Attached, why: str) -> None:
+        """The stream has ended, and the replica with it, or it will end what it had."""
+        ...
+
+
+@dataclass(slots=True)
+class _Heard:
+    """What one stream has told."""
+
+    health: Health = "loading"
+    state: link.State = field(default_factory=link.State)
+    tiers: dict[str, str] = field(default_factory=dict)
+    ranks: dict[str, int] = field(default_factory=dict)
+    step_s: float = 0.0
+    at: float = 0.0  # of the last message
+    stepped: float = 0.0  # of the last message with a step
+    gaps: Gaps = field(default_factory=Gaps)
+
+    def take(self, state: link.State, now: float) -> None:
+        """A state, `now`."""
+        steps = state.steps - self.state.steps
+        if steps > 0:
+            if self.stepped and state.running:
+                self.step_s += 0.2 * ((now - self.stepped) / steps - self.step_s) if self.step_s else now - self.stepped
+            self.stepped = now
+        self.state = state
+        self.health = "draining" if state.draining else "up"
+        if state.adapters:  # views of before keep theirs
+            self.tiers, self.ranks = dict(self.tiers), dict(self.ranks)
+        for entry in state.adapters:
+            if entry.tier:
+                self.tiers[entry.key], self.ranks[entry.key] = entry.tier, entry.rank
+            else:
+                self.tiers.pop(entry.key, None)
+                self.ranks.pop(entry.key, None)
+
+
+class Attached:
+    """The link to one replica, from `start` to `stop`. For the event loop's thread only."""
+
+    def __init__(self, name: str, address: str, terms: Terms, receiver: Receiver):
+        self.name = name
+        self.address = address
+        self.info: ReplicaInfo | None = None  # of the last attachment
+        self.channel: grpc.aio.Channel | None = None  # while attached
+        self._terms = terms
+        self._receiver = receiver
+        self._epoch = 0
+        self._pause = PAUSES_S[0]
+        self._heard = _Heard()
+        self._up = False  # the receiver was told that it is attached
+        self._sends: deque[link.ToReplica] = deque()
+        self._more = asyncio.Event()
+        self._task: asyncio.Task[None] | None = None
+        self._stream: asyncio.Task[str] | None = None
+
+    def start(self) -> None:
+        """Attaches as soon as the replica answers, and whenever it does again."""
+        self._task = asyncio.create_task(self._run(), name=f"link {self.name}")
+
+    def stop(self) -> asyncio.Task[None]:
+        """Ends the stream; the receiver hears at once that it is lost. What is left of it ends soon: await that."""
+        assert self._task is not None
+        self._task.cancel()
+        self._end("it has left the service", "down")
+        return self._task
+
+    def send(self, message: link.ToReplica) -> None:
+        """Sends a message of this attachment, soon and in order. Without one it goes nowhere."""
+        if not self._up:
+            return
+        self._sends.append(message)
+        self._more.set()
+        if len(self._sends) > MOST_SENDS:
+            self._give_up("it reads nothing")
+
+    def view(self) -> ReplicaView:
+        """What its last message said."""
+        heard = self._heard
+        state = heard.state
+        return ReplicaView(
+            self.name,
+            heard.health,
+            running=state.running,
+            waiting=state.waiting,
+            free_blocks=state.free_blocks,
+            blocks=state.blocks,
+            tiers=heard.tiers,
+            ranks=heard.ranks,
+            step_s=heard.step_s,
+        )
+
+    def look(self, now: float) -> None:
+        """Gives the stream up if it has been silent, or its engine has stood, for too long."""
+        if not self._up:
+            return
+        heard = self._heard
+        silent, bound = now - heard.at, max(self._terms.suspect_s, LONGEST * heard.gaps.longest())
+        if heard.state.compiling:
+            bound = max(bound, COMPILING_S)
+        patience = self.info.config.serve.heartbeat_s if self.info is not None else math.inf
+        if silent > bound:
+            self._give_up(f"no message for {silent:.2f} s")
+        elif heard.state.age_s > patience and not heard.state.compiling:
+            self._give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
+
+    def forgive(self, seconds: float) -> None:
+        """This process did not run for so long: no message could come."""
+        self._heard.at += seconds
+
+    async def _run(self) -> None:
+        try:
+            while True:
+                self._stream = asyncio.create_task(self._attach(), name=f"stream {self.name}")
+                await asyncio.wait((self._stream,))
+                self._end(_why(self._stream), "down")
+                await asyncio.sleep(self._pause)
+                self._pause = min(2 * self._pause, PAUSES_S[1])
+        finally:
+            if self._stream is not None:
+                self._stream.cancel()
+                await asyncio.wait((self._stream,))
+
+    async def _attach(self) -> str:
+        """One attachment; why it has ended."""
+        async with self._terms.login.aio(self.address, OPTIONS) as channel:
+            call: Any = rpc.LinkStub(channel).Attach(metadata=self._terms.login.metadata)
+            self._epoch = max(self._epoch + 1, time.time_ns())  # also beyond those of an earlier link to this address
+            hello = link.Hello(router=self._terms.router, epoch=self._epoch, protocol=wire.PROTOCOL)
+            async with asyncio.timeout(HELLO_S):
+                await call.write(link.ToReplica(hello=hello))
+                first = await call.read()
+            if first is EOF or not first.HasField("hello"):
+                raise Broken("the stream does not begin with its hello")
+            self.info = wire.info(first.hello.info)
+            self._begin(channel, first)
+            writing = asyncio.create_task(self._write(call))
+            try:
+                while (message := await call.read()) is not EOF:
+                    self._hear(message)
+            finally:
+                writing.cancel()
+        return "the replica has ended the stream"
+
+    def _begin(self, channel: grpc.aio.Channel, first: link.FromReplica) -> None:
+        now = time.monotonic()
+        self._sends.clear()
+        self._heard = _Heard(health="up", at=now)
+        self._heard.take(first.state, now)
+        self._pause = PAUSES_S[0]
+        self.channel, self._up = channel, True
+        log.info("replica %s at %s is attached", self.name, self.address)
+        self._receiver.begun(self)
+
+    def _hear(self, message: link.FromReplica) -> None:
+        if not self._up:  # it has been given up meanwhile
+            return
+        now, heard = time.monotonic(), self._heard
+        heard.gaps.note(now - heard.at)
+        heard.at = now
+        if message.HasField("state"):
+            heard.take(message.state, now)
+        self._receiver.received(self, message)
+
+    async def _write(self, call: Any) -> None:
+        try:
+            while True:
+                await self._more.wait()
+                self._more.clear()
+                while self._sends:
+                    await call.write(self._sends.popleft())
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+            return  # the reader learns why
+
+    def _give_up(self, why: str) -> None:
+        """Ends the stream now: its requests go on elsewhere before it has been closed."""
+        self._end(why, "suspect")
+        if self._stream is not None:
+            self._stream.cancel()
+
+    def _end(self, why: str, health: Health) -> None:
+        self._heard.health, self.channel = health, None
+        if self._up:
+            self._up = False
+            log.warning("replica %s at %s is lost: %s", self.name, self.address, why)
+            self._receiver.lost(self, why)
+
+
+def _why(ended: asyncio.Task[str]) -> str:
+    """Why a stream has ended; a bug of ours is logged."""
+    if ended.cancelled():
+        return "it was given up"
+    error = ended.exception()
+    if error is None:
+        return ended.result()
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}"
+    if isinstance(error, TimeoutError):
+        return f"no hello within {HELLO_S:g} s"
+    if not isinstance(error, Broken | ValueError):
+        log.error("the link has failed", exc_info=error)
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,352 @@
+"""Requests on their way to replicas, and their tokens on the way back.
+
+A request that comes waits until the policy finds a replica; one whose replica is lost waits again, and goes on
+behind what it has delivered. Everything runs on the event loop's thread, between two of its tasks.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass, field, replace
+
+from jlora.adapters.invocation import last_occurrence
+from jlora.cluster import merged, wire
+from jlora.cluster.attach import Attached, Terms
+from jlora.cluster.books import Books
+from jlora.cluster.directory import Directory, Version
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.requests import Broken, Routed, Table
+from jlora.cluster.routing.policy import Ask, Policy
+from jlora.errors import Busy, InvalidArgument, QueueFull, Unavailable
+from jlora.replica import ReplicaInfo, Sink
+from jlora.types import Request, TokenEvent
+
+log = logging.getLogger(__name__)
+
+PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
+GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
+LATE_S = 0.25  # between two ticks: this process did not run
+
+
+@dataclass(slots=True)
+class _Entry:
+    """What the dispatcher knows of a request beside the table.
+
+    Attributes:
+        submitted: answers its caller; None once it has.
+        ask: of the attempt under way; None without one.
+        begun: the attempt has delivered a token.
+    """
+
+    submitted: Future[int] | None
+    ask: Ask | None = None
+    begun: bool = False
+
+
+@dataclass(slots=True)
+class Dispatcher:
+    """See the module. A `Receiver` of its links.
+
+    Attributes:
+        names: the submissions that have not ended, by tenant and id; any thread may add one.
+        up_at: when a replica was last up.
+    """
+
+    directory: Directory
+    policy: Policy
+    terms: Terms
+    seeds: random.Random
+    table: Table = field(default_factory=Table)
+    books: Books = field(default_factory=Books)
+    links: dict[str, Attached] = field(default_factory=dict)
+    names: dict[tuple[str, str], Future[int]] = field(default_factory=dict)
+    up_at: float = field(default_factory=time.monotonic)
+    _entries: dict[int, _Entry] = field(default_factory=dict)
+    _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
+    _info: ReplicaInfo | None = None
+    _ticked: float = field(default_factory=time.monotonic)
+
+    # -- the service ------------------------------------------------------------------------
+
+    @property
+    def info(self) -> ReplicaInfo | None:
+        """Of the service as one replica; None before one has been attached."""
+        return self._info
+
+    @property
+    def attached(self) -> list[Attached]:
+        """The replicas with a stream now."""
+        return [one for one in self.links.values() if one.channel is not None]
+
+    def place(self, addresses: Mapping[str, str]) -> None:
+        """The service's replicas from now on, by name."""
+        for one in list(self.links.values()):
+            if addresses.get(one.name) != one.address:
+                del self.links[one.name]
+                one.stop()
+        for name, address in addresses.items():
+            if name not in self.links:
+                self.links[name] = Attached(name, address, self.terms, self)
+                self.books.heard(self.links[name].view())
+                self.links[name].start()
+
+    # -- commands -----------------------------------------------------------------------------
+
+    def version(self, request: Request) -> Version | None:
+        """The version that answers it. Raises NotFound, InvalidArgument as `Replica.submit`."""
+        if request.adapter is None:
+            return None
+        version = self.directory.current(request.adapter)
+        tokens, info = version.alora_invocation_tokens, self._info
+        if tokens and info is not None and info.config.adapters.alora_missing == "error":
+            if last_occurrence(request.prompt, tokens) is None:
+                raise InvalidArgument(
+                    f"prompt: does not hold the alora_invocation_tokens of adapter {request.adapter!r}"
+                )
+        return version
+
+    def admit(self, request: Request, sink: Sink, submitted: Future[int]) -> None:
+        """Takes a request and sends it as soon as a replica is there. Raises what `Replica.submit` fails with."""
+        version = self.version(request)
+        self._check_room(request.sampling.n)
+        if request.sampling.seed is None:
+            sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
+            request = replace(request, sampling=sampling)
+        routed = self.table.add(request, version, sink, time.monotonic())
+        self._entries[routed.handle] = _Entry(submitted)
+        self._handles[routed.name] = routed.handle
+        if version is not None:
+            self.directory.begin(version)
+        self._dispatch(routed)
+
+    def _check_room(self, count: int) -> None:
+        if self._info is not None:
+            engine, live = self._info.config.engine, self.table.open
+            room = engine.max_queue + engine.max_seqs
+            if live + count > room >= count:
+                raise QueueFull(f"queue is full: {live} completions run or wait, limit {room}")
+
+    def abort_named(self, name: tuple[str, str], submitted: Future[int]) -> None:
+        """Ends the request of this submission, if it lives."""
+        if self.names.get(name) is submitted and name in self._handles:
+            self.abort(self._handles[name])
+
+    def abort(self, handle: int) -> bool:
+        """Ends a request; whether it was live."""
+        routed = self.table.get(handle)
+        if routed is None:
+            return False
+        self._cancel(routed)
+        self._give(routed, routed.end("abort"))
+        return True
+
+    def stop(self, handle: int, index: int, outputs: int) -> None:
+        """A front has found a stop string."""
+        routed = self.table.get(handle)
+        if routed is not None and routed.stop(index, outputs) and routed.rid:
+            message = link.Stop(rid=routed.rid, index=index, outputs=outputs)
+            self.links[routed.replica].send(link.ToReplica(stop=message))
+
+    def end_all(self, error: Exception) -> None:
+        """Ends every request: the router closes."""
+        for routed in self.table.all():
+            self._cancel(routed)
+            self._fail(routed, error)
+
+    # -- replicas (`Receiver`) ----------------------------------------------------------------
+
+    def begun(self, attached: Attached) -> None:
+        """A replica is attached. Raises Broken if it serves another model than the others."""
+        assert attached.info is not None
+        infos = [one.info for one in self.attached if one.info is not None]
+        for info in infos:
+            if why := merged.difference(info, attached.info):
+                raise Broken(f"it does not serve what the others do: {why}")
+        self._info = merged.info(infos)
+        self.up_at = time.monotonic()
+        self.books.heard(attached.view())
+        self._pump()
+
+    def received(self, attached: Attached, message: link.FromReplica) -> None:
+        """Delivers what a step brought, one batch for each request."""
+        now = self.up_at = time.monotonic()
+        batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}
+        for rid in message.begun:
+            if (routed := self.table.attempt(rid)) is not None:
+                self._answer(routed)
+        for token in message.tokens:
+            routed = self.table.attempt(token.rid)
+            if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
+                continue
+            event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
+            batches.setdefault(routed.handle, (routed, []))[1].append(event)
+        for routed, events in batches.values():
+            self._begin(routed)
+            self._give(routed, events)
+        for failure in message.failures:
+            self._failed(failure)
+        self.books.heard(attached.view())
+
+    def lost(self, attached: Attached, why: str) -> None:
+        """Its requests go on elsewhere."""
+        self.books.heard(attached.view())
+        if infos := [one.info for one in self.attached if one.info is not None]:
+            self._info = merged.info(infos)
+        for routed in self.table.at(attached.name):
+            self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
+        if self.links.get(attached.name) is not attached:
+            self.books.gone(attached.name)
+
+    # -- time -----------------------------------------------------------------------------------
+
+    def tick(self) -> None:
+        """Looks at the clock: silent replicas, deadlines, requests that wait, replicas that drain."""
+        now = time.monotonic()
+        late, self._ticked = now - self._ticked, now
+        for one in list(self.links.values()):
+            if late > LATE_S:
+                one.forgive(late)
+            one.look(now)
+        for routed in self.table.all():
+            self._expire(routed, now)
+        self._pump()
+        for name, seen in list(self.books.view.items()):
+            if seen.health == "draining":
+                self._move(name)
+
+    def _expire(self, routed: Routed, now: float) -> None:
+        deadline = routed.request.deadline
+        if routed.rid:
+            if deadline is not None and now > deadline + GRACE_S:
+                self.abort(routed.handle)
+        elif now > (routed.since + PATIENCE_S if deadline is None else deadline):
+            self._fail(routed, Unavailable("no replica of the service can take the request"))
+
+    def _pump(self) -> None:
+        """Sends what waits, if there is where to."""
+        if any(seen.health == "up" for seen in self.books.view.values()):
+            for routed in self.table.waiting():
+                self._dispatch(routed)
+
+    def _move(self, name: str) -> None:
+        """Takes the requests of a replica that drains to others, if there are some."""
+        for routed in self.table.at(name):
+            if self.choose(ask_of(routed.request, routed.version)) is None:
+                return
+            self._cancel(routed)
+            self._lose(routed, Unavailable(f"replica {name} drains"))
+
+    # -- attempts -------------------------------------------------------------------------------
+
+    def choose(self, ask: Ask, avoid: str = "") -> Attached | None:
+        """Where a request would go now; to `avoid` only if no other replica is up."""
+        now, view = time.monotonic(), self.books.view
+        others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
+        name = self.policy.choose(others, ask, now)
+        if name is None and others is not view:
+            name = self.policy.choose(view, ask, now)
+        return None if name is None else self.links[name]
+
+    def _dispatch(self, routed: Routed) -> None:
+        """Sends a request that waits to a replica, if one is up."""
+        request, version, entry = routed.resumed(), routed.version, self._entries[routed.handle]
+        ask = ask_of(request, version)
+        to = self.choose(ask, routed.avoid)
+        if to is None:
+            return
+        self.table.begin(routed, to.name, time.monotonic())
+        entry.ask, entry.begun = ask, False
+        self.books.sent(to.name, ask)
+        peers = () if version is None else self.directory.peers(version, to.address)
+        to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
+
+    def _begin(self, routed: Routed) -> None:
+        """Its attempt has delivered something."""
+        self._answer(routed)
+        entry = self._entries[routed.handle]
+        if entry.ask is not None and not entry.begun:
+            entry.begun = True
+            self.books.began(routed.replica, entry.ask)
+
+    def _settle(self, routed: Routed) -> None:
+        """The attempt is over, for the books."""
+        entry = self._entries[routed.handle]
+        if entry.ask is not None:
+            self.books.ended(routed.replica, entry.ask, entry.begun)
+            entry.ask = None
+
+    def _cancel(self, routed: Routed) -> None:
+        if routed.rid:
+            self.links[routed.replica].send(link.ToReplica(cancel=link.Cancel(rid=routed.rid)))
+
+    def _failed(self, failure: link.Failure) -> None:
+        routed = self.table.attempt(failure.rid)
+        if routed is None:
+            return
+        error = wire.error(failure)
+        if failure.elsewhere or isinstance(error, Busy):
+            self._lose(routed, error)
+        else:
+            self._fail(routed, error)
+
+    def _lose(self, routed: Routed, why: Exception) -> None:
+        """The attempt is over before the request is; it goes on elsewhere."""
+        self._settle(routed)
+        if events := self.table.lose(routed, time.monotonic()):
+            self._give(routed, events)
+        if not routed.open:
+            return
+        if routed.given_up:
+            log.warning("request %s has been given up: %s", routed.request.id, why)
+            self._fail(routed, why if isinstance(why, Busy) else Unavailable(f"the request has failed often: {why}"))
+        elif not isinstance(why, Busy):  # otherwise it waits for the next tick
+            self._dispatch(routed)
+
+    def _fail(self, routed: Routed, error: Exception) -> None:
+        """Ends a request with an error: of its submission, while nobody has answered that."""
+        entry = self._entries[routed.handle]
+        events = routed.end("abort", error)
+        if entry.submitted is None:
+            self._give(routed, events)
+            return
+        self._forget(routed)
+        if entry.submitted.set_running_or_notify_cancel():
+            entry.submitted.set_exception(error)
+
+    def _answer(self, routed: Routed) -> None:
+        """A replica has the request: tells who submitted it."""
+        entry = self._entries[routed.handle]
+        submitted, entry.submitted = entry.submitted, None
+        if submitted is not None and submitted.set_running_or_notify_cancel():
+            submitted.set_result(routed.handle)
+
+    def _give(self, routed: Routed, events: list[TokenEvent]) -> None:
+        """Hands events over. A sink that fails loses its own request and no other."""
+        self._answer(routed)
+        if not routed.open:
+            self._forget(routed)
+        try:
+            routed.sink(events)
+        except Exception:
+            log.exception("the receiver of request %s failed; it is aborted", routed.request.id)
+            if routed.open:
+                self._cancel(routed)
+                routed.end("abort")
+                self._forget(routed)
+
+    def _forget(self, routed: Routed) -> None:
+        self._settle(routed)
+        self.table.end(routed)
+        del self._entries[routed.handle], self._handles[routed.name], self.names[routed.name]
+        if routed.version is not None:
+            self.directory.end(routed.version)
+
+
+def ask_of(request: Request, version: Version | None) -> Ask:
+    """What a policy knows of a request."""
+    tokens = len(request.prompt) + sum(len(part.tokens) for part in request.done)
+    return Ask(None if version is None else version.key, 0 if version is None else version.rank, tokens)

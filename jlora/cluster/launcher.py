@@ -1,0 +1,110 @@
+"""The router's process: the fronts over a `Router`. It starts the replicas if the fleet does, and never imports jax.
+
+bind the ports, and answer UNAVAILABLE
+start the fleet, and wait until a replica is attached
+print the ready line, health SERVING
+SIGTERM or SIGINT: as `jlora serve`; then the fleet stops
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from jlora.cluster.attach import Terms
+from jlora.cluster.directory import Directory
+from jlora.cluster.fleet import Fleet
+from jlora.cluster.router import Router
+from jlora.cluster.routing.policy import Policy
+from jlora.config import Config
+from jlora.errors import Unavailable
+from jlora.model.hub import resolve
+from jlora.replica import Replica
+from jlora.serve import launcher
+from jlora.serve.client import Login
+from jlora.serve.launcher import Program
+from jlora.serve.server import Service
+from jlora.serve.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a router stands on.
+
+    Attributes:
+        fleet: starts the replicas and says where they are.
+        directory: knows the adapters; `launch` closes neither it nor what it stands on.
+        policy: makes the routing policy.
+        token: the secret that routers and replicas share.
+        services: gRPC services on the router's port, beside those of `jlora.v1`.
+    """
+
+    fleet: Fleet
+    directory: Directory
+    policy: Callable[[], Policy]
+    token: str = ""
+    services: tuple[Service, ...] = ()
+
+
+def launch(config: Config, parts: Parts) -> int:
+    """Serves until a signal; returns the process's exit code. Then the fleet has stopped."""
+    try:
+        return launcher.run(config, program(parts))
+    finally:
+        parts.fleet.stop()
+
+
+def program(parts: Parts) -> Program:
+    """What the router's process serves."""
+    return Program("jlora cluster", lambda config: _load(config, parts), _ready, parts.services)
+
+
+def login(config: Config, token: str) -> Login:
+    """What a process of the service shows another one.
+
+    With `serve.tls_client_ca` the two prove each other's certificates. With a certificate only, which is then its
+    own authority, calls are encrypted.
+    """
+    serve = config.serve
+    ca = serve.tls_client_ca or serve.tls_cert
+    return Login(token, ca, serve.tls_cert, serve.tls_key) if ca else Login(token)
+
+
+async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
+    terms = Terms(f"router-{uuid.uuid4().hex[:12]}", login(config, parts.token), config.cluster.suspect_s)
+    router = Router(parts.directory, parts.policy(), terms, config.model.seed)
+    starting = asyncio.ensure_future(asyncio.to_thread(parts.fleet.start, router.place))
+    try:
+        began = time.monotonic()
+        await starting
+        left = max(1.0, config.cluster.start_timeout_s - (time.monotonic() - began))
+        async with asyncio.timeout(left):
+            await router.ready()
+        return router, await asyncio.to_thread(_tokenizer, config, router)
+    except TimeoutError:
+        await router.aclose()
+        raise Unavailable(f"no replica has answered in cluster.start_timeout_s = {left:g} s") from None
+    except BaseException:  # also if a signal ends it
+        await router.aclose()
+        raise
+
+
+def _tokenizer(config: Config, router: Router) -> Tokenizer | None:
+    """The model's, from the directory that the replicas serve, or else from what is configured here."""
+    path = Path(router.info.config.model.path)
+    tokenizer = Tokenizer.from_dir(path if path.is_dir() else resolve(config.model.path))
+    if tokenizer is None:
+        log.warning("the model has no tokenizer.json: the service takes token ids only")
+    return tokenizer
+
+
+async def _ready(where: str, replica: Replica) -> str:
+    assert isinstance(replica, Router)
+    return f"jlora cluster ready {where} model={replica.info.model} replicas={len(replica.replicas)}"

@@ -1,0 +1,396 @@
+"""A router over scripted replicas that die, hang, double, refuse, drain and come back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jlora.cluster.attach import Terms
+from jlora.cluster.directory import Version
+from jlora.cluster.requests import MOST_LOSSES
+from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
+from jlora.serve.client import Login
+from tests.cluster._links import Client, Service, answer, request, service, submit, wait_for
+
+
+@pytest.fixture
+def two() -> Iterator[Service]:
+    with service(2) as made:
+        yield made
+
+
+def whole(client: Client, asked, service: Service) -> None:
+    """Every token exactly once, one end for each completion, and nothing left behind."""
+    client.wait()
+    for index in range(asked.sampling.n):
+        assert client.tokens(index) == answer(asked, index)
+        ends = [e for e in client.events if e.index == index and e.finish_reason]
+        assert [e.finish_reason for e in ends] == ["length"]
+        usage = ends[0].usage
+        assert usage is not None and usage.completion_tokens == asked.sampling.max_tokens
+    assert not service.router._dispatcher.names and len(service.router._dispatcher.table) == 0
+
+
+def test_requests_are_spread_and_answered(two: Service):
+    asked = [request(f"r{i}", seed=i, n=1 + i % 3) for i in range(12)]
+    clients = [submit(two, one) for one in asked]
+    for client, one in zip(clients, asked, strict=True):
+        whole(client, one, two) if one is asked[-1] else client.wait()
+        assert client.tokens(0) == answer(one, 0)
+    assert {len(replica.started) for replica in two.replicas} == {6}
+
+
+def test_the_router_draws_a_seed_before_the_first_send(two: Service):
+    client = Client()
+    asked = request(max_tokens=3, seed=None)
+    two.router.submit(asked, client).result(20)
+    client.wait()
+    seeds = {s.request.sampling.seed for r in two.replicas for s in r.started}
+    assert len(seeds) == 1 and seeds != {0}
+
+
+def test_a_killed_replicas_requests_go_on_elsewhere(two: Service):
+    asked = [request(f"r{i}", max_tokens=100, n=2, seed=i) for i in range(6)]
+    clients = [submit(two, one) for one in asked]
+    wait_for(lambda: all(len(c.tokens()) > 5 for c in clients))
+    two.kill(two.replicas[0])
+    for client, one in zip(clients, asked, strict=True):
+        client.wait()
+        assert [client.tokens(i) for i in range(2)] == [answer(one, i) for i in range(2)]
+    resumed = [s for s in two.replicas[1].started if s.done]
+    assert len(resumed) == 3 and all(len(s.done) == 2 and s.done[0].tokens for s in resumed)
+    assert two.router._dispatcher.books.view["r0"].health in ("down", "suspect")
+
+
+def test_a_hung_replica_is_suspected_and_taken_back_with_a_larger_epoch(two: Service):
+    asked = request(max_tokens=400)
+    client = submit(two, asked)
+    busy = next(r for r in two.replicas if r.started)
+    wait_for(lambda: len(client.tokens()) > 5)
+    busy.hung = True
+    whole(client, asked, two)
+    busy.hung = False
+    wait_for(lambda: len(two.router.replicas) == 2)
+    assert len(busy.epochs) == 2 and busy.epochs[0] < busy.epochs[1]
+
+
+def test_an_engine_that_stands_is_suspected_though_its_process_speaks(two: Service):
+    asked = request(max_tokens=400)
+    client = submit(two, asked)
+    busy = next(r for r in two.replicas if r.started)
+    busy.paused, busy.age_s = True, 1e6
+    whole(client, asked, two)
+
+
+def test_a_compiling_replica_is_not_suspected(two: Service):
+    asked = request(max_tokens=60)
+    client = submit(two, asked)
+    busy = next(r for r in two.replicas if r.started)
+    busy.compiling = True
+    wait_for(lambda: any(len(c.state.adapters) == 0 for c in [link_heard(two, busy.name)]) and heard(two, busy.name))
+    busy.hung = True
+    time.sleep(1.3)  # longer than suspect_s
+    busy.hung = busy.compiling = False
+    whole(client, asked, two)
+    assert busy.epochs == busy.epochs[:1] and len(busy.started) == 1
+
+
+def link_heard(service: Service, name: str):
+    return service.router._dispatcher.links[name]._heard
+
+
+def heard(service: Service, name: str) -> bool:
+    return link_heard(service, name).state.compiling
+
+
+def test_doubled_tokens_arrive_once():
+    with service(1, double=True) as one:
+        asked = request(n=3, max_tokens=40)
+        whole(submit(one, asked), asked, one)
+
+
+def test_every_death_and_doubling_at_once_loses_and_doubles_nothing():
+    with service(3, double=True) as three:
+        asked = [request(f"r{i}", max_tokens=60, n=1 + i % 2, seed=i) for i in range(9)]
+        for after, replica in zip((40, 90, 150), three.replicas, strict=True):
+            replica.dies_after = after
+        clients = [submit(three, one) for one in asked]
+        wait_for(lambda: sum(r.dies_after == 0 for r in three.replicas) >= 2)
+        for replica in three.replicas:
+            replica.dies_after = -1
+        for client, one in zip(clients, asked, strict=True):
+            client.wait()
+            assert [client.tokens(i) for i in range(one.sampling.n)] == [answer(one, i) for i in range(one.sampling.n)]
+
+
+def test_a_draining_replicas_requests_move_and_new_ones_avoid_it(two: Service):
+    asked = request(max_tokens=300)
+    client = submit(two, asked)
+    busy = next(r for r in two.replicas if r.started)
+    other = next(r for r in two.replicas if r is not busy)
+    wait_for(lambda: len(client.tokens()) > 5)
+    busy.draining = True
+    wait_for(lambda: other.started)
+    whole(client, asked, two)
+    assert busy.cancelled and other.started[0].done
+    more = request("more", max_tokens=5)
+    whole(submit(two, more), more, two)
+    assert len(busy.started) == 1
+
+
+def test_a_request_that_a_replica_gives_up_goes_elsewhere(two: Service):
+    for replica in two.replicas:
+        replica.refuse = [(Unavailable("drains"), True)]
+    asked = request(max_tokens=5)
+    whole(submit(two, asked), asked, two)
+    assert sum(len(r.started) for r in two.replicas) == 3
+
+
+def test_a_refusal_is_the_submissions_error(two: Service):
+    for replica in two.replicas:
+        replica.refuse = [(InvalidArgument("min_tokens = 5: too many"), False)]
+    with pytest.raises(InvalidArgument, match="min_tokens"):
+        submit(two, request())
+    assert not two.router._dispatcher.names
+
+
+def test_a_failure_under_way_reaches_the_client(two: Service):
+    for replica in two.replicas:
+        replica.tells, replica.paused = True, True
+    client = submit(two, request())
+    busy = next(r for r in two.replicas if r.started)
+    two.loop.loop.call_soon_threadsafe(lambda: fail(two, busy))
+    error = client.wait().last.error
+    assert isinstance(error, DataLoss) and client.last.finish_reason == "abort"
+
+
+def fail(service: Service, replica) -> None:
+    from jlora.cluster import wire
+    from jlora.cluster.proto import link_pb2 as link
+
+    message = link.FromReplica(failures=[wire.failure(replica.started[0].rid, DataLoss("the file is damaged"))])
+    dispatcher = service.router._dispatcher
+    dispatcher.received(dispatcher.links[replica.name], message)
+
+
+def test_a_request_that_kills_replicas_is_given_up(two: Service):
+    for replica in two.replicas:
+        replica.refuse = [(Unavailable("a step has failed"), True)] * MOST_LOSSES
+    with pytest.raises(Unavailable, match="failed often"):
+        submit(two, request())
+    assert sum(len(r.started) for r in two.replicas) == MOST_LOSSES
+    good = request("good", max_tokens=3)
+    for replica in two.replicas:
+        replica.refuse = []
+    whole(submit(two, good), good, two)
+
+
+def test_a_full_replica_is_asked_again(two: Service):
+    for replica in two.replicas:
+        replica.refuse = [(QueueFull("queue is full"), False)] * 2
+    asked = request(max_tokens=5)
+    whole(submit(two, asked), asked, two)
+
+
+def test_without_a_replica_requests_wait_until_one_comes(two: Service):
+    for replica in two.replicas:
+        two.kill(replica)
+    wait_for(lambda: not two.router.replicas)
+    asked, client = request(max_tokens=20), Client()
+    submitted = two.router.submit(asked, client)
+    late = two.add("r9")
+    two.place(late)
+    submitted.result(20)
+    whole(client, asked, two)
+    assert len(late.started) == 1
+
+
+def test_without_a_replica_the_deadline_ends_a_request(two: Service):
+    for replica in two.replicas:
+        two.kill(replica)
+    wait_for(lambda: not two.router.replicas)
+    with pytest.raises(Unavailable, match="no replica"):
+        submit(two, request(deadline=time.monotonic() + 0.1))
+    assert two.router.heartbeat_age() >= 0 and not two.router.failure.done()
+
+
+def test_a_replica_with_a_new_address_is_followed(two: Service):
+    asked = request(max_tokens=200)
+    client = submit(two, asked)
+    wait_for(lambda: len(client.tokens()) > 3)
+    new = [two.add("r0"), two.add("r1")]
+    two.place(*new)
+    whole(client, asked, two)
+    assert sum(len(r.started) for r in new) >= 1
+
+
+def test_abort_by_handle_and_by_name_end_the_request_everywhere(two: Service):
+    clients = [Client(), Client()]
+    handle = two.router.submit(request("a", max_tokens=4000), clients[0]).result(20)
+    two.router.submit(request("b", max_tokens=4000, tenant="t"), clients[1]).result(20)
+    assert two.router.abort(handle).result(20)
+    assert two.router.abort_named("b", "t").result(20)
+    for client in clients:
+        last = client.wait().last
+        assert last.finish_reason == "abort" and last.error is None and last.usage is not None
+    assert not two.router.abort(handle).result(20) and not two.router.abort_named("b", "t").result(20)
+    wait_for(lambda: sum(len(r.cancelled) for r in two.replicas) == 2)
+    assert not two.router._dispatcher.names
+
+
+def test_a_caller_that_goes_before_its_answer_ends_its_request(two: Service):
+    for replica in two.replicas:
+        replica.tells, replica.paused = False, True
+    submitted = two.router.submit(request(), Client())
+    wait_for(lambda: any(r.started for r in two.replicas))
+    assert submitted.cancel()
+    wait_for(lambda: any(r.cancelled for r in two.replicas) and not two.router._dispatcher.names)
+
+
+def test_an_id_in_use_is_refused_and_free_again_at_the_end(two: Service):
+    client = submit(two, request(max_tokens=4000))
+    with pytest.raises(AlreadyExists, match="request_id"):
+        submit(two, request())
+    other = request(max_tokens=2, tenant="other")
+    submit(two, other).wait()
+    two.router.abort_named("r").result(20)
+    client.wait()
+    again = request(max_tokens=2)
+    whole(submit(two, again), again, two)
+
+
+def test_the_queue_is_bounded(two: Service):
+    for replica in two.replicas:
+        replica.paused = True
+    engine = two.router.info.config.engine
+    room = engine.max_queue + engine.max_seqs
+    assert room == 2 * (64 + 8)
+    clients = [submit(two, request(f"r{i}", n=12)) for i in range(room // 12)]
+    with pytest.raises(QueueFull, match="queue is full"):
+        submit(two, request("more"))
+    for i, client in enumerate(clients):
+        two.router.abort_named(f"r{i}")
+        client.wait()
+
+
+def test_a_stop_string_ends_a_completion_also_if_its_replica_dies(two: Service):
+    for replica in two.replicas:
+        replica.paused = False
+    asked, client = request(max_tokens=4000, n=2), Client(n=2)
+    handle = two.router.submit(asked, client).result(20)
+    busy = next(r for r in two.replicas if r.started)
+    wait_for(lambda: len(client.tokens(0)) > 6 and len(client.tokens(1)) > 6)
+    two.router.stop(handle, 0, 5).result(20)
+    wait_for(lambda: any(e.finish_reason == "stop" for e in client.events))
+    busy.hung = True  # it never hears of the second stop
+    two.router.stop(handle, 1, 6).result(20)
+    ends = {e.index: e for e in client.wait().events if e.finish_reason}
+    assert [ends[i].finish_reason for i in range(2)] == ["stop", "stop"]
+    assert [e.usage.completion_tokens for e in (ends[0], ends[1]) if e.usage] == [5, 6]
+
+
+def test_a_sink_that_raises_loses_its_own_request_only(two: Service):
+    def broken(events: list) -> None:
+        raise SystemError("a receiver's bug")
+
+    two.router.submit(request("broken", max_tokens=4000), broken).result(20)
+    asked = request("good")
+    client = submit(two, asked)
+    client.wait()
+    assert client.tokens() == answer(asked)
+    wait_for(lambda: not two.router._dispatcher.names)
+    wait_for(lambda: any(r.cancelled for r in two.replicas))
+
+
+def test_an_adapters_version_is_fixed_at_the_first_attempt(two: Service):
+    two.directory.versions["x"] = Version("x", 1, "/x1", "abc")
+    asked = request(max_tokens=300, adapter="x")
+    client = submit(two, asked)
+    wait_for(lambda: len(client.tokens()) > 3)
+    two.directory.versions["x"] = Version("x", 2, "/x2")
+    two.kill(next(r for r in two.replicas if r.started))
+    whole(client, asked, two)
+    sent = [s.adapter for r in two.replicas for s in r.started]
+    assert [(a.key, a.path, a.digest) for a in sent] == [("x@1", "/x1", "abc")] * 2
+    assert two.directory.uses == {"x@1": 0}
+    with pytest.raises(NotFound, match="did you mean 'x'"):
+        submit(two, request(adapter="y"))
+    with pytest.raises(NotFound):
+        two.router.check(request(adapter="y")).result(20)
+
+
+def test_a_prompt_that_does_not_invoke_its_activated_lora_is_refused_at_once(two: Service):
+    two.directory.versions["a"] = Version("a", 1, "/a", alora_invocation_tokens=(2, 3))
+    submit(two, request(adapter="a", max_tokens=2)).wait()
+    two.directory.versions["a"] = Version("a", 1, "/a", alora_invocation_tokens=(9, 3))
+    with pytest.raises(InvalidArgument, match="alora_invocation_tokens"):
+        submit(two, request(adapter="a"))
+
+
+def test_state_sums_the_replicas_and_names_them(two: Service):
+    submit(two, request(max_tokens=5)).wait()
+    state = two.router.state().result(20)
+    assert state.cache.hbm.total == 200 and state.cache.kv_hit_tokens == 10 and state.cache.policy == "jlora"
+    assert state.stats.steps == sum(r.steps for r in two.replicas) and state.stats.host_step_s == 0.5
+    assert state.longest_gap_s == 0.1
+    assert [(m.name, m.health, m.blocks) for m in state.members] == [("r0", "up", 100), ("r1", "up", 100)]
+    assert two.router.flush_cache().result(20) == 14
+    assert two.router.profile(3).result(20).name == "r0:trace, r1:trace"
+    two.kill(two.replicas[0])
+    wait_for(lambda: len(two.router.replicas) == 1)
+    assert two.router.state().result(20).cache.hbm.total == 100
+
+
+def test_a_replica_of_another_model_is_not_used(two: Service):
+    from dataclasses import replace
+
+    from tests.cluster._links import INFO
+
+    other = two.add("r2", info=replace(INFO, model="other"))
+    two.place(*two.replicas)
+    wait_for(lambda: len(other.epochs) >= 2)
+    assert "r2" not in {one.name for one in two.router.replicas} and two.router.info.model == "base"
+
+
+def test_drain_waits_for_the_table_and_refuses_new_requests(two: Service):
+    client = submit(two, request(max_tokens=4000))
+    assert two.router.drain(0.05).result(20) is False
+    drained = two.router.drain()
+    with pytest.raises(Unavailable, match="draining"):
+        submit(two, request("more"))
+    two.router.abort_named("r")
+    assert drained.result(20) is True and client.wait()
+
+
+def test_closing_ends_what_runs():
+    with service(1) as one:
+        client = submit(one, request(max_tokens=4000))
+        one.router.close()
+        assert isinstance(client.wait().last.error, Unavailable)
+        one.router.close()
+
+
+def test_two_routers_share_a_replica_and_keep_their_own_requests():
+    with service(1) as one, service(0) as other:
+        other.place(one.replicas[0])
+        wait_for(lambda: other.router.replicas)
+        # The double keeps one table for each stream, as a replica does for each router.
+        asked = [request(max_tokens=30, seed=1), request(max_tokens=30, seed=2)]
+        clients = [submit(one, asked[0]), submit(other, asked[1])]
+        for client, mine in zip(clients, asked, strict=True):
+            client.wait()
+            assert client.tokens() == answer(mine)
+
+
+def test_the_clusters_token_is_shown():
+    with service(1, Terms("router", Login("secret"))) as one:
+        assert ("authorization", "Bearer secret") in one.replicas[0].metadata
+
+
+def test_one_batch_for_each_request_and_message(two: Service):
+    client = submit(two, request(n=4, max_tokens=10))
+    client.n = 4
+    client.wait()
+    assert set(client.batches) == {4} and len(client.batches) == 10
