@@ -6,8 +6,9 @@ ever mixes two, and an old version stays until the last request that began with 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jlora.replica import Load
@@ -40,8 +41,34 @@ class Version:
         return f"{self.name}@{self.number}"
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A replica that is up.
+
+    Attributes:
+        address: of its gRPC port; a replica that starts again may have another.
+        tiers: version key -> "HBM", "HOST", "LOADING" or "DISK"; a version that it lacks is not named.
+    """
+
+    name: str
+    address: str
+    tiers: Mapping[str, str] = field(default_factory=dict)
+
+
+Members = Callable[[], Sequence[Member]]
+
+
+def peers(members: Sequence[Member], key: str, near: str) -> tuple[str, ...]:
+    """Addresses of replicas, other than `near`, whose host tier has a version."""
+    return tuple(m.address for m in members if m.name != near and m.tiers.get(key) in ("HBM", "HOST"))
+
+
 class Directory(Protocol):
     """The adapters of the service. Methods may be called from any thread; futures as of `jlora.replica.Replica`."""
+
+    def follow(self, members: Members) -> None:
+        """Says where to learn which replicas are up; called once, before any request. It must not block."""
+        ...
 
     def current(self, name: str) -> Version:
         """The version that a new request uses, at once. Raises NotFound with near names."""

@@ -9,15 +9,17 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.cluster import merged, wire
 from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.books import Books
-from jlora.cluster.directory import Directory, Version
+from jlora.cluster.directory import Directory, Member, Version
+from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
@@ -30,6 +32,7 @@ log = logging.getLogger(__name__)
 PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
 LATE_S = 0.25  # between two ticks: this process did not run
+BLOCKS = 1024  # of a prompt that the router remembers
 
 
 @dataclass(slots=True)
@@ -38,11 +41,13 @@ class _Entry:
 
     Attributes:
         submitted: answers its caller; None once it has.
+        chain: its prompt, for `Prefixes`.
         ask: of the attempt under way; None without one.
         begun: the attempt has delivered a token.
     """
 
     submitted: Future[int] | None
+    chain: Sequence[int] = ()
     ask: Ask | None = None
     begun: bool = False
 
@@ -68,6 +73,7 @@ class Dispatcher:
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
+    _prefixes: Prefixes | None = None  # of replicas with blocks of the same size
     _ticked: float = field(default_factory=time.monotonic)
 
     # -- the service ------------------------------------------------------------------------
@@ -81,6 +87,13 @@ class Dispatcher:
     def attached(self) -> list[Attached]:
         """The replicas with a stream now."""
         return [one for one in self.links.values() if one.channel is not None]
+
+    def members(self) -> list[Member]:
+        """The replicas that are up. Any thread may call."""
+        view = self.books.view
+        links = list(self.links.values())
+        seen = [(one, view[one.name]) for one in links if one.name in view]
+        return [Member(one.name, one.address, it.tiers) for one, it in seen if it.health == "up"]
 
     def place(self, addresses: Mapping[str, str]) -> None:
         """The service's replicas from now on, by name."""
@@ -117,7 +130,7 @@ class Dispatcher:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
         routed = self.table.add(request, version, sink, time.monotonic())
-        self._entries[routed.handle] = _Entry(submitted)
+        self._entries[routed.handle] = _Entry(submitted, self._chain(request, version))
         self._handles[routed.name] = routed.handle
         if version is not None:
             self.directory.begin(version)
@@ -167,6 +180,7 @@ class Dispatcher:
             if why := merged.difference(info, attached.info):
                 raise Broken(f"it does not serve what the others do: {why}")
         self._info = merged.info(infos)
+        self._prefixes = self._prefixes or Prefixes(self._info.block_tokens)
         self.up_at = time.monotonic()
         self.books.heard(attached.view())
         self._pump()
@@ -196,6 +210,8 @@ class Dispatcher:
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
+        if self._prefixes is not None:
+            self._prefixes.left(attached.name)
         for routed in self.table.at(attached.name):
             self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
         if self.links.get(attached.name) is not attached:
@@ -254,15 +270,24 @@ class Dispatcher:
     def _dispatch(self, routed: Routed) -> None:
         """Sends a request that waits to a replica, if one is up."""
         request, version, entry = routed.resumed(), routed.version, self._entries[routed.handle]
-        ask = ask_of(request, version)
+        cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
+        ask = ask_of(request, version, cached)
         to = self.choose(ask, routed.avoid)
         if to is None:
             return
+        if self._prefixes is not None:
+            self._prefixes.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, time.monotonic())
         entry.ask, entry.begun = ask, False
         self.books.sent(to.name, ask)
-        peers = () if version is None else self.directory.peers(version, to.address)
+        peers = () if version is None else self.directory.peers(version, to.name)
         to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
+
+    def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
+        if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
+            return ()
+        tokens = request.prompt[: BLOCKS * self._info.block_tokens]
+        return self._prefixes.chain(tokens, (request.salt, None if version is None else version.key))
 
     def _begin(self, routed: Routed) -> None:
         """Its attempt has delivered something."""
@@ -346,7 +371,8 @@ class Dispatcher:
             self.directory.end(routed.version)
 
 
-def ask_of(request: Request, version: Version | None) -> Ask:
+def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({})) -> Ask:
     """What a policy knows of a request."""
     tokens = len(request.prompt) + sum(len(part.tokens) for part in request.done)
-    return Ask(None if version is None else version.key, 0 if version is None else version.rank, tokens)
+    key, rank = (None, 0) if version is None else (version.key, version.rank)
+    return Ask(key, rank, tokens, cached=cached)

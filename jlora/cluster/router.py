@@ -56,6 +56,7 @@ class Router(Replica):
         self._directory = directory
         self._terms = terms
         self._dispatcher = Dispatcher(directory, policy, terms, random.Random(seed))
+        directory.follow(self._dispatcher.members)
         self._draining = self._closed = False
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []

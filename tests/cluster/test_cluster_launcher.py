@@ -1,0 +1,128 @@
+"""The router's process: its ready line, its fronts, its end, and that it never loads jax."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+import httpx
+import pytest
+
+from jlora import config as configuration
+from jlora.cluster import launcher
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.errors import Unavailable
+from jlora.serve import launcher as serving
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from tests.cluster._links import FakeDirectory, FakeReplica, Loop, answer, request
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class FakeFleet:
+    """Replicas of this process."""
+
+    addresses: Mapping[str, str]
+    stopped: threading.Event = field(default_factory=threading.Event)
+
+    def start(self, watch: Callable[[Mapping[str, str]], None]) -> None:
+        watch(self.addresses)
+
+    def stop(self) -> None:
+        self.stopped.set()
+
+
+@pytest.fixture
+def replicas() -> Iterator[list[FakeReplica]]:
+    loop, made = Loop(), [FakeReplica("r0"), FakeReplica("r1")]
+    for replica in made:
+        loop.run(replica.serve())
+    yield made
+    for replica in made:
+        loop.run(replica.kill())
+    loop.close()
+
+
+def config_for(model: Path, **values: object) -> configuration.Config:
+    return configuration.load(
+        None, {"model.path": str(model), "serve.port": 0, "serve.http_port": 0, "serve.drain_s": 5.0, **values}
+    )
+
+
+def test_the_router_serves_both_fronts_until_a_signal(
+    replicas: list[FakeReplica], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    fleet = FakeFleet({one.name: one.address for one in replicas})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded)
+    told: list[str] = []
+
+    async def client() -> None:
+        while "ready" not in (line := capsys.readouterr().out):
+            await asyncio.sleep(0.01)
+        told.append(line)
+        where = dict(part.split("=") for part in line.split()[3:])
+        async with grpc.aio.insecure_channel(where["grpc"]) as channel:
+            asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]))
+            asked.sampling.seed, asked.stopping.max_tokens = 5, 12
+            got = await rpc.InferenceStub(channel).Generate(asked, timeout=20)
+            assert list(got.outputs[0].token_ids) == answer(request(max_tokens=12, seed=5))
+            info = await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=20)
+            assert [one.name for one in info.replicas] == ["r0", "r1"]
+        async with httpx.AsyncClient(base_url=f"http://{where['http']}") as http:
+            body = {"model": "base", "prompt": [1, 2, 3], "max_tokens": 4, "seed": 1}
+            assert (await http.post("/v1/completions", json=body)).status_code == 200
+            assert "jlora_blocks" in (await http.get("/metrics")).text
+            assert (await http.get("/health")).status_code == 200
+
+    async def both() -> int:
+        served = asyncio.ensure_future(serving.serve(config_for(tmp_path), launcher.program(parts)))
+        await client()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await served
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert asyncio.run(both()) == 0
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+    assert told[0].startswith("jlora cluster ready grpc=127.0.0.1:") and told[0].endswith(" replicas=2\n")
+
+
+def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
+    fleet = FakeFleet({"r0": "127.0.0.1:1"})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded)
+    config = config_for(tmp_path, **{"cluster.start_timeout_s": 0.2})
+    with pytest.raises(Unavailable, match="cluster.start_timeout_s"):
+        asyncio.run(serving.serve(config, launcher.program(parts)))
+    assert launcher.launch(config, parts) == 1 and fleet.stopped.is_set()
+
+
+def test_the_routers_process_does_not_load_jax():
+    code = """
+import sys
+import jlora.cluster.launcher, jlora.cluster.routing.session
+loaded = sorted({"jax", "jaxlib", "flax", "ray"} & set(sys.modules))
+assert not loaded, loaded
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "tls,ca", [({}, ""), ({"tls_cert": "c", "tls_key": "k"}, "c"), ({"tls_client_ca": "a", "tls_cert": "c"}, "a")]
+)
+def test_what_a_router_shows_a_replica(tls: Mapping[str, str], ca: str):
+    config = configuration.Config(serve=configuration.ServeConfig(**tls))  # pyright: ignore[reportArgumentType]
+    login = launcher.login(config, "secret")
+    assert (login.key, login.ca, login.cert) == ("secret", ca, tls.get("tls_cert", ""))
