@@ -26,9 +26,14 @@ def check_name(name: str) -> str:
     return name
 
 
+def is_key(name: str) -> bool:
+    """Whether it is the key of a version."""
+    return _KEY.fullmatch(name) is not None and ".." not in name
+
+
 def check_key(name: str) -> str:
     """As `check_name`, also for the key of a version: NAME@NUMBER, as replicas of a cluster know it."""
-    return name if _KEY.fullmatch(name) and ".." not in name else check_name(name)
+    return name if is_key(name) else check_name(name)
 
 
 def check_length(name: str, field: str = "name") -> str:

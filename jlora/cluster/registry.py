@@ -9,26 +9,13 @@ from __future__ import annotations
 import bisect
 import threading
 from collections.abc import Sequence
+from typing import NoReturn
 
 from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.near import NearNames
 from jlora.cluster.directory import Version
 from jlora.errors import NotFound
 from jlora.ports import Threads
-
-
-def version_of(row: Row) -> Version:
-    """What a request needs to know of a registered adapter."""
-    return Version(
-        name=row.name,
-        number=row.uid,
-        path=row.path,
-        digest=row.digest,
-        rank=max(row.ranks.values(), default=0),
-        bytes=row.bytes,
-        pinned=row.pinned,
-        alora_invocation_tokens=tuple(row.alora_tokens),
-    )
 
 
 class Registry:
@@ -39,6 +26,7 @@ class Registry:
         self._catalogue = Catalogue(path, threads)
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
+        self._versions: dict[str, Version] = {}
         self._names: list[str] = []  # in order
         self._near = NearNames()
         self._number = self._catalogue.last_uid
@@ -57,11 +45,16 @@ class Registry:
 
     def get(self, name: str) -> Row:
         """The adapter of that name. Raises NotFound with near names."""
-        row = self._rows.get(name)
-        if row is None:
-            with self._lock:
-                raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
-        return row
+        return self._rows.get(name) or self._unknown(name)
+
+    def version(self, name: str) -> Version:
+        """What a request needs to know of it; errors as of `get`."""
+        return self._versions.get(name) or self._unknown(name)
+
+    def versions(self) -> list[Version]:
+        """All of them, in any order."""
+        with self._lock:
+            return list(self._versions.values())
 
     def all(self, after: str = "", most: int | None = None) -> list[Row]:
         """In order of name: those behind the name `after`, at most `most`. Takes time by those."""
@@ -81,7 +74,7 @@ class Registry:
         self._catalogue.remove([name]).result()
         with self._lock:
             if self._rows.pop(name, None) is not None:
-                del self._names[bisect.bisect_left(self._names, name)]
+                del self._names[bisect.bisect_left(self._names, name)], self._versions[name]
                 self._near.remove(name)
 
     def close(self) -> None:
@@ -92,3 +85,21 @@ class Registry:
             bisect.insort(self._names, row.name)
             self._near.add(row.name)
         self._rows[row.name] = row
+        self._versions[row.name] = _version(row)
+
+    def _unknown(self, name: str) -> NoReturn:
+        with self._lock:
+            raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
+
+
+def _version(row: Row) -> Version:
+    return Version(
+        name=row.name,
+        number=row.uid,
+        path=row.path,
+        digest=row.digest,
+        rank=max(row.ranks.values(), default=0),
+        bytes=row.bytes,
+        pinned=row.pinned,
+        alora_invocation_tokens=tuple(row.alora_tokens),
+    )

@@ -12,7 +12,7 @@ import pytest
 from jlora.adapters import catalogue
 from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.names import check_key, check_name
-from jlora.cluster.registry import Registry, version_of
+from jlora.cluster.registry import Registry
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import OsThreads
 
@@ -47,7 +47,7 @@ def test_versions_outlive_the_process_and_numbers_never_come_again(file: str):
     first.remove("c")
     first.close()
     second = Registry(file, OsThreads())
-    (kept,) = map(version_of, second.all())
+    (kept,) = second.versions()
     assert (kept.key, kept.digest, kept.rank, kept.alora_invocation_tokens) == ("a@3", "other", 4, (7,))
     assert second.number() == 5
     second.close()
@@ -71,7 +71,7 @@ def test_a_file_of_schema_1_is_upgraded_in_place(file: str):
     old.commit()
     old.close()
     registry = Registry(file, OsThreads())
-    assert version_of(registry.get("kept")).key == "kept@41" and registry.number() == 42
+    assert registry.version("kept").key == "kept@41" and registry.number() == 42
     registry.close()
     again = Catalogue(file, OsThreads())
     assert [astuple(found) for found in again.rows()] == [astuple(row("kept", 41))]

@@ -1,0 +1,384 @@
+"""The adapters of the service: registered once, and at replicas as versions that never mix.
+
+load      one replica reads and checks it under the version's key; then the registry has it; then requests see it
+unload    its name is unknown at once; replicas drop it after its last request
+pin       at every replica that is up, and at those that come (`jlora.cluster.upkeep`)
+
+A replica that has not heard of a version registers it with the first request for it. So nothing here must
+reach every replica: a call needs one that is up, and what the others lack or have too much follows.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import CancelledError, Future
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TypeVar
+
+from jlora.adapters.catalogue import Row
+from jlora.adapters.names import check_name
+from jlora.cluster.calls import Answer, Calls
+from jlora.cluster.directory import Directory, Member, Members, Version, peers
+from jlora.cluster.found import Found
+from jlora.cluster.registry import Registry
+from jlora.cluster.table import Table
+from jlora.cluster.uses import Uses
+from jlora.engine.futures import chained, done, failed, settle
+from jlora.errors import AlreadyExists, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.ports import System
+from jlora.replica import Load
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import AdapterInfo
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+THREADS = 16  # calls of clients at once; others wait
+TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
+NONE_UP = "no replica is up that could read the adapter; try again later"
+
+
+class Controller(Directory):
+    """The directory over the replicas' own services. One process has it; other routers ask it."""
+
+    def __init__(self, registry: Registry, found: Found, calls: Calls, system: System):
+        self.registry = registry
+        self.calls = calls
+        self.uses = Uses()
+        self.table = Table(registry)
+        self._found = found
+        self._system = system
+        self._pool = system.threads.pool("jlora-controller", THREADS)
+        self._publishing = threading.Lock()  # one change of the registry at a time
+        self._loading: set[str] = set()  # keys that replicas have and the registry has not
+        self.members: Members = lambda: ()
+
+    def follow(self, members: Members) -> None:
+        self.members = members
+
+    def close(self) -> None:
+        """Begins no more; calls under way fail. The registry stays open."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        self.calls.close()
+
+    # -- what requests ask ----------------------------------------------------------------------
+
+    def current(self, name: str) -> Version:
+        return self.registry.version(name)
+
+    def peers(self, version: Version, near: str) -> tuple[str, ...]:
+        return peers(self.members(), version.key, near)
+
+    def begin(self, version: Version) -> None:
+        self.uses.begin(version.key)
+
+    def end(self, version: Version) -> None:
+        self.uses.end(version.key)
+
+    def wanted(self, key: str) -> bool:
+        """Whether replicas should keep the version."""
+        return self._is_current(key) or key in self._loading or self.uses.holds(key)
+
+    def _is_current(self, key: str) -> bool:
+        row = self.registry.find(key.rpartition("@")[0])
+        return row is not None and key_of(row) == key
+
+    # -- load -----------------------------------------------------------------------------------
+
+    def load(self, load: Load) -> Future[AdapterInfo]:
+        answer: Future[AdapterInfo] = Future()
+
+        def run() -> None:
+            try:
+                info = self._load(load, answer)
+            except CancelledError:
+                if not answer.cancelled():
+                    answer.cancel()
+            except Exception as e:
+                if answer.running() or answer.set_running_or_notify_cancel():
+                    answer.set_exception(e)
+            else:
+                answer.set_result(info)
+
+        return answer if self._submit(run) else failed(Unavailable("the controller has stopped"))
+
+    def _load(self, load: Load, answer: Future[AdapterInfo]) -> AdapterInfo:
+        """Publishes a version, unless the caller cancels `answer` before."""
+        name = check_name(load.name)
+        if not load.replace:
+            self._check_free(name)
+        version = Version(name, self.registry.number(), os.path.abspath(load.path))
+        with self._kept(version.key):
+            info = self._read(version, load, lambda: not answer.cancelled())
+            try:
+                if load.pinned:
+                    self._pin_everywhere(replace(version, digest=info.digest), True)
+                with self._publishing:
+                    if not load.replace:
+                        self._check_free(name)
+                    if not answer.set_running_or_notify_cancel():  # from here on it is too late to cancel
+                        raise CancelledError
+                    self._publish(row_of(version, info, load.pinned, self._system.wall()))
+            except BaseException:
+                self._drop(version.key)
+                raise
+        return replace(info, name=name, uid=version.number, pinned=load.pinned)
+
+    def _read(self, version: Version, load: Load, wanted: Callable[[], bool]) -> AdapterInfo:
+        """Has one replica read and check a new version; if it dies meanwhile, another one."""
+        message = pb.LoadAdapterRequest(
+            name=version.key, path=version.path, pinned=load.pinned, replace=True, lazy=load.lazy
+        )
+        tried: set[str] = set()
+        error: JloraError | None = None
+        while (member := next((m for m in self._by_room() if m.name not in tried), None)) is not None:
+            tried.add(member.name)
+            try:
+                answer = self.calls.load(member.address, message)
+                return answer.result(lambda at=member: wanted() and self._is_up(at))
+            except (Unavailable, ResourceExhausted) as e:
+                log.warning("adapter %s is not read at replica %s: %s", version.key, member.name, e)
+                error = e
+            if not wanted():
+                raise CancelledError
+        if error is None and load.lazy:
+            return self._found.scan(version)  # what its files' headers say; a replica reads the rest in time
+        raise error or Unavailable(NONE_UP)
+
+    def _publish(self, row: Row) -> None:
+        """Requests see the version from now on; the one before is dropped after its last request."""
+        old = self.registry.find(row.name)
+        self.registry.put([row])
+        epoch = self.table.changed([row.name])
+        log.info("adapter %s is loaded as version %d", row.name, row.uid)
+        if old is not None:
+            key = key_of(old)
+            self.uses.retire(key, epoch, lambda: self._later(lambda: self._drop(key)))
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Registers adapters that no replica has read yet; a later version of a name stays."""
+        with self._publishing:
+            known = {row.name: self.registry.find(row.name) for row in rows}
+            self._record([row for row in rows if (old := known[row.name]) is None or old.uid < row.uid])
+
+    def _record(self, rows: Sequence[Row]) -> None:
+        if rows:
+            self.registry.put(rows)
+            self.table.changed([row.name for row in rows])
+
+    def learn(self, key: str, info: AdapterInfo) -> None:
+        """A replica has read a version whose digest was not known; from now on every replica must find the same."""
+        with self._publishing:
+            row = self.registry.find(key.rpartition("@")[0])
+            if row is not None and key_of(row) == key and not row.digest and info.digest:
+                known = row_of(Version(row.name, row.uid, row.path), info, row.pinned, row.created)
+                self._record([replace(known, header=row.header, base=row.base, stamp=row.stamp)])
+
+    # -- unload, pin ----------------------------------------------------------------------------
+
+    def unload(self, name: str) -> Future[AdapterInfo]:
+        gone: Future[AdapterInfo] = Future()
+
+        def run() -> AdapterInfo:
+            info = self._info(self.registry.get(name))
+            with self._publishing:
+                row = self.registry.get(name)
+                self.registry.remove(name)
+                epoch = self.table.changed([name])
+            key = key_of(row)
+            self._found.leave(row)
+            log.info("adapter %s unloads", name)
+            self.uses.retire(key, epoch, lambda: self._later(lambda: settle(gone, lambda: self._dropped(key, info))))
+            return info
+
+        return chained(self._run(run), lambda _: gone)
+
+    def _dropped(self, key: str, info: AdapterInfo) -> AdapterInfo:
+        self._drop(key)
+        return info
+
+    def pin(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        def run() -> AdapterInfo:
+            version = self.current(name)
+            self._pin_everywhere(version, pinned)
+            with self._publishing:
+                row = self.registry.get(name)
+                if row.uid != version.number:
+                    raise AlreadyExists(f"adapter {name!r} was replaced meanwhile; pin it again")
+                self._record([replace(row, pinned=pinned)])
+            return self._info(self.registry.get(name))
+
+        return self._run(run)
+
+    def _pin_everywhere(self, version: Version, pinned: bool) -> None:
+        """At every replica that is up, or, if one has no room, at none. Raises ResourceExhausted."""
+        members = self.members()
+        answers = [(m, self.ask_to_pin(m, version, pinned)) for m in members]
+        try:
+            for member, answer in answers:
+                try:
+                    answer(lambda at=member: self._is_up(at))
+                except (Unavailable, NotFound) as e:  # upkeep pins it there in time
+                    log.warning("adapter %s is not pinned at replica %s: %s", version.key, member.name, e)
+        except JloraError:
+            for member in members if pinned else ():
+                self.calls.pin(member.address, version.key, False)
+            raise
+
+    def ask_to_pin(self, member: Member, version: Version, pinned: bool) -> Callable[[Callable[[], bool]], AdapterInfo]:
+        """Asks a replica to pin a version, or not to; the answer waits. A replica that lacks it reads it."""
+        asked = self.calls.pin(member.address, version.key, pinned)
+
+        def result(wanted: Callable[[], bool]) -> AdapterInfo:
+            try:
+                return asked.result(wanted)
+            except NotFound:
+                if not pinned:
+                    raise
+            load = pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=True, replace=True)
+            return self.calls.load(member.address, load).result(wanted)
+
+        return result
+
+    # -- list -----------------------------------------------------------------------------------
+
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        members = self.members()
+        return done([self._told(row, members) for row in self.registry.all(after, most)])
+
+    def adapter(self, name: str) -> Future[AdapterInfo]:
+        return self._run(lambda: self._info(self.registry.get(name)))
+
+    def _told(self, row: Row, members: Sequence[Member]) -> AdapterInfo:
+        """What the registry and the replicas' messages say."""
+        key = key_of(row)
+        tier = max((member.tiers.get(key, "DISK") for member in members), key=TIERS.index, default="DISK")
+        return replace(info_of(row), tier=tier, running=self.uses.count(key))
+
+    def _info(self, row: Row) -> AdapterInfo:
+        """What all replicas that are up say of an adapter, together."""
+        key, members = key_of(row), self.members()
+        found = [info for _, info in self._gathered(members, lambda m: self.calls.get(m.address, key))]
+        told = self._told(row, members)
+        if not found:
+            return told
+        return replace(
+            told,
+            tier=max((info.tier for info in found), key=TIERS.index),
+            running=sum(info.running for info in found),
+            waiting=sum(info.waiting for info in found),
+            hits=sum(info.hits for info in found),
+            last_used_s=min((i.last_used_s for i in found if i.last_used_s >= 0), default=-1.0),
+            load_cost_s=max(info.load_cost_s for info in found),
+            merged=any(info.merged for info in found),
+            merge_error=max(info.merge_error for info in found),
+            merge_refusal=next((info.merge_refusal for info in found if info.merge_refusal), ""),
+        )
+
+    # -- replicas -------------------------------------------------------------------------------
+
+    def _drop(self, key: str) -> None:
+        """Takes a version from every replica that is up and has it; upkeep does so at those that come."""
+        list(self._gathered(self.members(), lambda m: self.calls.unload(m.address, key)))
+
+    def _gathered(
+        self, members: Sequence[Member], ask: Callable[[Member], Answer]
+    ) -> Iterator[tuple[Member, AdapterInfo]]:
+        """The answers of those that answer."""
+        for member, answer in [(member, ask(member)) for member in members]:
+            try:
+                yield member, answer.result(lambda at=member: self._is_up(at))
+            except JloraError as e:
+                log.debug("replica %s: %s", member.name, e)
+
+    def _by_room(self) -> list[Member]:
+        """Replicas that are up, those with the fewest adapters in memory first."""
+        return sorted(self.members(), key=lambda m: sum(tier != "DISK" for tier in m.tiers.values()))
+
+    def _is_up(self, member: Member) -> bool:
+        return any((m.name, m.address) == (member.name, member.address) for m in self.members())
+
+    def _check_free(self, name: str) -> None:
+        if self.registry.find(name) is not None:
+            raise AlreadyExists(f"adapter {name!r} is loaded already; unload it or load with replace")
+
+    @contextmanager
+    def _kept(self, key: str) -> Iterator[None]:
+        """Upkeep leaves a version to its load."""
+        self._loading.add(key)
+        try:
+            yield
+        finally:
+            self._loading.discard(key)
+
+    def _submit(self, run: Callable[[], object]) -> bool:
+        """Whether a thread of the pool runs it; not once the controller is closed."""
+        try:
+            self._pool.submit(run)
+        except RuntimeError:
+            return False
+        return True
+
+    def _later(self, run: Callable[[], object]) -> None:
+        if not self._submit(run):
+            log.debug("the controller has stopped: the next one drops what is left")
+
+    def _run(self, run: Callable[[], T]) -> Future[T]:
+        answer: Future[T] = Future()
+        if not self._submit(lambda: settle(answer, run)):
+            return failed(Unavailable("the controller has stopped"))
+        return answer
+
+
+def key_of(row: Row) -> str:
+    """Its name at replicas."""
+    return Version(row.name, row.uid, row.path).key
+
+
+def row_of(version: Version, info: AdapterInfo, pinned: bool, now: float) -> Row:
+    """A new version as the registry keeps it. What only a replica's own files know stays empty."""
+    return Row(
+        name=version.name,
+        uid=version.number,
+        digest=info.digest,
+        header="",
+        base="",
+        fits="",
+        ranks=info.ranks,
+        modules=info.target_modules,
+        bytes=info.bytes,
+        blocks=info.blocks,
+        path=version.path,
+        stamp=(),
+        pinned=pinned,
+        alora_tokens=info.alora_invocation_tokens,
+        created=now,
+        last_used=0.0,
+    )
+
+
+def info_of(row: Row) -> AdapterInfo:
+    """What the registry knows of an adapter."""
+    return AdapterInfo(
+        name=row.name,
+        uid=row.uid,
+        digest=row.digest,
+        rank=max(row.ranks.values(), default=0),
+        ranks=row.ranks,
+        target_modules=tuple(row.modules),
+        bytes=row.bytes,
+        blocks=row.blocks,
+        tier="DISK",
+        pinned=row.pinned,
+        running=0,
+        waiting=0,
+        hits=0,
+        last_used_s=-1.0,
+        load_cost_s=0.0,
+        alora_invocation_tokens=tuple(row.alora_tokens),
+    )
