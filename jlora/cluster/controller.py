@@ -28,7 +28,7 @@ from jlora.cluster.registry import Registry
 from jlora.cluster.table import Table
 from jlora.cluster.uses import Uses
 from jlora.engine.futures import chained, done, failed, settle
-from jlora.errors import AlreadyExists, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import System
 from jlora.replica import Load
 from jlora.serve.proto import jlora_pb2 as pb
@@ -231,7 +231,10 @@ class Controller(Directory):
             raise
 
     def ask_to_pin(self, member: Member, version: Version, pinned: bool) -> Callable[[Callable[[], bool]], AdapterInfo]:
-        """Asks a replica to pin a version, or not to; the answer waits. A replica that lacks it reads it."""
+        """Asks a replica to pin a version, or not to; the answer waits. A replica that lacks it reads it.
+
+        The answer raises DataLoss if the replica has read other weights than the registry knows.
+        """
         asked = self.calls.pin(member.address, version.key, pinned)
 
         def result(wanted: Callable[[], bool]) -> AdapterInfo:
@@ -241,7 +244,14 @@ class Controller(Directory):
                 if not pinned:
                     raise
             load = pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=True, replace=True)
-            return self.calls.load(member.address, load).result(wanted)
+            info = self.calls.load(member.address, load).result(wanted)
+            if version.digest and info.digest != version.digest:
+                self.calls.unload(member.address, version.key)
+                raise DataLoss(
+                    f"adapter {version.name!r}: its files have changed on the disk (sha256 {info.digest[:12]}…, "
+                    f"registered as {version.digest[:12]}…); restore them, or load it again with replace"
+                )
+            return info
 
         return result
 

@@ -1,0 +1,87 @@
+"""Real replicas of a tiny model on loopback, and a controller over them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from jlora import config as configuration
+from jlora.cluster.calls import Calls
+from jlora.cluster.controller import Controller
+from jlora.cluster.directory import Member
+from jlora.cluster.found import Found
+from jlora.cluster.registry import Registry
+from jlora.cluster.upkeep import Upkeep
+from jlora.ports import System
+from jlora.types import AdapterInfo
+from tests.serve import _server
+from tests.serve._server import Served
+
+SMALL: Mapping[str, Any] = {
+    "cache.hbm_blocks": 160,
+    "cache.block_tokens": 8,
+    "engine.max_seqs": 4,
+    "engine.layers": "scan",
+    "engine.warmup": False,  # programs compile with the first request that needs them
+}
+
+
+@contextmanager
+def replicas(model: Path, count: int) -> Iterator[list[Served]]:
+    """Replicas that know no adapters."""
+    with ExitStack() as opened:
+        yield [opened.enter_context(_server.serve(model, SMALL)) for _ in range(count)]
+
+
+@dataclass
+class Service:
+    """A controller over replicas, of which those in `up` are there."""
+
+    served: Sequence[Served]
+    controller: Controller
+    upkeep: Upkeep
+    up: list[int] = field(default_factory=list)
+
+    def members(self) -> list[Member]:
+        """As the messages of links would say."""
+        return [Member(f"r{i}", self.served[i].address, self.tiers(i)) for i in list(self.up)]
+
+    def at(self, index: int) -> dict[str, AdapterInfo]:
+        """What a replica has, by key."""
+        return {info.name: info for info in self.served[index].replica.adapters().result(20)}
+
+    def tiers(self, index: int) -> dict[str, str]:
+        return {key: info.tier for key, info in self.at(index).items()}
+
+    def until(self, index: int, keys: set[str]) -> None:
+        """Rounds of upkeep until a replica has exactly these versions."""
+
+        def reached() -> bool:
+            self.upkeep.round()
+            return set(self.at(index)) == keys
+
+        _server.wait_until(reached)
+
+
+@contextmanager
+def service(served: Sequence[Served], file: str = "", **settings: Any) -> Iterator[Service]:
+    """A new controller; replicas are empty at its end."""
+    config = configuration.load(None, {key.replace("__", "."): value for key, value in settings.items()})
+    system = System()
+    registry, found = Registry(file, system.threads), Found(config, system)
+    controller = Controller(registry, found, Calls(), system)
+    made = Service(served, controller, Upkeep(controller, found, system), list(range(len(served))))
+    controller.follow(made.members)
+    try:
+        controller.add(found.first(registry))
+        yield made
+    finally:
+        made.upkeep.close()
+        controller.close()
+        registry.close()
+        for index, one in enumerate(served):
+            for key in made.at(index):
+                one.replica.unload_adapter(key).result(20)

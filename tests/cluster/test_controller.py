@@ -1,0 +1,227 @@
+"""The controller over real replicas: versions, pins, what goes and what comes, and replicas that are away."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jlora.adapters import catalogue
+from jlora.cluster import upkeep
+from jlora.cluster.directory import Version
+from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
+from jlora.model.spec import ModelSpec
+from jlora.replica import Load
+from tests import _make
+from tests.cluster import _service
+from tests.cluster._service import Service
+from tests.serve._server import Served, wait_until
+
+
+@pytest.fixture(scope="module")
+def two(tiny_model: Path) -> Iterator[list[Served]]:
+    with _service.replicas(tiny_model, 2) as served:
+        yield served
+
+
+@pytest.fixture
+def service(two: list[Served], monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.05)
+    with _service.service(two) as made:
+        yield made
+
+
+@pytest.fixture
+def path(tmp_path: Path, tiny_spec: ModelSpec) -> str:
+    return str(_make.make_adapter(tmp_path / "one", tiny_spec, seed=3, r=4))
+
+
+def test_a_load_is_one_replicas_and_the_whole_services(service: Service, path: str):
+    info = service.controller.load(Load("fr", path)).result(60)
+    assert (info.name, info.uid, info.rank, info.pinned) == ("fr", 1, 4, False) and len(info.digest) == 64
+    assert sorted(len(service.at(i)) for i in (0, 1)) == [0, 1]
+    version = service.controller.current("fr")
+    assert (version.key, version.digest, version.path, version.rank) == ("fr@1", info.digest, path, 4)
+    (listed,) = service.controller.adapters().result(20)
+    assert (listed.name, listed.digest, listed.blocks) == ("fr", info.digest, info.blocks)
+    (peer,) = service.controller.peers(version, "nobody")
+    holder = next(m for m in service.members() if m.tiers)
+    assert peer == holder.address and service.controller.peers(version, holder.name) == ()
+    with pytest.raises(AlreadyExists):
+        service.controller.load(Load("fr", path)).result(60)
+    with pytest.raises(NotFound, match="did you mean 'fr'"):
+        service.controller.current("frr")
+
+
+def test_a_replaced_version_stays_until_its_last_request_has_ended(service: Service, path: str):
+    controller = service.controller
+    controller.load(Load("fr", path)).result(60)
+    old = controller.current("fr")
+    controller.begin(old)
+    assert controller.load(Load("fr", path, replace=True)).result(60).uid == 2
+    assert controller.current("fr").key == "fr@2"
+    service.upkeep.round()
+    assert {key for i in (0, 1) for key in service.at(i)} == {"fr@1", "fr@2"}
+    controller.end(old)
+    wait_until(lambda: {key for i in (0, 1) for key in service.at(i)} == {"fr@2"})
+
+
+def test_an_unload_forgets_the_name_at_once_and_waits_for_requests(service: Service, path: str):
+    controller = service.controller
+    controller.load(Load("fr", path)).result(60)
+    version = controller.current("fr")
+    controller.begin(version)
+    unloading = controller.unload("fr")
+    wait_until(lambda: controller.registry.find("fr") is None)
+    assert not unloading.done()
+    controller.end(version)
+    assert unloading.result(60).name == "fr"
+    assert not service.at(0) and not service.at(1)
+    with pytest.raises(NotFound):
+        controller.unload("fr").result(60)
+
+
+def test_pins_hold_at_every_replica_also_at_one_that_comes_later(service: Service, path: str):
+    service.up = [0]
+    service.controller.load(Load("fr", path, pinned=True)).result(60)
+    assert service.at(0)["fr@1"].pinned and not service.at(1)
+    service.up = [0, 1]
+    service.until(1, {"fr@1"})
+    wait_until(lambda: service.at(1)["fr@1"].pinned)
+    assert service.controller.pin("fr", False).result(60).pinned is False
+    assert not any(service.at(i)["fr@1"].pinned for i in (0, 1))
+
+
+def test_a_replica_that_was_away_drops_what_is_gone(service: Service, path: str):
+    service.controller.load(Load("fr", path, pinned=True)).result(60)
+    service.up = [0]
+    service.controller.unload("fr").result(60)
+    assert not service.at(0) and set(service.at(1)) == {"fr@1"}
+    service.up = [0, 1]
+    service.until(1, set())
+
+
+def test_without_a_replica_only_what_needs_none_is_done(service: Service, path: str, tmp_path: Path):
+    service.up = []
+    with pytest.raises(Unavailable, match="no replica is up"):
+        service.controller.load(Load("fr", path)).result(60)
+    assert service.controller.load(Load("later", path, lazy=True)).result(60).digest == ""
+    with pytest.raises(NotFound):
+        service.controller.load(Load("none", str(tmp_path / "none"), lazy=True)).result(60)
+    assert [info.name for info in service.controller.adapters().result(20)] == ["later"]
+
+
+def test_a_load_goes_on_elsewhere_when_its_replica_dies(service: Service, path: str, monkeypatch: pytest.MonkeyPatch):
+    """The first replica never answers, and then it is down."""
+    reached, first = threading.Event(), service.served[0].replica
+
+    def hangs(*args: object, **more: object) -> object:
+        reached.set()
+        return first.warm().__class__()
+
+    monkeypatch.setattr(first, "load_adapter", hangs)
+    loading = service.controller.load(Load("fr", path))
+    assert reached.wait(20)
+    service.up = [1]
+    assert loading.result(60).digest and set(service.at(1)) == {"fr@1"}
+
+
+def test_a_cancelled_load_leaves_nothing(service: Service, path: str, monkeypatch: pytest.MonkeyPatch):
+    reached, go_on = threading.Event(), threading.Event()
+    read = service.controller._read
+
+    def slow(*args: object) -> object:
+        info = read(*args)  # pyright: ignore[reportArgumentType]
+        reached.set()
+        assert go_on.wait(20)
+        return info
+
+    monkeypatch.setattr(service.controller, "_read", slow)
+    loading = service.controller.load(Load("fr", path))
+    assert reached.wait(20) and loading.cancel()
+    go_on.set()
+    wait_until(lambda: not service.at(0) and not service.at(1))
+    assert service.controller.adapters().result(20) == []
+
+
+@pytest.mark.parametrize(
+    "load, error",
+    [(Load("a@1", "x"), InvalidArgument), (Load("a", "/nowhere"), NotFound), (Load("..", "x"), InvalidArgument)],
+)
+def test_a_load_that_cannot_be_is_refused_and_leaves_nothing(service: Service, load: Load, error: type[Exception]):
+    with pytest.raises(error):
+        service.controller.load(load).result(60)
+    assert service.controller.adapters().result(20) == [] and not service.at(0) and not service.at(1)
+
+
+def test_a_load_that_the_registry_cannot_keep_fails_alone(
+    two: list[Served], path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(catalogue, "PATIENCE_S", 0.05)
+    file = str(tmp_path / "adapters.db")
+    with _service.service(two, file) as service:
+        service.controller.load(Load("kept", path)).result(60)
+        other = sqlite3.connect(file, isolation_level=None)
+        other.execute("begin immediate")
+        for call in (
+            service.controller.load(Load("new", path)),
+            service.controller.unload("kept"),
+            service.controller.pin("kept", True),
+        ):
+            with pytest.raises(Unavailable, match="adapters.registry"):
+                call.result(60)
+        assert service.controller.current("kept").key == "kept@1"
+        assert [info.name for info in service.controller.adapters().result(20)] == ["kept"]
+        other.execute("rollback")
+        other.close()
+        service.until(0, set(service.at(0)) & {"kept@1"})
+        service.controller.load(Load("new", path)).result(60)
+
+
+def test_a_new_controller_has_what_the_old_one_had(two: list[Served], path: str, tmp_path: Path):
+    file = str(tmp_path / "adapters.db")
+    with _service.service(two, file) as service:
+        service.controller.load(Load("fr", path, pinned=True)).result(60)
+        digest = service.controller.current("fr").digest
+    with _service.service(two, file) as service:
+        assert service.controller.current("fr") == Version(
+            "fr", 1, path, digest, 4, service.controller.current("fr").bytes, True
+        )
+        service.until(0, {"fr@1"})
+        service.until(1, {"fr@1"})
+        assert service.controller.load(Load("fr", path, replace=True)).result(60).uid == 2
+
+
+def test_a_directory_is_known_by_its_headers_and_its_digest_by_the_first_read(
+    two: list[Served], tiny_model: Path, tiny_spec: ModelSpec, tmp_path: Path
+):
+    place = tmp_path / "all"
+    _make.make_adapter(place / "first", tiny_spec, seed=4, r=2)
+    with _service.service(two, adapters__dir=str(place), model__path=str(tiny_model)) as service:
+        version = service.controller.current("first")
+        assert (version.digest, version.rank) == ("", 2) and not service.at(0)
+        _make.make_adapter(place / "second", tiny_spec, seed=5, r=4)
+        service.upkeep._look()
+        assert service.controller.current("second").rank == 4
+        service.served[0].replica.load_adapter(version.key, version.path).result(60)  # as with its first request
+
+        def known() -> bool:
+            service.upkeep.round()
+            return service.controller.current("first").digest == service.at(0)[version.key].digest
+
+        wait_until(known)
+        assert service.controller.current("first").key == version.key
+
+
+def test_a_pin_reads_the_version_and_no_other(service: Service, path: str, tiny_spec: ModelSpec):
+    """The files have changed since: the replica that comes late must not serve them under the old version."""
+    service.up = [0]
+    service.controller.load(Load("fr", path)).result(60)
+    service.up = [0, 1]
+    _make.make_adapter(path, tiny_spec, seed=99, r=4)
+    with pytest.raises(DataLoss, match="'fr': its files have changed"):
+        service.controller.pin("fr", True).result(60)
+    wait_until(lambda: not service.at(1) and not service.at(0)["fr@1"].pinned)
