@@ -3,10 +3,13 @@
 PYTHON := .venv/bin/python
 PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo test test-all setup lint bench train-demo proto clean
+.PHONY: demo demo-cluster test test-all setup lint bench train-demo proto clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
+
+demo-cluster: setup  ## the embedded model on two replicas under a Ray of this machine, one of them killed
+	@$(PYTHON) -m jlora.demo.cluster
 
 test: setup  ## the tests that take less than 20 seconds each; TEST_FLAGS goes to pytest
 	@$(PYTEST) -m "not slow" $(TEST_FLAGS)

@@ -19,6 +19,7 @@ from jlora.serve.flags import Parser
 # Command -> its summary and its function, `module:name`, imported when it runs.
 COMMANDS: Mapping[str, tuple[str, str]] = {
     "serve": ("serve a model and its adapters over gRPC", "jlora.serve.launcher:main"),
+    "cluster": ("serve from many replicas behind one router", "jlora.cluster.cli:main"),
     "generate": ("one text from a running server, streamed", "jlora.serve.console:generate"),
     "chat": ("talk to a running server", "jlora.serve.console:chat"),
     "top": ("watch a running server: tiers, adapters, requests", "jlora.serve.top:main"),

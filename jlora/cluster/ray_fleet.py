@@ -105,28 +105,35 @@ class RayFleet:
         self._folder = folder
         self._actors: dict[str, Any] = {}
         self._group: Any = None
+        self._places = Places(lambda addresses: None)
         self._stopping = threading.Event()
+        self._starting = threading.Lock()
         self._thread = threading.Thread(target=self._look, name="jlora-ray", daemon=True)
 
     def start(self, watch: Watch) -> None:
         """Connects to Ray, places the replicas, starts those that do not run yet, and waits for all."""
         self._places = Places(watch)
-        try:
-            self._connect()
-            self._place()
-            for i in range(self._config.cluster.replicas):
-                self._actors[f"r{i}"] = self._actor(i)
-            self._await_all()
-        except BaseException:
-            self.stop()
-            raise
-        self._thread.start()
+        with self._starting:
+            try:
+                self._connect()
+                self._place()
+                for i in range(self._config.cluster.replicas):
+                    self._actors[f"r{i}"] = self._actor(i)
+                self._await_all()
+            except BaseException:
+                self._end()
+                raise
+            self._thread.start()
 
     def stop(self) -> None:
         """Drains and ends the replicas and their placement group; a Ray of our own ends too."""
         self._stopping.set()
-        if self._thread.is_alive():
-            self._thread.join()
+        with self._starting:
+            if self._thread.is_alive():
+                self._thread.join()
+            self._end()
+
+    def _end(self) -> None:
         if ray.is_initialized():
             self._end_actors()
             if self._group is not None:
@@ -166,8 +173,10 @@ class RayFleet:
         bundles = [self._resources] * section.replicas
         name = f"{section.name}-replicas"
         self._group = _existing(name, bundles) or placement_group(bundles, "SPREAD", name=name, lifetime="detached")
-        if self._group.wait(section.place_s):
-            return
+        end = time.monotonic() + section.place_s
+        while time.monotonic() < end and not self._stopping.is_set():
+            if self._group.wait(min(LOOK_S, section.place_s)):
+                return
         have, free = ray.cluster_resources(), ray.available_resources()
         kinds = sorted({*self._resources, *(kind for kind in have if kind in ("CPU", "GPU", "TPU"))})
         found = ", ".join(f"{kind} {have.get(kind, 0):g} ({free.get(kind, 0):g} free)" for kind in kinds)
@@ -207,6 +216,8 @@ class RayFleet:
             late = [name for name, t in told.items() if t is None or t.stage != "up"]
             if not late:
                 return
+            if self._stopping.is_set():
+                raise Unavailable("the fleet stops")
             if time.monotonic() > end:
                 raise Unavailable(f"replicas {', '.join(late)}: not ready after cluster.start_timeout_s = {limit:g} s")
             time.sleep(LOOK_S)

@@ -23,12 +23,14 @@ LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
 def prepare(section: ClusterConfig) -> str:
     """Sets Ray's environment; returns the new folder of a Ray of our own, "" for one that runs already.
 
-    Raises ConfigError without the secret of a Ray that runs already.
+    The secret of a Ray that runs already comes from `cluster.ray_token_file`, or from RAY_AUTH_TOKEN, as KubeRay
+    sets it. Raises ConfigError without one.
     """
     if section.ray_address:
-        if not section.ray_token_file:
+        if not (section.ray_token_file or os.environ.get("RAY_AUTH_TOKEN")):
             raise ConfigError("cluster.ray_token_file is not set: cluster.ray_address needs Ray's own secret")
-        os.environ.update(SETTINGS, RAY_AUTH_TOKEN_PATH=section.ray_token_file)
+        path = {"RAY_AUTH_TOKEN_PATH": section.ray_token_file} if section.ray_token_file else {}
+        os.environ.update(SETTINGS, **path)
         return ""
     folder = tempfile.mkdtemp(prefix="jlora-ray-")  # short: Ray puts sockets below it
     os.environ.update(SETTINGS, **LOOPBACK, RAY_AUTH_TOKEN_PATH=write(Path(folder), secrets.token_urlsafe(32)))

@@ -120,16 +120,22 @@ def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
 class ServerProcess:
     """A `jlora serve` process on a free port; ready once this is made. Raises RuntimeError if it ends before."""
 
-    def __init__(self, flags: Sequence[str]):
+    def __init__(self, flags: Sequence[str], command: Sequence[str] = ("jlora.serve",)):
+        """`command`: another module with the same ready line, and its first arguments."""
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "jlora.serve", "--port", "0", *flags],
+            [sys.executable, "-m", *command, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": path},
         )
         self.address, self.http = self._ready()
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self._process.pid
 
     def stop(self) -> None:
         """Ends the process as an operator would. Raises RuntimeError if it does not end by itself, with code 0."""
@@ -148,7 +154,7 @@ class ServerProcess:
         """The addresses of gRPC and HTTP, "" without HTTP."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if found := re.match(r"jlora ready grpc=(\S+)(?: http=(\S+))?", line):
+            if found := re.match(r"jlora (?:cluster )?ready grpc=(\S+)(?: http=(\S+))?", line):
                 return found[1], found[2] or ""
         self._process.stdout.close()
         raise RuntimeError(f"the server ended with code {self._process.wait()} before it was ready")

@@ -1,0 +1,15 @@
+# Replicas on NVIDIA GPUs. The CUDA libraries come with jax; the node brings the driver. From the repository's root:
+#
+#     docker build -f configs/docker/cuda.Dockerfile -t jlora:cuda .
+FROM python:3.13-slim
+WORKDIR /opt/jlora
+COPY pyproject.toml README.md LICENSE ./
+COPY scripts scripts
+COPY jlora jlora
+# The script that continuous integration sets its environments up with.
+RUN sh scripts/setup.sh --venv /opt/venv --extras cuda,ray,otel
+ENV PATH=/opt/venv/bin:$PATH
+RUN useradd --create-home --uid 10001 jlora
+USER 10001
+EXPOSE 50051 8000
+ENTRYPOINT ["jlora"]

@@ -1,0 +1,140 @@
+"""`jlora cluster`: a service of many replicas, one replica of it, and a look at it.
+
+jlora cluster --config configs/cluster.toml
+jlora cluster replica --model DIR --port 50052
+jlora cluster status 127.0.0.1:50051
+"""
+
+from __future__ import annotations
+
+import argparse
+import secrets
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import grpc
+from rich.console import Console
+
+from jlora import config as configuration
+from jlora.cluster.fleet import Fleet, LocalFleet, StaticFleet
+from jlora.cluster.ray_settings import prepare, write
+from jlora.config import Config
+from jlora.errors import ConfigError, JloraError, Unavailable
+from jlora.serve import client, flags, top
+from jlora.serve.client import Login, connect
+from jlora.serve.flags import Parser
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+DESCRIPTION = """Serves one Llama with many LoRA adapters from several replicas behind one router.
+
+Starts the replicas, then prints `jlora ready grpc=HOST:PORT ...` as `jlora serve` does; clients see no difference.
+SIGTERM or Ctrl-C lets running requests end, and ends the replicas that this command started.
+
+  jlora cluster replica ...        one replica, for a static fleet; flags of `jlora serve`
+  jlora cluster status [ADDRESS]   the replicas behind a router"""
+
+# Configuration key, flag, metavar, help.
+FLAGS = (
+    ("cluster.replicas", "--replicas", "N", "replicas to start (default 1)"),
+    ("cluster.fleet", "--fleet", "KIND", "who runs them: local, ray or static (default local)"),
+    ("cluster.addresses", "--addresses", "HOST:PORT,...", "of a static fleet; DNS names are followed"),
+    ("cluster.ray_address", "--ray-address", "HOST:PORT", "Ray's head (default: a Ray of this machine alone)"),
+    ("cluster.token_file", "--token-file", "FILE", "the secret that routers and replicas share"),
+)
+TIMEOUT_S = 5.0
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs `jlora cluster`; returns the exit code."""
+    if argv[:1] == ["replica"]:
+        from jlora.cluster import worker  # only a replica imports jax
+
+        return worker.main(argv[1:])
+    if argv[:1] == ["status"]:
+        return status(argv[1:])
+    config = parse(argv)
+    from jlora.cluster import service
+
+    with secret(config) as config:
+        return service.run(config, fleet_of(config))
+
+
+def parse(argv: Sequence[str]) -> Config:
+    """The configuration of a command line. An error exits with code 2 and one line on stderr."""
+    made = flags.parser("jlora cluster", DESCRIPTION)
+    for key, name, metavar, help in FLAGS:
+        made.add_argument(name, dest=key, metavar=metavar, help=f"{help} [{key}]")
+    made.add_argument(
+        "--resources",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="NAME=AMOUNT",
+        help="what Ray sets aside for each replica, as in CPU=4 GPU=1 [cluster.resources]",
+    )
+    args = made.parse(argv)
+    args.set += [f"{key}={getattr(args, key)}" for key, *_ in FLAGS if getattr(args, key) is not None]
+    args.set += [f"cluster.resources.{entry}" for entry in args.resources]
+    try:
+        return _checked(flags.config_of(args))
+    except JloraError as e:
+        made.error(str(e))
+
+
+def _checked(config: Config) -> Config:
+    if config.cluster.fleet == "static" and not config.cluster.addresses:
+        raise ConfigError("cluster.addresses is not set: a static fleet needs the addresses of its replicas")
+    return config
+
+
+@contextmanager
+def secret(config: Config) -> Iterator[Config]:
+    """The configuration with a secret of the service; one that is made here ends with the context."""
+    if config.cluster.token_file or config.cluster.fleet == "static":
+        yield config
+        return
+    folder = tempfile.mkdtemp(prefix="jlora-")
+    try:
+        path = write(Path(folder), secrets.token_urlsafe(32))
+        yield configuration.replace(config, {"cluster.token_file": path})
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def fleet_of(config: Config) -> Fleet:
+    """The fleet that the configuration asks for. Raises ConfigError without the extra that it needs."""
+    if config.cluster.fleet == "static":
+        return StaticFleet(config.cluster)
+    if config.cluster.fleet == "local":
+        return LocalFleet(config)
+    folder = prepare(config.cluster)
+    try:
+        from jlora.cluster.ray_fleet import RayFleet
+    except ImportError as e:
+        raise ConfigError("cluster.fleet = ray: needs Ray: pip install 'jlora[ray]'") from e
+    return RayFleet(config, folder)
+
+
+def status(argv: Sequence[str]) -> int:
+    """Prints the replicas behind a router; 1 if none is up."""
+    parser = Parser("jlora cluster status", "Shows the replicas behind a router. The exit code is 1 if none is up.")
+    parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="HOST:PORT")
+    client.add_flags(parser.add_argument)
+    args: argparse.Namespace = parser.parse(argv)
+    with connect(args.address, Login.of(args)) as channel:
+        info = _info(channel, args.address)
+    width = None if sys.stdout.isatty() else top.FILE_COLUMNS
+    Console(highlight=False, width=width).print(top.members_table(info.replicas))
+    return 0 if any(replica.health == "up" for replica in info.replicas) else 1
+
+
+def _info(channel: grpc.Channel, address: str) -> pb.ServerInfo:
+    info = rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S)
+    if not info.replicas:
+        raise Unavailable(f"{address}: is a single server, or a router without replicas")
+    return info

@@ -1,0 +1,154 @@
+"""Manifests and Dockerfiles: Kubernetes' own schemas accept them, and our command line accepts what they say."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from jlora.cluster import cli
+from jlora.serve import flags
+
+ROOT = Path(__file__).resolve().parents[2]
+MANIFESTS = sorted((ROOT / "configs" / "kubernetes").glob("*.yaml"))
+DOCKERFILES = sorted((ROOT / "configs" / "docker").glob("*.Dockerfile"))
+KUBERNETES = "1.33"
+
+# KubeRay's schema is not on a package index: these are the fields that we use. Pods are checked by Kubernetes' own.
+GROUP = {
+    "type": "object",
+    "required": ["rayStartParams", "template"],
+    "additionalProperties": False,
+    "properties": {
+        "groupName": {"type": "string", "minLength": 1},
+        **{name: {"type": "integer", "minimum": 0} for name in ("replicas", "minReplicas", "maxReplicas")},
+        "numOfHosts": {"type": "integer", "minimum": 1},
+        "rayStartParams": {"type": "object", "additionalProperties": {"type": "string"}},
+        "template": {"type": "object", "required": ["spec"]},
+    },
+}
+RAY_CLUSTER = {
+    "type": "object",
+    "required": ["headGroupSpec"],
+    "additionalProperties": False,
+    "properties": {
+        "rayVersion": {"type": "string"},
+        "authOptions": {
+            "type": "object",
+            "additionalProperties": False,
+            "properties": {"mode": {"enum": ["token", "disabled"]}, "secretName": {"type": "string"}},
+        },
+        "headGroupSpec": GROUP,
+        "workerGroupSpecs": {"type": "array", "items": {**GROUP, "required": [*GROUP["required"], "groupName"]}},
+    },
+}
+
+
+def documents() -> Iterator[tuple[str, dict[str, Any]]]:
+    for path in MANIFESTS:
+        for one in yaml.safe_load_all(path.read_text()):
+            yield f"{path.stem}-{one['kind']}-{one['metadata']['name']}", one
+
+
+DOCUMENTS = dict(documents())
+
+
+def templates(document: dict[str, Any]) -> list[dict[str, Any]]:
+    spec = document.get("spec", {})
+    if document["kind"] == "RayCluster":
+        return [group["template"] for group in (spec["headGroupSpec"], *spec["workerGroupSpecs"])]
+    return [spec["template"]] if "template" in spec else []
+
+
+def pod_specs() -> Iterator[dict[str, Any]]:
+    for document in DOCUMENTS.values():
+        yield from (template["spec"] for template in templates(document))
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_kubernetes_accepts_it(name: str):
+    document = DOCUMENTS[name]
+    if document["kind"] == "RayCluster":
+        assert document["apiVersion"] == "ray.io/v1"
+        jsonschema.validate(document["spec"], RAY_CLUSTER)
+    else:
+        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+    for template in templates(document):
+        pod = {"apiVersion": "v1", "kind": "PodTemplate", "metadata": {"name": "x"}, "template": template}
+        kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+
+
+def test_the_validator_finds_a_wrong_field():
+    wrong = {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "x"}, "spec": {"ports": [{"prot": 1}]}}
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(wrong, KUBERNETES, strict=True)
+
+
+def test_names_meet():
+    """Claims, secrets and maps of the pods are made by a manifest, or by the operator as the docs say."""
+    ours = {"jlora-models", "jlora-adapters", "jlora-token", "jlora-keys", "jlora-ray"}
+    made = {document["metadata"]["name"] for document in DOCUMENTS.values()}
+    guide = (ROOT / "docs" / "cluster.md").read_text()
+    assert [name for name in ours if name not in guide] == []
+    for spec in pod_specs():
+        mounts = {mount["name"] for container in spec["containers"] for mount in container["volumeMounts"]}
+        volumes = {volume["name"]: volume for volume in spec["volumes"]}
+        assert mounts - {"cache"} <= volumes.keys()
+        for volume in volumes.values():
+            for kind, key in (
+                ("configMap", "name"), ("secret", "secretName"), ("persistentVolumeClaim", "claimName"),
+            ):  # fmt: skip
+                if kind in volume:
+                    assert volume[kind][key] in made | ours
+
+
+def commands() -> Iterator[list[str]]:
+    """What the containers run, as arguments of `jlora`."""
+    for spec in pod_specs():
+        for container in spec["containers"]:
+            args = container["args"]
+            if "command" not in container:
+                yield args
+            elif found := re.search(r"exec jlora (.*)", args[0].replace("\\\n", " "), re.DOTALL):
+                yield found[1].split()
+
+
+def test_our_command_line_accepts_what_the_containers_run(tmp_path: Path):
+    config = DOCUMENTS["service-ConfigMap-jlora"]["data"]["cluster.toml"]
+    tomllib.loads(config)
+    path = tmp_path / "cluster.toml"
+    path.write_text(config.replace('"/adapters"', f'"{tmp_path}"'))
+    parsed = []
+    for command in commands():
+        assert command.pop(0) == "cluster"
+        command[command.index("--config") + 1] = str(path)
+        if command[0] == "replica":
+            parsed.append(flags.parse(command[1:]))
+        else:
+            parsed.append(cli.parse(command))
+    assert [(c.cluster.fleet, c.model.tp, c.serve.http_port) for c in parsed] == [
+        ("ray", 1, 8000), ("static", 1, -1), ("static", 4, -1), ("static", 1, 8000),
+    ]  # fmt: skip
+    assert all(c.cluster.token_file == "/run/jlora/token" and c.serve.drain_s < 60 for c in parsed)
+
+
+@pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
+def test_images_are_set_up_by_the_script_of_continuous_integration(path: Path):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    text = path.read_text()
+    runs = re.findall(r"^RUN (sh \S+).*--extras (\S+)$", text, re.MULTILINE)
+    assert [script for script, _ in runs] == ["sh scripts/setup.sh"]
+    assert set(runs[0][1].split(",")) <= set(project["optional-dependencies"])
+    assert "scripts/setup.sh" in (ROOT / ".ci" / "run").read_text()
+    for source in re.findall(r"^COPY (.+) \S+$", text, re.MULTILINE):
+        assert all((ROOT / name).exists() for name in source.split())
+    assert f"configs/docker/{path.name}" in text
+    image = f"jlora:{path.stem.partition('.')[0]}"
+    assert image in text and image in " ".join(p.read_text() for p in MANIFESTS)

@@ -1,0 +1,127 @@
+"""Two replicas on a Ray of this machine: killed, stopped, drained; every token exactly once, as of one engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+from tests import _make
+from tests.cluster import _processes
+from tests.cluster._processes import Service, Stream, service
+from tests.cluster._wait import until
+
+pytest.importorskip("ray")
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+
+TOKENS = 200
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("cluster") / "model"
+    _make.make_model(directory, max_len=512)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def adapters(tiny_adapters: dict[str, Path]) -> dict[str, Path]:
+    return {name: tiny_adapters[name] for name in ("small", "large")}
+
+
+@pytest.fixture(scope="module")
+def asked(adapters: dict[str, Path]) -> list[pb.GenerateRequest]:
+    return _processes.requests(list(adapters), TOKENS)
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path, adapters: dict[str, Path], asked: list[pb.GenerateRequest]) -> list[list[list[int]]]:
+    return _processes.undisturbed(model, adapters, asked)
+
+
+@pytest.fixture(scope="module")
+def running(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    cache = f"serve.compile_cache={tmp_path_factory.mktemp('programs')}"
+    with service(model, adapters, "--fleet", "ray", "--replicas", "2", "--set", cache) as made:
+        yield made
+
+
+@pytest.fixture
+def both(running: Service) -> Service:
+    """The service with both replicas up."""
+    until(lambda: running.up() == {"r0", "r1"}, "both replicas are up")
+    return running
+
+
+def disturbed(running: Service, asked: list[pb.GenerateRequest], disturb: Callable[[], None]) -> list[list[list[int]]]:
+    """The tokens of all requests at once, where something happens once half of them run."""
+    streams = [Stream(running.inference, one) for one in asked]
+    until(lambda: sum(stream.has(3) for stream in streams) >= len(streams) // 2, "half of the streams run")
+    disturb()
+    return [stream.result() for stream in streams]
+
+
+def test_undisturbed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
+    assert disturbed(both, asked, lambda: None) == expected
+
+
+def test_a_replica_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
+    victim = ""
+    before = {name: both.pid(name) for name in ("r0", "r1")}
+
+    def kill() -> None:
+        nonlocal victim
+        victim = both.busiest()
+        os.kill(before[victim], signal.SIGKILL)
+
+    assert disturbed(both, asked, kill) == expected
+    until(lambda: both.up() == {"r0", "r1"}, f"{victim} serves again")
+    assert both.pid(victim) != before[victim]
+
+
+def test_a_replica_hangs_and_goes_on(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
+    name = both.busiest()
+    pid = both.pid(name)
+    try:
+        got = disturbed(both, asked, lambda: os.kill(pid, signal.SIGSTOP))
+        assert name not in both.up()
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert got == expected
+    until(lambda: both.up() == {"r0", "r1"}, f"{name} is taken back")
+    assert both.pid(name) == pid, "it was not started again"
+
+
+def test_all_replicas_restart_in_turn(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
+    def restart() -> None:
+        for name in ("r0", "r1"):
+            pid = both.pid(name)
+            os.kill(pid, signal.SIGTERM)
+            until(lambda pid=pid: pid not in pids(both), f"{name} ends")
+            until(lambda: both.up() == {"r0", "r1"}, f"{name} serves again")
+
+    assert disturbed(both, asked, restart) == expected
+
+
+def pids(running: Service) -> set[int]:
+    return _processes.descendants(running.process.pid)
+
+
+def test_a_killed_router_leaves_nothing(both: Service, asked: list[pb.GenerateRequest]):
+    """Last: its fixture finds that no process is left."""
+    stream = Stream(both.inference, asked[0])
+    until(lambda: stream.has(3), "the stream runs")
+    left = pids(both)
+    both.process.kill()
+    with pytest.raises(grpc.RpcError) as e:
+        stream.result()
+    assert e.value.code() == grpc.StatusCode.UNAVAILABLE
+    until(lambda: all(map(_processes.gone, left)), "Ray and its replicas end")
+    with grpc.insecure_channel(both.address) as channel, pytest.raises(grpc.RpcError):
+        rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
