@@ -37,17 +37,26 @@ class Fleet(Protocol):
         ...
 
     def stop(self) -> None:
-        """Drains and ends what `start` started; then nothing of it is left. A second call does nothing."""
+        """Drains and ends what `start` started; then nothing of it is left. The watch hears nothing of it.
+
+        It may be called while `start` runs, which then raises Unavailable. A second call does nothing.
+        """
         ...
 
 
 class Places:
-    """The addresses of a fleet's replicas; tells the watch of each change, one at a time and in order."""
+    """The addresses of a fleet's replicas; tells the watch of each change, in order, until `close`."""
 
     def __init__(self, watch: Watch):
         self._watch = watch
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
+        self._closed = False
+
+    def close(self) -> None:
+        """Tells nothing from now on: the watch may be gone."""
+        with self._lock:
+            self._closed = True
 
     def put(self, name: str, address: str | None) -> None:
         """The replica is there from now on; None: nowhere."""
@@ -57,15 +66,19 @@ class Places:
                 self._addresses.pop(name, None)
             else:
                 self._addresses[name] = address
-            if self._addresses != before:
+            if self._addresses != before and not self._closed:
                 self._watch(dict(self._addresses))
 
     def replace(self, addresses: Mapping[str, str]) -> None:
         """All replicas at once."""
         with self._lock:
-            if addresses != self._addresses:
+            if addresses != self._addresses and not self._closed:
                 self._addresses = dict(addresses)
                 self._watch(dict(addresses))
+
+
+def _nobody(addresses: Mapping[str, str]) -> None:
+    """The watch of a fleet that has not started."""
 
 
 class StaticFleet:
@@ -77,6 +90,7 @@ class StaticFleet:
 
     def __init__(self, config: ClusterConfig):
         self._config = config
+        self._places = Places(_nobody)
         self._found: dict[str, tuple[str, ...]] = {}
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._look, name="jlora-fleet", daemon=True)
@@ -89,6 +103,7 @@ class StaticFleet:
 
     def stop(self) -> None:
         """The replicas live on."""
+        self._places.close()
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -145,6 +160,7 @@ class LocalFleet:
         """`module`: what each process runs, see `child`."""
         count = config.cluster.replicas
         self._module = module
+        self._places = Places(_nobody)
         self._configs = [replica_config(config, f"r{i}", "127.0.0.1") for i in range(count)]
         self._stop_s = config.serve.drain_s + STOP_S
         self._stopping = threading.Event()
@@ -169,6 +185,7 @@ class LocalFleet:
 
     def stop(self) -> None:
         """SIGTERM to all; SIGKILL to those that take longer than `serve.drain_s` and a little more."""
+        self._places.close()
         with self._lock:
             self._stopping.set()
             for child in self._children.values():
@@ -210,7 +227,9 @@ class LocalFleet:
             self._places.put(name, child.ready())
             if not up.done():
                 up.set_result(None)
-            log.warning("replica %s: ended with code %d", name, child.wait().code)
+            end = child.wait()
+            if not self._stopping.is_set():
+                log.warning("replica %s: ended with code %d", name, end.code)
         finally:
             self._places.put(name, None)
             with self._lock:

@@ -92,6 +92,7 @@ async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None
         await router.aclose()
         raise Unavailable(f"no replica has answered in cluster.start_timeout_s = {left:g} s") from None
     except BaseException:  # also if a signal ends it
+        await asyncio.to_thread(parts.fleet.stop)  # `start` may wait still, on its thread
         await router.aclose()
         raise
 

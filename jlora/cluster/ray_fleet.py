@@ -127,6 +127,7 @@ class RayFleet:
 
     def stop(self) -> None:
         """Drains and ends the replicas and their placement group; a Ray of our own ends too."""
+        self._places.close()
         self._stopping.set()
         with self._starting:
             if self._thread.is_alive():
@@ -139,7 +140,6 @@ class RayFleet:
             if self._group is not None:
                 remove_placement_group(self._group)
             ray.shutdown()
-        self._places.replace({})
         if self._folder:
             shutil.rmtree(self._folder, ignore_errors=True)
 

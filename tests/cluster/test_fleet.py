@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -49,10 +50,11 @@ def local():
     seen = Seen()
     made.start(seen)
     yield made, seen
-    pids = list(made.pids.values())
+    pids, told = list(made.pids.values()), len(seen.told)
     made.stop()
     made.stop()  # does nothing
-    assert all(map(gone, pids)) and not made.pids and not seen.now
+    assert all(map(gone, pids)) and not made.pids
+    assert len(seen.told) == told, "the watch hears nothing of the stop"
 
 
 def test_a_local_fleet_tells_addresses_and_ends_its_processes(local: tuple[LocalFleet, Seen]):
@@ -78,6 +80,23 @@ def test_a_replica_that_cannot_start_is_one_error_with_its_reason():
     with pytest.raises(Unavailable, match=r"replica r\d: ended with code 1 before it was ready: no such model"):
         fleet.start(seen)
     assert not fleet.pids and not seen.told
+
+
+def test_a_fleet_that_starts_can_be_stopped():
+    fleet, ended = LocalFleet(config(2, FAKE_LOADS="1"), FAKE), []
+
+    def start() -> None:
+        with pytest.raises(Unavailable):
+            fleet.start(Seen())
+        ended.append(True)
+
+    starting = threading.Thread(target=start)
+    starting.start()
+    until(lambda: len(fleet.pids) == 2, "both processes load")
+    pids = list(fleet.pids.values())
+    fleet.stop()
+    starting.join(60)
+    assert ended and all(map(gone, pids)) and not fleet.pids
 
 
 def test_a_replica_that_loads_too_long_is_killed():
