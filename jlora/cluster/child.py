@@ -85,8 +85,6 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
             env=self._environment(),
             process_group=0,  # Ctrl-C reaches the router alone, which drains
         )
@@ -112,7 +110,7 @@ class Child:
         try:
             assert self._process.stdout is not None
             for line in self._process.stdout:
-                if found := READY.match(line):
+                if found := READY.match(line.decode(errors="replace")):
                     return found[1]
         finally:
             timer.cancel()
@@ -140,14 +138,13 @@ class Child:
     def _environment(self) -> dict[str, str]:
         root = str(Path(__file__).resolve().parents[2])
         path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        # Bars of several processes would overwrite each other.
-        return {**os.environ, "PYTHONPATH": path, "TQDM_DISABLE": "1", **self._config.cluster.env}
+        return {**os.environ, "PYTHONPATH": path, **self._config.cluster.env}
 
     def _show(self) -> None:
-        """Passes on what it writes to stderr, a line with its name each."""
+        """Passes on what it writes to stderr, a line with its name each; of a progress bar, the end."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
-            if text := line.rstrip():
+            if text := line.decode(errors="replace").rstrip().rpartition("\r")[2]:
                 self._last = text
                 print(f"[{self.name}] {text}", file=sys.stderr, flush=True)
 
