@@ -27,7 +27,7 @@ from jlora.errors import Unavailable
 PR_SET_PDEATHSIG = 1
 # Seconds beyond serve.drain_s in which a replica must have stopped: the engine's last step, the last messages.
 STOP_S = 15.0
-REPLICA = "jlora.serve.launcher"
+REPLICA = "jlora.cluster.worker"
 READY = re.compile(r"jlora ready grpc=(\S+)")
 
 
