@@ -86,6 +86,8 @@ NO_JAX = {
     "cluster.books",
     "cluster.calls",
     "cluster.child",
+    "cluster.cli",
+    "cluster.service",
     "cluster.controller",
     "cluster.directory",
     "cluster.dispatch",
