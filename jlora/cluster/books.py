@@ -14,9 +14,11 @@ class _Book:
     waiting: Counter[int] = field(default_factory=Counter)
     running: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
+    context: int = 0
 
     def held(self) -> Held:
-        return Held(dict(+self.waiting), dict(+self.running), self.tokens)
+        waiting, running = ({rank: n for rank, n in all.items() if n} for all in (self.waiting, self.running))
+        return Held(waiting, running, self.tokens, self.context)
 
 
 class Books:
@@ -47,12 +49,19 @@ class Books:
         book.waiting[ask.rank] -= 1
         book.tokens -= ask.prompt
         book.running[ask.rank] += 1
+        book.context += ask.prompt
         self._renew(name)
 
-    def ended(self, name: str, ask: Ask, begun: bool) -> None:
+    def told(self, name: str, tokens: int) -> None:
+        """Outputs of requests that have begun; seen with the next message."""
+        self._books[name].context += tokens
+
+    def ended(self, name: str, ask: Ask, outputs: int | None) -> None:
+        """`outputs`: its tokens that were told; None: it had not begun."""
         book = self._books[name]
-        if begun:
+        if outputs is not None:
             book.running[ask.rank] -= 1
+            book.context -= ask.prompt + outputs
         else:
             book.waiting[ask.rank] -= 1
             book.tokens -= ask.prompt

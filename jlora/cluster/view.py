@@ -16,11 +16,13 @@ class Held:
     Attributes:
         waiting, running: largest rank of the adapter (0: the base) -> requests before, and after, their first token.
         tokens: prompt tokens of those that wait.
+        context: tokens of those that run, prompts and outputs.
     """
 
     waiting: Mapping[int, int] = field(default_factory=dict)
     running: Mapping[int, int] = field(default_factory=dict)
     tokens: int = 0
+    context: int = 0
 
     @property
     def count(self) -> int:

@@ -169,6 +169,7 @@ class Fleet:
 
     def _hear(self, at: float, side: Side, events: Sequence[TokenEvent], seen: ReplicaView) -> None:
         now = at - self._start
+        self._books.told(side.member.name, len(events))
         for event in events:
             live = side.names[event.request_id]
             ask = live.ask
@@ -185,7 +186,7 @@ class Fleet:
         self._books.heard(seen)
 
     def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
-        self._books.ended(live.replica, live.asked, live.begun)
+        self._books.ended(live.replica, live.asked, len(told) if live.begun else None)
         self._live -= 1
         self._script.answered(live.turn, told, now)
 

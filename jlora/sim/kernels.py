@@ -47,7 +47,9 @@ def costs_of(hardware: Hardware, step: StepModel, kernel: Kernel) -> RankCosts:
     shapes = spec.projection_shapes
     size = sum(sum(shapes[name]) for name in PROJECTIONS) * spec.layers * BYTES[spec.dtype]
     rank_s = size / (hardware.chips * chip.hbm_bps * chip.memory)
-    return RankCosts(step.fixed_s + step.weights_s, step.prompt_token_s, rank_s, kernel == "padded")
+    return RankCosts(
+        step.fixed_s, step.weights_s, step.prompt_token_s, step.context_token_s, rank_s, kernel == "padded"
+    )
 
 
 def without_adapters(step: StepModel) -> StepModel:

@@ -15,8 +15,8 @@ from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
 from jlora.cluster.view import Held, ReplicaView
 
 # Lines through CaraServe's Figure 5, which rounds to 0.1 ms: 24 requests of rank 32 against 16 of rank 64.
-BGMV = RankCosts(31.7e-3, 0.0, 1e-3 / 256, padded=True)
-MBGMV = RankCosts(33.5e-3, 0.0, 0.6e-3 / 256, padded=False)
+BGMV = RankCosts(31.7e-3, 0.0, 0.0, 0.0, 1e-3 / 256, padded=True)
+MBGMV = RankCosts(33.5e-3, 0.0, 0.0, 0.0, 0.6e-3 / 256, padded=False)
 SLO_S = 36e-3
 ASK = Ask("a@1", 64, 100)
 
@@ -41,10 +41,10 @@ def named(policy: object) -> str:
 
 
 def test_the_lines_are_those_of_the_papers_example():
-    assert [BGMV.decode_s({32: 24}), BGMV.decode_s({64: 16})] == pytest.approx([34.8e-3, 35.8e-3], abs=1.1e-4)
-    assert [MBGMV.decode_s({32: 24}), MBGMV.decode_s({64: 16})] == pytest.approx([35.3e-3, 35.9e-3])
-    assert BGMV.decode_s({32: 24, 64: 1}) > SLO_S > BGMV.decode_s({64: 17})
-    assert MBGMV.decode_s({64: 17}) > SLO_S > MBGMV.decode_s({32: 24, 64: 1})
+    assert [BGMV.step_s({32: 24}), BGMV.step_s({64: 16})] == pytest.approx([34.8e-3, 35.8e-3], abs=1.1e-4)
+    assert [MBGMV.step_s({32: 24}), MBGMV.step_s({64: 16})] == pytest.approx([35.3e-3, 35.9e-3])
+    assert BGMV.step_s({32: 24, 64: 1}) > SLO_S > BGMV.step_s({64: 17})
+    assert MBGMV.step_s({64: 17}) > SLO_S > MBGMV.step_s({32: 24, 64: 1})
 
 
 @pytest.mark.parametrize("kind", [CaraServe, Jlora], ids=lambda kind: kind.__name__)
@@ -54,7 +54,7 @@ def test_the_papers_example_is_routed_as_in_the_paper(kind):
 
 
 def test_algorithm_1_weighs_the_added_time_by_the_requests_there():
-    costs = RankCosts(0.01, 0.001, 1e-5, padded=False)
+    costs = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
     cara = CaraServe(costs, 1.0, outputs=50.0, penalty_s=7.0)
     there = replica("r", held=Held(waiting={8: 1}, running={16: 2}, tokens=40))
     assert cara.cost(there, ASK) == pytest.approx(3 * ((64e-5 + 100 * 0.001) / 50 + 64e-5))
@@ -92,7 +92,7 @@ def test_most_idle_counts_other_routers_and_first_fit_fills_up():
 
 
 def test_jlora_goes_where_adapter_and_prefix_are_unless_that_costs_others_more():
-    costs = RankCosts(0.01, 0.001, 1e-5, padded=False)
+    costs = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
     policy = Jlora(costs, 1.0, tiers={"HOST": 0.001, "DISK": 0.01})
     cold, warm = replica("cold"), replica("warm", tiers={"a@1": "HBM"})
     assert policy.choose(view(cold, warm), ASK, 0.0) == "warm"
@@ -111,9 +111,11 @@ def test_the_books_follow_a_request_from_send_to_end():
     assert (seen.sent, seen.running, seen.free_blocks) == (2, 2, 7)
     assert seen.held == Held({64: 1, 8: 1}, {}, 105)
     books.began("r", ASK)
-    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5)
+    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5, 100)
+    books.told("r", 3)
     books.heard(ReplicaView("r", "up", running=1))
     assert books.view["r"].sent == 2 and books.view["r"].running == 1
-    books.ended("r", ASK, begun=True)
-    books.ended("r", replace(ASK, rank=8, prompt=5), begun=False)
+    assert books.view["r"].held.context == 103
+    books.ended("r", ASK, outputs=3)
+    books.ended("r", replace(ASK, rank=8, prompt=5), outputs=None)
     assert books.view["r"].held == Held() and books.view["r"].sent == 0

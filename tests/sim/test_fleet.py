@@ -98,8 +98,8 @@ def test_padded_kernels_cost_the_largest_rank_and_unpadded_ones_the_sum():
     step = NPU.step_model()
     padded, unpadded = (costs_of(NPU, step, kernel) for kernel in ("padded", "unpadded"))
     ranks = {64: 1, 8: 9}
-    assert padded.decode_s(ranks) - padded.step_s == pytest.approx(640 * padded.rank_s)
-    assert unpadded.decode_s(ranks) - unpadded.step_s == pytest.approx(136 * padded.rank_s)
+    assert padded.step_s(ranks) - padded.step_s({}) == pytest.approx(640 * padded.rank_s)
+    assert unpadded.step_s(ranks) - unpadded.step_s({}) == pytest.approx(136 * padded.rank_s)
     trace = chats(20, 1)
     work = Work.of(trace, RANKS, NPU)
     own, both = Service(2, RANKS), []

@@ -33,8 +33,8 @@ class CaraServe:
         prefill = costs.prefill_s(joined(held.waiting, own), held.tokens + ask.prompt)
         prefill -= costs.prefill_s(held.waiting, held.tokens)
         exist = joined(held.running, held.waiting)
-        after = costs.decode_s(joined(exist, own))
-        score = prefill / self.outputs + after - costs.decode_s(exist)
+        after = costs.step_s(joined(exist, own))
+        score = prefill / self.outputs + after - costs.step_s(exist)
         if after > self.slo_s:
             score += self.penalty_s
         return score * held.count

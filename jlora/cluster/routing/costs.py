@@ -17,30 +17,32 @@ Ranks = Mapping[int, int]  # largest rank of an adapter (0: the base) -> request
 
 
 class Costs(Protocol):
-    """Predicts the steps of a replica."""
+    """Predicts the steps of a replica. All times are seconds."""
 
     def prefill_s(self, ranks: Ranks, tokens: int) -> float:
-        """Seconds to compute these prompts, `tokens` in all; 0 if there are none."""
+        """Of a step that computes these prompts, `tokens` in all."""
         ...
 
-    def decode_s(self, ranks: Ranks) -> float:
-        """Seconds of a step in which each of these requests decodes one token."""
+    def step_s(self, ranks: Ranks, context: int = 0, prompt: int = 0) -> float:
+        """Of a step of these requests, which reads `context` tokens and computes `prompt` tokens beside."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RankCosts:
-    """One line per kernel, in seconds.
+    """One line per kernel, beside what the base costs. All times are seconds.
 
     Attributes:
-        step_s: of a step without adapters.
-        token_s: of a prompt token.
+        fixed_s, weights_s: of a step; weights are read while up to `weights_s / token_s` tokens are computed.
+        token_s: of a prompt token; context_s: of reading a token's KV.
         rank_s: of one rank of one request.
         padded: every request counts with the largest rank in the batch.
     """
 
-    step_s: float
+    fixed_s: float
+    weights_s: float
     token_s: float
+    context_s: float
     rank_s: float
     padded: bool
 
@@ -49,10 +51,11 @@ class RankCosts:
         return self.rank_s * (requests * largest if self.padded else total)
 
     def prefill_s(self, ranks: Ranks, tokens: int) -> float:
-        return self._adapters(ranks) + self.step_s + tokens * self.token_s if ranks else 0.0
+        return self.fixed_s + self.weights_s + tokens * self.token_s + self._adapters(ranks)
 
-    def decode_s(self, ranks: Ranks) -> float:
-        return self.step_s + self._adapters(ranks)
+    def step_s(self, ranks: Ranks, context: int = 0, prompt: int = 0) -> float:
+        base = self.fixed_s + max(self.weights_s, prompt * self.token_s) + context * self.context_s
+        return base + self._adapters(ranks)
 
     def _adapters(self, ranks: Ranks) -> float:
         requests = total = largest = 0

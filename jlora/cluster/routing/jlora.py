@@ -36,18 +36,16 @@ class Jlora:
 
     def cost(self, replica: ReplicaView, ask: Ask) -> float:
         """Seconds."""
-        held, costs = replica.held, self.costs
-        own = {ask.rank: 1}
+        held, costs, outputs = replica.held, self.costs, self.outputs
         exist = joined(held.running, held.waiting)
-        before, after = costs.decode_s(exist), costs.decode_s(joined(exist, own))
-        ahead = costs.prefill_s(held.waiting, held.tokens)
+        both = joined(exist, {ask.rank: 1})
+        context = held.context + held.tokens
         computed = ask.prompt - ask.cached.get(replica.name, 0)
-        whole = costs.prefill_s(joined(held.waiting, own), held.tokens + computed)
+        before, after = costs.step_s(exist, context), costs.step_s(both, context + ask.prompt)
+        first = costs.step_s(both, context + ask.prompt, held.tokens + computed)
+        slower = first - costs.step_s(exist, context, held.tokens)
         load = 0.0 if ask.adapter is None else ask.rank * self.tiers.get(replica.tiers.get(ask.adapter, "DISK"), 0.0)
-        others = held.count
-        running = others - sum(held.waiting.values())
-        mine = max(load, whole + (0.5 * before if running else 0.0)) + self.outputs * after
-        # Those that run are on average half done; those that wait have all their tokens ahead.
-        left = self.outputs * (others - 0.5 * running)
-        theirs = (whole - ahead) * running + (after - before) * left
+        mine = max(load, 0.5 * before if exist else 0.0) + first + outputs * after
+        # How long an answer still is does not depend on how long it has been.
+        theirs = held.count * (slower + outputs * (after - before))
         return mine + theirs + (self.penalty_s if after > self.slo_s else 0.0)
