@@ -138,7 +138,7 @@ class Dispatcher:
 
     def _check_room(self, count: int) -> None:
         if self._info is not None:
-            engine, live = self._info.config.engine, self.table.open
+            engine, live = self._info.config.engine, self.table.completions
             room = engine.max_queue + engine.max_seqs
             if live + count > room >= count:
                 raise QueueFull(f"queue is full: {live} completions run or wait, limit {room}")
@@ -160,7 +160,11 @@ class Dispatcher:
     def stop(self, handle: int, index: int, outputs: int) -> None:
         """A front has found a stop string."""
         routed = self.table.get(handle)
-        if routed is not None and routed.stop(index, outputs) and routed.rid:
+        if routed is None or not routed.stop(index, outputs):
+            return
+        if not routed.rid:
+            self._give(routed, routed.stopped())
+        else:
             message = link.Stop(rid=routed.rid, index=index, outputs=outputs)
             self.links[routed.replica].send(link.ToReplica(stop=message))
 
@@ -188,6 +192,7 @@ class Dispatcher:
     def received(self, attached: Attached, message: link.FromReplica) -> None:
         """Delivers what a step brought, one batch for each request."""
         now = self.up_at = time.monotonic()
+        self.books.heard(attached.view())
         batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}
         for rid in message.begun:
             if (routed := self.table.attempt(rid)) is not None:
@@ -203,7 +208,6 @@ class Dispatcher:
             self._give(routed, events)
         for failure in message.failures:
             self._failed(failure)
-        self.books.heard(attached.view())
 
     def lost(self, attached: Attached, why: str) -> None:
         """Its requests go on elsewhere."""

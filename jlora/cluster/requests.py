@@ -135,9 +135,13 @@ class Routed:
         return [self._last(i, reason, error) for i, part in enumerate(self._parts) if not part.ended]
 
     def lose(self) -> list[TokenEvent]:
-        """The attempt has ended without its last events; those of completions that a stop string has ended."""
+        """The attempt has ended without its last events; see `stopped`."""
         self.losses = 0 if self._fruitful else self.losses + 1
         self._fruitful = False
+        return self.stopped()
+
+    def stopped(self) -> list[TokenEvent]:
+        """The last events of completions that a stop string has ended, while no attempt is under way to tell them."""
         return [self._last(i, "stop") for i, part in enumerate(self._parts) if part.stop is not None and not part.ended]
 
     def _last(self, index: int, reason: FinishReason, error: Exception | None = None) -> TokenEvent:
@@ -182,19 +186,16 @@ class Table:
         self._requests: dict[int, Routed] = {}
         self._attempts: dict[int, Routed] = {}
         self._handles, self._rids = count(1), count(1)
+        self.completions = 0  # of the live requests
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    @property
-    def open(self) -> int:
-        """Completions that have not ended."""
-        return sum(routed.open for routed in self._requests.values())
 
     def add(self, request: Request, version: Version | None, sink: Sink, now: float) -> Routed:
         """A new request; it waits for a replica."""
         routed = Routed(next(self._handles), request, version, sink, now)
         self._requests[routed.handle] = routed
+        self.completions += request.sampling.n
         return routed
 
     def get(self, handle: int) -> Routed | None:
@@ -221,6 +222,7 @@ class Table:
         """Forgets a request; what its attempt still sends is old."""
         self._attempts.pop(routed.rid, None)
         del self._requests[routed.handle]
+        self.completions -= routed.request.sampling.n
 
     def at(self, replica: str) -> list[Routed]:
         """The requests with an attempt on the replica, oldest first."""

@@ -194,4 +194,4 @@ def test_what_waits_is_ordered_by_priority_then_age():
     assert [r.request.id for r in table.waiting()] == ["1", "0", "2"]
     table.begin(made[1], "a", 0.0)
     assert [r.request.id for r in table.waiting()] == ["0", "2"]
-    assert table.at("a") == [made[1]] and table.open == 3
+    assert table.at("a") == [made[1]] and table.completions == 3
