@@ -17,7 +17,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "jlora"
 
 # Open to every room: records and constants, without jax.
-SHARED = {"types", "config", "errors", "validation", "gaps", "layout", "model.spec", "machine", "ports", "replica"}
+SHARED = {
+    "types",
+    "config",
+    "errors",
+    "validation",
+    "gaps",
+    "layout",
+    "model.spec",
+    "machine",
+    "ports",
+    "replica",
+    "step_model",
+}
 
 # Room -> rooms it may import, beside itself and SHARED. `serve -> engine -> model -> pallas`.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -64,6 +76,7 @@ NO_JAX = {
     "model.spec",
     "ports",
     "replica",
+    "step_model",
     "cache",
     "engine.admission",
     "engine.cold_start",

@@ -24,9 +24,10 @@ from benchmarks.runner import Options
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import Merging, Times
 from jlora.loadgen.rounds import Budget, Sample, Side
-from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepLoad, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
 from jlora.sim.trace import FIRST_ID, Trace, Turn
+from jlora.step_model import StepLoad, StepModel
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 ADAPTERS, RANK = 8, 8

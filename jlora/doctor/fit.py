@@ -1,4 +1,4 @@
-"""The simulator's step-time model (`jlora.sim.hardware.StepModel`), fitted to measured steps. No jax.
+"""The simulator's step-time model (`jlora.step_model.StepModel`), fitted to measured steps. No jax.
 
 Least squares of the relative errors, with positive coefficients, from a prior. Coefficients that the
 steps do not tell apart stay near it.
@@ -17,7 +17,8 @@ from scipy.optimize import least_squares
 
 from jlora.model.spec import ModelSpec
 from jlora.pallas.counts import Chip as Rated
-from jlora.sim.hardware import FORMAT, Chip, Hardware, StepLoad, StepModel
+from jlora.sim.hardware import Chip, Hardware
+from jlora.step_model import FORMAT, StepLoad, StepModel
 
 WISH = 0.01  # weight of the prior beside one measured step
 STEP_S = 5e-4  # prior of a step's fixed part

@@ -26,7 +26,7 @@ from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model import llama, sharding
 from jlora.model.spec import ModelSpec
 from jlora.pallas.counts import Count
-from jlora.sim.hardware import StepLoad
+from jlora.step_model import StepLoad
 from jlora.types import Request, SamplingParams
 
 TARGETS = ("q", "k", "v", "o")

@@ -24,7 +24,7 @@ from jlora import config as configuration
 from jlora.errors import ConfigError
 from jlora.sim import many, outcome
 from jlora.sim.clairvoyant import Clairvoyant
-from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
@@ -32,6 +32,7 @@ from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simu
 from jlora.sim.service import simulate_service
 from jlora.sim.trace import Trace, sped_up
 from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
+from jlora.step_model import StepModel
 
 DESCRIPTION = "Simulates one replica or many with the product's engine, cache and policies on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")

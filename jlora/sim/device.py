@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 from jlora.cache.transfer import Copy
 from jlora.engine.cold_start import Costs
-from jlora.engine.plan import Drawn, StepPlan
+from jlora.engine.plan import NOTHING, ROW, Drawn, Merged, StepPlan, Work
 from jlora.engine.ports import Swapper
 from jlora.sim.clock import VirtualClock
-from jlora.sim.hardware import StepLoad, StepModel
+from jlora.step_model import FittedSteps, StepLoad, StepModel
 
 
 @dataclass(slots=True)
@@ -55,7 +55,9 @@ class ModelledDevice:
     programs_left = 0
     kernel: Callable[[StepPlan], float] | None = None  # seconds that another kernel adds for the adapters of a plan
 
-    def __init__(self, model: StepModel, groups: int, clock: VirtualClock, host: HelpingHost | None = None):
+    def __init__(
+        self, model: StepModel | FittedSteps, groups: int, clock: VirtualClock, host: HelpingHost | None = None
+    ):
         self.counts = DeviceCounts()
         self.free_at = 0.0
         self._model = model
@@ -65,13 +67,12 @@ class ModelledDevice:
 
     def run(self, plan: StepPlan, swapper: Swapper) -> ModelledStep:
         began = self._clock.now
-        load = _load_of(plan)
-        seconds = self._model.seconds(load) + (self.kernel(plan) if self.kernel else 0.0)
+        seconds = seconds_of(self._model, plan) + (self.kernel(plan) if self.kernel else 0.0)
         begin = max(began, self.free_at)
         self.free_at = self._stream(plan, swapper, begin, seconds) if plan.streams or plan.helps else begin + seconds
         counts = self.counts
         counts.steps += 1
-        counts.prompt_tokens += load.prompt
+        counts.prompt_tokens += sum(work.count for work in plan.prefill)
         counts.batch += len(plan.decode) + len(plan.prefill)
         counts.busy_s += seconds
         now = self._clock.now
@@ -121,20 +122,29 @@ class HelpingHost:
         return added
 
 
-def _load_of(plan: StepPlan) -> StepLoad:
+def seconds_of(model: StepModel | FittedSteps, plan: StepPlan) -> float:
+    """Of a step."""
+    if not isinstance(model, FittedSteps):
+        return model.seconds(load_of(plan.decode, plan.prefill, plan.merged))
+    launches = ((plan.decode, ()), ((), plan.prefill))
+    return model.seconds(*(load_of(*works, plan.merged) for works in launches if any(works)))
+
+
+def load_of(decode: Sequence[Work], prefill: Sequence[Work], merged: Merged = NOTHING) -> StepLoad:
+    """The work of a step, or of one of its launches."""
     context, pairs, adapter_tokens = 0, 0.0, 0
     adapters: dict[int, int] = {}
-    for work in plan.work:
+    for work in (*decode, *prefill):
         sequence, start, count, _ = work
         context += start + count
         pairs += count * (start + (count + 1) / 2)
         node = sequence.adapter
         acted_on = min(count, start + count - (sequence.activation or 0))  # an activated LoRA's part of the chunk
-        if acted_on > 0 and plan.merged.acts(work):
+        if acted_on > 0 and merged.acts(work):
             adapters[node.uid] = node.size
             adapter_tokens += acted_on * node.size
-    prompt = sum(work.count for work in plan.prefill)
-    return StepLoad(prompt, len(plan.decode), context, pairs, sum(adapters.values()), adapter_tokens)
+    prompt, rows = sum(work.count for work in prefill), len(decode) + sum(-(-work.count // ROW) for work in prefill)
+    return StepLoad(prompt, len(decode), context, pairs, sum(adapters.values()), adapter_tokens, rows)
 
 
 def token(seed: int, position: int) -> int:

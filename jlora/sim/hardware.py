@@ -7,25 +7,21 @@ The time of a step is the sum of three rooflines and a fixed part:
             + max(context KV / bandwidth, attention FLOPs / rate)         every sequence reads its context
             + max(adapter blocks / bandwidth, LoRA FLOPs / rate)          every adapter in the batch once
 
-Rates are the peaks times the efficiencies of `CHIPS`. `StepModel.fitted` reads measured coefficients
-from a file instead (its format: docs/simulator.md).
+Rates are the peaks times the efficiencies of `CHIPS`. A file may bring measured coefficients instead
+(docs/simulator.md).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
-from typing import NamedTuple
 
 from jlora.engine.cold_start import Costs, Line
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model.spec import ModelSpec
+from jlora.step_model import StepModel
 
-FORMAT = "jlora-step-model-1"
 BLOCK_TOKENS = 32  # tokens per block on accelerators
 RESERVE = 0.07  # share of the memory for activations, the runtime and fragmentation
 HOP_S = 10e-6  # latency of one all-reduce between the chips of a host
@@ -131,76 +127,6 @@ class Host:
 
 # Assumed: 32 cores of a server of 2021 with 30 GFLOP/s each at these shapes, 100 GB/s, shared-memory exchanges.
 HOST = Host(1e12, 100e9, 30e-6)
-
-
-class StepLoad(NamedTuple):
-    """The work of a step.
-
-    Attributes:
-        prompt, decode: tokens computed of prompts, and of decoding sequences.
-        context: tokens whose KV is read, once per sequence.
-        pairs: (token, token of its context) products of attention.
-        adapter_blocks: blocks of the distinct adapters in the batch.
-        adapter_tokens: sum over tokens of the blocks of their adapter.
-    """
-
-    prompt: int
-    decode: int
-    context: int
-    pairs: float
-    adapter_blocks: int
-    adapter_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class StepModel:
-    """Coefficients of a step's time (see the module), all in seconds.
-
-    Attributes:
-        prompt_token_s, decode_token_s: to compute a token; for a decoding token with its logits.
-        context_token_s: to read one token's KV in all layers.
-        pair_s: one query token against one key token, in all layers and heads.
-        adapter_block_s: to read one block of an adapter.
-        adapter_token_s: to apply one block of an adapter to one token.
-    """
-
-    fixed_s: float
-    weights_s: float
-    prompt_token_s: float
-    decode_token_s: float
-    context_token_s: float
-    pair_s: float
-    adapter_block_s: float
-    adapter_token_s: float
-
-    def seconds(self, load: StepLoad) -> float:
-        linear = max(self.weights_s, load.prompt * self.prompt_token_s + load.decode * self.decode_token_s)
-        attention = max(load.context * self.context_token_s, load.pairs * self.pair_s)
-        adapters = max(load.adapter_blocks * self.adapter_block_s, load.adapter_tokens * self.adapter_token_s)
-        return self.fixed_s + linear + attention + adapters
-
-    @classmethod
-    def fitted(cls, path: Path, model: str, chips: int) -> StepModel:
-        """Measured coefficients for a model on a number of chips. Raises ConfigError for any other file."""
-        try:
-            record = json.loads(path.read_text())
-        except (OSError, ValueError) as e:
-            raise ConfigError(f"step model {path}: {e}") from e
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
-            raise ConfigError(f"step model {path}: format must be {FORMAT!r}")
-        for name, wanted in (("model", model), ("chips", chips)):
-            if (told := record.get(name)) != wanted:
-                raise ConfigError(f"step model {path}: {name} = {told!r}: must be {wanted!r}, as in the simulation")
-        found = record.get("coefficients", {})
-        names = [field.name for field in dataclasses.fields(cls)]
-        for name in (*names, *found):
-            value = found.get(name)
-            if name not in names or not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
-                raise ConfigError(
-                    f"step model {path}: coefficients.{name} = {value!r}: must have exactly {', '.join(names)}, each "
-                    "at least 0 seconds"
-                )
-        return cls(**{name: float(found[name]) for name in names})
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Any
 from jlora.engine.merging import Fixed, Merging, Times
 from jlora.engine.ports import Loss
 from jlora.sim.device import ModelledDevice
-from jlora.sim.hardware import StepLoad, StepModel
+from jlora.step_model import FittedSteps, StepLoad, StepModel
 
 PIECES = 128  # four in each of 32 layers
 # A merge reads and writes a weight (2 bytes each), its delta (4 bytes, three times) and the places of lost
@@ -25,7 +25,7 @@ class ModelledMerger:
     host_bytes = 0
     pieces = PIECES
 
-    def __init__(self, model: StepModel, device: ModelledDevice):
+    def __init__(self, model: StepModel | FittedSteps, device: ModelledDevice):
         self.done = 0
         self.piece_s = PASSES * model.weights_s / PIECES
         self._device = device
@@ -52,12 +52,14 @@ class ModelledMerger:
         """There are no weights."""
 
 
-def policy_of(merge: str, max_seqs: int, starve_s: float, model: StepModel, blocks: Sequence[int]) -> Merging:
+def policy_of(
+    merge: str, max_seqs: int, starve_s: float, model: StepModel | FittedSteps, blocks: Sequence[int]
+) -> Merging:
     """The policy that `engine.merge` asks for, over adapters of so many blocks."""
     if merge != "auto":
         return Fixed(max_seqs, starve_s)
     size = max(blocks, default=0)
     with_one, without = (
-        StepLoad(0, TYPICAL, TYPICAL * CONTEXT, TYPICAL * CONTEXT, each, TYPICAL * each) for each in (size, 0)
+        StepLoad(0, TYPICAL, TYPICAL * CONTEXT, TYPICAL * CONTEXT, each, TYPICAL * each, TYPICAL) for each in (size, 0)
     )
     return Merging(max_seqs, starve_s, Times(1 - model.seconds(without) / model.seconds(with_one)))

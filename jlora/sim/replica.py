@@ -24,9 +24,9 @@ from jlora.engine.switching import Switching
 from jlora.errors import ConfigError
 from jlora.sim.clock import VirtualClock
 from jlora.sim.device import HelpingHost, ModelledDevice
-from jlora.sim.hardware import StepModel
 from jlora.sim.link import Link, LinkSpec
 from jlora.sim.merger import ModelledMerger, policy_of
+from jlora.step_model import FittedSteps, StepModel
 from jlora.types import Invocation, Request, TokenEvent
 
 IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round without a decision
@@ -36,7 +36,7 @@ IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round with
 class ReplicaSpec:
     """Parts and sizes of a replica. `adapters` has the blocks of each adapter, by its index; `kind` is the link's."""
 
-    model: StepModel
+    model: StepModel | FittedSteps
     link: LinkSpec
     sizes: Sizes
     adapters: tuple[int, ...]

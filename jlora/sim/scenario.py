@@ -24,13 +24,14 @@ from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.clairvoyant import Clairvoyant, Oracle
 from jlora.sim.device import answer
-from jlora.sim.hardware import GROUPS, HOST, Hardware, Host, StepModel
+from jlora.sim.hardware import GROUPS, HOST, Hardware, Host
 from jlora.sim.link import LATENCY_S, Blocking, Link, LinkSpec
 from jlora.sim.observe import Observer, Series
 from jlora.sim.replay import Hinted, Replay, seed_of, start_of
 from jlora.sim.replica import Replica, ReplicaSpec
 from jlora.sim.script import Script
 from jlora.sim.trace import Facts, Trace, facts
+from jlora.step_model import FittedSteps, StepModel
 
 POLICIES = (*configuration.POLICIES, Clairvoyant.name)
 SHARED = "vllm-fair"  # the policy whose name may have a share
@@ -63,12 +64,12 @@ class Scenario:
     hint_s: float = 0.0
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20)
-    step: StepModel | None = None
+    step: StepModel | FittedSteps | None = None
     blocking: bool = False
     host: Host = HOST
 
     @property
-    def step_model(self) -> StepModel:
+    def step_model(self) -> StepModel | FittedSteps:
         return self.step or self.hardware.step_model()
 
 
@@ -86,7 +87,7 @@ class Work:
         return cls(trace, sizes, facts(trace, hardware.layout.block_tokens, sizes))
 
 
-def settled(trace: Trace, step: StepModel) -> Trace:
+def settled(trace: Trace, step: StepModel | FittedSteps) -> Trace:
     """Moves the history so far back that it is computed by time 0.
 
     A session's history is one prompt, and in fast traffic all histories come shortly before time 0.

@@ -29,9 +29,10 @@ from jlora.pallas.gpu_support import Gpu, fit_units
 from jlora.pallas.ops import GROUPS
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import AttentionShape, LoraShape, chip_of
-from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepLoad, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
 from jlora.sim.workloads import SOURCES, Load, play
+from jlora.step_model import StepLoad, StepModel
 
 ROOT = Path(__file__).resolve().parents[2]
 # What the project, its tests, or flax beside itself install, and this job must do without. There are jax with scipy,

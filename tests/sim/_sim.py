@@ -11,10 +11,11 @@ from jlora.cache.manager import Sizes
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
-from jlora.sim.hardware import CHIPS, MODELS, Hardware, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.link import LinkSpec
 from jlora.sim.replica import Replica, ReplicaSpec, request_for
 from jlora.sim.trace import Trace, Turn
+from jlora.step_model import StepModel
 from jlora.types import Request, SamplingParams
 
 BLOCK = 4

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jlora.errors import ConfigError
-from jlora.sim.hardware import CHIPS, FORMAT, MODELS, Hardware, StepLoad, StepModel
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.step_model import FORMAT, StepLoad, StepModel
 
 MIB = 2**20
 

@@ -1,0 +1,246 @@
+"""The seconds of a step: as modelled for an accelerator, and as fitted to an engine that ran. No jax.
+
+`StepModel` has one launch for all of a step, as a ragged kernel would. `FittedSteps` has what the engine
+dispatches, a launch for decoding and one for prompts, each padded to a compiled form:
+
+    seconds = fixed + sum over the launches of
+              forms[rows]                                          the base's products: a table
+            + context * context_s + pairs * pair_s                 attention
+            + adapter_blocks * (block_s + padded rows * spread_s)  every adapter in the launch, beside every row
+            + adapter_tokens * token_s                             adapters beside their own tokens
+            + adapters_s                                           if there are any
+
+`jlora doctor fit` writes it; `engine.step_model`, the simulator and a router read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple
+
+import msgspec
+from msgspec import Meta
+
+from jlora.errors import ConfigError
+from jlora.model.spec import ModelSpec
+
+FORMAT = "jlora-step-model-1"
+FITTED = "jlora-step-model-2"
+
+Seconds = Annotated[float, Meta(ge=0)]
+
+
+class StepLoad(NamedTuple):
+    """The work of a step, or of one of its launches.
+
+    Attributes:
+        prompt, decode: tokens computed of prompts, and of decoding sequences.
+        context: tokens whose KV is read, once per sequence.
+        pairs: (token, token of its context) products of attention.
+        adapter_blocks: blocks of the distinct adapters in the batch.
+        adapter_tokens: sum over tokens of the blocks of their adapter.
+        rows: of the launch before it is padded: decoding sequences, or rows of `jlora.engine.plan.ROW` prompt tokens.
+    """
+
+    prompt: int
+    decode: int
+    context: int
+    pairs: float
+    adapter_blocks: int
+    adapter_tokens: int
+    rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepModel:
+    """Coefficients of a step's time (see the module), all in seconds.
+
+    Attributes:
+        prompt_token_s, decode_token_s: to compute a token; for a decoding token with its logits.
+        context_token_s: to read one token's KV in all layers.
+        pair_s: one query token against one key token, in all layers and heads.
+        adapter_block_s: to read one block of an adapter.
+        adapter_token_s: to apply one block of an adapter to one token.
+    """
+
+    fixed_s: float
+    weights_s: float
+    prompt_token_s: float
+    decode_token_s: float
+    context_token_s: float
+    pair_s: float
+    adapter_block_s: float
+    adapter_token_s: float
+
+    def seconds(self, load: StepLoad) -> float:
+        linear = max(self.weights_s, load.prompt * self.prompt_token_s + load.decode * self.decode_token_s)
+        attention = max(load.context * self.context_token_s, load.pairs * self.pair_s)
+        adapters = max(load.adapter_blocks * self.adapter_block_s, load.adapter_tokens * self.adapter_token_s)
+        return self.fixed_s + linear + attention + adapters
+
+    @classmethod
+    def fitted(cls, path: Path, model: str, chips: int) -> StepModel:
+        """Measured coefficients for a model on a number of chips. Raises ConfigError for any other file."""
+        try:
+            record = json.loads(path.read_text())
+        except (OSError, ValueError) as e:
+            raise ConfigError(f"step model {path}: {e}") from e
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise ConfigError(f"step model {path}: format must be {FORMAT!r}")
+        for name, wanted in (("model", model), ("chips", chips)):
+            if (told := record.get(name)) != wanted:
+                raise ConfigError(f"step model {path}: {name} = {told!r}: must be {wanted!r}, as in the simulation")
+        found = record.get("coefficients", {})
+        names = [field.name for field in dataclasses.fields(cls)]
+        for name in (*names, *found):
+            value = found.get(name)
+            if name not in names or not isinstance(value, int | float) or isinstance(value, bool) or value < 0:
+                raise ConfigError(
+                    f"step model {path}: coefficients.{name} = {value!r}: must have exactly {', '.join(names)}, each "
+                    "at least 0 seconds"
+                )
+        return cls(**{name: float(found[name]) for name in names})
+
+
+@dataclass(frozen=True, slots=True)
+class Launches:
+    """Coefficients of the launches of a kind; see the module.
+
+    Attributes:
+        forms: rows of every compiled form -> seconds of the base's products.
+    """
+
+    forms: Annotated[Mapping[int, Seconds], Meta(min_length=1)]
+    context_s: Seconds = 0.0
+    pair_s: Seconds = 0.0
+    adapters_s: Seconds = 0.0
+    block_s: Seconds = 0.0
+    spread_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+
+    def padded(self, rows: int) -> int:
+        """Rows of the smallest form that holds them; beyond the largest, the rows themselves."""
+        return min((size for size in self.forms if size >= rows), default=rows)
+
+    def seconds(self, load: StepLoad) -> float:
+        """Of a launch."""
+        rows = self.padded(load.rows)
+        largest = max(self.forms)
+        base = self.forms[rows] if rows in self.forms else self.forms[largest] * rows / largest
+        adapters = load.adapter_blocks * (self.block_s + rows * self.spread_s) + load.adapter_tokens * self.token_s
+        attention = load.context * self.context_s + load.pairs * self.pair_s
+        return base + attention + adapters + self.adapters_s * (load.adapter_blocks > 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Help:
+    """Seconds of the host's part of a cold start: a fixed part and one for each token, over all layers.
+
+    Attributes:
+        place: of the exchanges at one of the four places of a layer.
+        block: of reading a block of the adapter and its products.
+    """
+
+    place: tuple[Seconds, Seconds]
+    block: tuple[Seconds, Seconds]
+
+
+@dataclass(frozen=True, slots=True)
+class FittedSteps:
+    """Step times of one engine on one machine, as they were measured.
+
+    Attributes:
+        device: name of the processor or accelerator; chips: in tensor parallel.
+        spec: of the model.
+        block_tokens, device_blocks: of the pool.
+        row_tokens: tokens in a row of a prompt.
+        rank_blocks: blocks of an adapter on q, k, v and o for each rank.
+        link_bps: bytes per second from the host to the device.
+        help: the host's part of cold starts.
+        facts: errors of the fit, date, versions: for readers.
+    """
+
+    format: Literal["jlora-step-model-2"]
+    device: str
+    chips: int
+    spec: ModelSpec
+    block_tokens: Annotated[int, Meta(ge=1)]
+    device_blocks: Annotated[int, Meta(ge=1)]
+    row_tokens: Annotated[int, Meta(ge=1)]
+    rank_blocks: Annotated[float, Meta(gt=0)]
+    link_bps: Annotated[float, Meta(gt=0)]
+    fixed_s: Seconds
+    decode: Launches
+    prompt: Launches
+    help: Help
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: Path) -> FittedSteps:
+        """Reads a file of `jlora doctor fit`. Raises ConfigError for any other."""
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except (OSError, msgspec.MsgspecError) as e:
+            raise ConfigError(f"step model {path}: {e}; `jlora doctor fit` writes one") from e
+
+    def write(self, path: Path) -> None:
+        """Writes the file."""
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    def check(self, spec: ModelSpec, device: str, chips: int, block_tokens: int) -> None:
+        """Raises ConfigError if it was fitted to another model, machine or pool than these."""
+        pairs = [
+            ("spec", dataclasses.replace(self.spec, name=spec.name), spec),
+            ("device", self.device, device),
+            ("chips", self.chips, chips),
+            ("block_tokens", self.block_tokens, block_tokens),
+        ]
+        for name, told, wanted in pairs:
+            if told != wanted:
+                raise ConfigError(
+                    f"step model of {self.spec.name}: {name} = {told}: must be {wanted}, as here; fit again with "
+                    "`jlora doctor fit`"
+                )
+
+    def seconds(self, *launches: StepLoad) -> float:
+        """Of a step."""
+        return self.fixed_s + sum(self._of(load).seconds(load) for load in launches)
+
+    def decode_s(self, ranks: Sequence[int], context: int = 0) -> float:
+        """Of a step in which sequences decode, each with its adapter's rank (0: the base), as CaraServe's Dec.
+
+        Every sequence counts as one of an adapter of its own, so it is an upper bound.
+
+        Args:
+            context: tokens of all of them together.
+        """
+        blocks = sum(map(self.blocks, ranks))
+        return self.seconds(StepLoad(0, len(ranks), context, context, blocks, blocks, len(ranks)))
+
+    def prefill_s(self, tokens: int, rank: int = 0) -> float:
+        """Of a step that computes a prompt, as CaraServe's Pre."""
+        blocks, rows = self.blocks(rank), -(-tokens // self.row_tokens)
+        return self.seconds(StepLoad(tokens, 0, tokens, tokens * (tokens + 1) / 2, blocks, tokens * blocks, rows))
+
+    def blocks(self, rank: int) -> int:
+        """Of an adapter on q, k, v and o."""
+        return math.ceil(rank * self.rank_blocks)
+
+    @property
+    def weights_s(self) -> float:
+        """Of reading the weights once, at most: the smallest step."""
+        return min(self.decode.forms.values())
+
+    @property
+    def prompt_token_s(self) -> float:
+        """Of a prompt token in a full launch."""
+        rows = max(self.prompt.forms)
+        return self.prompt.forms[rows] / (rows * self.row_tokens)
+
+    def _of(self, load: StepLoad) -> Launches:
+        return self.prompt if load.prompt else self.decode
