@@ -121,6 +121,8 @@ class EngineConfig:
     "stream": runs behind the copy, layer by layer, if the copy needs less time than the step. "cpu": runs at
     once, and the host computes the adapter's part until its layers have come. "auto": for each request, the one
     of these that is predicted to bring its first token soonest.
+    `step_model`: a file of `jlora doctor fit` for this machine and model, from which "auto" predicts; "" measures a
+    few launches at start.
     `merge`: "off"; "auto" merges the most asked-for adapter into the base's weights where that is measured to
     pay; or the name of an adapter to merge. Others wait for a merged adapter for at most `merge_starve_s` seconds.
     """
@@ -132,6 +134,7 @@ class EngineConfig:
     layers: Annotated[str, _one_of("auto", "scan", "unroll")] = "auto"
     kernels: Annotated[str, _one_of("auto", "pallas", "xla")] = "auto"
     one_row: Annotated[str, _one_of("auto", "on", "off")] = "auto"
+    step_model: str = ""
     cold_start: Annotated[str, _one_of("auto", "wait", "stream", "cpu")] = "stream"
     merge: str = "off"
     merge_starve_s: Annotated[float, Meta(gt=0, lt=1e6)] = 2.0

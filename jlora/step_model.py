@@ -181,6 +181,14 @@ class FittedSteps:
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
+    def wrote(cls, path: Path) -> bool:
+        """Whether a file says that it is one of these."""
+        try:
+            return bool(json.loads(path.read_text())["format"] == FITTED)
+        except (OSError, ValueError, KeyError, TypeError):
+            return False
+
+    @classmethod
     def read(cls, path: Path) -> FittedSteps:
         """Reads a file of `jlora doctor fit`. Raises ConfigError for any other."""
         try:

@@ -3,6 +3,7 @@
 jlora doctor [check] [--quick]     every kernel, rates, whole steps, cache policies; writes JSON and a table
 jlora doctor tune [--quick]        block sizes of the kernels for this chip
 jlora doctor fit DEVICE.json       the simulator's step-time model from a report of `check`
+jlora doctor fit --model DIR       an engine's step times: profiles it on this machine
 """
 
 from __future__ import annotations
@@ -50,9 +51,42 @@ def _tune(argv: Sequence[str]) -> int:
 
 def _fit(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser("jlora doctor fit", description="Fits the simulator's step-time model again.")
-    made.add_argument("report", type=Path, help="device.json of `jlora doctor`")
-    made.add_argument("--out", type=Path, help="where step-MODEL.json goes (default: beside the report)")
+    made.add_argument("report", nargs="?", type=Path, help="device.json of `jlora doctor`")
+    made.add_argument("--model", default="", metavar="DIR", help="profile an engine that serves this model instead")
+    made.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the engine")
+    made.add_argument("--quick", action="store_true", help="few scenes and rounds")
+    made.add_argument("--out", type=Path, help="where step-MODEL.json goes (default: beside the report; build/doctor)")
     args = made.parse_args(argv)
+    if bool(args.model) == bool(args.report):
+        made.error("give a report or --model, and not both")
+    return _fit_engine(args) if args.model else _fit_report(args)
+
+
+def _fit_engine(args: argparse.Namespace) -> int:
+    from jlora.doctor import engine_fit  # jax comes with it: not before the flags are known to be right
+
+    try:
+        settings = {key: value for key, _, value in (item.partition("=") for item in args.set)}
+        built = engine_fit.started(args.model, settings)
+        try:
+            course = engine_fit.QUICK if args.quick else engine_fit.FULL
+            found = engine_fit.run(built, course, lambda what: print(what, flush=True))
+        finally:
+            built.engine.close()
+    except JloraError as e:
+        print(f"jlora doctor fit: {e}", file=sys.stderr)
+        return 1
+    out = args.out or Path("build/doctor")
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / f"step-{found.steps.spec.name}.json"
+    found.steps.write(path)
+    for row in found.rows:
+        print("{form} {set} {kind}: R2 {r2:.4f}, error {median:.1%}, p90 {p90:.1%}, {steps} steps".format(**row))
+    print(path)
+    return 0
+
+
+def _fit_report(args: argparse.Namespace) -> int:
     try:
         report = json.loads(args.report.read_text())
         fits = {name: fit.of_report(report, name) for name in report.get("models", {})}

@@ -107,12 +107,8 @@ class World:
             swapper.close()
 
     def adapter(self, name: str, rank: int) -> NewAdapter:
-        """An adapter of q, k, v, o: one block of small random numbers, repeated; nothing is packed."""
-        units = projections(self.layout, rank)
-        rng = np.random.default_rng(rank)
-        row = (0.01 * rng.standard_normal((1, *self.layout.block_shape[1:]))).astype(jnp.dtype(self.spec.dtype))
-        data = np.broadcast_to(row, (len(units), *self.layout.block_shape))
-        return NewAdapter(name, name, {"all": rank}, TARGETS, (), units, data, data.nbytes, 0.0)
+        """See `random_adapter`."""
+        return random_adapter(self.spec, self.layout, name, rank)
 
     def close(self) -> None:
         """Frees the device."""
@@ -121,6 +117,15 @@ class World:
 
     def _projections(self, uid: int) -> tuple[str, ...]:
         return self._planned[uid] if uid < 0 else self._registry.by_uid(uid).projections
+
+
+def random_adapter(spec: ModelSpec, layout: PoolLayout, name: str, rank: int) -> NewAdapter:
+    """An adapter of q, k, v, o: one block of small random numbers, repeated; nothing is packed."""
+    units = projections(layout, rank)
+    rng = np.random.default_rng(rank)
+    row = (0.01 * rng.standard_normal((1, *layout.block_shape[1:]))).astype(jnp.dtype(spec.dtype))
+    data = np.broadcast_to(row, (len(units), *layout.block_shape))
+    return NewAdapter(name, name, {"all": rank}, TARGETS, (), units, data, data.nbytes, 0.0)
 
 
 def settings(sequences: int, step_tokens: int, kernels: str) -> Config:

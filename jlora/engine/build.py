@@ -26,6 +26,7 @@ from jlora.config import Config, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
+from jlora.engine.cold_start import Costs
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
 from jlora.engine.loading import NewAdapter
@@ -46,6 +47,7 @@ from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.ports import Clock, System
 from jlora.replica import ReplicaInfo
+from jlora.step_model import FittedSteps
 from jlora.validation import Limits
 
 log = logging.getLogger(__name__)
@@ -86,6 +88,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
+    steps = fitted_steps(config, spec, layout)
     catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
     found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
@@ -109,7 +112,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         if switching is not None:
             switching.policy.times.share = adapter_share(runner, runner.builder, layout)
     if helps:
-        decide = _helps(config, runner, manager, registry)
+        decide = _helps(config, steps, runner, manager, registry)
         manager.leases.gate.helps = decide if switching is None else _apart(decide, switching)
     engine.adapters.begin_with(found)
     _read_in(engine, sources.eager(found, host_blocks, config), reader)
@@ -163,12 +166,24 @@ def make_manager(
     return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
 
 
-def _helps(config: Config, runner: Runner, manager: CacheManager, registry: AdapterRegistry) -> Helps:
+def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedSteps | None:
+    """What `engine.step_model` names. Raises ConfigError if it was fitted to something else."""
+    path = config.engine.step_model
+    if not path:
+        return None
+    steps = FittedSteps.read(Path(path))
+    steps.check(spec, device.name_of(jax.devices()[0]), config.model.tp, layout.block_tokens)
+    return steps
+
+
+def _helps(
+    config: Config, steps: FittedSteps | None, runner: Runner, manager: CacheManager, registry: AdapterRegistry
+) -> Helps:
     """Where the host computes the part of adapters that are on their way."""
     if config.engine.cold_start == "cpu":
         return lambda adapter, left_s, tokens: True
-    costs = cold_start.measure(runner.rehearse, runner.largest)
-    log.info("cold starts: %s", costs)
+    costs = Costs.fitted(steps) if steps else cold_start.measure(runner.rehearse, runner.largest)
+    log.info("cold starts: %s", "fitted step model" if steps else costs)
 
     def places(uid: int) -> int:
         held = set(registry.by_uid(uid).projections)

@@ -7,6 +7,7 @@ cpu       the same, but the host computes the adapter's part of groups that have
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, AdapterNode
 from jlora.model.spec import PROJECTIONS
+from jlora.step_model import FittedSteps
 
 FEW, MANY = 1, 9  # blocks per projection of rehearsals
 ROUNDS = 3  # interleaved: a neighbour on the machine then disturbs no case in all of them
@@ -37,6 +39,15 @@ class Line(NamedTuple):
         return cls(max(0.0, y - each * x), each)
 
 
+class Prompts(NamedTuple):
+    """Seconds by tokens of a prompt, as fitted."""
+
+    steps: FittedSteps
+
+    def at(self, tokens: float) -> float:
+        return self.steps.prefill_s(math.ceil(tokens))
+
+
 class Costs(NamedTuple):
     """Seconds of a prompt's forward, over all layers.
 
@@ -46,9 +57,14 @@ class Costs(NamedTuple):
         block: of reading a block of the adapter and its products on the host.
     """
 
-    device: Line
+    device: Line | Prompts
     place: Line
     block: Line
+
+    @classmethod
+    def fitted(cls, steps: FittedSteps) -> Costs:
+        """Costs of a file of `jlora doctor fit`."""
+        return cls(Prompts(steps), Line(*steps.help.place), Line(*steps.help.block))
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,12 @@ Kept apart from `build`, which reads files: a benchmark with random weights need
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from jax.sharding import NamedSharding
 
+from jlora import machine
 from jlora.cache.pool import DevicePool, has_pinned_host
 from jlora.config import Config
 from jlora.engine.batch import BatchBuilder, Projections
@@ -55,6 +58,14 @@ def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
     from jlora.pallas.gpu_support import fit_units
 
     return fit_units(layout)
+
+
+def name_of(device: Any) -> str:
+    """What a measurement names the device by; of a CPU the processor and its cores."""
+    if device.platform != "cpu":
+        return device.device_kind
+    found = machine.describe()
+    return f"{found['processor']}, {found['cores']} cores"
 
 
 def uses_scan(layers: str, platform: str) -> bool:

@@ -32,7 +32,7 @@ from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simu
 from jlora.sim.service import simulate_service
 from jlora.sim.trace import Trace, sped_up
 from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
-from jlora.step_model import StepModel
+from jlora.step_model import FittedSteps, StepModel
 
 DESCRIPTION = "Simulates one replica or many with the product's engine, cache and policies on hardware that you name."
 CHOSEN = ("jlora", "fastlibra", "lru", "vllm", "vllm-fair", "slora")
@@ -140,7 +140,7 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
     for name in ("hbm_gb", "hbm_share", "host_gb", "link_gbps", "latency_us", "adapter_load_ms", "hint_s"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
-    hardware = Hardware(CHIPS[args.chip], args.chips, MODELS[args.model])
+    hardware, step = hardware_of(args)
     return Scenario(
         hardware,
         hbm_gb=args.hbm_gb,
@@ -152,8 +152,17 @@ def scenario_of(args: argparse.Namespace) -> Scenario:
         hint_s=args.hint_s,
         cache=config.cache,
         engine=config.engine,
-        step=StepModel.fitted(args.steps, hardware.spec.name, hardware.chips) if args.steps else None,
+        step=step,
     )
+
+
+def hardware_of(args: argparse.Namespace) -> tuple[Hardware, StepModel | FittedSteps | None]:
+    """The hardware and its measured steps. A file of `jlora doctor fit` names model, device and pool itself."""
+    if args.steps is not None and FittedSteps.wrote(args.steps):
+        steps = FittedSteps.read(args.steps)
+        return Hardware.fitted(steps), steps
+    hardware = Hardware(CHIPS[args.chip], args.chips, MODELS[args.model])
+    return hardware, StepModel.fitted(args.steps, hardware.spec.name, hardware.chips) if args.steps else None
 
 
 def trace_of(args: argparse.Namespace, hardware: Hardware) -> Trace:

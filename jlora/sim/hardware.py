@@ -13,14 +13,14 @@ Rates are the peaks times the efficiencies of `CHIPS`. A file may bring measured
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jlora.engine.cold_start import Costs, Line
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
 from jlora.model.spec import ModelSpec
-from jlora.step_model import StepModel
+from jlora.step_model import FittedSteps, StepModel
 
 BLOCK_TOKENS = 32  # tokens per block on accelerators
 RESERVE = 0.07  # share of the memory for activations, the runtime and fragmentation
@@ -136,11 +136,25 @@ class Hardware:
     chip: Chip
     chips: int
     spec: ModelSpec
+    block_tokens: int = BLOCK_TOKENS
+
+    @classmethod
+    def fitted(cls, steps: FittedSteps) -> Hardware:
+        """What the steps were fitted on: its pool, its link, and no peaks."""
+        one = cls(
+            Chip(steps.device, 0.0, 0.0, 0.0, steps.link_bps, 0.0, 0.0, 0.0, 1.0, steps.fixed_s, "fitted"),
+            steps.chips,
+            steps.spec,
+            steps.block_tokens,
+        )
+        pool = (steps.device_blocks + 0.5) * one.layout.block_bytes  # half of one against rounding
+        memory = (pool + one.weight_bytes) / (1 - RESERVE) / steps.chips
+        return replace(one, chip=replace(one.chip, hbm_bytes=memory))
 
     @cached_property
     def layout(self) -> PoolLayout:
         """The pool's layout, without blocks. Raises ConfigError if the chips do not divide the heads."""
-        return PoolLayout.of(self.spec, 0, smallest_block_tokens(self.spec, BLOCK_TOKENS), self.chips)
+        return PoolLayout.of(self.spec, 0, smallest_block_tokens(self.spec, self.block_tokens), self.chips)
 
     @property
     def weight_bytes(self) -> int:

@@ -19,6 +19,7 @@ from jlora.cache.manager import Sizes
 from jlora.cache.policies import Policy
 from jlora.cache.transfer import Meter
 from jlora.config import CacheConfig, EngineConfig
+from jlora.engine.cold_start import Costs
 from jlora.engine.merging import Merging
 from jlora.errors import ConfigError
 from jlora.sim import outcome
@@ -161,7 +162,10 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
     bps = scenario.link_gbps * 1e9 or hardware.link_bps
     link = LinkSpec(layout.block_bytes / bps, scenario.latency_s, scenario.adapter_load_s, GROUPS)
     cache = cache_of(policy, scenario.cache)
-    costs = hardware.costs(scenario.host, bps) if scenario.engine.cold_start in ("auto", "cpu") else None
+    costs = None
+    if scenario.engine.cold_start in ("auto", "cpu"):
+        step = scenario.step
+        costs = Costs.fitted(step) if isinstance(step, FittedSteps) else hardware.costs(scenario.host, bps)
     kind = Blocking if scenario.blocking else Link
     return ReplicaSpec(scenario.step_model, link, sizes, work.sizes, cache, scenario.engine, costs, kind)
 

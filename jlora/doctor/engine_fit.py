@@ -1,0 +1,154 @@
+"""`jlora doctor fit --model DIR`: an engine's step times, and how well they are predicted.
+
+Scenes of one seed and some ranks are fitted; scenes of another seed and other ranks, which no fit has seen, tell
+its error. All are played in turn, round after round.
+"""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jlora import config as configuration
+from jlora import machine
+from jlora.cache.tree import ADAPTER
+from jlora.doctor import launches
+from jlora.doctor.launches import Fit, caraserve, noise, quality
+from jlora.doctor.profile import Profile, Scene, Space, Timed
+from jlora.engine import device
+from jlora.engine.build import Built, build, compile_rest
+from jlora.engine.cold_start import Chooser
+from jlora.engine.plan import ROW
+from jlora.step_model import FITTED, FittedSteps, Help
+
+RANKS = {"fit": (8, 16, 32, 64, 128), "held": (12, 24, 48, 96)}
+SEEDS = {"fit": 1, "held": 2}
+SETTINGS = {
+    "engine.cold_start": "auto",
+    "engine.step_model": "",
+    "engine.merge": "off",
+    "cache.prefix_reuse": False,
+    "cache.monitor_s": 60,
+}
+MANY = 64  # blocks of the copy that tells the link
+KINDS = ("decode", "prompt", "mixed")
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """How much is played.
+
+    Attributes:
+        scenes: of each set, for every compiled form.
+        rounds: after the one that warms up; no round begins that would end later than `minutes` after the start.
+    """
+
+    scenes: Mapping[str, int]
+    rounds: int
+    minutes: float
+
+
+FULL = Course({"fit": 2, "held": 1}, 5, 4.0)
+QUICK = Course({"fit": 1, "held": 1}, 2, 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The fit, the steps of both sets, and a row of R² and errors for every form and kind of step."""
+
+    steps: FittedSteps
+    timed: Mapping[str, list[Timed]]
+    rows: list[dict[str, Any]]
+
+
+def run(built: Built, course: Course, say: Callable[[str], None] = lambda what: None) -> Found:
+    """Plays, fits and judges. `built` has no compilations left, reuses no prefix, and serves nobody else."""
+    timed = play(built, course, say)
+    buckets = built.runner.builder.buckets
+    found = launches.fit(timed["fit"], buckets.decode, buckets.prefill)
+    rows = judge(found, timed)
+    return Found(_record(built, found, rows), timed, rows)
+
+
+def started(path: str, settings: Mapping[str, Any]) -> Built:
+    """An engine with nothing left to compile. Raises what `build` raises."""
+    return compile_rest(build(configuration.load(None, {**settings, **SETTINGS, "model.path": path})), progress=True)
+
+
+def play(built: Built, course: Course, say: Callable[[str], None]) -> dict[str, list[Timed]]:
+    """The steps of both sets."""
+    profile, began, longest = Profile(built), time.monotonic(), 0.0
+    sets: dict[str, list[tuple[Scene, list[Timed]]]] = {}
+    for name, count in course.scenes.items():
+        most = built.info.config.adapters.max_rank
+        space = Space.of(built, [rank for rank in RANKS[name] if rank <= most])
+        sets[name] = [(scene, []) for scene in space.scenes(np.random.default_rng(SEEDS[name]), count)]
+    for turn in range(course.rounds + 1):
+        if turn > 2 and time.monotonic() - began + longest > 60 * course.minutes:
+            break
+        start = time.monotonic()
+        for scenes in zip(*(_spread(sets[name], sets["fit"]) for name in sets), strict=True):
+            for scene, steps in filter(None, scenes):
+                profile.run(scene, steps)
+        longest = time.monotonic() - start
+        say(f"round {turn} of {course.rounds}: {longest:.0f} s")
+    played = {name: [step for _, steps in scenes for step in steps] for name, scenes in sets.items()}
+    return {name: [step for step in steps if len(step.seconds) > 1] for name, steps in played.items()}
+
+
+def _spread(scenes: list, longest: list) -> list:
+    """As many as the longest has: the sets take turns."""
+    return [*scenes, *[None] * (len(longest) - len(scenes))]
+
+
+def judge(found: Fit, timed: Mapping[str, list[Timed]]) -> list[dict[str, Any]]:
+    """R² and errors of our form, and of CaraServe's for steps that decode, on both sets."""
+    forms = {"ours": (found.seconds, (*KINDS, "all"))}
+    decoding = [step for step in timed["fit"] if step.kind == "decode"]
+    forms |= {name: (line, ("decode",)) for name, line in caraserve(decoding).items()}
+    rows = []
+    for name, (predict, kinds) in forms.items():
+        for which, steps in timed.items():
+            for kind in kinds:
+                some = [step for step in steps if kind in (step.kind, "all")]
+                if len(some) > 1:
+                    rows.append({"form": name, "set": which, "kind": kind, **asdict(quality(predict, some))})
+    for which, steps in timed.items():
+        rows.append({"form": "noise", "set": which, "kind": "all", **asdict(noise(steps))})
+    return rows
+
+
+def _record(built: Built, found: Fit, rows: list[dict[str, Any]]) -> FittedSteps:
+    spec, layout, config = built.reader.spec, built.reader.layout, built.info.config
+    space = Space.of(built, (64,))
+    manager = built.parts.scheduler.manager
+    helps = manager.leases.gate.helps
+    assert isinstance(helps, Chooser)  # SETTINGS
+    costs = helps.costs
+    return FittedSteps(
+        format=FITTED,
+        device=device.name_of(jax.devices()[0]),
+        chips=config.model.tp,
+        spec=spec,
+        block_tokens=layout.block_tokens,
+        device_blocks=layout.blocks - 1,
+        row_tokens=ROW,
+        rank_blocks=space.blocks[0] / 64,
+        link_bps=layout.block_bytes * MANY / manager.policy.meter.load_s(ADAPTER, MANY),
+        fixed_s=found.fixed_s,
+        decode=found.decode,
+        prompt=found.prompt,
+        help=Help((costs.place.fixed, costs.place.each), (costs.block.fixed, costs.block.each)),
+        facts={
+            "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "versions": machine.versions(),
+            "commit": machine.commit(),
+            "quality": rows,
+        },
+    )

@@ -1,0 +1,103 @@
+"""The record of fitted step times: what it predicts, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from jlora.cli import main
+from jlora.engine.cold_start import Costs
+from jlora.errors import ConfigError
+from jlora.loadgen.checkpoints import TINY
+from jlora.sim.hardware import Hardware
+from jlora.step_model import FITTED, FittedSteps, Help, Launches, StepLoad
+
+STEPS = FittedSteps(
+    format=FITTED,
+    device="a processor, 2 cores",
+    chips=1,
+    spec=TINY,
+    block_tokens=16,
+    device_blocks=255,
+    row_tokens=32,
+    rank_blocks=0.5,
+    link_bps=1e9,
+    fixed_s=0.001,
+    decode=Launches({2: 0.01, 8: 0.02}, context_s=1e-6, adapters_s=1e-4, block_s=1e-5, spread_s=1e-6),
+    prompt=Launches({1: 0.02, 4: 0.06}, pair_s=1e-7, token_s=1e-6),
+    help=Help((1e-3, 1e-5), (1e-4, 1e-6)),
+)
+
+
+def test_a_step_is_its_launches_padded_to_compiled_forms():
+    decode = StepLoad(0, 3, 300, 300.0, 10, 30, 3)
+    prompt = StepLoad(40, 0, 40, 820.0, 10, 400, 2)
+    alone = 0.02 + 300e-6 + 1e-4 + 10 * (1e-5 + 8 * 1e-6)
+    assert STEPS.seconds(decode) == pytest.approx(0.001 + alone)
+    assert STEPS.seconds(decode, prompt) == pytest.approx(0.001 + alone + 0.06 + 820e-7 + 400e-6)
+
+
+def test_more_rows_than_any_form_cost_in_proportion():
+    assert STEPS.decode_s([0] * 16) == pytest.approx(0.001 + 0.02 * 2)
+
+
+def test_a_router_asks_for_ranks_and_tokens():
+    assert STEPS.decode_s([8, 16], context=100) == pytest.approx(0.001 + 0.01 + 1e-4 + 1e-4 + 12 * (1e-5 + 2e-6))
+    assert STEPS.prefill_s(32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
+    assert STEPS.prefill_s(33, 8) > STEPS.prefill_s(33) > STEPS.prefill_s(32)
+
+
+def test_cold_starts_are_predicted_from_the_file():
+    costs = Costs.fitted(STEPS)
+    assert costs.device.at(40) == STEPS.prefill_s(40)
+    assert costs.place.at(10) == pytest.approx(1.1e-3) and costs.block.at(10) == pytest.approx(1.1e-4)
+
+
+def test_a_file_is_read_again(tmp_path: Path):
+    STEPS.write(tmp_path / "steps.json")
+    assert FittedSteps.read(tmp_path / "steps.json") == STEPS and FittedSteps.wrote(tmp_path / "steps.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"format": "jlora-step-model-1"}, "format"),
+        ({"fixed_s": -1.0}, "fixed_s"),
+        ({"decode": {"forms": {}}}, "decode.forms"),
+        ({"device_blocks": "many"}, "device_blocks"),
+        (None, "malformed"),
+    ],
+)
+def test_any_other_file_is_refused(tmp_path: Path, change: dict | None, message: str):
+    path = tmp_path / "steps.json"
+    path.write_text("{" if change is None else json.dumps({**dataclasses.asdict(STEPS), **change}))
+    with pytest.raises(ConfigError, match=message if change else "step model .*steps.json"):
+        FittedSteps.read(path)
+
+
+@pytest.mark.parametrize(
+    ("here", "field"),
+    [
+        ((dataclasses.replace(TINY, layers=3), "a processor, 2 cores", 1, 16), "spec"),
+        ((TINY, "another processor, 2 cores", 1, 16), "device"),
+        ((TINY, "a processor, 2 cores", 2, 16), "chips"),
+        ((TINY, "a processor, 2 cores", 1, 32), "block_tokens"),
+    ],
+)
+def test_another_model_or_machine_is_refused(here: tuple, field: str):
+    STEPS.check(dataclasses.replace(TINY, name="the same under another name"), STEPS.device, 1, 16)
+    with pytest.raises(ConfigError, match=f"{field} = "):
+        STEPS.check(*here)
+
+
+def test_the_simulator_takes_model_pool_and_steps_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture):
+    STEPS.write(tmp_path / "steps.json")
+    hardware = Hardware.fitted(STEPS)
+    assert hardware.pool_bytes // hardware.layout.block_bytes == 255 and hardware.link_bps == 1e9
+    words = ["sim", "--steps", str(tmp_path / "steps.json"), "--workload", "W2", "--rate", "2", "--seconds", "2"]
+    flags = ["--shrink", "32", "--adapters", "2", "--ranks", "8", "--policy", "jlora", "--host-gb", "0.01", "--set"]
+    assert main([*words, *flags, "engine.cold_start=auto", "engine.max_seqs=8"]) == 0
+    assert "1 x a processor, 2 cores, random-tiny: pool 255 blocks" in capsys.readouterr().out
