@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
@@ -219,21 +219,26 @@ class FittedSteps:
         """Of a step."""
         return self.fixed_s + sum(self._of(load).seconds(load) for load in launches)
 
-    def decode_s(self, ranks: Sequence[int], context: int = 0) -> float:
-        """Of a step in which sequences decode, each with its adapter's rank (0: the base), as CaraServe's Dec.
+    def decode_s(self, ranks: Mapping[int, int]) -> float:
+        """Of a step in which requests decode, by the ranks of their adapters (0: the base); CaraServe's Dec.
 
-        Every sequence counts as one of an adapter of its own, so it is an upper bound.
-
-        Args:
-            context: tokens of all of them together.
+        Every request counts with an adapter of its own, and no context.
         """
-        blocks = sum(map(self.blocks, ranks))
-        return self.seconds(StepLoad(0, len(ranks), context, context, blocks, blocks, len(ranks)))
+        count, blocks = self._batch(ranks)
+        return self.seconds(StepLoad(0, count, 0, 0.0, blocks, blocks, count))
 
-    def prefill_s(self, tokens: int, rank: int = 0) -> float:
-        """Of a step that computes a prompt, as CaraServe's Pre."""
-        blocks, rows = self.blocks(rank), -(-tokens // self.row_tokens)
-        return self.seconds(StepLoad(tokens, 0, tokens, tokens * (tokens + 1) / 2, blocks, tokens * blocks, rows))
+    def prefill_s(self, ranks: Mapping[int, int], tokens: int) -> float:
+        """Of a step that computes prompts of equal lengths, `tokens` in all; 0 for no prompts; CaraServe's Pre."""
+        count, blocks = self._batch(ranks)
+        if not count:
+            return 0.0
+        each, rows = tokens / count, -(-tokens // self.row_tokens)
+        pairs, adapter_tokens = tokens * (each + 1) / 2, math.ceil(blocks * each)
+        return self.seconds(StepLoad(tokens, 0, tokens, pairs, blocks, adapter_tokens, rows))
+
+    def _batch(self, ranks: Mapping[int, int]) -> tuple[int, int]:
+        """Requests, and blocks of their adapters."""
+        return sum(ranks.values()), sum(self.blocks(rank) * count for rank, count in ranks.items())
 
     def blocks(self, rank: int) -> int:
         """Of an adapter on q, k, v and o."""

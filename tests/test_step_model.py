@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jlora.cli import main
-from jlora.engine.cold_start import Costs
+from jlora.cluster.routing.costs import Costs
+from jlora.engine import cold_start
 from jlora.errors import ConfigError
 from jlora.loadgen.checkpoints import TINY
 from jlora.sim.hardware import Hardware
@@ -41,18 +42,20 @@ def test_a_step_is_its_launches_padded_to_compiled_forms():
 
 
 def test_more_rows_than_any_form_cost_in_proportion():
-    assert STEPS.decode_s([0] * 16) == pytest.approx(0.001 + 0.02 * 2)
+    assert STEPS.decode_s({0: 16}) == pytest.approx(0.001 + 0.02 * 2)
 
 
 def test_a_router_asks_for_ranks_and_tokens():
-    assert STEPS.decode_s([8, 16], context=100) == pytest.approx(0.001 + 0.01 + 1e-4 + 1e-4 + 12 * (1e-5 + 2e-6))
-    assert STEPS.prefill_s(32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
-    assert STEPS.prefill_s(33, 8) > STEPS.prefill_s(33) > STEPS.prefill_s(32)
+    costs: Costs = STEPS  # as a router knows them
+    assert costs.decode_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 1e-4 + 12 * (1e-5 + 2e-6))
+    assert STEPS.prefill_s({0: 1}, 32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
+    assert STEPS.prefill_s({8: 1}, 33) > STEPS.prefill_s({0: 1}, 33) > STEPS.prefill_s({0: 1}, 32)
+    assert STEPS.prefill_s({}, 0) == 0.0
 
 
 def test_cold_starts_are_predicted_from_the_file():
-    costs = Costs.fitted(STEPS)
-    assert costs.device.at(40) == STEPS.prefill_s(40)
+    costs = cold_start.Costs.fitted(STEPS)
+    assert costs.device.at(40) == STEPS.prefill_s({0: 1}, 40)
     assert costs.place.at(10) == pytest.approx(1.1e-3) and costs.block.at(10) == pytest.approx(1.1e-4)
 
 

@@ -45,7 +45,7 @@ class Prompts(NamedTuple):
     steps: FittedSteps
 
     def at(self, tokens: float) -> float:
-        return self.steps.prefill_s(math.ceil(tokens))
+        return self.steps.prefill_s({0: 1}, math.ceil(tokens))
 
 
 class Costs(NamedTuple):

@@ -13,7 +13,7 @@ import numpy as np
 from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cluster.routing.caraserve import CaraServe
-from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
@@ -26,6 +26,7 @@ from jlora.sim.kernels import Kernel, RankedKernel, costs_of, without_adapters
 from jlora.sim.member import Member
 from jlora.sim.replay import Ask
 from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_spec
+from jlora.step_model import FittedSteps
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class Service:
 class Known:
     """What a policy is made of. `load_s`: seconds per rank from a tier to the device."""
 
-    costs: RankCosts
+    costs: Costs
     slo_s: float
     outputs: float
     seed: int
@@ -123,16 +124,20 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     """A fleet that has played nothing yet. Raises ConfigError."""
     check_route(route)
     step = scenario.step_model
-    costs = costs_of(scenario.hardware, step, service.kernel)
     spec = replica_spec(scenario, work, policy)
-    if service.kernel != "own":
-        spec = replace(spec, model=without_adapters(spec.model))
+    if isinstance(step, FittedSteps):
+        if service.kernel != "own":
+            raise ConfigError(f"--kernel {service.kernel}: must be own with the steps of {step.device}")
+        costs = step
+    else:
+        costs = costs_of(scenario.hardware, step, service.kernel)
+        spec = spec if service.kernel == "own" else replace(spec, model=without_adapters(step))
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
     def member(number: int) -> Member:
         made = Member(f"r{number}", spec, cache_policy(policy, spec, work), lambda i: service.fetch_s(sizes[i]))
-        if service.kernel != "own":
+        if isinstance(costs, RankCosts) and service.kernel != "own":
             made.device.kernel = RankedKernel(costs, made.ranks(service.ranks))
         return made
 
