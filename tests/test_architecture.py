@@ -109,7 +109,7 @@ NO_JAX = {
     "cluster.launcher",
     "cluster.merged",
     "cluster.prefixes",
-    "cluster.ray_settings",
+    "cluster.ray_process",
     "cluster.registry",
     "cluster.requests",
     "cluster.router",

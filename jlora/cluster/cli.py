@@ -8,6 +8,7 @@ jlora cluster status 127.0.0.1:50051
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import secrets
 import shutil
 import sys
@@ -21,7 +22,7 @@ from rich.console import Console
 
 from jlora import config as configuration
 from jlora.cluster.fleet import Fleet, LocalFleet, StaticFleet
-from jlora.cluster.ray_settings import prepare, write
+from jlora.cluster.ray_process import RayFleet, write
 from jlora.config import Config
 from jlora.errors import ConfigError, JloraError, Unavailable
 from jlora.serve import client, flags, top
@@ -112,12 +113,9 @@ def fleet_of(config: Config) -> Fleet:
         return StaticFleet(config.cluster)
     if config.cluster.fleet == "local":
         return LocalFleet(config)
-    folder = prepare(config.cluster)
-    try:
-        from jlora.cluster.ray_fleet import RayFleet
-    except ImportError as e:
-        raise ConfigError("cluster.fleet = ray: needs Ray: pip install 'jlora[ray]'") from e
-    return RayFleet(config, folder)
+    if importlib.util.find_spec("ray") is None:
+        raise ConfigError("cluster.fleet = ray: needs Ray: pip install 'jlora[ray]'")
+    return RayFleet(config)
 
 
 def status(argv: Sequence[str]) -> int:

@@ -1,21 +1,26 @@
-"""Replicas on a Ray cluster: Ray decides where each runs, starts it again when it ends, and finds it by name.
+"""Ray's driver: places replicas on a Ray cluster and says where they are.
 
-Each replica is a detached actor in a placement group; no token goes through Ray. The actor runs the replica in a
-process of its own, because a replica wants the main thread, for signals and for jax.
+`ray_process` starts it in a process of its own.
+
+Each replica is a detached actor in a placement group: Ray decides where it runs, starts it again when it ends, and
+finds it by name. No token goes through Ray. The actor runs the replica in a process of its own, because a replica
+wants the main thread, for signals and for jax.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import os
 import shutil
-import tempfile
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 import ray
 from ray.exceptions import RayError
@@ -23,13 +28,11 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jlora import config as configuration
-from jlora.cluster.child import REPLICA, STOP_S, Child
-from jlora.cluster.fleet import Places, Watch, replica_config
-from jlora.cluster.ray_settings import write
+from jlora.cluster.child import STOP_S, Child
+from jlora.cluster.fleet import replica_config
 from jlora.config import Config
-from jlora.errors import Unavailable
-
-log = logging.getLogger(__name__)
+from jlora.errors import JloraError, Unavailable
+from jlora.serve import flags
 
 # All services of one Ray cluster; `cluster.name` tells them apart.
 NAMESPACE = "jlora"
@@ -39,6 +42,7 @@ ANSWER_S = 5.0
 # Seconds until a replica starts again after it has served, and after it has failed to. Meanwhile its actor tells why.
 AGAIN_S, BACKOFF_S = 1.0, 10.0
 OBJECT_STORE_BYTES = 200 << 20  # no adapter and no token goes through it
+
 Stage = Literal["loading", "up", "ended"]
 
 
@@ -48,7 +52,6 @@ class Told:
 
     stage: Stage
     text: str = ""
-    pid: int = 0
 
 
 class ReplicaActor:
@@ -56,14 +59,14 @@ class ReplicaActor:
 
     def __init__(self, config: Config, secret: str, module: str):
         """`secret`: what `cluster.token_file` holds on the router's machine."""
+        values = {"serve.host": ray.util.get_node_ip_address()}
         if secret:
-            path = write(Path(tempfile.mkdtemp(prefix="jlora-")), secret)
-            config = configuration.replace(config, {"cluster.token_file": path})
-        config = configuration.replace(config, {"serve.host": ray.util.get_node_ip_address()})
+            values["cluster.token_file"] = _in_memory(secret)
         self._told = Told("loading")
         self._child: Child | None = None
         self._stopping = False
-        threading.Thread(target=self._live, args=(config, module), daemon=True).start()
+        live = configuration.replace(config, values), module
+        threading.Thread(target=self._live, args=live, daemon=True).start()
 
     def tell(self) -> Told:
         """Where the replica is; answers at once."""
@@ -79,8 +82,7 @@ class ReplicaActor:
         wait_s = BACKOFF_S
         try:
             self._child = Child(config, module)  # it dies with this thread, so with the actor
-            self._told = Told("loading", pid=self._child.pid)
-            self._told = Told("up", self._child.ready(), self._child.pid)
+            self._told = Told("up", self._child.ready())
             wait_s = AGAIN_S
             reason = self._child.wait().reason
         except (Unavailable, OSError) as e:
@@ -91,62 +93,38 @@ class ReplicaActor:
             os._exit(1)
 
 
-class RayFleet:
-    """Replicas r0, r1, ... on the Ray cluster of the configuration, or on a Ray of this process's own.
+class Replicas:
+    """The actors of one service, from `start` to `end`."""
 
-    `ray_settings.prepare` comes before the import of this module.
-    """
-
-    def __init__(self, config: Config, folder: str, module: str = REPLICA):
-        """`folder`: where a Ray of our own keeps its files; `module`: what each process runs, see `child`."""
-        section = config.cluster
-        self._config, self._module = config, module
-        self._resources = dict(section.resources) or {"CPU": 1.0}
-        self._folder = folder
+    def __init__(self, config: Config, folder: str, module: str):
+        self._config, self._folder, self._module = config, folder, module
+        self._resources = dict(config.cluster.resources) or {"CPU": 1.0}
         self._actors: dict[str, Any] = {}
         self._group: Any = None
-        self._places = Places(lambda addresses: None)
-        self._stopping = threading.Event()
-        self._starting = threading.Lock()
-        self._thread = threading.Thread(target=self._look, name="jlora-ray", daemon=True)
 
-    def start(self, watch: Watch) -> None:
-        """Connects to Ray, places the replicas, starts those that do not run yet, and waits for all."""
-        self._places = Places(watch)
-        with self._starting:
-            try:
-                self._connect()
-                self._place()
-                for i in range(self._config.cluster.replicas):
-                    self._actors[f"r{i}"] = self._actor(i)
-                self._await_all()
-            except BaseException:
-                self._end()
-                raise
-            self._thread.start()
+    def start(self, stopping: threading.Event) -> None:
+        """Connects, places, starts what does not run yet, and waits for all. Raises Unavailable, also if stopped."""
+        self._connect()
+        self._place(stopping)
+        for i in range(self._config.cluster.replicas):
+            self._actors[f"r{i}"] = self._actor(i)
+        self._await_all(stopping)
 
-    def stop(self) -> None:
-        """Drains and ends the replicas and their placement group; a Ray of our own ends too."""
-        self._places.close()
-        self._stopping.set()
-        with self._starting:
-            if self._thread.is_alive():
-                self._thread.join()
-            self._end()
+    def addresses(self) -> dict[str, str]:
+        """Of the replicas that serve now."""
+        return {name: told.text for name, told in self._ask().items() if told is not None and told.stage == "up"}
 
-    def _end(self) -> None:
-        if ray.is_initialized():
-            self._end_actors()
-            if self._group is not None:
-                remove_placement_group(self._group)
-            ray.shutdown()
-        if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    @property
-    def pids(self) -> Mapping[str, int]:
-        """The replicas' processes that run now, by the replica's name."""
-        return {name: told.pid for name, told in self._ask().items() if told is not None and told.pid}
+    def end(self) -> None:
+        """Lets the replicas drain; then they and their place are gone."""
+        for actor in self._actors.values():
+            actor.stop.remote()
+        limit = time.monotonic() + self._config.serve.drain_s + STOP_S
+        while time.monotonic() < limit and self.addresses():
+            time.sleep(LOOK_S)
+        for actor in self._actors.values():
+            ray.kill(actor, no_restart=True)
+        if self._group is not None:
+            remove_placement_group(self._group)
 
     def _connect(self) -> None:
         address = self._config.cluster.ray_address
@@ -167,14 +145,14 @@ class RayFleet:
             reason = str(e).partition("\n")[0]
             raise Unavailable(f"cluster.ray_address = {address or 'local'}: {reason}") from e
 
-    def _place(self) -> None:
+    def _place(self, stopping: threading.Event) -> None:
         """Sets the resources of all replicas aside. Raises Unavailable: Ray itself would wait in silence."""
         section = self._config.cluster
         bundles = [self._resources] * section.replicas
         name = f"{section.name}-replicas"
         self._group = _existing(name, bundles) or placement_group(bundles, "SPREAD", name=name, lifetime="detached")
         end = time.monotonic() + section.place_s
-        while time.monotonic() < end and not self._stopping.is_set():
+        while time.monotonic() < end and not stopping.is_set():
             if self._group.wait(min(LOOK_S, section.place_s)):
                 return
         have, free = ray.cluster_resources(), ray.available_resources()
@@ -189,7 +167,7 @@ class RayFleet:
     def _actor(self, i: int) -> Any:
         """The replica's actor: the one that runs already, or a new one."""
         section, rest = self._config.cluster, dict(self._resources)
-        secret = Path(section.token_file).read_text() if section.token_file else ""
+        secret = Path(section.token_file).read_text(encoding="ascii") if section.token_file else ""
         kind = ray.remote(ReplicaActor).options(
             name=f"{section.name}-r{i}",
             namespace=NAMESPACE,
@@ -205,48 +183,26 @@ class RayFleet:
         # The actor knows its host.
         return kind.remote(replica_config(self._config, f"r{i}", "127.0.0.1"), secret, self._module)
 
-    def _await_all(self) -> None:
+    def _await_all(self, stopping: threading.Event) -> None:
         limit = self._config.cluster.start_timeout_s
         end = time.monotonic() + limit + ANSWER_S  # the child itself keeps to the limit
-        while True:
+        while not stopping.wait(LOOK_S):
             told = self._ask()
-            self._tell(told)
             if ended := next((t for t in told.values() if t is not None and t.stage == "ended"), None):
                 raise Unavailable(ended.text)
             late = [name for name, t in told.items() if t is None or t.stage != "up"]
             if not late:
                 return
-            if self._stopping.is_set():
-                raise Unavailable("the fleet stops")
             if time.monotonic() > end:
                 raise Unavailable(f"replicas {', '.join(late)}: not ready after cluster.start_timeout_s = {limit:g} s")
-            time.sleep(LOOK_S)
+        raise Unavailable("the fleet stops")
 
-    def _look(self) -> None:
-        while not self._stopping.wait(LOOK_S):
-            self._tell(self._ask())
-
-    def _ask(self) -> dict[str, Told | None]:
+    def _ask(self) -> Mapping[str, Told | None]:
         """What each actor says; None: it does not answer."""
         calls = {name: actor.tell.remote() for name, actor in self._actors.items()}
         if calls:
             ray.wait(list(calls.values()), num_returns=len(calls), timeout=ANSWER_S)
         return {name: _answer(call) for name, call in calls.items()}
-
-    def _tell(self, told: Mapping[str, Told | None]) -> None:
-        for name, one in told.items():
-            self._places.put(name, one.text if one is not None and one.stage == "up" else None)
-
-    def _end_actors(self) -> None:
-        """Lets the replicas drain; then they may not start again."""
-        for actor in self._actors.values():
-            actor.stop.remote()
-        end = time.monotonic() + self._config.serve.drain_s + STOP_S
-        while time.monotonic() < end and any(t is not None and t.stage == "up" for t in self._ask().values()):
-            time.sleep(LOOK_S)
-        for actor in self._actors.values():
-            ray.kill(actor, no_restart=True)
-        self._actors.clear()
 
 
 def _existing(name: str, bundles: list[dict[str, float]]) -> Any:
@@ -266,3 +222,53 @@ def _answer(call: Any) -> Told | None:
         return ray.get(call, timeout=0)
     except RayError:  # it starts again, or hangs
         return None
+
+
+def _in_memory(secret: str) -> str:
+    """The path of a file on no disk, which ends with this process."""
+    number = os.memfd_create("jlora-token")
+    os.write(number, secret.encode("ascii"))
+    return f"/proc/{os.getpid()}/fd/{number}"
+
+
+def _say(out: TextIO, **words: Any) -> None:
+    with contextlib.suppress(BrokenPipeError):  # then stdin has ended too
+        print(json.dumps(words), file=out)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the driver until stdin ends; returns the exit code.
+
+    `argv`: the folder of a Ray of our own, the module of the replicas, and flags of a configuration. Each line on
+    stdout is JSON: {"addresses": ...} at each change, or {"error": ...}.
+    """
+    folder, module, config = argv[0], argv[1], flags.parse(argv[2:])
+    out = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what replicas print comes on stdout
+    stopping, asked = threading.Event(), threading.Event()
+
+    def listen() -> None:
+        if sys.stdin.readline():
+            asked.set()
+        stopping.set()
+
+    threading.Thread(target=listen, daemon=True).start()
+    replicas, code = Replicas(config, folder, module), 0
+    try:
+        replicas.start(stopping)
+        told: Mapping[str, str] = {}
+        while not stopping.wait(LOOK_S if told else 0):
+            if (now := replicas.addresses()) != told:
+                _say(out, addresses=now)
+                told = now
+    except (JloraError, RayError) as e:
+        asked.set()  # what has begun must not be left
+        _say(out, error=str(e))
+        code = 1
+    if ray.is_initialized():
+        if asked.is_set():
+            replicas.end()
+        ray.shutdown()
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+    return code

@@ -27,7 +27,6 @@ from jlora.loadgen.server import ServerProcess, flags_of
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 
 REPLICAS = 2
-LONG = f"{TEXT} and {TEXT}"  # as long as the adapters were trained for: there is time to kill
 RESTART_S = 120.0
 
 
@@ -75,10 +74,10 @@ async def talk(address: str, router: int) -> bool:
         for replica in (await status(channel)).values():
             say(f"  {replica.name}  {replica.address}  {replica.health}")
         await load_late(channel)
-        answers = [Answer(model, transform_of(model)(LONG)) for model in ("", *TASKS)]
+        answers = [Answer(model, transform_of(model)(TEXT)) for model in ("", *TASKS)]
         stub = jlora_pb2_grpc.InferenceStub(channel)
-        say(f"{len(answers)} requests at once: {LONG!r}")
-        asking = [asyncio.ensure_future(ask(stub, answer, LONG)) for answer in answers]
+        say(f"{len(answers)} requests at once: {TEXT!r}")
+        asking = [asyncio.ensure_future(ask(stub, answer, TEXT)) for answer in answers]
         victim, moved = await kill_midway(channel, answers, router)
         await asyncio.gather(*asking)
         say("\n".join(map(line, answers)))
