@@ -10,6 +10,7 @@
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
     caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
+    cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
     cold                         the first token of a request whose adapter is not on the device, by how it starts
@@ -49,6 +50,7 @@ STUDIES: Mapping[str, str] = {
     "alora": "benchmarks.studies.alora",
     "beyond": "benchmarks.studies.beyond",
     "caraserve": "benchmarks.studies.caraserve",
+    "cluster-routing": "benchmarks.studies.cluster_routing",
     "merging": "benchmarks.studies.merging",
     "report": "benchmarks.report",
 }

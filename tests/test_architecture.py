@@ -51,6 +51,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         "adapters",
         "cache",
         "cluster.books",
+        "cluster.demand",
+        "cluster.placement",
         "cluster.prefixes",
         "cluster.routing",
         "cluster.view",

@@ -1,0 +1,101 @@
+"""`jlora bench cluster-routing`: CaraServe's Figures 19 and 20 and loads beyond them, simulated on A10s.
+
+Figure 19 takes `--seconds` of traffic, 30 unless told; the paper plays 300. It is played with one seed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.runner import Options
+from jlora.config import EngineConfig
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.kernels import Kernel
+from jlora.sim.scenario import Scenario, Work
+from jlora.sim.service import ROUTES, Service, simulate_service
+from jlora.sim.trace import Trace, Turn, facts
+
+A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
+RANKS = (8, 16, 32, 64)
+POPULARITY = 1.1  # exponent of Zipf's law: a long tail, as in the Azure Functions trace
+MOST = 1600  # tokens of the longest answer
+# Every adapter is on every device at once, as in the paper's testbed ("cached"): routing alone makes the difference.
+ENGINE = EngineConfig(max_seqs=256, max_step_tokens=1024, max_queue=1 << 20)
+SCENARIO = Scenario(A10, hbm_gb=400.0, host_gb=1000.0, link_gbps=10000.0, engine=ENGINE)
+SIDES = tuple(route for route in ROUTES if route not in ("least-loaded", "session"))
+SEEDS = (1, 2)  # policies were written while looking at the first one
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load. `longer`: answers over Alpaca's; `burst`: coefficient of variation of the gaps."""
+
+    name: str
+    replicas: int
+    rate: float
+    adapters: int
+    seconds: float
+    longer: float = 1.0
+    burst: float = 1.0
+
+
+CASES = (
+    Case("Figure 20", 8, 60.0, 40_000, 20.0),
+    Case("Figure 20, answers x 3", 8, 60.0, 40_000, 40.0, longer=3.0),
+    Case("Figure 20, answers x 2, bursts", 8, 60.0, 40_000, 40.0, longer=2.0, burst=4.0),
+    Case("Figure 19", 60, 340.0, 40_000, 30.0),
+    Case("Figure 19, answers x 4", 60, 340.0, 40_000, 30.0, longer=4.0),
+)
+QUICK = (Case("Figure 20", 3, 20.0, 200, 2.0),)
+
+
+def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, tuple[int, ...], float]:
+    """Requests with lengths like Alpaca's, about 45 tokens and 60 of answer; the ranks; tokens of a mean answer."""
+    rng = np.random.default_rng(seed)
+    count, shape = round(case.rate * seconds), case.burst**-2
+    times = np.cumsum(rng.gamma(shape, 1 / (shape * case.rate), count))
+    weights = 1.0 / np.arange(1, case.adapters + 1) ** POPULARITY
+    adapters = rng.permutation(case.adapters)[rng.choice(case.adapters, count, p=weights / weights.sum())]
+    prompts = np.clip(rng.lognormal(3.6, 0.6, count), 4, 400).astype(int)
+    outputs = np.clip(case.longer * rng.lognormal(3.8, 0.8, count), 4, MOST).astype(int)
+    turns = tuple(
+        Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), int(adapter))
+        for index, (at, prompt, output, adapter) in enumerate(zip(times, prompts, outputs, adapters, strict=True))
+    )
+    ranks = tuple(rng.choice(RANKS, case.adapters).tolist())
+    sizes = tuple(map(A10.adapter_blocks, ranks))
+    trace = Trace(case.name, turns, tuple(map(str, range(case.adapters))))
+    return Work(trace, sizes, facts(trace, A10.layout.block_tokens, sizes)), ranks, float(outputs.mean())
+
+
+def slo_s() -> float:
+    """1.5 times the time per token of a request alone, which is how PEFT serves it."""
+    step = A10.step_model()
+    return 1.5 * (step.fixed_s + step.weights_s)
+
+
+def run(options: Options) -> None:
+    """Plays every case with both kernels under every policy."""
+    settings = {"slo_s": slo_s(), "seconds": options.seconds, "quick": options.quick}
+    records = options.records("cluster-routing-simulated", settings)
+    done = {(line["cell"], line["kernel"], line["side"], line["round"]) for line in records.lines}
+    kernels: tuple[Kernel, ...] = ("padded", "unpadded")
+    cases = QUICK if options.quick else CASES
+    for (number, seed), case in itertools.product(enumerate(SEEDS), cases):
+        if number and case.replicas > 8:
+            continue
+        seconds = options.seconds if options.seconds and case.replicas > 8 else case.seconds
+        played = None
+        for kernel, side in itertools.product(kernels, SIDES):
+            if (case.name, kernel, side, number) in done:
+                continue
+            work, ranks, outputs = played = played or traffic(case, seconds, seed)
+            service = Service(case.replicas, ranks, kernel, slo_s=slo_s(), outputs=outputs, seed=seed)
+            result = simulate_service(SCENARIO, service, work, "jlora", side)
+            told, summary = result["service"], result["summary"]
+            kept = {key: told[key] for key in ("attainment", "per_token_s", "per_token_p99_s", "goodput", "imbalance")}
+            kept |= {key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s")}
+            records.add(case.name, side, number, {"kernel": kernel, "replicas": case.replicas, **kept})

@@ -1,0 +1,157 @@
+"""Which replicas serve which adapters: LoRAServe's Algorithm 1, and the placements that it is compared with.
+
+A placement gives each adapter its servers with their parts of its requests, which sum to 1. Utilisation is an
+adapter's tokens per second over the operating point of its rank: what share of a server it takes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.optimize import linear_sum_assignment
+
+Placement = Mapping[str, Mapping[str, float]]  # adapter -> server -> its part
+LEAST = 1e-9  # utilisation below this is none
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """An adapter to place. `rate`: tokens per second; `size`: what moving it costs."""
+
+    key: str
+    rank: int
+    rate: float
+    size: int = 1
+
+
+@dataclass(slots=True)
+class _Bin:
+    """What one server would serve; which one is decided last."""
+
+    used: float = 0.0
+    rank: int = 0  # the largest
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def add(self, adapter: Wanted, part: float, used: float) -> None:
+        self.parts[adapter.key] = self.parts.get(adapter.key, 0.0) + part
+        self.used += used
+        self.rank = max(self.rank, adapter.rank)
+
+
+def loraserve(
+    servers: Sequence[str], adapters: Sequence[Wanted], points: Mapping[int, float], last: Placement | None = None
+) -> Placement:
+    """Algorithm 1. `points`: tokens per second of a server by rank. At equal demands the result is the same."""
+    use = {adapter.key: adapter.rate / points[adapter.rank] for adapter in adapters}
+    target = sum(use.values()) / len(servers)
+    by_rank: dict[int, list[Wanted]] = {}
+    for adapter in sorted(adapters, key=lambda a: (-a.rank, -use[a.key], a.key)):
+        by_rank.setdefault(adapter.rank, []).append(adapter)
+    budgets = budget({rank: sum(use[a.key] for a in group) for rank, group in by_rank.items()}, len(servers))
+    bins: list[_Bin] = []
+    leftovers: list[tuple[Wanted, float]] = []  # with the part that has no server yet
+    for rank, group in by_rank.items():
+        own = [_Bin() for _ in range(budgets[rank])]
+        leftovers += _pack(own, group, use, target)
+        bins += own
+    bins += [_Bin() for _ in range(len(servers) - len(bins))]
+    for adapter, part in leftovers:  # highest rank first
+        _place_left(bins, adapter, part, use[adapter.key], target)
+    return _permuted(bins, servers, adapters, last or {})
+
+
+def budget(use: Mapping[int, float], servers: int) -> dict[int, int]:
+    """Servers of each rank's own: its utilisation over the mean, rounded, and together at most all of them."""
+    whole = sum(use.values())
+    exact = {rank: servers * used / whole if whole > LEAST else 0.0 for rank, used in use.items()}
+    found = {rank: int(share + 0.5) for rank, share in exact.items()}
+    while sum(found.values()) > servers:  # the one that was rounded up most gives one back
+        found[max(found, key=lambda rank: found[rank] - exact[rank])] -= 1
+    return found
+
+
+def _pack(
+    bins: Sequence[_Bin], group: Sequence[Wanted], use: Mapping[str, float], target: float
+) -> list[tuple[Wanted, float]]:
+    """Fractional bin packing of one rank, the largest first; what has no room, with its part."""
+    left = []
+    at = 0
+    for adapter in group:
+        need, part = use[adapter.key], 1.0
+        if need <= LEAST and bins:  # nobody asks for it: it only takes room
+            min(bins, key=lambda b: len(b.parts)).add(adapter, 1.0, 0.0)
+            continue
+        while at < len(bins) and part > LEAST:
+            room = target - bins[at].used
+            taken = min(part, room / need)
+            if taken > LEAST:
+                bins[at].add(adapter, taken, taken * need)
+                part -= taken
+            if part > LEAST:
+                at += 1
+        if part > LEAST:
+            left.append((adapter, part))
+    return left
+
+
+def _place_left(bins: Sequence[_Bin], adapter: Wanted, part: float, use: float, target: float) -> None:
+    """To servers of the highest ranks that have room: there it makes nothing slower that is not slow already."""
+    while True:
+        room = [b for b in bins if b.used < target - LEAST] or list(bins)
+        fits = [b for b in room if b.rank >= adapter.rank]
+        if use <= LEAST:
+            chosen = min(fits or room, key=lambda b: len(b.parts))
+        elif fits:
+            chosen = max(fits, key=lambda b: (b.rank, -b.used))
+        else:
+            chosen = max(room, key=lambda b: (not b.parts, b.rank, -b.used))
+        space = target - chosen.used
+        taken = part if use <= LEAST or space <= LEAST else min(part, space / use)
+        chosen.add(adapter, taken, taken * use)
+        part -= taken
+        if part <= LEAST:
+            return
+
+
+def _permuted(bins: Sequence[_Bin], servers: Sequence[str], adapters: Sequence[Wanted], last: Placement) -> Placement:
+    """Gives the bins to servers such that as little as possible moves."""
+    sizes = {adapter.key: adapter.size for adapter in adapters}
+    stay = np.zeros((len(bins), len(servers)))
+    column = {server: i for i, server in enumerate(servers)}
+    for row, each in enumerate(bins):
+        for key in each.parts:
+            for server in last.get(key, ()):
+                if server in column:
+                    stay[row, column[server]] += sizes[key]
+    rows, columns = linear_sum_assignment(stay, maximize=True)
+    placed: dict[str, dict[str, float]] = {adapter.key: {} for adapter in adapters}
+    for row, to in zip(rows, columns, strict=True):
+        for key, part in bins[row].parts.items():
+            placed[key][servers[int(to)]] = part
+    return {key: _normalised(parts) for key, parts in placed.items()}
+
+
+def _normalised(parts: Mapping[str, float]) -> dict[str, float]:
+    whole = sum(parts.values())
+    return {server: part / whole for server, part in parts.items()}
+
+
+def random_placement(servers: Sequence[str], adapters: Sequence[Wanted], seed: int = 0) -> Placement:
+    """Each adapter on one server, with equal chances ("S-LoRA Random")."""
+    draw = random.Random(seed)
+    return {adapter.key: {draw.choice(servers): 1.0} for adapter in adapters}
+
+
+def contiguous(servers: Sequence[str], adapters: Sequence[Wanted]) -> Placement:
+    """Equal numbers of adapters on each server in order of rank ("S-LoRA Contiguous")."""
+    ordered = sorted(adapters, key=lambda adapter: (adapter.rank, adapter.key))
+    return {a.key: {servers[i * len(servers) // len(ordered)]: 1.0} for i, a in enumerate(ordered)}
+
+
+def moves(last: Placement, new: Placement) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """(adapter, server) pairs: what servers have to fetch, and what they may drop."""
+    before, after = ({(key, server) for key, parts in p.items() for server in parts} for p in (last, new))
+    return sorted(after - before), sorted(before - after)

@@ -1,0 +1,134 @@
+"""LoRAServe's Algorithm 1: every adapter is served, no server takes more than its share, and little moves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jlora.cluster.demand import Demand, extrapolate, operating_points
+from jlora.cluster.placement import Wanted, budget, contiguous, loraserve, moves, random_placement
+from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.table import Table
+from jlora.cluster.view import ReplicaView
+
+RANKS = (8, 16, 32, 64, 128)
+POINTS = {8: 500.0, 16: 450.0, 32: 400.0, 64: 300.0, 128: 200.0}
+
+
+def servers(count: int) -> list[str]:
+    return [f"s{i}" for i in range(count)]
+
+
+adapters_of = st.lists(
+    st.tuples(st.sampled_from(RANKS), st.one_of(st.just(0.0), st.floats(0.01, 1000.0))), min_size=1, max_size=40
+).map(lambda drawn: [Wanted(f"a{i}", rank, rate) for i, (rank, rate) in enumerate(drawn)])
+
+
+@settings(max_examples=150, deadline=None)
+@given(count=st.integers(1, 9), adapters=adapters_of)
+def test_parts_sum_to_one_and_no_server_exceeds_the_mean(count: int, adapters: list[Wanted]):
+    placed = loraserve(servers(count), adapters, POINTS)
+    assert set(placed) == {adapter.key for adapter in adapters}
+    used = dict.fromkeys(servers(count), 0.0)
+    for adapter in adapters:
+        parts = placed[adapter.key]
+        assert parts and math.isclose(sum(parts.values()), 1.0) and min(parts.values()) > 0
+        for server, part in parts.items():
+            used[server] += part * adapter.rate / POINTS[adapter.rank]
+    mean = sum(used.values()) / count
+    assert max(used.values()) <= mean * (1 + 1e-6) + 1e-6
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(1, 6), adapters=adapters_of)
+def test_an_unchanged_demand_moves_nothing(count: int, adapters: list[Wanted]):
+    names = servers(count)
+    first = loraserve(names, adapters, POINTS)
+    assert moves(first, loraserve(names, adapters, POINTS, first)) == ([], [])
+
+
+@settings(max_examples=100, deadline=None)
+@given(use=st.dictionaries(st.sampled_from(RANKS), st.floats(0, 100), min_size=1), count=st.integers(1, 20))
+def test_budgets_are_rounded_shares_that_never_exceed_the_servers(use: dict[int, float], count: int):
+    found = budget(use, count)
+    assert sum(found.values()) <= count and min(found.values()) >= 0
+    whole = sum(use.values())
+    if whole > 1e-6:
+        for rank, given_ in found.items():
+            assert abs(given_ - count * use[rank] / whole) <= 1.0
+
+
+def test_ranks_with_enough_demand_have_servers_of_their_own():
+    adapters = [Wanted(f"{rank}-{i}", rank, POINTS[rank]) for rank in (8, 128) for i in range(4)]
+    placed = loraserve(servers(4), adapters, POINTS)
+    ranks = {server: {int(key.partition("-")[0]) for key in placed if server in placed[key]} for server in servers(4)}
+    assert sorted(map(sorted, ranks.values())) == [[8], [8], [128], [128]]
+
+
+def test_a_popular_adapter_is_split_and_a_leftover_joins_the_highest_rank():
+    hot, small = Wanted("hot", 64, 700.0), Wanted("small", 8, 50.0)
+    placed = loraserve(servers(3), [hot, small], POINTS)
+    assert len(placed["hot"]) == 3 and len(placed["small"]) == 1
+    high, low = Wanted("high", 128, 100.0), Wanted("low", 8, 260.0)  # 0.5 and 0.52 of a server; one spare server
+    two = loraserve(servers(2), [high, low, Wanted("little", 16, 4.0)], POINTS)
+    assert two["little"].keys() <= two["high"].keys()  # beside rank 128, not beside rank 8
+
+
+def test_a_server_that_leaves_and_one_that_comes_move_only_what_they_must():
+    adapters = [Wanted(f"a{i}", 64, 75.0) for i in range(12)]
+    first = loraserve(servers(3), adapters, POINTS)
+    assert sorted(len([k for k in first if s in first[k]]) for s in servers(3)) == [4, 4, 4]
+    other = ["s0", "s2", "new"]
+    fetch, drop = moves(first, loraserve(other, adapters, POINTS, first))
+    assert {server for _, server in fetch} == {"new"} and {server for _, server in drop} == {"s1"}
+
+
+def test_baselines_place_every_adapter_once():
+    adapters = [Wanted(f"a{i}", RANKS[i % 5], 1.0) for i in range(20)]
+    spread = contiguous(servers(4), adapters)
+    by_server = {s: [a.rank for a in adapters if s in spread[a.key]] for s in servers(4)}
+    assert [len(ranks) for ranks in by_server.values()] == [5] * 4
+    assert max(by_server["s0"]) <= min(by_server["s1"]) and max(by_server["s2"]) <= min(by_server["s3"])
+    drawn = random_placement(servers(4), adapters, 1)
+    assert drawn == random_placement(servers(4), adapters, 1) and all(len(p) == 1 for p in drawn.values())
+
+
+def test_forecasts_follow_a_trend_within_bounds():
+    assert extrapolate([10.0]) == 10.0
+    assert extrapolate([10.0, 20.0, 30.0]) == pytest.approx(40.0)
+    assert extrapolate([30.0, 20.0, 10.0]) == 0.0
+    assert extrapolate([0.0, 0.0, 100.0]) <= 200.0
+    demand = Demand(steps=2)
+    demand.served("a", 100)
+    demand.served("b", 50)
+    assert demand.close(10.0) == {"a": 10.0, "b": 5.0}
+    demand.served("a", 200)
+    assert demand.close(10.0) == {"a": pytest.approx(30.0), "b": 0.0}
+    demand.served("a", 200)
+    assert demand.close(10.0) == {"a": pytest.approx(20.0)}  # b has been quiet for two steps
+
+
+def test_an_operating_point_is_the_largest_batch_within_the_objective():
+    costs = RankCosts(0.0, 0.02, 0.0, 1e-6, 1e-5, padded=True)
+    points = operating_points(costs, RANKS, 0.04, context=200)
+    for rank, point in points.items():
+        batch = round(point * 0.04)
+        count = next(n for n in range(batch + 2, 0, -1) if costs.step_s({rank: n}, 200 * n) <= 0.04)
+        assert point == pytest.approx(count / costs.step_s({rank: count}, 200 * count))
+    assert points[8] > points[128]
+
+
+def test_the_table_draws_by_parts_and_passes_over_a_replica_that_is_down():
+    view = {name: ReplicaView(name, "up") for name in ("a", "b", "c")}
+    table = Table({"x": {"a": 0.75, "b": 0.25}}, seed=1)
+    drawn = [table.choose(view, Ask("x", 8, 10), 0.0) for _ in range(2000)]
+    assert set(drawn) == {"a", "b"} and 0.7 < drawn.count("a") / 2000 < 0.8
+    view["a"] = ReplicaView("a", "down")
+    assert {table.choose(view, Ask("x", 8, 10), 0.0) for _ in range(50)} == {"b"}
+    view["b"] = ReplicaView("b", "draining")
+    assert table.choose(view, Ask("x", 8, 10), 0.0) == "c"
+    assert table.choose({"a": view["a"]}, Ask(None, 0, 10), 0.0) is None
