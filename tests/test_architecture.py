@@ -112,6 +112,8 @@ NO_JAX = {
     "cluster.merged",
     "cluster.prefixes",
     "cluster.ray_process",
+    "cluster.link",
+    "cluster.worker",
     "cluster.registry",
     "cluster.requests",
     "cluster.router",

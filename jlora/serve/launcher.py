@@ -56,12 +56,14 @@ class Program:
         load: makes the replica, and the tokenizer if there is one. It is cancelled by a signal meanwhile.
         ready: the ready line, from the addresses and the replica.
         services: gRPC services on the same port, beside the server's own.
+        token: whoever has it may do everything; "" is none.
     """
 
     name: str
     load: Callable[[Config], Awaitable[tuple[Replica, Tokenizer | None]]]
     ready: Callable[[str, Replica], Awaitable[str]]
     services: Sequence[Service] = ()
+    token: str = ""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -87,8 +89,9 @@ async def serve(config: Config, program: Program | None = None) -> int:
     """
     program = program or ENGINE
     stop = _stop_on_signal()
-    _check_exposed(config.serve)
-    backend = Backend(access=Access(config.serve), tracing=_tracing(config.serve.otlp_endpoint))
+    if not program.token:
+        _check_exposed(config.serve)
+    backend = Backend(access=Access(config.serve, program.token), tracing=_tracing(config.serve.otlp_endpoint))
     servers, where = _bind(backend, config.serve, program.services)
     for server in servers:
         await server.start()

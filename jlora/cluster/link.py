@@ -1,0 +1,370 @@
+"""The replica's end of a link: the requests of one router come in on a stream, and all their tokens go out on it.
+
+The engine's thread puts events into one buffer of the stream and wakes the event loop once; the loop takes
+whatever has come and sends it as one message, so a message holds the tokens of an engine step. A replica that
+drains, stops or fails gives its requests up: the router goes on with them elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from jlora.cluster import wire
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.secret import Secret
+from jlora.engine.futures import result_of
+from jlora.errors import (
+    AlreadyExists,
+    FailedPrecondition,
+    InvalidArgument,
+    JloraError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
+from jlora.replica import Replica, ReplicaState
+from jlora.serve.backend import Backend
+from jlora.serve.status import opaque, status_of
+from jlora.types import Request, TokenEvent
+from jlora.validation import validate
+
+log = logging.getLogger(__name__)
+
+IDLE_S = 0.1  # between two messages of an idle replica
+HELLO_S = 10.0  # until a router has said who it is
+MOST = 1 << 16  # batches of events that a router may leave unread
+SLICE = 2048  # batches of events in one message
+SCORES = 1024  # prompt log-probabilities that become a message in one turn of the loop; more, on a thread
+EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
+
+# Makes an adapter version known to this replica.
+Adopt = Callable[[link.Version], Awaitable[None]]
+# What the engine's thread tells: events of a request, that it is queued (None), or why it is not.
+Told = list[TokenEvent] | Exception | None
+
+
+@dataclass(slots=True, eq=False)
+class _Live:
+    """A request of a stream, from its `Start` to its last event."""
+
+    rid: int
+    request: Request
+    version: link.Version | None  # of its adapter, as long as it may have to be adopted
+    positions: list[int]  # of each completion's next token
+    open: int
+    handle: int | None = None  # the replica's, once it is queued
+    gone: bool = False  # nobody waits for it any more
+
+
+class LinkServicer(rpc.LinkServicer):
+    """Serves `jlora.cluster.v1.Link` over a backend. For one event loop."""
+
+    def __init__(self, backend: Backend, name: str, secret: Secret, adopt: Adopt | None = None):
+        """`name` is the replica's; `adopt` brings in a version that it does not know; None: from its path."""
+        self._backend = backend
+        self._name = name
+        self._secret = secret
+        self._adopt = adopt or self._register
+        self._adopting: dict[str, asyncio.Task[None]] = {}
+        self._streams: dict[str, Stream] = {}  # by router
+
+    async def Attach(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> None:
+        del request_iterator  # the stream reads through the context
+        await self._secret.check(context)
+        stream = None
+        try:
+            stream = self._stream(await _hello(context), context)
+            await stream.run(link.HelloBack(replica=self._name, protocol=wire.PROTOCOL, info=stream.info))
+        except JloraError as e:
+            code, details = status_of(e, "Link/Attach")
+            await context.abort(code, details)
+        finally:
+            if stream is not None:
+                stream.end()
+                if self._streams.get(stream.router) is stream:
+                    del self._streams[stream.router]
+
+    def _stream(self, hello: link.Hello, context: grpc.aio.ServicerContext) -> Stream:
+        """The router's stream from now on; an earlier one ends. Raises FailedPrecondition, Unavailable."""
+        if hello.protocol < 1 or not hello.router:
+            raise FailedPrecondition(f"hello: router = {hello.router!r} speaks protocol {hello.protocol}")
+        stream = Stream(hello, self._backend, context, self._adopted)
+        earlier = self._streams.get(hello.router)
+        if earlier is not None:
+            if earlier.epoch >= hello.epoch:
+                raise FailedPrecondition(f"hello: epoch = {hello.epoch}: the router has attached with {earlier.epoch}")
+            earlier.end()
+        self._streams[hello.router] = stream
+        return stream
+
+    async def _adopted(self, version: link.Version) -> None:
+        """Returns when the version is known. Requests that want it at the same time share one attempt."""
+        task = self._adopting.get(version.key)
+        if task is None:
+            task = self._adopting[version.key] = asyncio.create_task(self._call_adopt(version))
+            task.add_done_callback(lambda _: self._adopting.pop(version.key))
+        await asyncio.shield(task)
+
+    async def _call_adopt(self, version: link.Version) -> None:
+        await self._adopt(version)
+
+    async def _register(self, version: link.Version) -> None:
+        """By its path: the engine reads it when its first request runs."""
+        try:
+            await asyncio.wrap_future(self._backend.loaded.load_adapter(version.key, version.path, lazy=True))
+        except AlreadyExists:
+            log.debug("adapter %s is known already", version.key)
+
+
+async def _hello(context: grpc.aio.ServicerContext) -> link.Hello:
+    try:
+        async with asyncio.timeout(HELLO_S):
+            first = await context.read()
+    except TimeoutError:
+        raise InvalidArgument(f"hello: has not come within {HELLO_S:g} s") from None
+    if first is EOF or not first.HasField("hello"):
+        raise InvalidArgument("hello: must be the first message")
+    return first.hello
+
+
+class Stream:
+    """One router's stream. `_put` and `_submitted` run on the engine's thread, all else on the event loop's."""
+
+    def __init__(
+        self,
+        hello: link.Hello,
+        backend: Backend,
+        context: grpc.aio.ServicerContext,
+        adopted: Adopt,
+    ):
+        self.router, self.epoch = hello.router, hello.epoch
+        self._replica: Replica = backend.loaded
+        self.info = wire.info_bytes(self._replica.info)
+        self._backend = backend
+        self._context = context
+        self._adopted = adopted
+        self._live: dict[int, _Live] = {}
+        self._told: deque[tuple[_Live, Told]] = deque()
+        self._refused: list[link.Failure] = []
+        self._loop = asyncio.get_running_loop()
+        self._wake = asyncio.Event()
+        self._woken = False  # a wake-up is under way
+        self._over = False
+        self._numbers = 0  # messages sent
+        self._state: ReplicaState | None = None
+        self._asked: Future[ReplicaState] = self._replica.state()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def run(self, hello: link.HelloBack) -> None:
+        """Talks to the router until either side ends the stream."""
+        await self._write(link.FromReplica(hello=hello))
+        reading = asyncio.create_task(self._read())
+        reading.add_done_callback(lambda _: self._wake.set())
+        try:
+            while not (self._over or reading.done()):
+                try:
+                    async with asyncio.timeout(0 if self._told else IDLE_S):
+                        await self._wake.wait()
+                except TimeoutError:
+                    pass  # an idle message tells that this process lives
+                self._wake.clear()
+                self._woken = False
+                await self._write(await self._message())
+                if len(self._told) > MOST:
+                    raise ResourceExhausted(f"the router has left more than {MOST} messages of the engine unread")
+            if reading.done():
+                reading.result()
+        finally:
+            reading.cancel()
+
+    async def _idle(self) -> bool:
+        """Waits until there is something to send. True after a pause: an idle message says that the process lives."""
+        if self._told:  # more than one message held
+            return False
+        try:
+            async with asyncio.timeout(IDLE_S):
+                await self._wake.wait()
+        except TimeoutError:
+            return True
+        self._wake.clear()
+        self._woken = False
+        return False
+
+    def end(self) -> None:
+        """Ends what the stream began, and the stream."""
+        self._over = True
+        for live in list(self._live.values()):
+            self._give_up(live)
+        for task in self._tasks:
+            task.cancel()
+        self._told.clear()
+        self._wake.set()
+
+    async def _write(self, message: link.FromReplica) -> None:
+        stall_s = self._replica.info.config.serve.stall_s
+        try:
+            async with asyncio.timeout(stall_s):
+                await self._context.write(message)
+        except TimeoutError:
+            raise ResourceExhausted(f"the router has read nothing for serve.stall_s = {stall_s:g} s") from None
+
+    # -- from the router ----------------------------------------------------------------------
+
+    async def _read(self) -> None:
+        while (message := await self._context.read()) is not EOF:
+            match message.WhichOneof("what"):
+                case "start":
+                    self._start(message.start)
+                case "cancel":
+                    if (live := self._live.get(message.cancel.rid)) is not None:
+                        self._give_up(live)
+                case "stop":
+                    stop, live = message.stop, self._live.get(message.stop.rid)
+                    if live is not None and live.handle is not None:
+                        self._replica.stop(live.handle, stop.index, stop.outputs)
+
+    def _start(self, start: link.Start) -> None:
+        if start.rid in self._live:
+            raise InvalidArgument(f"start: rid = {start.rid} is in use")
+        try:
+            if self._backend.draining:
+                raise Unavailable("the replica drains")
+            draft = wire.request(start, f"{start.rid}@{self.router}.{self.epoch}"[:256])
+            request = validate(draft, self._replica.info.limits)
+        except Exception as e:  # one request's fault, whatever it is
+            self._refuse(start.rid, e)
+            return
+        positions = [len(done.tokens) for done in request.done] or [0] * request.sampling.n
+        version = start.adapter if start.HasField("adapter") else None
+        live = self._live[start.rid] = _Live(start.rid, request, version, positions, len(request.open))
+        self._submit(live)
+
+    def _submit(self, live: _Live) -> None:
+        submitted = self._replica.submit(live.request, partial(self._put, live))
+        submitted.add_done_callback(partial(self._submitted, live))
+
+    def _give_up(self, live: _Live) -> None:
+        """Nobody waits for the request any more. Its submission may be under way: `_submitted` looks."""
+        live.gone = True
+        self._live.pop(live.rid, None)
+        if live.handle is not None:
+            self._replica.abort(live.handle)
+
+    def _refuse(self, rid: int, error: Exception) -> None:
+        """The request has ended with an error, or never begun. Another replica may serve what this one cannot now."""
+        if not isinstance(error, JloraError):
+            error = RuntimeError(opaque(error, "Link/Attach"))
+        self._refused.append(wire.failure(rid, error, elsewhere=isinstance(error, Unavailable)))
+        self._wake.set()
+
+    async def _adopt(self, live: _Live, version: link.Version) -> None:
+        """Makes the adapter's version known, then submits the request again."""
+        try:
+            await self._adopted(version)
+        except Exception as e:
+            if self._live.pop(live.rid, None) is not None:
+                self._refuse(live.rid, e)
+        else:
+            if not live.gone:
+                self._submit(live)
+
+    # -- from the engine's thread ---------------------------------------------------------------
+
+    def _put(self, live: _Live, events: list[TokenEvent]) -> None:
+        if not live.gone:
+            self._tell(live, events)
+
+    def _submitted(self, live: _Live, submitted: Future[int]) -> None:
+        try:
+            live.handle = result_of(submitted)
+        except Exception as e:
+            self._tell(live, e)
+            return
+        if live.gone:
+            self._replica.abort(live.handle)
+        self._tell(live, None)
+
+    def _tell(self, live: _Live, what: Told) -> None:
+        self._told.append((live, what))
+        if not self._woken and not self._loop.is_closed():
+            self._woken = True
+            self._loop.call_soon_threadsafe(self._wake.set)
+
+    # -- to the router --------------------------------------------------------------------------
+
+    async def _message(self) -> link.FromReplica:
+        """What has come since the last one, as far as one message holds it."""
+        message = link.FromReplica(state=self._now())
+        for live, what in self._take():
+            if live.gone:
+                continue
+            if what is None:
+                live.version = None
+                message.begun.append(live.rid)
+            elif isinstance(what, Exception):
+                self._not_begun(live, what)
+            else:
+                await self._tokens(message, live, what)
+        if self._backend.draining:
+            for live in list(self._live.values()):
+                self._give_up(live)
+                self._refuse(live.rid, Unavailable("the replica drains"))
+        message.failures.extend(self._refused)
+        self._refused.clear()
+        return message
+
+    def _take(self) -> Iterator[tuple[_Live, Told]]:
+        for _ in range(min(len(self._told), SLICE)):
+            yield self._told.popleft()
+
+    def _not_begun(self, live: _Live, error: Exception) -> None:
+        version, live.version = live.version, None  # it is adopted once
+        if isinstance(error, NotFound) and version is not None:
+            task = asyncio.create_task(self._adopt(live, version))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+            return
+        del self._live[live.rid]
+        self._refuse(live.rid, error)
+
+    async def _tokens(self, message: link.FromReplica, live: _Live, events: list[TokenEvent]) -> None:
+        for event in events:
+            if event.error is not None:
+                self._live.pop(live.rid, None)
+                live.gone = True
+                self._refuse(live.rid, event.error)
+                return
+            position = live.positions[event.index]
+            if event.prompt_logprobs is not None and len(event.prompt_logprobs) > SCORES:
+                message.tokens.append(await asyncio.to_thread(wire.token, live.rid, position, event))
+            else:
+                message.tokens.append(wire.token(live.rid, position, event))
+            live.positions[event.index] += event.token_id is not None
+            live.open -= event.finish_reason is not None
+        if not live.open:
+            self._live.pop(live.rid, None)
+
+    def _now(self) -> link.State:
+        """The replica as its last snapshot shows it. A step under way does not hold it up."""
+        if self._asked.done():
+            if self._asked.exception() is None:
+                self._state = self._asked.result()
+            self._asked = self._replica.state()
+        self._numbers += 1
+        replica = self._replica
+        state = link.State(number=self._numbers, draining=self._backend.draining, age_s=replica.heartbeat_age())
+        if self._state is not None:
+            stats, tier = self._state.stats, self._state.cache.hbm
+            state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting
+            state.free_blocks, state.blocks = tier.free, tier.total
+        return state

@@ -1,0 +1,54 @@
+"""A replica's process: `jlora serve` with the services of the cluster on its port.
+
+Whoever has the cluster's token may do everything at a replica, also by its public services. Without a token it
+serves this machine alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import socket
+import sys
+from collections.abc import Sequence
+
+import grpc
+
+from jlora import config as configuration
+from jlora.cluster.link import LinkServicer
+from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.secret import Secret
+from jlora.config import Config
+from jlora.errors import JloraError
+from jlora.serve import flags, launcher
+from jlora.serve.backend import Backend
+from jlora.serve.launcher import Program
+
+COMMAND = "jlora cluster replica"
+# A request that goes on carries its output: up to `jlora.validation.MAX_ENTRIES` tokens of three bytes.
+LEAST_MIB = 16.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a replica until a signal, with the flags of `jlora serve`; returns the process's exit code."""
+    config = flags.parse(argv)
+    config = configuration.replace(config, {"serve.max_request_mib": max(config.serve.max_request_mib, LEAST_MIB)})
+    try:
+        return launcher.run(config, program(config))
+    except JloraError as e:
+        print(f"{COMMAND}: cannot start: {e}", file=sys.stderr, flush=True)
+        return 1
+
+
+def program(config: Config) -> Program:
+    """What the process serves. Raises ConfigError for a token that cannot be read."""
+    secret = Secret.read(config.cluster.token_file)
+    name = config.cluster.replica or socket.gethostname()
+
+    def add(backend: Backend, server: grpc.aio.Server) -> None:
+        rpc.add_LinkServicer_to_server(LinkServicer(backend, name, secret), server)
+
+    return dataclasses.replace(launcher.ENGINE, name=COMMAND, services=(add,), token=secret.token)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
