@@ -116,14 +116,14 @@ class LinkServicer(rpc.LinkServicer):
         await asyncio.shield(task)
 
     async def _call_adopt(self, version: link.Version) -> None:
-        await self._adopt(version)
+        try:
+            await self._adopt(version)
+        except AlreadyExists:
+            log.debug("adapter %s is known already", version.key)
 
     async def _register(self, version: link.Version) -> None:
         """By its path: the engine reads it when its first request runs."""
-        try:
-            await asyncio.wrap_future(self._backend.loaded.load_adapter(version.key, version.path, lazy=True))
-        except AlreadyExists:
-            log.debug("adapter %s is known already", version.key)
+        await asyncio.wrap_future(self._backend.loaded.load_adapter(version.key, version.path, lazy=True))
 
 
 async def _hello(context: grpc.aio.ServicerContext) -> link.Hello:

@@ -150,7 +150,7 @@ class Router:
     def whole(self, rid: int, completions: int = 1) -> list[link.Token]:
         """Waits for the end of a request; its tokens."""
         self.until(lambda r: r.failures(rid) or r.finished(rid, completions))
-        assert not self.failures(rid)
+        assert not self.failures(rid), self.failures(rid)
         return self.tokens(rid)
 
 
