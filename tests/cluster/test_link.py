@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
+from jlora import config
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
@@ -18,7 +20,7 @@ from jlora.cluster.secret import Secret
 from jlora.types import Request, SamplingParams
 from tests.cluster._link import Linked, done_of, linked, outputs
 from tests.engine._replica import Running
-from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
+from tests.engine.test_engine import BASE, GREEDY, SEEDED, TABLES, running, serve, tokens
 
 PROMPT = tuple(3 + i * 7 % 80 for i in range(21))
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
@@ -217,9 +219,10 @@ def test_a_replica_that_drains_gives_its_requests_up(tiny_model: Path, alone: Ru
 
 
 def test_a_replica_that_stops_gives_its_requests_up(tiny_model: Path):
-    with running(tiny_model, {}) as service, linked(service.replica) as one, one.attach() as router:
+    service = Running(config.load(None, {**BASE, "model.path": str(tiny_model)}), warm=False)
+    with closing(service.replica), linked(service.replica) as one, one.attach() as router:
         router.start(1, Request("r", PROMPT, replace(LONG, n=2)))
         router.until(lambda r: r.tokens(1))
-        service.replica.close()
+        service.stop()
         router.until(lambda r: r.failures(1))
         assert [(f.kind, f.elsewhere) for f in router.failures(1)] == [("Unavailable", True)]
