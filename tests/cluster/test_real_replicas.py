@@ -1,0 +1,202 @@
+"""Two real engines behind a router: a client cannot tell them from one, also if one of them dies under its answer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import httpx
+import pytest
+
+from jlora.serve.proto import jlora_pb2 as pb
+from tests.cluster._links import wait_for
+from tests.cluster._real import INVOCATION, Cluster, Seat, adapters_of, cluster, same
+from tests.serve._server import refused, request
+
+PROMPT = tuple(5 + i * 7 % 200 for i in range(40))
+SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 17, "top_p": 0.95}
+PENALTIES: dict[str, Any] = {
+    "repetition_penalty": 1.3, "presence_penalty": 0.4, "frequency_penalty": 0.3, "logit_bias": {9: 1.5}
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def two(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(text_model, adapters_of(text_model, tmp_path_factory.mktemp("adapters"))) as made:
+        yield made
+        for seat in made.seats:
+            wait_for(lambda seat=seat: not seat.running)
+            seat.engine.check_integrity().result(20)
+
+
+def dying(two: Cluster, asked: pb.GenerateRequest, after: int = 5) -> tuple[pb.GenerateResponse, Seat]:
+    """The streamed answer, of which the replica dies behind `after` messages; and that replica."""
+    dead: list[Seat] = []
+    whole = pb.GenerateResponse(outputs=[pb.Output(index=i) for i in range(asked.sampling.n or 1)])
+    for count, delta in enumerate(two.served.inference.GenerateStream(asked, timeout=60)):
+        for part in delta.outputs:
+            out = whole.outputs[part.index]
+            out.text += part.text
+            out.token_ids.extend(part.token_ids)
+            out.logprobs.extend(part.logprobs)
+            out.finish_reason = part.finish_reason or out.finish_reason
+        delta.ClearField("outputs")
+        whole.MergeFrom(delta)
+        if count == after:
+            dead.append(two.busy())
+            dead[0].kill()
+    assert dead, "it ended before its replica could die"
+    return whole, dead[0]
+
+
+def revive(two: Cluster, seat: Seat) -> None:
+    wait_for(lambda: not seat.running)  # its requests end with their link
+    seat.start()
+    two.place(*two.seats)
+
+
+CASES: dict[str, Callable[[], pb.GenerateRequest]] = {
+    "greedy": lambda: request(PROMPT, 120),
+    "sampled with penalties": lambda: request(PROMPT, 120, **SAMPLED, **PENALTIES),
+    "two completions": lambda: request(PROMPT, 80, n=2, **SAMPLED),
+    "an adapter": lambda: request(PROMPT, 120, model="wide", **SAMPLED),
+    "an activated adapter": lambda: request((*PROMPT, *INVOCATION, 9, 10), 120, model="check"),
+    "log-probabilities": lambda: request(PROMPT, 80, logprobs=2, prompt_logprobs=1, model="upper"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_replica_that_dies_under_an_answer_changes_nothing_of_it(two: Cluster, case: str):
+    asked = CASES[case]()
+    alone = two.alone.generate(asked)
+    got, dead = dying(two, asked)
+    try:
+        same(got, alone)
+    finally:
+        revive(two, dead)
+
+
+def test_a_stop_string_is_found_across_a_death(two: Cluster):
+    whole = two.alone.generate(request(PROMPT, 100, **SAMPLED)).outputs[0].text
+    stop = whole[60:64]
+    at = whole.index(stop)
+    assert at > 20
+    asked = request(PROMPT, 100, stop=[stop], min_tokens=0, **SAMPLED)
+    alone = two.alone.generate(asked)
+    assert alone.outputs[0].finish_reason == "stop" and alone.outputs[0].text == whole[:at]
+    got, dead = dying(two, asked)
+    try:
+        same(got, alone)
+    finally:
+        revive(two, dead)
+
+
+def test_a_draining_replica_hands_its_requests_on(two: Cluster):
+    asked = request(PROMPT, 200, **SAMPLED)
+    alone = two.alone.generate(asked)
+    stream = two.served.inference.GenerateStream(asked, timeout=60)
+    first = [next(stream) for _ in range(3)]
+    drained = two.busy()
+    drained.backend.draining = True
+    tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
+    assert tokens == list(alone.outputs[0].token_ids)
+    drained.backend.draining = False
+    wait_for(lambda: two.router._dispatcher.books.view[drained.name].health == "up")
+
+
+def test_http_streams_on_when_a_replica_dies(two: Cluster):
+    body = {
+        "model": "wide", "prompt": list(PROMPT), "max_tokens": 120, "temperature": 0.8, "seed": 4, "ignore_eos": True,
+    }  # fmt: skip
+    alone = httpx.post(f"{two.alone.http}/v1/completions", json=body, timeout=60).json()
+    text, dead = "", None
+    with httpx.stream("POST", f"{two.served.http}/v1/completions", json={**body, "stream": True}, timeout=60) as lines:
+        for line in lines.iter_lines():
+            if not line.startswith("data: {"):
+                continue
+            text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            if dead is None and len(text) > 5:
+                dead = two.busy()
+                dead.kill()
+    assert dead is not None
+    try:
+        assert text == alone["choices"][0]["text"]
+    finally:
+        revive(two, dead)
+
+
+def test_many_at_once_over_both_fronts_are_what_one_engine_says(two: Cluster):
+    asked = [
+        request(PROMPT[: 10 + i], 24, model=("", "wide", "upper")[i % 3], seed=i, temperature=0.7) for i in range(8)
+    ]
+    futures = [two.served.inference.Generate.future(one, timeout=60) for one in asked]
+    for one, future in zip(asked, futures, strict=True):
+        same(future.result(), two.alone.generate(one))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        request(PROMPT, 8, model="missing"),
+        request(PROMPT, 5000),
+        request((), 8),
+        request(PROMPT, 8, temperature=-1.0),
+        request(PROMPT, 8, model="check"),
+        request(PROMPT, 8, n=65),
+        request((400,), 8),
+        request(PROMPT, 8, logprobs=21),
+    ],
+)
+def test_errors_are_those_of_one_engine(two: Cluster, asked: pb.GenerateRequest):
+    with pytest.raises(grpc.RpcError) as alone:
+        two.alone.generate(asked)
+    with refused(alone.value.code()) as routed:
+        two.served.generate(asked)
+    if asked.model != "missing":  # near names are the directory's affair
+        assert routed.value.details().replace("@1", "") == alone.value.details()
+
+
+def test_abort_ends_a_request_wherever_it_runs(two: Cluster):
+    asked = request(PROMPT, 3000)
+    asked.request_id = "mine"
+    stream = two.served.inference.GenerateStream(asked, timeout=60)
+    next(stream)
+    busy = two.busy()
+    assert two.served.control.Abort(pb.AbortRequest(request_id="mine")).aborted
+    *_, last = stream
+    assert last.outputs[0].finish_reason == "abort" and last.usage.prompt_tokens == len(PROMPT)
+    wait_for(lambda: not busy.running)
+
+
+def test_a_client_that_goes_ends_its_request(two: Cluster):
+    stream = two.served.inference.GenerateStream(request(PROMPT, 3000), timeout=60)
+    next(stream)
+    stream.cancel()
+    wait_for(lambda: not any(seat.running for seat in two.seats))
+
+
+def test_without_replicas_a_request_waits_for_the_next_one(two: Cluster):
+    for seat in two.seats:
+        seat.kill()
+    wait_for(lambda: not two.router.replicas)
+    asked = request(PROMPT, 8)
+    future = two.served.inference.Generate.future(asked, timeout=60)
+    with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
+        two.served.inference.Generate(asked, timeout=0.2)
+    for seat in two.seats:
+        seat.start()
+    two.place(*two.seats)
+    same(future.result(), two.alone.generate(asked))
+
+
+def test_state_and_flush_mean_all_replicas(two: Cluster):
+    each = [seat.engine.state().result(20) for seat in two.seats]
+    cache = two.served.control.GetCacheState(pb.GetCacheStateRequest())
+    assert cache.hbm.total == sum(one.cache.hbm.total for one in each)
+    info = two.served.control.GetServerInfo(pb.GetServerInfoRequest())
+    assert [one.name for one in info.replicas] == ["r0", "r1"]
+    two.served.control.FlushCache(pb.FlushCacheRequest())
+    assert not any(seat.engine.state().result(20).cache.hbm.history_kv for seat in two.seats)
