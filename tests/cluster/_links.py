@@ -242,7 +242,7 @@ class FakeDirectory:
         return failed(NotFound(name))
 
     def adapters(self, after: str = "", most: int | None = None) -> Any:
-        return done([_info(version) for version in self.versions.values()])
+        return done([_info(self.versions[name]) for name in sorted(self.versions) if name > after][:most])
 
     def adapter(self, name: str) -> Any:
         return done(_info(self.current(name)))
