@@ -13,7 +13,7 @@
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
-    step-model                   what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
+    steps                        what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
     switches                     merging on this engine: seconds of a switch, of a step merged and unmerged
     zipf                         whether answers stay exact with most adapters on the disk
     cold                         the first token of a request whose adapter is not on the device, by how it starts
@@ -50,7 +50,7 @@ STUDIES: Mapping[str, str] = {
     "startup": "benchmarks.micro.startup",
     "cold": "benchmarks.micro.cold",
     "compare": "benchmarks.compare",
-    "step-model": "benchmarks.micro.step_model",
+    "steps": "benchmarks.micro.step_model",
     "switches": "benchmarks.micro.switches",
     "zipf": "benchmarks.micro.zipf",
     "alora": "benchmarks.studies.alora",

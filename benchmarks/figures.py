@@ -91,3 +91,20 @@ def beyond(study: Study, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_title(str(cell), fontsize=8)
     _finish(figure, path)
+
+
+def step_model(study: Study, path: Path) -> None:
+    """Measured steps that decode over CaraServe's two sizes, and all unseen steps over what was predicted."""
+    rows = study.rows[study.rows["side"] == "step"].assign(ms=lambda r: r["seconds"].map(lambda s: 1e3 * min(s)))
+    decode = rows[rows["kind"] == "decode"]
+    figure, (padded, unpadded, ours) = _grid(3, 3, (4, 3.4))
+    padded.scatter(decode["padded"], decode["ms"], s=6, label="decode steps")
+    unpadded.scatter(decode["ranks"].map(sum), decode["ms"], s=6, label="decode steps")
+    for kind, some in rows[rows["cell"] == "held"].groupby("kind"):
+        ours.scatter(1e3 * some["ours_s"].astype(float), some["ms"], s=6, label=f"unseen, {kind}")
+    ends = [rows["ms"].min(), rows["ms"].max()]
+    ours.plot(ends, ends, color="lightgray", zorder=0)
+    ours.set(xscale="log", yscale="log", xlabel="ms predicted", ylabel="ms measured")
+    padded.set(xlabel="sequences × highest rank", ylabel="ms measured")
+    unpadded.set(xlabel="sum of ranks", ylabel="ms measured")
+    _finish(figure, path)

@@ -242,3 +242,48 @@ def cold_borders(study: Study) -> pd.DataFrame:
     told = most.map(lambda prompt: "never" if math.isnan(prompt) else f"{prompt:.0f}").reset_index()
     told.columns = [f"{name:g} GB/s" if isinstance(name, float) else str(name) for name in told.columns]
     return told.assign(rank=told["rank"].astype(int))
+
+
+def step_quality(study: Study) -> pd.DataFrame:
+    """R² and errors of every form of a step model, by kind of step; `held` no fit has seen."""
+    made = []
+    for row in study.rows[study.rows["cell"] == "quality"].to_dict("records"):
+        if row["form"] != "noise":
+            words = {"form": row["form"], "steps": f"{row['kind']}, {row['set']}", "count": f"{row['steps']:.0f}"}
+            made.append(
+                {**words, "R²": f"{row['r2']:.3f}", "error": f"{row['median']:.1%}", "p90": f"{row['p90']:.1%}"}
+            )
+    return pd.DataFrame(made)
+
+
+def step_noise(study: Study) -> str:
+    """Median and 90th percentile between the least of a step's even and odd rounds."""
+    rows = study.rows[(study.rows["cell"] == "quality") & (study.rows["side"] == "noise")]
+    return ", ".join(f"{row['median']:.1%} / {row['p90']:.1%} ({row['set']})" for row in rows.to_dict("records"))
+
+
+def step_verdict(study: Study) -> str:
+    """Ours against the targets: R² of the fit; errors on steps that it has not seen."""
+    rows = study.rows[(study.rows["cell"] == "quality") & (study.rows["kind"] == "all")]
+    ours = rows[rows["form"] == "ours"].set_index("set")
+    r2, median_, p90 = ours.loc["fit", "r2"], ours.loc["held", "median"], ours.loc["held", "p90"]
+    met = r2 >= 0.96 and median_ <= 0.05 and p90 <= 0.15
+    return f"R² {r2:.3f}; on unseen steps {median_:.1%} in the median and {p90:.1%} at the 90th percentile: " + (
+        "met" if met else "missed"
+    )
+
+
+def switches(study: Study) -> pd.DataFrame:
+    """Milliseconds of a switch and of steps, medians over the rounds."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        middle = median(rows, ["side"])
+        switch = middle.loc["switch"]
+        row = {"adapter": cell}
+        for key, name in (("merge_s", "merge"), ("unmerge_s", "unmerge"), ("proof_s", "proof"), ("longest_s", "piece")):
+            row[f"{name} ms"] = f"{1e3 * switch[key]:.1f}"
+        row["host MB"] = f"{switch['host_bytes'] / 1e6:.1f}"
+        row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
+        row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
+        made.append({**row, "control": controls(*(control(rows, side, "seconds") for side in ("unmerged", "merged")))})
+    return pd.DataFrame(made)

@@ -8,7 +8,7 @@ dispatches, a launch for decoding and one for prompts, each padded to a compiled
             + context * context_s + pairs * pair_s                 attention
             + adapter_blocks * (block_s + padded rows * spread_s)  every adapter in the launch, beside every row
             + adapter_tokens * token_s                             adapters beside their own tokens
-            + adapters_s                                           if there are any
+            + padded rows * adapters_s                             if there is any: a kernel computes whole tiles
 
 `jlora doctor fit` writes it; `engine.step_model`, the simulator and a router read it.
 """
@@ -134,7 +134,7 @@ class Launches:
         base = self.forms[rows] if rows in self.forms else self.forms[largest] * rows / largest
         adapters = load.adapter_blocks * (self.block_s + rows * self.spread_s) + load.adapter_tokens * self.token_s
         attention = load.context * self.context_s + load.pairs * self.pair_s
-        return base + attention + adapters + self.adapters_s * (load.adapter_blocks > 0)
+        return base + attention + adapters + rows * self.adapters_s * (load.adapter_blocks > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ STEPS = FittedSteps(
 def test_a_step_is_its_launches_padded_to_compiled_forms():
     decode = StepLoad(0, 3, 300, 300.0, 10, 30, 3)
     prompt = StepLoad(40, 0, 40, 820.0, 10, 400, 2)
-    alone = 0.02 + 300e-6 + 1e-4 + 10 * (1e-5 + 8 * 1e-6)
+    alone = 0.02 + 300e-6 + 8 * 1e-4 + 10 * (1e-5 + 8 * 1e-6)
     assert STEPS.seconds(decode) == pytest.approx(0.001 + alone)
     assert STEPS.seconds(decode, prompt) == pytest.approx(0.001 + alone + 0.06 + 820e-7 + 400e-6)
 
@@ -47,7 +47,7 @@ def test_more_rows_than_any_form_cost_in_proportion():
 
 def test_a_router_asks_for_ranks_and_tokens():
     costs: Costs = STEPS  # as a router knows them
-    assert costs.decode_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 1e-4 + 12 * (1e-5 + 2e-6))
+    assert costs.decode_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 2 * 1e-4 + 12 * (1e-5 + 2e-6))
     assert STEPS.prefill_s({0: 1}, 32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
     assert STEPS.prefill_s({8: 1}, 33) > STEPS.prefill_s({0: 1}, 33) > STEPS.prefill_s({0: 1}, 32)
     assert STEPS.prefill_s({}, 0) == 0.0

@@ -50,7 +50,7 @@ class Quality:
 def fit(steps: Sequence[Timed], decode: Forms, prompt: Forms) -> Fit:
     """Fits all coefficients at once; the forms are those that are compiled. At least one step."""
     rows = np.array([_terms(step, decode, prompt) for step in steps])
-    found = _solve(rows, np.array([step.typical_s for step in steps]))
+    found = _solve(rows, np.array([step.least_s for step in steps]))
     middle = 1 + len(decode) + len(TERMS)
     seen = rows.any(axis=0)
     return Fit(
@@ -62,7 +62,7 @@ def fit(steps: Sequence[Timed], decode: Forms, prompt: Forms) -> Fit:
 
 def caraserve(steps: Sequence[Timed]) -> dict[str, Callable[[Timed], float]]:
     """Both of CaraServe's forms, a line each through steps that decode."""
-    seconds = np.array([step.typical_s for step in steps])
+    seconds = np.array([step.least_s for step in steps])
     made = {}
     for name, size in (("padded", padded), ("unpadded", unpadded)):
         rows = np.array([[1.0, size(step)] for step in steps])
@@ -83,15 +83,15 @@ def unpadded(step: Timed) -> float:
 
 def quality(predict: Callable[[Timed], float], steps: Sequence[Timed]) -> Quality:
     """Of predictions for some steps; at least two."""
-    seconds, told = (np.array(list(map(of, steps))) for of in (lambda step: step.typical_s, predict))
+    seconds, told = (np.array(list(map(of, steps))) for of in (lambda step: step.least_s, predict))
     errors = np.abs(told / seconds - 1)
     r2 = 1 - float(((seconds - told) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
     return Quality(r2, float(np.median(errors)), float(np.percentile(errors, 90)), len(steps))
 
 
 def noise(steps: Sequence[Timed]) -> Quality:
-    """The same of repeats: a step's even rounds against its odd rounds."""
-    halves = [(np.median(step.seconds[::2]), np.median(step.seconds[1::2])) for step in steps]
+    """The same of repeats: the least of a step's even rounds against that of its odd rounds."""
+    halves = [(min(step.seconds[::2]), min(step.seconds[1::2])) for step in steps]
     errors = np.array([abs(one / other - 1) for one, other in halves])
     return Quality(float("nan"), float(np.median(errors)), float(np.percentile(errors, 90)), len(steps))
 
@@ -108,7 +108,7 @@ def _of_launch(load: StepLoad | None, forms: Forms) -> list[float]:
     blocks = load.adapter_blocks
     # Of a sequence that decodes, context and pairs are the same.
     pairs = load.pairs if load.prompt else 0.0
-    terms = [load.context, pairs, float(blocks > 0), blocks, blocks * padded_rows, load.adapter_tokens]
+    terms = [load.context, pairs, padded_rows * float(blocks > 0), blocks, blocks * padded_rows, load.adapter_tokens]
     return [float(size == padded_rows) for size in forms] + terms
 
 

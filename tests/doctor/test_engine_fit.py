@@ -1,0 +1,125 @@
+"""The fit of an engine's steps: on steps of known costs, on scenes, and from end to end in miniature."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jlora import config as configuration
+from jlora.cli import main
+from jlora.doctor import launches
+from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
+from jlora.engine.build import build, fitted_steps
+from jlora.engine.plan import ROW
+from jlora.errors import ConfigError
+from jlora.layout import PoolLayout
+from jlora.loadgen.checkpoints import TINY, write_model
+from jlora.step_model import FittedSteps, Launches, StepLoad
+
+DECODE, PROMPT = (2, 4, 8), (1, 2, 4)
+KNOWN = launches.Fit(
+    0.002,
+    Launches({2: 0.01, 4: 0.012, 8: 0.02}, context_s=1e-6, adapters_s=1e-4, spread_s=2e-6),
+    Launches({1: 0.02, 2: 0.03, 4: 0.05}, pair_s=1e-8, block_s=1e-5, token_s=1e-7),
+)
+SPACE = Space(DECODE, PROMPT, max_len=256, ranks=(8, 64), blocks=(4, 32), room=100)
+
+
+def steps(count: int, seed: int) -> list[Timed]:
+    """Steps of all kinds that take what `KNOWN` says."""
+    rng, found = np.random.default_rng(seed), []
+    for i in range(count):
+        sequences, tokens, blocks = (int(rng.integers(1, most)) for most in (9, 129, 200))
+        context, blocks = int(rng.integers(sequences, 400)), blocks * (i % 2)
+        decode = StepLoad(0, sequences, context, context, blocks, blocks, sequences)
+        prompt = StepLoad(tokens, 0, tokens, tokens**2, blocks, tokens * blocks, -(-tokens // ROW))
+        kind = i % 3
+        ranks = tuple(rng.choice([0, 8, 16], sequences).tolist())
+        step = Timed(decode if kind != 1 else None, prompt if kind != 0 else None, ranks)
+        step.seconds += [KNOWN.seconds(step)] * 3
+        found.append(step)
+    return found
+
+
+def test_known_costs_are_found_again_also_for_steps_that_the_fit_has_not_seen():
+    found = launches.fit(steps(120, 0), DECODE, PROMPT)
+    held = launches.quality(found.seconds, steps(60, 1))
+    assert held.r2 > 0.999 and held.p90 < 0.01
+
+
+def test_a_neighbour_that_delays_some_steps_in_every_round_hardly_moves_the_fit():
+    disturbed = steps(120, 0)
+    for step in disturbed[::15]:
+        step.seconds[:] = [3 * second for second in step.seconds]
+    found = launches.fit(disturbed, DECODE, PROMPT)
+    assert launches.quality(found.seconds, steps(60, 1)).median < 0.02
+
+
+def test_a_form_that_no_step_had_lies_between_its_neighbours():
+    some = [step for step in steps(120, 0) if step.decode is None or step.decode.rows not in (3, 4)]
+    found = launches.fit(some, DECODE, PROMPT)
+    assert found.decode.forms[2] <= found.decode.forms[4] <= found.decode.forms[8]
+
+
+def test_caraserves_lines_are_found_where_they_hold():
+    some = [step for step in steps(90, 0) if step.kind == "decode"]
+    for step in some:
+        step.seconds[:] = [0.01 + 1e-5 * launches.padded(step)]
+    lines = launches.caraserve(some)
+    assert launches.quality(lines["padded"], some).r2 > 0.999 > launches.quality(lines["unpadded"], some).r2
+
+
+def test_repeats_tell_the_noise():
+    (step,) = steps(1, 0)
+    step.seconds[:] = [1.0, 1.1, 1.0, 1.1]
+    assert launches.noise([step]).median == pytest.approx(1 - 1 / 1.1)
+
+
+def test_scenes_meet_every_form_within_context_and_room():
+    scenes = SPACE.scenes(np.random.default_rng(0), 2)
+    assert len(scenes) == 2 * (len(DECODE) + len(PROMPT))
+    assert {next(n for n in DECODE if n >= len(s)) for s in scenes if s[0].output == ANSWER} == set(DECODE)
+    prompts = [sum(-(-ask.prompt // ROW) for ask in s) for s in scenes if s[0].output == 1]
+    assert {next(n for n in PROMPT if n >= rows) for rows in prompts} == set(PROMPT)
+    for scene in scenes:
+        assert all(1 <= ask.prompt <= 256 - ask.output for ask in scene) and sum(a.prompt for a in scene) <= 2 * TOKENS
+        assert sum({8: 4, 64: 32}[rank] for rank, _ in {a.adapter for a in scene if a.adapter[0]}) <= 100
+
+
+def test_a_file_of_another_machine_is_refused_before_the_weights_are_read(tmp_path: Path):
+    from tests.test_step_model import STEPS
+
+    STEPS.write(tmp_path / "steps.json")
+    layout = PoolLayout.of(TINY, 256, 16)
+    keys = {"model.path": "x", "engine.step_model": str(tmp_path / "steps.json")}
+    with pytest.raises(ConfigError, match="device = a processor"):
+        fitted_steps(configuration.load(None, keys), TINY, layout)
+    with pytest.raises(ConfigError, match="step model .*nowhere"):
+        fitted_steps(configuration.load(None, {"engine.step_model": "nowhere"}), TINY, layout)
+
+
+@pytest.mark.slow
+def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture):
+    write_model(tmp_path / "model", TINY, 0)
+    sizes = {"engine.max_seqs": "4", "engine.max_step_tokens": "64", "cache.hbm_blocks": "512"}
+    sizes |= {"cache.host_blocks": "2048", "serve.compile_cache": ""}
+    words = ["doctor", "fit", "--model", str(tmp_path / "model"), "--quick", "--out", str(tmp_path), "--set"]
+    assert main([*words, *(f"{key}={value}" for key, value in sizes.items())]) == 0
+    assert "ours held all" in capsys.readouterr().out
+    (path,) = tmp_path.glob("step-*.json")
+    found = FittedSteps.read(path)
+    assert set(found.decode.forms) >= {2, 4} and set(found.prompt.forms) == {1, 2} and found.device_blocks == 511
+    assert all(seconds > 0 for seconds in found.prompt.forms.values())
+    keys = {"model.path": str(tmp_path / "model"), "engine.cold_start": "auto", "engine.step_model": str(path)}
+    built = build(configuration.load(None, {**sizes, **keys}), progress=False)
+    try:
+        gate = built.parts.scheduler.manager.leases.gate
+        assert gate.helps.costs.device.at(32) == found.prefill_s({0: 1}, 32)  # pyright: ignore[reportFunctionMemberAccess]
+    finally:
+        built.engine.close()
+    dataclasses.replace(found, device="another").write(path)
+    with pytest.raises(ConfigError, match="device = another"):
+        build(configuration.load(None, {**sizes, **keys}), progress=False)
