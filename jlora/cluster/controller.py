@@ -226,8 +226,8 @@ class Controller(Directory):
                 except (Unavailable, NotFound) as e:  # upkeep pins it there in time
                     log.warning("adapter %s is not pinned at replica %s: %s", version.key, member.name, e)
         except JloraError:
-            for member in members if pinned else ():
-                self.calls.pin(member.address, version.key, False)
+            if pinned:
+                list(self._gathered(members, lambda m: self.calls.pin(m.address, version.key, False)))
             raise
 
     def ask_to_pin(self, member: Member, version: Version, pinned: bool) -> Callable[[Callable[[], bool]], AdapterInfo]:
@@ -246,7 +246,7 @@ class Controller(Directory):
             load = pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=True, replace=True)
             info = self.calls.load(member.address, load).result(wanted)
             if version.digest and info.digest != version.digest:
-                self.calls.unload(member.address, version.key)
+                list(self._gathered([member], lambda m: self.calls.unload(m.address, version.key)))
                 raise DataLoss(
                     f"adapter {version.name!r}: its files have changed on the disk (sha256 {info.digest[:12]}…, "
                     f"registered as {version.digest[:12]}…); restore them, or load it again with replace"
