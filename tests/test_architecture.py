@@ -120,6 +120,7 @@ NO_JAX = {
     "cluster.routing",
     "cluster.secret",
     "cluster.table",
+    "cluster.tiers",
     "cluster.upkeep",
     "cluster.uses",
     "cluster.view",

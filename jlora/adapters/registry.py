@@ -52,6 +52,14 @@ class Record:
     base: str = ""
     created: float = 0.0
 
+    @property
+    def tier(self) -> Literal["HBM", "HOST", "DISK", "LOADING"]:
+        """Where its weights are."""
+        node = self.node
+        if node.coming or node.reading:
+            return "LOADING"
+        return "DISK" if node.gone else "HBM" if node.device else "HOST"
+
     def info(self, now: float) -> AdapterInfo:
         """The public description; `last_used_s` is seconds ago, -1 if never used."""
         node = self.node
@@ -64,7 +72,7 @@ class Record:
             target_modules=self.target_modules,
             bytes=self.bytes,
             blocks=node.size,
-            tier=_tier(node),
+            tier=self.tier,
             pinned=node.pinned,
             running=node.users,
             waiting=len(node.wanted),
@@ -73,12 +81,6 @@ class Record:
             load_cost_s=self.load_cost_s,
             alora_invocation_tokens=self.alora_invocation_tokens,
         )
-
-
-def _tier(node: AdapterNode) -> Literal["HBM", "HOST", "DISK", "LOADING"]:
-    if node.coming or node.reading:
-        return "LOADING"
-    return "DISK" if node.gone else "HBM" if node.device else "HOST"
 
 
 class AdapterRegistry:

@@ -22,6 +22,7 @@ from jlora.cluster import wire
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
+from jlora.cluster.tiers import Records, Tiers
 from jlora.engine.futures import result_of
 from jlora.errors import (
     AlreadyExists,
@@ -69,8 +70,14 @@ class _Live:
 class LinkServicer(rpc.LinkServicer):
     """Serves `jlora.cluster.v1.Link` over a backend. For one event loop."""
 
-    def __init__(self, backend: Backend, name: str, secret: Secret, adopt: Adopt | None = None):
-        """`name` is the replica's; `adopt` brings in a version that it does not know; None: from its path."""
+    def __init__(
+        self, backend: Backend, name: str, secret: Secret, adopt: Adopt | None = None, records: Records = lambda: ()
+    ):
+        """`name` is the replica's, whose adapters `records` are.
+
+        `adopt` brings in a version that it does not know; None: from its path.
+        """
+        self._records = records
         self._backend = backend
         self._name = name
         self._secret = secret
@@ -98,7 +105,7 @@ class LinkServicer(rpc.LinkServicer):
         """The router's stream from now on; an earlier one ends. Raises FailedPrecondition, Unavailable."""
         if hello.protocol < 1 or not hello.router:
             raise FailedPrecondition(f"hello: router = {hello.router!r} speaks protocol {hello.protocol}")
-        stream = Stream(hello, self._backend, context, self._adopted)
+        stream = Stream(hello, self._backend, context, self._adopted, self._records)
         earlier = self._streams.get(hello.router)
         if earlier is not None:
             if earlier.epoch >= hello.epoch:
@@ -146,7 +153,9 @@ class Stream:
         backend: Backend,
         context: grpc.aio.ServicerContext,
         adopted: Adopt,
+        records: Records,
     ):
+        self._tiers = Tiers(records)
         self.router, self.epoch = hello.router, hello.epoch
         self._replica: Replica = backend.loaded
         self.info = wire.info_bytes(self._replica.info)
@@ -367,4 +376,5 @@ class Stream:
             stats, tier = self._state.stats, self._state.cache.hbm
             state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting
             state.free_blocks, state.blocks = tier.free, tier.total
+        state.adapters.extend(self._tiers.changes())
         return state

@@ -10,6 +10,7 @@ import dataclasses
 import socket
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import grpc
 
@@ -22,6 +23,9 @@ from jlora.errors import JloraError
 from jlora.serve import flags, launcher
 from jlora.serve.backend import Backend
 from jlora.serve.launcher import Program
+
+if TYPE_CHECKING:
+    from jlora.engine.local import LocalReplica
 
 COMMAND = "jlora cluster replica"
 # A request that goes on carries its output: up to `jlora.validation.MAX_ENTRIES` tokens of three bytes.
@@ -45,9 +49,19 @@ def program(config: Config) -> Program:
     name = config.cluster.replica or socket.gethostname()
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
-        rpc.add_LinkServicer_to_server(LinkServicer(backend, name, secret), server)
+        link = LinkServicer(backend, name, secret, records=lambda: engine(backend).records())
+        rpc.add_LinkServicer_to_server(link, server)
 
     return dataclasses.replace(launcher.ENGINE, name=COMMAND, services=(add,), token=secret.token)
+
+
+def engine(backend: Backend) -> LocalReplica:
+    """The replica of this process. Raises Unavailable while it loads."""
+    from jlora.engine.local import LocalReplica  # it imports jax: only after the flags are checked
+
+    replica = backend.loaded
+    assert isinstance(replica, LocalReplica)
+    return replica
 
 
 if __name__ == "__main__":

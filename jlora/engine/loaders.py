@@ -14,6 +14,7 @@ from dataclasses import replace as replaced
 
 import numpy as np
 
+from jlora.adapters.registry import Record
 from jlora.engine.build import Built
 from jlora.engine.futures import BetweenSteps, error_of, follow, result_of
 from jlora.engine.loading import NewAdapter
@@ -25,6 +26,10 @@ from jlora.replica import Load
 from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
+
+# Reads a registered adapter, from its files or from elsewhere: takes its record, what reads its files, and whether
+# nobody waits any more.
+Read = Callable[[Record, Callable[[], NewAdapter], Callable[[], bool]], NewAdapter]
 
 LOADERS = 4  # adapters that callers load at once
 PIECE = 1 << 20  # bytes read between two looks at whether anybody still waits
@@ -39,6 +44,7 @@ class Loaders:
         self._swapper = built.parts.swapper
         self._reader = built.reader
         self._between_steps = between_steps
+        self.read: Read = lambda record, from_files, unwanted: from_files()
         self.loads = system.threads.pool("jlora-load", LOADERS)
         self._reads = system.threads.pool("jlora-read", built.parts.readers)
         self._readings: set[Reading] = set()  # submitted and not ended; only the engine's thread
@@ -77,19 +83,23 @@ class Loaders:
     def _version(self, reading: Reading) -> NewAdapter:
         """The version that was registered, read and packed. Raises NotFound, DataLoss, ResourceExhausted."""
         record = reading.record
+        new = self.read(record, lambda: self._from_files(reading), lambda: reading.cancelled)
+        check_version(record, new.digest, new.header)
+        if len(new.projections) != len(reading.blocks):
+            raise DataLoss(f"adapter {record.name!r}: its size has changed on the disk")
+        return new
+
+    def _from_files(self, reading: Reading) -> NewAdapter:
+        record = reading.record
         files = _Watched(self._reader.files, lambda: reading.cancelled)
         try:
-            new = read_adapter(record.name, record.path, replaced(self._reader, files=files))
+            return read_adapter(record.name, record.path, replaced(self._reader, files=files))
         except NotFound as e:
             raise NotFound(f"adapter {record.name!r}: its files are gone from the disk ({e})") from e
         except (InvalidArgument, ResourceExhausted) as e:
             raise DataLoss(f"adapter {record.name!r}: its files have changed on the disk: {e}") from e
         except MemoryError as e:
             raise ResourceExhausted(f"adapter {record.name!r}: too little memory to read it; try again later") from e
-        check_version(record, new.digest, new.header)
-        if len(new.projections) != len(reading.blocks):
-            raise DataLoss(f"adapter {record.name!r}: its size has changed on the disk")
-        return new
 
     # -- what callers ask for -------------------------------------------------------------------
 

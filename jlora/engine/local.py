@@ -18,14 +18,19 @@ from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import TypeVar
 
+import numpy as np
+
 from jlora.adapters.invocation import last_occurrence
+from jlora.adapters.registry import Record
 from jlora.config import Config
 from jlora.engine.batch import Form
 from jlora.engine.build import Built, build
 from jlora.engine.engine import Engine
 from jlora.engine.futures import Commands, chained, done, failed, running, settle
-from jlora.engine.loaders import Loaders
+from jlora.engine.loaders import Loaders, Read
+from jlora.engine.loading import NewAdapter
 from jlora.engine.profiling import Profiler
+from jlora.engine.sources import Reader
 from jlora.engine.watch import Watch
 from jlora.errors import AlreadyExists, Unavailable
 from jlora.gaps import Gaps
@@ -176,6 +181,34 @@ class LocalReplica(Replica):
 
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self.between_steps(lambda: self._engine.adapters.get(name))
+
+    def records(self) -> list[Record]:
+        """What is registered, in any order. Any thread may ask, and read what it says."""
+        return self._engine.adapters.records()
+
+    def register(self, new: NewAdapter) -> Future[AdapterInfo]:
+        """Makes an adapter servable that is read when a request needs it. Fails as `Adapters.register`."""
+        return self.between_steps(lambda: self._engine.adapters.register(new))
+
+    def read_with(self, read: Read) -> None:
+        """Has registered adapters read by `read` from now on."""
+        self._loaders.read = read
+
+    @property
+    def reader(self) -> Reader:
+        """What reads adapters' files here."""
+        return self._built.reader
+
+    def host_copy(self, record: Record, first: int, count: int) -> Future[np.ndarray | None]:
+        """Some blocks of an adapter's host copy, as one array; None if there is no copy any more.
+
+        The blocks are read on the caller's thread. They are its own if the copy is still there afterwards.
+        """
+        node, host = record.node, record.node.host
+        if node.saving or not host:
+            return done(None)
+        data = self._built.parts.swapper.read(host[first : first + count])
+        return self.between_steps(lambda: data if record.node is node and node.host == host else None)
 
     def _settled(self, info: AdapterInfo) -> Future[AdapterInfo]:
         """The version when its copy to the device, if one is under way, has landed; `info` if it has been unloaded."""
