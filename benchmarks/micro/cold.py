@@ -99,7 +99,8 @@ class _Starts:
         assist._byte_s = 1e-9 / gbps
         before = self._manager.leases.gate.helps
         assert isinstance(before, Chooser)
-        costs = cold_start.measure(built.runner.rehearse, built.runner.largest)
+        fitted = built.info.config.engine.step_model
+        costs = before.costs if fitted else cold_start.measure(built.runner.rehearse, built.runner.largest)
         self._chooser = Chooser(costs, self._manager.policy.meter, built.runner.pool.groups, before._places)
         for name in [info.name for info in self._engine.adapters.all()]:  # the meter learns the link
             self._serve("wait", [name], 2)

@@ -151,6 +151,28 @@ def test_records_of_the_same_settings_go_on_and_others_begin_anew(tmp_path: Path
     assert Records(path, {"a": 2}).lines == []
 
 
+@pytest.mark.slow
+def test_answers_from_the_disk_are_compared_with_an_engine_that_holds_one_adapter(tmp_path: Path):
+    (line,) = study(tmp_path, "zipf")
+    assert line["equal"] == line["checked"] == 12 and line["within"] and not line["failed"]
+    assert line["requests"] == 48 and line["cold"] > 0 and line["dropped"] > 0
+
+
+@pytest.mark.slow
+def test_switches_are_timed_and_proved(tmp_path: Path):
+    lines = study(tmp_path, "switches", "--rounds", "1")
+    assert {line["side"] for line in lines} == {"unmerged", "merged", "switch"}
+    assert all(line["pieces"] == 8 and line["host_bytes"] > 0 for line in lines if line["side"] == "switch")
+
+
+@pytest.mark.slow
+def test_predicted_steps_are_kept_beside_what_they_took(tmp_path: Path):
+    lines = study(tmp_path, "steps", "--set", "cache.host_blocks=2048")
+    assert {line["cell"] for line in lines} == {"fit", "held", "quality"}
+    assert {line["side"] for line in lines if line["cell"] == "quality"} == {"ours", "padded", "unpadded", "noise"}
+    assert all(line["ours_s"] > 0 and min(line["seconds"]) > 0 for line in lines if line["side"] == "step")
+
+
 def test_a_page_comes_from_its_records_and_is_the_same_every_time(tmp_path: Path):
     study(tmp_path, "alora", "--rounds", "2")
     out = tmp_path / "out"
