@@ -72,7 +72,7 @@ def run(built: Built, course: Course, say: Callable[[str], None] = lambda what: 
     timed = play(built, course, say)
     buckets = built.runner.builder.buckets
     found = launches.fit(timed["fit"], buckets.decode, buckets.prefill)
-    rows = judge(found, timed)
+    rows = judge(found, timed, buckets.decode)
     return Found(_record(built, found, rows), timed, rows)
 
 
@@ -107,11 +107,11 @@ def _spread(scenes: list, longest: list) -> list:
     return [*scenes, *[None] * (len(longest) - len(scenes))]
 
 
-def judge(found: Fit, timed: Mapping[str, list[Timed]]) -> list[dict[str, Any]]:
+def judge(found: Fit, timed: Mapping[str, list[Timed]], decode: tuple[int, ...]) -> list[dict[str, Any]]:
     """R² and errors of our form, and of CaraServe's for steps that decode, on both sets."""
     forms = {"ours": (found.seconds, (*KINDS, "all"))}
     decoding = [step for step in timed["fit"] if step.kind == "decode"]
-    forms |= {name: (line, ("decode",)) for name, line in caraserve(decoding).items()}
+    forms |= {name: (line, ("decode",)) for name, line in caraserve(decoding, decode).items()}
     rows = []
     for name, (predict, kinds) in forms.items():
         for which, steps in timed.items():

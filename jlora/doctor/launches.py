@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy.optimize import least_squares
@@ -60,15 +61,26 @@ def fit(steps: Sequence[Timed], decode: Forms, prompt: Forms) -> Fit:
     )
 
 
-def caraserve(steps: Sequence[Timed]) -> dict[str, Callable[[Timed], float]]:
-    """Both of CaraServe's forms, a line each through steps that decode."""
+def caraserve(steps: Sequence[Timed], decode: Forms) -> dict[str, Callable[[Timed], float]]:
+    """Both of CaraServe's forms for steps that decode: a line each, and a line beside our terms of the base."""
     seconds = np.array([step.least_s for step in steps])
-    made = {}
+    made: dict[str, Callable[[Timed], float]] = {}
     for name, size in (("padded", padded), ("unpadded", unpadded)):
-        rows = np.array([[1.0, size(step)] for step in steps])
-        found = np.linalg.lstsq(rows, seconds, rcond=None)[0]
-        made[name] = lambda step, found=found, size=size: float(found[0] + found[1] * size(step))
+        for more, base in (("", lambda _: [1.0]), (" and the base's terms", partial(_base, decode))):
+            made[name + more] = _line(steps, seconds, lambda step, size=size, base=base: [*base(step), size(step)])
     return made
+
+
+def _line(steps: Sequence[Timed], seconds: np.ndarray, row: Callable[[Timed], list[float]]) -> Callable[[Timed], float]:
+    found = _solve(np.array([row(step) for step in steps]), seconds)
+    return lambda step: float(found @ row(step))
+
+
+def _base(decode: Forms, step: Timed) -> list[float]:
+    """Our terms of a decode step, without its adapters'."""
+    assert step.decode is not None
+    terms = _of_launch(step.decode._replace(adapter_blocks=0, adapter_tokens=0), decode)
+    return [1.0, *terms]
 
 
 def padded(step: Timed) -> float:

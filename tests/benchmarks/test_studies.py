@@ -169,7 +169,7 @@ def test_switches_are_timed_and_proved(tmp_path: Path):
 def test_predicted_steps_are_kept_beside_what_they_took(tmp_path: Path):
     lines = study(tmp_path, "steps", "--set", "cache.host_blocks=2048")
     assert {line["cell"] for line in lines} == {"fit", "held", "quality"}
-    assert {line["side"] for line in lines if line["cell"] == "quality"} == {"ours", "padded", "unpadded", "noise"}
+    assert {"ours", "padded", "unpadded", "noise"} < {line["side"] for line in lines if line["cell"] == "quality"}
     assert all(line["ours_s"] > 0 and min(line["seconds"]) > 0 for line in lines if line["side"] == "step")
 
 

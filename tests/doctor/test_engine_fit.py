@@ -13,6 +13,7 @@ from jlora.cli import main
 from jlora.doctor import launches
 from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
 from jlora.engine.build import build, fitted_steps
+from jlora.engine.cold_start import Chooser
 from jlora.engine.plan import ROW
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
@@ -68,7 +69,8 @@ def test_caraserves_lines_are_found_where_they_hold():
     some = [step for step in steps(90, 0) if step.kind == "decode"]
     for step in some:
         step.seconds[:] = [0.01 + 1e-5 * launches.padded(step)]
-    lines = launches.caraserve(some)
+    lines = launches.caraserve(some, DECODE)
+    assert set(lines) == {f"{kind}{more}" for kind in ("padded", "unpadded") for more in ("", " and the base's terms")}
     assert launches.quality(lines["padded"], some).r2 > 0.999 > launches.quality(lines["unpadded"], some).r2
 
 
@@ -116,8 +118,8 @@ def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, cap
     keys = {"model.path": str(tmp_path / "model"), "engine.cold_start": "auto", "engine.step_model": str(path)}
     built = build(configuration.load(None, {**sizes, **keys}), progress=False)
     try:
-        gate = built.parts.scheduler.manager.leases.gate
-        assert gate.helps.costs.device.at(32) == found.prefill_s({0: 1}, 32)  # pyright: ignore[reportFunctionMemberAccess]
+        helps = built.parts.scheduler.manager.leases.gate.helps
+        assert isinstance(helps, Chooser) and helps.costs.device.at(32) == found.prefill_s({0: 1}, 32)
     finally:
         built.engine.close()
     dataclasses.replace(found, device="another").write(path)
