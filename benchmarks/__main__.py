@@ -46,6 +46,7 @@ STUDIES: Mapping[str, str] = {
     "refusals": "benchmarks.micro.refusals",
     "catalogue": "benchmarks.micro.catalogue",
     "fronts": "benchmarks.micro.fronts",
+    "router": "benchmarks.micro.router",
     "lora": "benchmarks.micro.lora",
     "startup": "benchmarks.micro.startup",
     "cold": "benchmarks.micro.cold",

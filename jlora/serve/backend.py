@@ -42,6 +42,7 @@ class Backend:
         tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
         access: who may do what.
+        coalesce_s: as `serve.coalesce_s`.
     """
 
     replica: Replica | None = None
@@ -57,6 +58,7 @@ class Backend:
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
+    coalesce_s: float = 0.0
 
     @property
     def loaded(self) -> Replica:

@@ -35,11 +35,14 @@ class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
     Unless `eager`, only the end of a completion or a backlog wakes the loop, which saves both threads time.
+    With `pause_s`, what comes so shortly after events that were taken waits, too: they go out together.
     """
 
-    def __init__(self, eager: bool):
+    def __init__(self, eager: bool, pause_s: float = 0.0):
         self._loop = asyncio.get_running_loop()
         self._eager = eager
+        self._pause_s = pause_s
+        self._pausing = False
         self._events: deque[TokenEvent] = deque()
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way; `get` clears it before it empties the deque
@@ -48,7 +51,9 @@ class Inbox:
     def put(self, events: list[TokenEvent]) -> None:
         self._events.extend(events)
         self.begun = True
-        urgent = self._eager or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
+        urgent = (
+            (self._eager and not self._pausing) or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
+        )
         if urgent and not self._woken and not self._loop.is_closed():
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -61,10 +66,18 @@ class Inbox:
         taken = []
         while self._events and len(taken) < most:
             taken.append(self._events.popleft())
+        if taken and self._pause_s and not self._pausing:
+            self._pausing = True
+            self._loop.call_later(self._pause_s, self._go_on)
         if self._events:  # the other tasks of the loop have a turn first
             self._wake.set()
             await asyncio.sleep(0)
         return taken
+
+    def _go_on(self) -> None:
+        self._pausing = False
+        if self._events:  # those that come from now on wake the loop themselves
+            self._wake.set()
 
 
 class Generation:
@@ -78,7 +91,7 @@ class Generation:
         self._ended: Ended | None = None
         self._request = request
         self._trace = trace or {}  # the caller's
-        self._inbox = Inbox(eager)
+        self._inbox = Inbox(eager, backend.coalesce_s)
         self._leaving = ExitStack()
         self._queued = backend.access.tenants.queued(request.tenant, len(request.prompt), lambda: self._inbox.begun)
         self._slice = max(1, SLICE // entries_of(request.sampling))

@@ -91,7 +91,11 @@ async def serve(config: Config, program: Program | None = None) -> int:
     stop = _stop_on_signal()
     if not program.token:
         _check_exposed(config.serve)
-    backend = Backend(access=Access(config.serve, program.token), tracing=_tracing(config.serve.otlp_endpoint))
+    backend = Backend(
+        access=Access(config.serve, program.token),
+        tracing=_tracing(config.serve.otlp_endpoint),
+        coalesce_s=config.serve.coalesce_s,
+    )
     servers, where = _bind(backend, config.serve, program.services)
     for server in servers:
         await server.start()

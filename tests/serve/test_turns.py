@@ -100,6 +100,32 @@ def test_a_backlog_wakes_a_reader_that_waits_for_the_end():
     assert asyncio.run(first()) == BACKLOG
 
 
+def test_after_events_were_taken_a_pause_collects_the_next_ones_and_an_end_cuts_it_short():
+    async def sizes() -> list[int]:
+        inbox, token = Inbox(eager=True, pause_s=3600), TokenEvent("r", 0, 5)
+        inbox.put([token])
+        first = await asyncio.wait_for(inbox.get(SLICE), 20)
+        for _ in range(3):
+            inbox.put([token])
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(inbox.get(SLICE), 0.05)
+        inbox.put([TokenEvent("r", 0, 5, finish_reason="length")])
+        return [len(first), len(await asyncio.wait_for(inbox.get(SLICE), 20))]
+
+    assert asyncio.run(sizes()) == [1, 4]
+
+
+def test_a_pause_ends_by_itself():
+    async def size() -> int:
+        inbox, token = Inbox(eager=True, pause_s=0.01), TokenEvent("r", 0, 5)
+        inbox.put([token])
+        await inbox.get(SLICE)
+        inbox.put([token, token])
+        return len(await asyncio.wait_for(inbox.get(SLICE), 20))
+
+    assert asyncio.run(size()) == 2
+
+
 def test_a_turn_converts_a_bounded_part_of_an_answer(monkeypatch: pytest.MonkeyPatch):
     turns, convert_one = Turns(), convert.token_logprob
 
