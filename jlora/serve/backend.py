@@ -17,7 +17,7 @@ from jlora.gaps import Gaps
 from jlora.replica import Replica
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Caller
-from jlora.serve.gate import Gate
+from jlora.serve.gate import Gate, Room
 from jlora.serve.observed import Ended, Observed
 from jlora.serve.recent import Recent
 from jlora.serve.strip import Strip
@@ -68,10 +68,10 @@ class Backend:
         return self.replica
 
     @property
-    def room(self) -> int:
+    def room(self) -> Room:
         """Completions that may run or wait at once. Raises Unavailable while the model loads."""
         engine = self.loaded.info.config.engine
-        return engine.max_queue + engine.max_seqs
+        return Room(engine.max_seqs, engine.max_queue)
 
     def ended(self, ended: Ended) -> None:
         """An answer has ended; whatever watches hears of it here."""
@@ -85,7 +85,8 @@ class Backend:
     def admitted(self, caller: Caller, n: int, prompts: int = 1) -> Iterator[None]:
         """Counts completions until their call ends. Raises Busy before anything is tokenized."""
         count = prompts * min(max(1, n), MAX_COMPLETIONS)
-        with self.gate.completions(self.room, count), self.access.tenants.completions(caller.tenant, count):
+        whose = caller.tenant
+        with self.gate.completions(self.room, count, whose), self.access.tenants.completions(whose, count):
             yield
 
     def adapter_of(self, caller: Caller, model: str) -> str | None:

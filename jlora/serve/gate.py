@@ -5,59 +5,101 @@ A refusal must cost next to nothing: with a full queue, thousands of clients may
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
-from jlora.errors import Busy, QueueFull
+from jlora.errors import Busy, LimitReached, QueueFull
 
 MOST_CALLS = 1024  # that want no completion, for example to list adapters or to tokenize
 MOST_BYTES = 512 << 20  # of the messages of all calls: gRPC keeps a message until its call has ended
 
 
-class Gate:
-    """Completions, calls that want none, and bytes, each from start to end. For the event loop's thread only."""
+class Room(NamedTuple):
+    """Completions that the engine takes at once: those that run, and its queue."""
 
-    def __init__(self) -> None:
-        self._calls = 0
-        self._completions = 0
-        self._bytes = 0
+    slots: int
+    queue: int
 
-    def check_calls(self) -> None:
-        """Raises Busy if the server has as many calls as it takes."""
-        if self._calls >= MOST_CALLS:
-            raise Busy(f"the server is busy with {self._calls} calls, limit {MOST_CALLS}")
+    @property
+    def most(self) -> int:
+        return self.slots + self.queue
 
-    def check_completions(self, room: int, count: int = 1) -> None:
-        """Raises QueueFull if `count` completions do not fit into `room` now, though they do at another time."""
-        if self._completions + count > room >= count:
-            raise QueueFull(f"queue is full: {self._completions} completions run or wait, limit {room}")
+
+class _Places:
+    """Some of what calls share. A tenant with some gets more only while it leaves as many free as it has.
+
+    So there is always some left for one that has none, however many the others want. With k tenants that take all
+    they can, each has one part of k + 1. Without keys a client's tenant is but a word, and the rule is off.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.used = 0
+        self._kind = kind
+        self._by: Counter[str] = Counter()
+
+    def check_share(self, most: int, count: int, tenant: str | None, least: int = 0) -> None:
+        """Raises LimitReached if `count` of `most` would be too many for the tenant, which always may have `least`."""
+        mine = self._by[tenant] if tenant else 0
+        if mine and mine + count > max(least, most - self.used):
+            raise LimitReached(
+                f"tenant {tenant!r} has {mine} {self._kind}, and those that are free of the server's {most} are kept "
+                "for other tenants"
+            )
 
     @contextmanager
-    def call(self, size: int, counts: bool) -> Iterator[None]:
+    def taken(self, count: int, tenant: str | None) -> Iterator[None]:
+        self.used += count
+        self._by[tenant or ""] += count
+        try:
+            yield
+        finally:
+            self.used -= count
+            self._by[tenant or ""] -= count
+
+
+class Gate:
+    """Completions, calls that want none, and bytes, each from start to end. For the event loop's thread only.
+
+    `tenant` is that of the caller's key.
+    """
+
+    def __init__(self) -> None:
+        self._calls = _Places("calls under way")
+        self._completions = _Places("completions that run or wait")
+        self._bytes = _Places("bytes of requests")
+
+    def check_calls(self, tenant: str | None = None) -> None:
+        """Raises Busy if the server, or the tenant, has as many calls as it takes."""
+        if self._calls.used >= MOST_CALLS:
+            raise Busy(f"the server is busy with {self._calls.used} calls, limit {MOST_CALLS}")
+        self._calls.check_share(MOST_CALLS, 1, tenant)
+
+    def check_completions(self, room: Room, count: int = 1, tenant: str | None = None) -> None:
+        """Raises Busy if `count` completions do not fit into `room` now, though they do at another time."""
+        if self._completions.used + count > room.most >= count:
+            raise QueueFull(f"queue is full: {self._completions.used} completions run or wait, limit {room.most}")
+        self._completions.check_share(room.most, count, tenant, room.slots)
+
+    @contextmanager
+    def call(self, size: int, counts: bool, tenant: str | None = None) -> Iterator[None]:
         """A call with a message of `size` bytes; `counts` says that it wants no completion.
 
         Raises Busy if there are too many of these calls, or too many bytes of all.
         """
         if counts:
-            self.check_calls()
-        if self._bytes and self._bytes + size > MOST_BYTES:
-            raise Busy(
-                f"the server holds {self._bytes} bytes of requests, and {size} more pass the limit of {MOST_BYTES}"
-            )
-        self._calls += counts
-        self._bytes += size
-        try:
+            self.check_calls(tenant)
+        held = self._bytes.used
+        if held and held + size > MOST_BYTES:
+            raise Busy(f"the server holds {held} bytes of requests, and {size} more pass the limit of {MOST_BYTES}")
+        self._bytes.check_share(MOST_BYTES, size, tenant)
+        with self._calls.taken(int(counts), tenant), self._bytes.taken(size, tenant):
             yield
-        finally:
-            self._calls -= counts
-            self._bytes -= size
 
     @contextmanager
-    def completions(self, room: int, count: int) -> Iterator[None]:
+    def completions(self, room: Room, count: int, tenant: str | None = None) -> Iterator[None]:
         """The completions of one request; errors as in `check_completions`."""
-        self.check_completions(room, count)
-        self._completions += count
-        try:
+        self.check_completions(room, count, tenant)
+        with self._completions.taken(count, tenant):
             yield
-        finally:
-            self._completions -= count

@@ -33,7 +33,7 @@ async def page(replica: Replica, request: pb.ListAdaptersRequest, caller: Caller
     async for info in adapters(replica, after):
         if not caller.sees(info.name):
             continue
-        message = convert.adapter_info(info, summary)
+        message = convert.adapter_info(caller.seen(info), summary)
         room -= message.ByteSize()
         if len(answer.adapters) == size or (room < 0 and answer.adapters):
             answer.next_page_token = after

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from jlora import __version__
 from jlora.config import Config
 from jlora.errors import InvalidArgument
-from jlora.replica import Load
+from jlora.replica import Load, ReplicaState
 from jlora.serve import convert
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation
@@ -98,7 +98,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
             prompt=(),
             sampling=convert.sampling_params(message),
             adapter=adapter,
-            priority=message.priority,
+            priority=context.caller.check_priority(message.priority),
             bypass_prefix_cache=message.bypass_prefix_cache,
             tenant=context.caller.tenant_of(message.tenant),
             deadline=deadline,
@@ -132,7 +132,8 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
 
     async def GetAdapter(self, request: pb.GetAdapterRequest, context: Context) -> pb.AdapterInfo:
         context.caller.check_adapter(request.name)
-        return await _info(self._backend.loaded.adapter(request.name))
+        info = await asyncio.wrap_future(self._backend.loaded.adapter(request.name))
+        return convert.adapter_info(context.caller.seen(info))
 
     async def PinAdapter(self, request: pb.PinAdapterRequest, context: Context) -> pb.AdapterInfo:
         return await _info(self._backend.loaded.pin_adapter(request.name, request.pinned))
@@ -146,10 +147,10 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
     """The server's constants and counters, abort, flush and drain."""
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
+        """What the server is, and, for those who may see it, what it does."""
         replica, tokenizer = self._backend.loaded, self._backend.tokenizer
-        state = await asyncio.wrap_future(replica.state())
-        info, stats, recent = replica.info, state.stats, self._backend.recent.summary()
-        return pb.ServerInfo(
+        info = replica.info
+        answer = pb.ServerInfo(
             version=__version__,
             model=info.model,
             platform=info.platform,
@@ -159,34 +160,17 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
             max_model_len=info.limits.max_len,
             vocab=info.limits.vocab,
             block_tokens=info.block_tokens,
-            blocks=state.cache.hbm.total,
             config=_public_config(info.config),
             uptime_s=time.monotonic() - self._backend.started,
-            compiles_after_warmup=stats.compiles_after_warmup,
-            programs_left=stats.programs_left,
-            host_s_per_step=stats.host_step_s,
-            steps=stats.steps,
-            running=stats.running,
-            waiting=stats.waiting,
             draining=self._backend.draining,
             text=tokenizer is not None,
             chat=tokenizer is not None and tokenizer.has_chat,
-            recent_requests=recent.count,
-            recent_ttft_mean_s=recent.mean_s,
-            recent_ttft_p99_s=recent.p99_s,
-            longest_loop_gap_s=self._backend.gaps.longest(),
-            longest_engine_gap_s=state.longest_gap_s,
-            merge=_merge(stats),
-            replicas=[pb.ReplicaStatus(**dataclasses.asdict(member)) for member in state.members],
-            live_requests=stats.live_requests,
-            generated_tokens=stats.generated_tokens,
-            prompt_tokens=stats.prompt_tokens,
-            preemptions=stats.preemptions,
-            plan_s=stats.plan_s,
-            dispatch_s=stats.dispatch_s,
-            read_s=stats.read_s,
-            commit_s=stats.commit_s,
         )
+        state = await asyncio.wrap_future(replica.state())
+        answer.blocks = state.cache.hbm.total
+        if context.caller.sight:
+            answer.MergeFrom(_activity(self._backend, state))
+        return answer
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
         state = await asyncio.wrap_future(self._backend.loaded.state())
@@ -224,6 +208,34 @@ def _public_config(config: Config) -> Mapping[str, str]:
         for key, value in keys.items()
     }
     return {key: value for key, value in values.items() if key not in PRIVATE_KEYS}
+
+
+def _activity(backend: Backend, state: ReplicaState) -> pb.ServerInfo:
+    """The fields that count what all tenants do."""
+    stats, recent = state.stats, backend.recent.summary()
+    return pb.ServerInfo(
+        compiles_after_warmup=stats.compiles_after_warmup,
+        programs_left=stats.programs_left,
+        host_s_per_step=stats.host_step_s,
+        steps=stats.steps,
+        running=stats.running,
+        waiting=stats.waiting,
+        recent_requests=recent.count,
+        recent_ttft_mean_s=recent.mean_s,
+        recent_ttft_p99_s=recent.p99_s,
+        longest_loop_gap_s=backend.gaps.longest(),
+        longest_engine_gap_s=state.longest_gap_s,
+        merge=_merge(stats),
+        replicas=[pb.ReplicaStatus(**dataclasses.asdict(member)) for member in state.members],
+        live_requests=stats.live_requests,
+        generated_tokens=stats.generated_tokens,
+        prompt_tokens=stats.prompt_tokens,
+        preemptions=stats.preemptions,
+        plan_s=stats.plan_s,
+        dispatch_s=stats.dispatch_s,
+        read_s=stats.read_s,
+        commit_s=stats.commit_s,
+    )
 
 
 def _merge(stats: EngineStats) -> pb.MergeState:

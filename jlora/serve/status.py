@@ -44,7 +44,7 @@ NEEDS: Mapping[str, Need] = {
     f"{PACKAGE}Adapters/ListAdapters": Need.KEY,
     f"{PACKAGE}Adapters/GetAdapter": Need.KEY,
     f"{PACKAGE}Control/GetServerInfo": Need.KEY,
-    f"{PACKAGE}Control/GetCacheState": Need.KEY,
+    f"{PACKAGE}Control/GetCacheState": Need.SIGHT,
     f"{PACKAGE}Control/Abort": Need.END,  # of the tenant's own requests
 }
 
@@ -139,23 +139,23 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         try:
             sent = [v for k, v in handler_call_details.invocation_metadata or () if k == "authorization"]
             caller = self._backend.access.admit(NEEDS.get(method, Need.ADMIN), [str(v) for v in sent], method)
-            self._check_room(counts)
+            self._check_room(counts, caller.tenant)
         except errors.JloraError as e:
             return _refusal(e, method)
         parse, write = _tolerant(handler.request_deserializer, method), handler.response_serializer
         begin = partial(self._backend.access.call, caller, completes=not counts)
-        enter = partial(self._backend.gate.call, counts=counts)
+        enter = partial(self._backend.gate.call, counts=counts, tenant=caller.tenant)
         call = _Call(method, caller, begin, enter, self._stall_s)
         # As handlers of streams both are called before there is a message, so that its arrival has a limit.
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call.stream(handler.unary_stream), parse, write)
         return grpc.stream_unary_rpc_method_handler(call.unary(handler.unary_unary), parse, write)
 
-    def _check_room(self, counts: bool) -> None:
+    def _check_room(self, counts: bool, tenant: str | None) -> None:
         if counts:
-            self._backend.gate.check_calls()
+            self._backend.gate.check_calls(tenant)
         elif self._backend.replica is not None:  # otherwise the handler says that it loads
-            self._backend.gate.check_completions(self._backend.room)
+            self._backend.gate.check_completions(self._backend.room, tenant=tenant)
 
 
 def _refusal(error: errors.JloraError, method: str) -> grpc.RpcMethodHandler:

@@ -16,13 +16,11 @@ import pytest
 from starlette.routing import Route
 
 from jlora.config import ServeConfig
-from jlora.errors import InvalidArgument, LimitReached, ResourceExhausted
+from jlora.errors import InvalidArgument
 from jlora.serve import keyless
 from jlora.serve.access import access, keys
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Need
-from jlora.serve.access.keys import Limits
-from jlora.serve.access.tenants import Tenants
 from jlora.serve.backend import Backend
 from jlora.serve.http.server import application
 from jlora.serve.proto import jlora_pb2 as pb
@@ -42,9 +40,11 @@ requests_per_s = 0.001
 """
 WHO: dict[str, Any] = {
     "admin": ("ops", "admin", ["*"]),
+    "chief": ("chief", "admin", ["*"]),
     "acme": ("acme", "user", ["*"]),
     "acme-two": ("acme", "user", ["upper", "lo*"]),
     "other": ("other", "user", ["wide"]),
+    "viewer": ("watch", "viewer", ["upper"]),
     "slow": ("slow", "user", ["*"]),
     "narrow": ("narrow", "user", ["*"]),
 }
@@ -77,7 +77,10 @@ class Guarded:
 def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     made = {who: keys.new(tenant, role, adapters) for who, (tenant, role, adapters) in WHO.items()}
-    file.write_text("".join(entry for _, entry in made.values()) + LIMITED)
+    urgent, entry = keys.new("acme", "user", ["*"])
+    entries = [*(entry for _, entry in made.values()), f"{entry}max_priority = 3\n"]
+    file.write_text("".join(entries) + LIMITED)
+    made["urgent"] = urgent, entry
     config = ServeConfig(heartbeat_s=60.0, keys=str(file))
     backend = Backend(served.replica, served.backend.tokenizer, access=Access(config))
     with serving(backend, config) as running:
@@ -212,10 +215,77 @@ def test_a_key_is_for_its_adapters(guarded: Guarded):
         assert http.get("/v1/models/wide").status_code == 403
         assert http.post("/v1/completions", json={"prompt": "x", "model": "wide"}).status_code == 403
         assert http.post("/v1/prefetch", json={"prompt": "x", "model": "wide"}).status_code == 403
-        for path in ("/metrics", "/dashboard/events"):
-            assert http.get(path).status_code == 403, "it names every adapter"
+
+
+def test_a_user_sees_nothing_of_what_others_do(guarded: Guarded):
+    s = guarded.served
+    guarded.generate("acme", request(model="upper"))
+
+    def look(who: str) -> tuple[pb.ServerInfo, list[pb.AdapterInfo]]:
+        meta = guarded.meta(who)
+        info = s.control.GetServerInfo(pb.GetServerInfoRequest(), metadata=meta, timeout=20)
+        one = s.adapters.GetAdapter(pb.GetAdapterRequest(name="upper"), metadata=meta, timeout=20)
+        listed = s.adapters.ListAdapters(pb.ListAdaptersRequest(), metadata=meta, timeout=20).adapters
+        return info, [one, next(adapter for adapter in listed if adapter.name == "upper")]
+
+    (info, adapters), (all_of_it, seen) = look("acme"), look("viewer")
+    told = {field.name for field, _ in info.ListFields()}
+    more = {field.name for field, _ in all_of_it.ListFields()} - told
+    assert {"model", "blocks", "max_model_len", "config"} <= told
+    assert {"steps", "recent_requests", "recent_ttft_mean_s", "longest_loop_gap_s", "merge"} <= more
+    assert not {"running", "waiting", "host_s_per_step"} & told
+    for user, viewer in zip(adapters, seen, strict=True):
+        assert viewer.hits and viewer.last_used_s
+        assert not (user.hits or user.last_used_s or user.running or user.waiting)
+        assert user.rank == viewer.rank
+    for who, status in (("acme", 403), ("viewer", 200), ("chief", 200)):
+        with guarded.http(who) as http:
+            assert http.get("/metrics").status_code == status
+            with http.stream("GET", "/dashboard/events") as events:
+                assert events.status_code == status
+    with refused(CODE.PERMISSION_DENIED, "needs a key of the role viewer or admin"):
+        s.control.GetCacheState(pb.GetCacheStateRequest(), metadata=guarded.meta("acme"), timeout=20)
+    s.control.GetCacheState(pb.GetCacheStateRequest(), metadata=guarded.meta("viewer"), timeout=20)
+    with refused(CODE.PERMISSION_DENIED, "needs a key of the role admin"):  # a viewer changes nothing
+        s.control.FlushCache(pb.FlushCacheRequest(), metadata=guarded.meta("viewer"), timeout=20)
+    with refused(CODE.PERMISSION_DENIED, "'wide': the key is not for it"):
+        guarded.generate("viewer", request(model="wide"))
+
+
+def test_a_key_has_a_highest_priority(guarded: Guarded):
+    with refused(CODE.PERMISSION_DENIED, "priority = 1: must be at most 0; the key's max_priority is 0"):
+        guarded.generate("acme", request(priority=1))
+    for who, priority in (("acme", -5), ("acme", 0), ("urgent", 3), ("chief", 2**31 - 1)):
+        assert guarded.generate(who, request(priority=priority)).usage.completion_tokens == 8
+    with refused(CODE.PERMISSION_DENIED, "priority = 4: must be at most 3"):
+        guarded.generate("urgent", request(priority=4))
+    body = {"prompt": [5, 6, 7], "max_tokens": 1}
+    with guarded.http("urgent") as http:
+        assert http.post("/v1/completions", json={**body, "priority": -3}).status_code == 200
+        answer = http.post("/v1/completions", json={**body, "priority": -4})
+        assert answer.status_code == 403 and "priority = -4: must be at least -3 (lower" in answer.text
+
+
+def test_one_tenant_does_not_fill_the_queue_for_all(guarded: Guarded):
+    s, room = guarded.served, guarded.served.backend.room
+    streams: list[Any] = []
+    for _ in range(room.most):
+        asked = request(max_tokens=3500, ignore_eos=True)
+        streams.append(s.inference.GenerateStream(asked, metadata=guarded.meta("acme"), timeout=60))
+    wait_until(lambda: sum(stream.done() for stream in streams) == room.most // 2)
+    ended = [stream for stream in streams if stream.done()]
+    assert {stream.code() for stream in ended} == {CODE.RESOURCE_EXHAUSTED}
+    assert "tenant 'acme' has 40 completions that run or wait" in ended[0].details()
+    assert s.stats().live_requests == room.most // 2
+    assert guarded.generate("other", request()).usage.completion_tokens == 8
     with guarded.http("acme") as http:
-        assert http.get("/metrics").status_code == 200
+        answer = http.post("/v1/completions", json={"prompt": "Hello"})
+        assert answer.status_code == 429 and answer.headers["retry-after"]
+    with guarded.http("other") as http:
+        assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 2}).status_code == 200
+    for stream in streams:
+        stream.cancel()
+    s.check_idle()
 
 
 def test_a_key_says_whose_a_request_is(guarded: Guarded):
@@ -298,7 +368,7 @@ def test_a_tenants_requests_at_once_are_limited(guarded: Guarded):
     for stream in running:
         stream.cancel()
     guarded.served.check_idle()
-    wait_until(lambda: not guarded.served.backend.gate._completions)
+    wait_until(lambda: not guarded.served.backend.gate._completions.used)
     assert guarded.generate("narrow", request(n=2, temperature=1.0)).usage.completion_tokens == 16
 
 
@@ -312,15 +382,15 @@ def test_requests_whose_bodies_do_not_arrive_count(guarded: Guarded, caplog: pyt
             raw.sendall(head.encode())
         with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'narrow' has 2 requests under way"):
             wait_until(lambda: guarded.generate("narrow", request()) is None)
-        assert gate._bytes == 2 * 4 << 20
-    wait_until(lambda: not gate._bytes)
+        assert gate._bytes.used == 2 * 4 << 20
+    wait_until(lambda: not gate._bytes.used)
     assert guarded.generate("narrow", request()).usage.completion_tokens == 8
     assert not caplog.records, "a client that leaves is no event"
 
 
 def test_calls_whose_messages_do_not_arrive_count(guarded: Guarded):
     meta, silence = guarded.meta("narrow"), SimpleQueue[bytes | None]()
-    for method in ("Control/GetCacheState", "Inference/Tokenize", "Inference/GenerateStream"):
+    for method in ("Control/GetServerInfo", "Inference/Tokenize", "Inference/GenerateStream"):
         stub = guarded.served.channel.stream_stream(f"/jlora.v1.{method}")
         calls: list[Any] = [stub(iter(silence.get, None), metadata=meta, timeout=60) for _ in range(3)]
         wait_until(lambda calls=calls: any(call.done() for call in calls))
@@ -353,54 +423,6 @@ def test_what_ends_work_passes_its_tenants_limits(guarded: Guarded):
         *_, last = stream
         assert last.outputs[0].finish_reason == "abort"
     s.check_idle()
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def test_a_rate_allows_a_seconds_worth_at_once_and_refills():
-    clock = Clock()
-    tenants = Tenants(clock)
-    tenants.limit({"a": Limits(requests_per_s=4.0)})
-    for _ in range(4):
-        tenants.arrive("a")
-    with pytest.raises(LimitReached) as e:
-        tenants.arrive("a")
-    assert e.value.retry_s == 0.25
-    clock.now += 0.25
-    tenants.arrive("a")
-    clock.now += 3600
-    for _ in range(4):
-        tenants.arrive("a")
-    with pytest.raises(LimitReached):
-        tenants.arrive("a")
-    for name in ("b", "", None):
-        tenants.arrive(name)
-
-
-def test_queued_tokens_count_until_a_request_begins_and_limits_may_change():
-    tenants, begun = Tenants(), [False, False]
-    tenants.limit({"a": Limits(queued_tokens=100)})
-    with tenants.queued("a", 60, lambda: begun[0]):
-        with pytest.raises(LimitReached), tenants.queued("a", 60, lambda: False):
-            pass
-        begun[0] = True
-        with tenants.queued("a", 60, lambda: begun[1]):
-            tenants.limit({"a": Limits(queued_tokens=70)})
-            with pytest.raises(ResourceExhausted, match="limit queued_tokens = 70"), tenants.queued("a", 71, bool):
-                pass
-            with pytest.raises(LimitReached), tenants.queued("a", 11, bool):
-                pass
-            tenants.limit({})
-            with tenants.queued("a", 10**9, bool):
-                pass
-    tenants.limit({"a": Limits(queued_tokens=100)})
-    with tenants.queued("a", 100, bool):
-        pass
 
 
 def test_what_an_admin_does_is_logged(guarded: Guarded, caplog: pytest.LogCaptureFixture):

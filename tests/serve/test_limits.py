@@ -17,7 +17,7 @@ import pytest
 from jlora.config import ServeConfig
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.serve import workers
-from jlora.serve.gate import MOST_CALLS, Gate
+from jlora.serve.gate import MOST_CALLS, Gate, Room
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.texts import MAX_MESSAGES
@@ -246,18 +246,18 @@ def test_the_bytes_of_all_messages_are_bounded(served: Served, monkeypatch: pyte
 
 
 def test_other_calls_are_bounded_too():
-    gate = Gate()
+    gate, four = Gate(), Room(1, 3)
     with ExitStack() as stack:
         for _ in range(MOST_CALLS):
             stack.enter_context(gate.call(1, counts=True))
         with pytest.raises(ResourceExhausted, match=f"limit {MOST_CALLS}"), gate.call(1, counts=True):
             pass
         stack.enter_context(gate.call(1, counts=False))
-    with gate.call(1, counts=True), gate.completions(4, 3):
+    with gate.call(1, counts=True), gate.completions(four, 3):
         with pytest.raises(QueueFull, match="3 completions run or wait, limit 4"):
-            gate.check_completions(4, 2)
-        gate.check_completions(4, 5)  # never fits: the engine says why
-        gate.check_completions(4, 1)
+            gate.check_completions(four, 2)
+        gate.check_completions(four, 5)  # never fits: the engine says why
+        gate.check_completions(four, 1)
 
 
 # -- readers that do not read -------------------------------------------------------------------
@@ -279,7 +279,7 @@ def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path, 
         wait_until(lambda: not own.stats().live_requests)
         own.check_idle()
         assert own.stats().generated_tokens < 200 + asked.stopping.max_tokens
-        own.backend.gate.check_completions(1)  # it holds no place
+        own.backend.gate.check_completions(Room(0, 1))  # it holds no place
         got: list[pb.GenerateResponse] = []
         with refused(CODE.RESOURCE_EXHAUSTED, "serve.stall_s = 0.5"):
             got.extend(stalled)

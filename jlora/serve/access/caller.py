@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from jlora.errors import NotFound, PermissionDenied
+from jlora.types import AdapterInfo
 
 
 class Need(Enum):
@@ -16,14 +17,15 @@ class Need(Enum):
         NOTHING: no key: health.
         KEY: any key.
         END: any key, also beyond the tenant's rate, because the call ends work.
-        SIGHT: a key that may use every adapter, because the answer names them all: metrics, the dashboard.
+        SIGHT: a key of the role `viewer` or `admin`, because the answer counts what all tenants do: metrics, the
+            dashboard, the state of the cache.
         ADMIN: a key of the role `admin`.
     """
 
     NOTHING = "nothing"
     KEY = "a key"
     END = "a key, at any rate"
-    SIGHT = "a key for all adapters"
+    SIGHT = "a key of the role viewer or admin"
     ADMIN = "a key of the role admin"
 
 
@@ -33,18 +35,22 @@ class Caller:
 
     Attributes:
         tenant: None on a server without keys: the client says it.
+        sight: it may see what all tenants do.
         adapters: matches the names of the adapters that the caller may use and see; None: all.
+        max_priority: of its requests; None: any.
         key: the id of the key, for the log.
     """
 
     tenant: str | None
     admin: bool
+    sight: bool
     adapters: re.Pattern[str] | None = None
+    max_priority: int | None = None
     key: str = ""
 
     def check(self, need: Need, what: str) -> None:
         """Raises PermissionDenied unless the caller may do `what`."""
-        if (need is Need.ADMIN and not self.admin) or (need is Need.SIGHT and self.adapters is not None):
+        if (need is Need.ADMIN and not self.admin) or (need is Need.SIGHT and not self.sight):
             raise PermissionDenied(f"{what}: needs {need.value}")
 
     def sees(self, adapter: str) -> bool:
@@ -55,6 +61,23 @@ class Caller:
         """Raises PermissionDenied, also for an adapter that does not exist: the answer tells nothing about others'."""
         if not self.sees(adapter):
             raise PermissionDenied(f"adapter {adapter!r}: the key is not for it")
+
+    def check_priority(self, priority: int, lower_first: bool = False) -> int:
+        """A request's priority, of which higher ones run first; `lower_first`: the client's has the other sign.
+
+        Raises PermissionDenied for one above the key's.
+        """
+        given, most = -priority if lower_first else priority, self.max_priority
+        if most is not None and given > most:
+            bound = f"at least {-most} (lower runs first)" if lower_first else f"at most {most}"
+            raise PermissionDenied(f"priority = {priority}: must be {bound}; the key's max_priority is {most}")
+        return given
+
+    def seen(self, info: AdapterInfo) -> AdapterInfo:
+        """An adapter as this caller may see it: without what others ask of it."""
+        if self.sight:
+            return info
+        return replace(info, running=0, waiting=0, hits=0, last_used_s=0.0, merged=False)
 
     def tenant_of(self, named: str) -> str:
         """The tenant of a request whose client names one, or "". Raises PermissionDenied for another's."""
@@ -71,4 +94,4 @@ class Caller:
         return error
 
 
-ANYBODY = Caller(tenant=None, admin=True)  # on a server without keys
+ANYBODY = Caller(tenant=None, admin=True, sight=True)  # on a server without keys

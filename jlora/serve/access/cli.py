@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     add = parser.add_argument
     add("command", choices=["new"], help="make a key")
     add("--tenant", required=True, metavar="NAME", help="whose key it is; tenants share no cached KV")
-    add("--role", choices=["user", "admin"], default="user", help="an admin may change the server (default user)")
+    add("--role", choices=["user", "viewer", "admin"], default="user",
+        help="a viewer sees what all tenants do, an admin changes the server too (default user)")  # fmt: skip
     add("--adapters", nargs="+", default=["*"], metavar="NAME", help="names or patterns (fr-*) (default: all)")
     add("--file", metavar="FILE.toml", help="append the entry to this file (default: print it)")
     args = parser.parse(argv)

@@ -4,8 +4,9 @@
     id = "1f2e3d4c"
     sha256 = "..."             # of the whole key
     tenant = "acme"
-    role = "user"              # or "admin"
+    role = "user"              # or "viewer", "admin"
     adapters = ["sql", "fr-*"] # names and patterns; default: all
+    max_priority = 0           # of its requests; default: 0, and none for an admin
 
     [tenants.acme]             # for all keys of the tenant together; what is not set has no limit
     concurrent = 8
@@ -37,7 +38,7 @@ MAX_KEY = 256  # characters of what a client sends
 PREFIX = "jlora"
 
 Tenant = Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")]
-Role = Literal["user", "admin"]
+Role = Literal["user", "viewer", "admin"]
 
 
 class Key(Struct, forbid_unknown_fields=True, frozen=True):
@@ -48,20 +49,25 @@ class Key(Struct, forbid_unknown_fields=True, frozen=True):
     tenant: Tenant
     role: Role = "user"
     adapters: list[Annotated[str, Meta(min_length=1, max_length=256)]] = msgspec.field(default_factory=lambda: ["*"])
+    max_priority: Annotated[int, Meta(ge=-(2**31), lt=2**31)] | None = None
 
     def caller(self) -> Caller:
         """Who calls with this key. An admin sees every adapter."""
         allowed = None
-        if self.role == "user" and "*" not in self.adapters:
+        if self.role != "admin" and "*" not in self.adapters:
             allowed = re.compile("|".join(map(fnmatch.translate, self.adapters)))
-        return Caller(self.tenant, self.role == "admin", allowed, self.id)
+        admin, highest = self.role == "admin", self.max_priority
+        if highest is None and not admin:
+            highest = 0
+        return Caller(self.tenant, admin, self.role != "user", allowed, highest, self.id)
 
 
 class Limits(Struct, forbid_unknown_fields=True, frozen=True):
     """What all keys of a tenant may use together. None is no limit.
 
     Attributes:
-        concurrent: completions that run or wait; and, by themselves, other calls under way.
+        concurrent: completions that run or wait; by themselves, other calls under way; and, together with the
+            completions, calls for more of them whose message is on its way.
         queued_tokens: prompt tokens of requests that have no token of output yet.
         requests_per_s: calls, without aborts and an admin's; a second's worth may come at once.
     """

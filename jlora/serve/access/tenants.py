@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from jlora.errors import LimitReached, ResourceExhausted
@@ -19,7 +19,8 @@ class _Tenant:
         self.limits = limits
         self._name = name
         self._clock = clock
-        self._under_way: Counter[bool] = Counter()  # True: completions, False: other calls
+        # "completions"; "arriving": calls for some, before that; "calls": others.
+        self._under_way: Counter[str] = Counter()
         self._tokens = 0
         self._queued: dict[object, tuple[int, Callable[[], bool]]] = {}
         self._credit, self._at = _burst(limits), clock()
@@ -35,22 +36,34 @@ class _Tenant:
             raise self._reached("asks too often", "requests_per_s", rate, (1 - self._credit) / rate)
         self._credit -= 1
 
-    def check_completions(self, count: int) -> None:
-        most = self.limits.concurrent
-        if most is not None and count > most:
-            raise ResourceExhausted(f"n: asks for {count} completions, limit concurrent = {most} of the tenant")
-
     @contextmanager
-    def call(self, count: int, completes: bool) -> Iterator[None]:
-        most, now = self.limits.concurrent, self._under_way[completes]
-        if most is not None and count and now + count > most:
-            calls = "requests" if completes else "calls beside its requests"
-            raise self._reached(f"has {now} {calls} under way", "concurrent", most, RETRY_S)
-        self._under_way[completes] += count
+    def call(self, completes: bool) -> Iterator[None]:
+        kind = "arriving" if completes else "calls"
+        self._check_under_way(1, ("completions", "arriving") if completes else ("calls",))
+        self._under_way[kind] += 1
         try:
             yield
         finally:
-            self._under_way[completes] -= count
+            self._under_way[kind] -= 1
+
+    @contextmanager
+    def completions(self, count: int) -> Iterator[None]:
+        most = self.limits.concurrent
+        if most is not None and count > most:
+            raise ResourceExhausted(f"n: asks for {count} completions, limit concurrent = {most} of the tenant")
+        # Not those of calls that arrive: two that want several each would refuse each other.
+        self._check_under_way(count, ("completions",))
+        self._under_way.update(arriving=-1, completions=count)
+        try:
+            yield
+        finally:
+            self._under_way.update(arriving=1, completions=-count)
+
+    def _check_under_way(self, count: int, kinds: Sequence[str]) -> None:
+        most, now = self.limits.concurrent, sum(self._under_way[kind] for kind in kinds)
+        if most is not None and now + count > most:
+            calls = "calls beside its requests" if kinds == ("calls",) else "requests"
+            raise self._reached(f"has {now} {calls} under way", "concurrent", most, RETRY_S)
 
     def check_tokens(self, tokens: int) -> None:
         most = self.limits.queued_tokens
@@ -110,18 +123,17 @@ class Tenants:
         if tenant is None:
             yield
             return
-        with tenant.call(1, completes):
+        with tenant.call(completes):
             yield
 
     @contextmanager
     def completions(self, name: str | None, count: int) -> Iterator[None]:
-        """Counts the completions of a call beyond its first."""
+        """Counts all completions of a call, in place of the call, or none."""
         tenant = self._of(name)
         if tenant is None:
             yield
             return
-        tenant.check_completions(count)
-        with tenant.call(count - 1, completes=True):
+        with tenant.completions(count):
             yield
 
     def check_tokens(self, name: str | None, tokens: int) -> None:

@@ -169,9 +169,9 @@ class Endpoint:
             await _while_here(call, self._handler(call))
             return
         if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
-            gate.check_completions(self._backend.room)
+            gate.check_completions(self._backend.room, tenant=call.caller.tenant)
         tenant = self._backend.access.call(call.caller, self._queued)
-        with tenant, gate.call(call.size, counts=not self._queued):
+        with tenant, gate.call(call.size, not self._queued, call.caller.tenant):
             if posted:
                 _check_type(call.headers.get("content-type", ""))
                 await call.read()

@@ -95,8 +95,8 @@ class Inference:
         await call.json({"prompt": await self._texts.detokenize(body.tokens, keep_special=True)})
 
     def _check_count(self, completions: int) -> None:
-        if completions > self._backend.room:
-            raise InvalidArgument(f"prompt: asks for {completions} completions, limit {self._backend.room}")
+        if completions > (most := self._backend.room.most):
+            raise InvalidArgument(f"prompt: asks for {completions} completions, limit {most}")
 
     async def _requests(
         self, caller: Caller, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
@@ -107,7 +107,7 @@ class Inference:
             prompt=(),
             sampling=sampling,
             adapter=self._backend.adapter_of(caller, body.model or ""),
-            priority=-(body.priority or 0),  # vLLM's lower ones run first
+            priority=caller.check_priority(body.priority or 0, lower_first=True),  # as in vLLM
             bypass_prefix_cache=body.bypass_prefix_cache or False,
             tenant=caller.tenant_of(""),
             cache_salt=body.cache_salt or "",

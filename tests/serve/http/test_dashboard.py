@@ -106,8 +106,8 @@ def test_a_viewer_counts_before_its_first_snapshot(served: Served, monkeypatch: 
 
 
 def test_health_is_told_however_many_calls_there_are(served: Served, monkeypatch: pytest.MonkeyPatch):
-    wait_until(lambda: served.backend.gate._calls == 0)  # earlier viewers have left
-    monkeypatch.setattr(served.backend.gate, "_calls", MOST_CALLS)
+    wait_until(lambda: served.backend.gate._calls.used == 0)  # earlier viewers have left
+    monkeypatch.setattr(served.backend.gate._calls, "used", MOST_CALLS)
     got = {path: httpx.get(served.http + path, timeout=20).status_code for path in ("/health", "/ready", "/v1/models")}
     assert got == {"/health": 200, "/ready": 200, "/v1/models": 429}
 

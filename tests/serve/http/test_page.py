@@ -108,7 +108,7 @@ def test_the_page_fits(served: Served, page: Any, width: int, theme: str):
 
 
 def test_with_keys_the_page_asks_for_one(served: Served, page: Any, tmp_path: Path):
-    key, entry = keys.new("acme", "user", ["*"])
+    key, entry = keys.new("acme", "viewer", ["*"])
     file = tmp_path / "keys.toml"
     file.write_text(entry)
     config = ServeConfig(heartbeat_s=60.0, keys=str(file))

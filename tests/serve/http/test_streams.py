@@ -16,6 +16,7 @@ import pytest
 
 from jlora.config import ServeConfig
 from jlora.errors import QueueFull
+from jlora.serve.gate import Room
 from tests.serve._server import Served, serving, wait_until
 
 LONG = {"prompt": "Hello", "max_tokens": 3000, "temperature": 0, "ignore_eos": True}
@@ -112,7 +113,7 @@ def test_a_client_that_reads_nothing_is_cut(served: Served):
 def answered(served: Served) -> bool:
     """Whether no call holds a completion."""
     try:
-        served.backend.gate.check_completions(room=1)
+        served.backend.gate.check_completions(Room(0, 1))
     except QueueFull:
         return False
     return True
