@@ -5,6 +5,7 @@ The ports open before the weights are read, so a call may arrive while there is 
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,7 @@ class Backend:
         gaps: of the event loop.
         access: who may do what.
         coalesce_s: as `serve.coalesce_s`.
+        leaving: requests whose client has gone, until the engine has ended them.
     """
 
     replica: Replica | None = None
@@ -59,6 +61,7 @@ class Backend:
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
     coalesce_s: float = 0.0
+    leaving: set[asyncio.Future[None]] = field(default_factory=set)
 
     @property
     def loaded(self) -> Replica:
@@ -73,13 +76,17 @@ class Backend:
         engine = self.loaded.info.config.engine
         return Room(engine.max_seqs, engine.max_queue)
 
+    def left(self, ended: Ended) -> None:
+        """An answer has ended that its client did not wait for: it has a trace, and no time that counts."""
+        if self.tracing is not None:
+            self.tracing.answered(ended, self.loaded)
+
     def ended(self, ended: Ended) -> None:
         """An answer has ended; whatever watches hears of it here."""
         self.observed.answered(ended)
         if ended.usage.completion_tokens:  # otherwise there was no first token
             self.recent.add(ended.timing.ttft)
-        if self.tracing is not None:
-            self.tracing.answered(ended, self.loaded)
+        self.left(ended)
 
     @contextmanager
     def admitted(self, caller: Caller, n: int, prompts: int = 1) -> Iterator[None]:

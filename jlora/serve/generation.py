@@ -12,11 +12,13 @@ each turn. So a slow reader delays no other request, and its backlog goes out in
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
+from dataclasses import replace
 from typing import Self
 
 from jlora.serve.backend import Backend
@@ -26,6 +28,8 @@ from jlora.serve.stream import Answer, joined
 from jlora.serve.strip import Bar
 from jlora.types import Delta, Request, Timing, TokenEvent, Usage
 from jlora.validation import entries_of
+
+log = logging.getLogger(__name__)
 
 BACKLOG = 256  # events that wake the loop also if it is not eager
 SLICE = 512  # token ids and log-probabilities that one turn of the loop reads
@@ -118,8 +122,27 @@ class Generation:
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
             self._backend.observed.ends["abort"] += self._answer.running
-        if self._bar is not None:
+        if self._bar is None:
+            return
+        if self._ended is None:
+            leaving = asyncio.ensure_future(self._abandon(self._bar))
+            self._backend.leaving.add(leaving)
+            leaving.add_done_callback(self._backend.leaving.discard)
+        else:
             self._backend.strip.leave(self._bar, self._ended)
+
+    async def _abandon(self, bar: Bar) -> None:
+        """Nobody waits for the answer; the engine's last events still say where its time went."""
+        try:
+            while not self._answer.ended:
+                self._answer.push(await self._inbox.get(self._slice))
+        except Exception as e:  # of the engine, or of the request itself: its own front has told it
+            log.debug("a request has failed, and leaves no bar: %s", e)
+            self._backend.strip.leave(bar, None)
+            return
+        ended = replace(self._told(), aborted=True)
+        self._backend.strip.leave(bar, ended)
+        self._backend.left(ended)
 
     def _abort_submitted(self, submitted: Future[int]) -> None:
         if not submitted.cancelled() and submitted.exception() is None:
@@ -155,11 +178,17 @@ class Generation:
         deadline = self._request.deadline
         if self._answer.aborted and deadline is not None and time.monotonic() >= deadline:
             raise DeadlineExceeded("the deadline passed before the request ended")
-        self.totals = usage, timing = self._answer.totals()
-        whole_s = time.monotonic() - self._began
-        began, longest = time.time() - whole_s, self._answer.longest
-        self._ended = Ended(self._request, self._model, usage, timing, longest, began, whole_s, self._trace)
+        self.totals = self._answer.totals()
+        self._ended = self._told()
         self._backend.ended(self._ended)
+
+    def _told(self) -> Ended:
+        usage, timing = self._answer.totals()
+        whole_s, answer = time.monotonic() - self._began, self._answer
+        began = time.time() - whole_s
+        return Ended(
+            self._request, self._model, usage, timing, answer.longest, began, whole_s, self._trace, answer.aborted
+        )
 
 
 @asynccontextmanager

@@ -36,6 +36,7 @@ class Ended:
         model: the base's name, or the adapter's.
         longest: output tokens of the longest completion.
         began: `time.time()` of the request's arrival; whole_s: seconds from there to the end.
+        aborted: nobody waited for the rest: the client, a deadline or `Abort` ended it.
         trace: the caller's `traceparent` and `tracestate`, as far as it sent them.
     """
 
@@ -47,6 +48,7 @@ class Ended:
     began: float
     whole_s: float
     trace: Mapping[str, str] = field(default_factory=dict)
+    aborted: bool = False
 
 
 class Histogram:

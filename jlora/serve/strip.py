@@ -29,6 +29,7 @@ class Bar:
     tpot: float = 0.0
     whole: float = 0.0
     tokens: int = 0
+    aborted: bool = False
 
 
 class Strip:
@@ -46,14 +47,14 @@ class Strip:
         return bar
 
     def leave(self, bar: Bar, ended: Ended | None) -> None:
-        """It has ended; one that was aborted leaves no bar."""
+        """It has ended; None: the engine has, and nothing is known of it."""
         self._live.pop(bar.number, None)
         if ended is None:
             return
         timing = ended.timing
         bar.queue, bar.prefill, bar.ttft, bar.tpot = timing.queue, timing.prefill, timing.ttft, timing.tpot
         bar.adapter_cold_start, bar.kv_cold_start = timing.adapter_cold_start, timing.kv_cold_start
-        bar.whole, bar.tokens = ended.whole_s, ended.usage.completion_tokens
+        bar.whole, bar.tokens, bar.aborted = ended.whole_s, ended.usage.completion_tokens, ended.aborted
         self._ended.append(bar)
 
     def bars(self) -> list[Bar]:

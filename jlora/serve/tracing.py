@@ -32,7 +32,7 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
-Attributes = Mapping[str, str | int]
+Attributes = Mapping[str, str | int | bool]
 
 
 def otlp(endpoint: str) -> TracerProvider:
@@ -87,6 +87,7 @@ class Tracing:
             "gen_ai.response.id": ended.request.id,
             "gen_ai.usage.input_tokens": ended.usage.prompt_tokens,
             "gen_ai.usage.output_tokens": ended.usage.completion_tokens,
+            "jlora.aborted": ended.aborted,
         }
         root = self._tracer.start_span(
             "generate", parent, SpanKind.SERVER, attributes, start_time=_nanoseconds(ended.began)

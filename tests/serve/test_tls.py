@@ -141,7 +141,7 @@ def test_a_client_without_a_certificate_is_refused_where_one_is_asked_for(served
 def test_the_commands_take_a_key_and_an_authority(
     served: Served, files: Files, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    key, entry = keys.new("acme", "user", ["*"])
+    key, entry = keys.new("acme", "viewer", ["*"])
     Path(files.path("keys.toml")).write_text(entry)
     config = files.config(keys=files.path("keys.toml"))
     backend = Backend(served.replica, served.backend.tokenizer, access=Access(config))

@@ -86,6 +86,27 @@ def test_an_answer_has_its_spans_below_the_callers(served: Served, spans: InMemo
     assert (found["prefill"].attributes or {})["jlora.prompt_tokens"] == 3
 
 
+@pytest.mark.parametrize("end", ["cancel", "deadline", "abort"])
+def test_an_aborted_request_has_its_spans(served: Served, spans: InMemorySpanExporter, end: str):
+    """All but what it did not come to; no time of it counts."""
+    name = f"left-{end}"
+    made = request((5, 6, 7), 3500, request_id=name)
+    before = served.backend.observed.whole.buckets()[-1][1]
+    stream = served.inference.GenerateStream(made, timeout=1 if end == "deadline" else 60)
+    next(stream)
+    if end == "cancel":
+        stream.cancel()
+    elif end == "abort":
+        assert served.control.Abort(pb.AbortRequest(request_id=name)).aborted
+        *_, _ = stream
+    found = of(spans, name)
+    attributes = found["generate"].attributes or {}
+    assert attributes["jlora.aborted"] and int(str(attributes["gen_ai.usage.output_tokens"])) >= 1
+    check_chain(found, ["queue", "prefill", "decode"])
+    assert served.backend.observed.whole.buckets()[-1][1] == before + (end == "abort")
+    served.check_idle()
+
+
 def test_without_a_caller_a_trace_begins_here(served: Served, spans: InMemorySpanExporter):
     made = request((5, 6, 7), 2)
     made.request_id = "alone"

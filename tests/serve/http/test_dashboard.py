@@ -121,6 +121,10 @@ def test_live_requests_are_bars_too(served: Served):
     stream.cancel()
     served.check_idle()
     wait_until(lambda: all(bar.whole for bar in served.backend.strip.bars()))
+    left = served.backend.strip.bars()[-1]  # a client that leaves
+    assert (left.number, left.aborted) == (live["number"], True) and left.whole >= left.ttft > 0 and left.tokens
+    assert served.generate(request()).usage.completion_tokens == 8
+    wait_until(lambda: not served.backend.strip.bars()[-1].aborted)
 
 
 def test_the_page_is_ours_alone(http: httpx.Client):

@@ -187,9 +187,9 @@ function gantt(now, most) {
     for (const [name, lasts] of phases) {
       const [left, right] = [x(at), x(at + lasts)];
       if (lasts > 0) {
-        const box = shape("rect", { class: name, x: left, y: i * tall + 2, width: Math.max(1, right - left), height: tall - 4, rx: 2 });
+        const box = shape("rect", { class: bar.aborted ? `${name} aborted` : name, x: left, y: i * tall + 2, width: Math.max(1, right - left), height: tall - 4, rx: 2 });
         const title = shape("title", {});
-        title.textContent = `${bar.model}: ${name} ${seconds(lasts)}`;
+        title.textContent = `${bar.model}: ${name} ${seconds(lasts)}${bar.aborted ? ", aborted" : ""}`;
         box.append(title);
         parts.push(box);
       }
