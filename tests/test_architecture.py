@@ -110,6 +110,7 @@ NO_JAX = {
     "cluster.found",
     "cluster.launcher",
     "cluster.merged",
+    "cluster.peer",
     "cluster.prefixes",
     "cluster.ray_process",
     "cluster.link",

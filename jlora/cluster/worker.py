@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING
 import grpc
 
 from jlora import config as configuration
+from jlora.cluster.launcher import login
 from jlora.cluster.link import LinkServicer
+from jlora.cluster.peer import Fetcher, PeerServicer
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
 from jlora.config import Config
@@ -49,8 +51,10 @@ def program(config: Config) -> Program:
     name = config.cluster.replica or socket.gethostname()
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
-        link = LinkServicer(backend, name, secret, records=lambda: engine(backend).records())
+        fetcher = Fetcher(lambda: engine(backend), login(config, secret.token))
+        link = LinkServicer(backend, name, secret, fetcher.adopt, lambda: engine(backend).records())
         rpc.add_LinkServicer_to_server(link, server)
+        rpc.add_PeerServicer_to_server(PeerServicer(lambda: engine(backend), secret), server)
 
     return dataclasses.replace(launcher.ENGINE, name=COMMAND, services=(add,), token=secret.token)
 

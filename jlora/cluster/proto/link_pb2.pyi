@@ -184,11 +184,13 @@ class FetchRequest(_message.Message):
     def __init__(self, key: _Optional[str] = ..., digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
 
 class Chunk(_message.Message):
-    __slots__ = ("head", "data", "size")
+    __slots__ = ("head", "data", "size", "checksum")
     HEAD_FIELD_NUMBER: _ClassVar[int]
     DATA_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    CHECKSUM_FIELD_NUMBER: _ClassVar[int]
     head: bytes
     data: bytes
     size: int
-    def __init__(self, head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., size: _Optional[int] = ...) -> None: ...
+    checksum: bytes
+    def __init__(self, head: _Optional[bytes] = ..., data: _Optional[bytes] = ..., size: _Optional[int] = ..., checksum: _Optional[bytes] = ...) -> None: ...

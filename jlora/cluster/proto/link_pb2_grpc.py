@@ -125,7 +125,8 @@ class PeerServicer:
     """
 
     def Fetch(self, request, context):
-        """The packed form of an adapter version, from `offset` on. NOT_FOUND if the host tier does not have it.
+        """The packed form of an adapter version, from `offset` on. NOT_FOUND if the host tier does not have it, or has
+        another digest. An offset of -1 asks for the head alone.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,0 +1,317 @@
+"""Adapters from one replica's host tier to another's, in their packed form.
+
+    servicer = PeerServicer(engine, secret)      # gives what this replica has
+    fetcher = Fetcher(engine, login)             # takes what others have
+    await fetcher.adopt(version)                 # registers a version; its weights come when a request needs them
+
+A version is known by its path and by the peers that have it, and is read from whichever is predicted to be
+sooner. The path is the truth: whatever goes wrong with a peer, the next one is tried and then the path.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import msgspec
+import numpy as np
+
+from jlora.adapters.packing import NUMPY_DTYPES
+from jlora.adapters.registry import Record
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.secret import Secret
+from jlora.engine.loading import NewAdapter
+from jlora.engine.sources import Reader, check_version, scan_adapter
+from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, Unavailable
+from jlora.serve.client import Login
+
+if TYPE_CHECKING:  # it imports jax
+    from jlora.engine.local import LocalReplica
+
+log = logging.getLogger(__name__)
+
+CHUNK_BYTES = 2 << 20
+AT_ONCE = 2  # fetches of one replica
+HEAD_S = 5.0  # to learn what a peer has
+SLOWEST_BPS = 10e6  # of a transfer that is worth waiting for
+RESUMES = 2  # times that a transfer from one peer goes on behind what has come
+LEARNING = 0.3  # weight of the latest measurement of a rate
+# Bytes per second before any were measured: a path is read, checked and packed.
+PEER_BPS, PATH_BPS = 1e9, 0.3e9
+HEAD_ONLY = -1
+
+Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
+
+
+class Head(msgspec.Struct, frozen=True):
+    """What a replica must know of a version before its bytes; fields as of `NewAdapter`.
+
+    `fits` is of the pool that the packed form is for (`Reader.fits`): model, block size, dtype, tensor parallelism.
+    """
+
+    key: str
+    digest: str
+    fits: str
+    ranks: dict[str, int]
+    target_modules: tuple[str, ...]
+    alora_invocation_tokens: tuple[int, ...]
+    projections: tuple[str, ...]
+    bytes: int
+    header: str
+    base: str
+
+    @classmethod
+    def of(cls, record: Record, fits: str) -> Head:
+        return cls(
+            record.name,
+            record.digest,
+            fits,
+            dict(record.ranks),
+            record.target_modules,
+            record.alora_invocation_tokens,
+            record.projections,
+            record.bytes,
+            record.header,
+            record.base,
+        )
+
+    def adapter(self, path: str, reader: Reader, data: np.ndarray | None = None, read_s: float = 0.0) -> NewAdapter:
+        """The version, with its weights or without."""
+        return NewAdapter(
+            name=self.key,
+            digest=self.digest,
+            ranks=self.ranks,
+            target_modules=self.target_modules,
+            alora_invocation_tokens=self.alora_invocation_tokens,
+            projections=self.projections,
+            data=data,
+            bytes=self.bytes,
+            read_s=read_s,
+            path=path,
+            header=self.header,
+            stamp=reader.stamp(path) or (),
+            base=self.base,
+        )
+
+
+class PeerServicer(rpc.PeerServicer):
+    """Serves `jlora.cluster.v1.Peer` from the host tier of this process's engine."""
+
+    def __init__(self, engine: Engine, secret: Secret):
+        self._engine = engine
+        self._secret = secret
+
+    async def Fetch(self, request: link.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[link.Chunk]:
+        await self._secret.check(context)
+        try:
+            async for chunk in self._chunks(request):
+                yield chunk
+        except Unavailable as e:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(e))
+        except JloraError as e:
+            await context.abort(grpc.StatusCode.NOT_FOUND, str(e))
+
+    async def _chunks(self, request: link.FetchRequest) -> AsyncIterator[link.Chunk]:
+        """The copy may leave the host tier meanwhile: then the transfer ends. One chunk is in memory at a time."""
+        engine = self._engine()
+        record = next((one for one in engine.records() if one.name == request.key), None)
+        if record is None or record.digest != request.digest or not record.digest or not record.node.on_host:
+            raise NotFound(f"adapter {request.key!r} with digest {request.digest[:12]}… is not in the host tier")
+        head = Head.of(record, engine.reader.fits)
+        yield link.Chunk(head=msgspec.json.encode(head), size=head.bytes)
+        if request.offset == HEAD_ONLY:
+            return
+        step = max(1, CHUNK_BYTES // engine.reader.layout.block_bytes)
+        at, sum_ = 0, hashlib.sha256()
+        for first in range(0, len(head.projections), step):
+            data = await asyncio.to_thread(_piece, engine, record, first, step, sum_)
+            for cut in range(max(0, request.offset - at), len(data), CHUNK_BYTES):
+                yield link.Chunk(data=data[cut : cut + CHUNK_BYTES])
+            at += len(data)
+        yield link.Chunk(size=at, checksum=sum_.digest())
+
+
+def _piece(engine: LocalReplica, record: Record, first: int, count: int, sum_: Any) -> bytes:
+    """Some blocks' bytes; `sum_` takes them in. Raises NotFound if the copy has left."""
+    data = engine.host_copy(record, first, count).result()
+    if data is None:
+        raise NotFound(f"adapter {record.name!r} has left the host tier")
+    raw = data.tobytes()
+    sum_.update(raw)
+    return raw
+
+
+class Fetcher:
+    """Registers versions at this process's engine, and reads them from peers or from their paths."""
+
+    def __init__(self, engine: Engine, login: Login | None = None):
+        """`login` holds the token of the service."""
+        self._engine = engine
+        self._login = login or Login()
+        self._lock = threading.Lock()
+        self._channels: dict[str, grpc.Channel] = {}
+        self._peers: dict[str, tuple[str, ...]] = {}  # by key
+        self._slots = threading.BoundedSemaphore(AT_ONCE)
+        self._peer_bps, self._path_bps = PEER_BPS, PATH_BPS
+        self.fetched = 0  # versions that came from peers
+
+    def close(self) -> None:
+        with self._lock:
+            channels, self._channels = list(self._channels.values()), {}
+        for channel in channels:
+            channel.close()
+
+    async def adopt(self, version: link.Version) -> None:
+        """Makes a version known. Raises JloraError if neither a peer nor its path describes it."""
+        engine = self._engine()
+        engine.read_with(self.read)
+        new = await asyncio.to_thread(self._described, engine.reader, version)
+        self._peers[version.key] = tuple(version.peers)
+        try:
+            await asyncio.wrap_future(engine.register(new))
+        except AlreadyExists:
+            log.debug("adapter %s is known already", version.key)
+
+    def _described(self, reader: Reader, version: link.Version) -> NewAdapter:
+        """From a peer, which spares the disk, or from the headers of its files."""
+        for peer in version.peers if version.digest else ():
+            try:
+                return self._head(peer, version.key, version.digest, reader).adapter(version.path, reader)
+            except JloraError as e:
+                log.info("adapter %s is not described by the replica at %s: %s", version.key, peer, e)
+        new = scan_adapter(version.key, version.path, reader)
+        return replace(new, digest=version.digest)  # what the first read must find
+
+    def _head(self, peer: str, key: str, digest: str, reader: Reader) -> Head:
+        request = link.FetchRequest(key=key, digest=digest, offset=HEAD_ONLY)
+        return _head_of(next(self._chunks(peer, request, HEAD_S)), key, digest, reader)
+
+    # -- weights ------------------------------------------------------------------------------
+
+    def read(self, record: Record, from_files: Callable[[], NewAdapter], unwanted: Callable[[], bool]) -> NewAdapter:
+        """A registered version; runs on a loader's thread. Raises what reading its files raises."""
+        peers = self._peers.get(record.name, ()) if record.digest else ()
+        first = bool(peers) and self._peer_bps >= self._path_bps
+        if first and (new := self._from_peers(peers, record, unwanted)) is not None:
+            return new
+        try:
+            new = from_files()
+            check_version(record, new.digest, new.header)
+        except (NotFound, DataLoss):
+            if first or not peers or (new := self._from_peers(peers, record, unwanted)) is None:
+                raise
+            return new
+        self._path_bps = _learned(self._path_bps, new.bytes, new.read_s)
+        return new
+
+    def _from_peers(self, peers: Sequence[str], record: Record, unwanted: Callable[[], bool]) -> NewAdapter | None:
+        """From the first peer that has it whole; None if there is none."""
+        with self._slots:
+            for peer in peers:
+                try:
+                    return self._from_peer(peer, record, unwanted)
+                except JloraError as e:
+                    log.info("adapter %s does not come from the replica at %s: %s", record.name, peer, e)
+                if unwanted():
+                    break
+        return None
+
+    def _from_peer(self, peer: str, record: Record, unwanted: Callable[[], bool]) -> NewAdapter:
+        reader, clock = self._engine().reader, self._engine().reader.clock
+        began = clock()
+        transfer = _Transfer(record, reader)
+        for attempt in range(RESUMES + 1):
+            request = link.FetchRequest(key=record.name, digest=record.digest, offset=transfer.got)
+            try:
+                for chunk in self._chunks(peer, request, HEAD_S + transfer.size / SLOWEST_BPS):
+                    transfer.take(chunk)
+                    if unwanted():
+                        raise Unavailable("nobody waits for it any more")
+                break
+            except Unavailable:
+                if attempt == RESUMES or unwanted():
+                    raise
+        data, head = transfer.whole()
+        took = clock() - began
+        self._peer_bps = _learned(self._peer_bps, data.nbytes, took)
+        self.fetched += 1
+        log.info("adapter %s has come from the replica at %s: %d bytes in %.3f s", record.name, peer, data.nbytes, took)
+        return head.adapter(record.path, reader, data, took)
+
+    def _chunks(self, peer: str, request: link.FetchRequest, timeout_s: float) -> Iterator[link.Chunk]:
+        """A peer's answer. Raises Unavailable, or NotFound if the peer does not have the version."""
+        call = rpc.PeerStub(self._channel(peer)).Fetch(request, timeout=timeout_s)
+        try:
+            yield from call
+        except grpc.RpcError as e:
+            kind = NotFound if e.code() == grpc.StatusCode.NOT_FOUND else Unavailable
+            raise kind(e.details() or e.code().name) from e
+        finally:
+            call.cancel()
+
+    def _channel(self, peer: str) -> grpc.Channel:
+        with self._lock:
+            if peer not in self._channels:
+                self._channels[peer] = self._login.channel(peer)
+            return self._channels[peer]
+
+
+class _Transfer:
+    """A packed form on its way, from the first byte to the last, over any number of calls."""
+
+    def __init__(self, record: Record, reader: Reader):
+        self._record, self._reader = record, reader
+        self.size = record.node.size * reader.layout.block_bytes
+        self._head: Head | None = None
+        self._data = np.empty(0, np.uint8)
+        self._checksum = b""
+        self.got = 0
+
+    def take(self, chunk: link.Chunk) -> None:
+        """Raises DataLoss for what cannot be of this version."""
+        if chunk.head:
+            self._head = _head_of(chunk, self._record.name, self._record.digest, self._reader)
+            if not len(self._data):
+                self._data = np.empty(self.size, np.uint8)
+            return
+        if self.got + len(chunk.data) > len(self._data):
+            raise DataLoss(f"more than {self.size} bytes have come")
+        self._data[self.got : self.got + len(chunk.data)] = np.frombuffer(chunk.data, np.uint8)
+        self.got += len(chunk.data)
+        self._checksum = self._checksum or chunk.checksum
+
+    def whole(self) -> tuple[np.ndarray, Head]:
+        """All blocks [n, L, B, 2K, H] in the pool's dtype. Raises DataLoss unless they are what was sent."""
+        if self._head is None or self.got != self.size:
+            raise DataLoss(f"{self.got} of {self.size} bytes have come")
+        if hashlib.sha256(self._data).digest() != self._checksum:
+            raise DataLoss("the checksum is of other bytes")
+        layout = self._reader.layout
+        blocks = self._data.view(NUMPY_DTYPES[layout.dtype]).reshape(-1, *layout.block_shape)
+        return blocks, self._head
+
+
+def _head_of(chunk: link.Chunk, key: str, digest: str, reader: Reader) -> Head:
+    """Raises DataLoss unless the chunk describes this version for this pool."""
+    try:
+        head = msgspec.json.decode(chunk.head, type=Head)
+    except msgspec.MsgspecError as e:
+        raise DataLoss(f"its head cannot be read: {e}") from e
+    if (head.key, head.digest) != (key, digest):
+        raise DataLoss(f"it has sent adapter {head.key[:64]!r} with digest {head.digest[:12]}…")
+    if head.fits != reader.fits:
+        raise DataLoss("its pool has another model, dtype, block size or tensor parallelism")
+    if head.bytes != len(head.projections) * reader.layout.block_bytes:
+        raise DataLoss(f"{head.bytes} bytes for {len(head.projections)} blocks")
+    return head
+
+
+def _learned(rate: float, size: int, seconds: float) -> float:
+    return rate if seconds <= 0 else (1 - LEARNING) * rate + LEARNING * size / seconds

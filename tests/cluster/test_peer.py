@@ -1,0 +1,266 @@
+"""Adapters between host tiers: real engines, real sockets, and transfers that go wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import shutil
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+import pytest
+
+from jlora import config as configuration
+from jlora.cluster import peer as peers
+from jlora.cluster.peer import Fetcher, PeerServicer
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.secret import Secret
+from jlora.engine.local import LocalReplica
+from jlora.errors import DataLoss, NotFound, Unavailable
+from jlora.model.spec import ModelSpec
+from jlora.serve.client import Login
+from jlora.types import Request, SamplingParams, TokenEvent
+from tests import _make
+from tests.cluster._links import Loop
+from tests.cluster._service import SMALL
+
+SECRET = Secret("the token of these tests")
+GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+Damage = Callable[[link.Chunk], link.Chunk]
+
+
+class Servicer(PeerServicer):
+    """One whose chunks a test may change, and which counts what it is asked."""
+
+    def __init__(self, engine: LocalReplica):
+        super().__init__(lambda: engine, SECRET)
+        self.damage: Damage = lambda chunk: chunk
+        self.offsets: list[int] = []
+
+    async def _chunks(self, request: link.FetchRequest) -> AsyncIterator[link.Chunk]:
+        self.offsets.append(request.offset)
+        async for chunk in super()._chunks(request):
+            yield self.damage(chunk)
+
+
+@dataclass
+class Side:
+    engine: LocalReplica
+    servicer: Servicer
+    address: str
+    fetcher: Fetcher
+    stop: Callable[[], object]
+
+    def adopt(self, version: link.Version) -> None:
+        asyncio.run(self.fetcher.adopt(version))
+
+    def generate(self, adapter: str) -> list[int]:
+        """Greedy tokens. Raises the error that ended the request."""
+        events: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
+        self.engine.submit(Request(f"g-{adapter}", (3, 4, 5), GREEDY, adapter=adapter), events.put).result(60)
+        tokens: list[int] = []
+        while True:
+            for event in events.get(timeout=60):
+                if event.error is not None:
+                    raise event.error
+                tokens += [] if event.token_id is None else [event.token_id]
+                if event.finish_reason is not None:
+                    return tokens
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+def side(loop: Loop, model: Path, **settings: Any) -> Side:
+    keys = {key.replace("__", "."): value for key, value in settings.items()}
+    engine = LocalReplica.start(configuration.load(None, {**SMALL, "model.path": str(model), **keys}), progress=False)
+    servicer = Servicer(engine)
+
+    async def start() -> str:
+        server = grpc.aio.server()
+        rpc.add_PeerServicer_to_server(servicer, server)
+        port = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        stops.append(server)
+        return f"127.0.0.1:{port}"
+
+    stops: list[grpc.aio.Server] = []
+    address = loop.run(start())
+    fetcher = Fetcher(lambda: engine, Login(SECRET.token))
+    return Side(engine, servicer, address, fetcher, lambda: loop.run(stops[0].stop(0)))
+
+
+@pytest.fixture(scope="module")
+def pair(loop: Loop, tiny_model: Path) -> Iterator[tuple[Side, Side]]:
+    both = side(loop, tiny_model), side(loop, tiny_model)
+    yield both
+    for one in both:
+        one.fetcher.close()
+        one.stop()
+        one.engine.check_integrity().result(20)
+        one.engine.close()
+
+
+@dataclass
+class World:
+    giver: Side
+    taker: Side
+    version: link.Version
+    path: Path
+
+
+@pytest.fixture
+def world(
+    pair: tuple[Side, Side], tmp_path: Path, tiny_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[World]:
+    """A version that the giver has in its host tier, and the taker does not know; in many small chunks."""
+    monkeypatch.setattr(peers, "CHUNK_BYTES", 3000)
+    giver, taker = pair
+    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=5, r=8, targets=tuple(_make.MODULES))
+    info = giver.engine.load_adapter("a@1", str(path)).result(60)
+    giver.servicer.offsets.clear()
+    giver.servicer.damage = lambda chunk: chunk
+    taker.fetcher.fetched, taker.fetcher._peer_bps, taker.fetcher._path_bps = 0, 1e9, 1e6
+    version = link.Version(key="a@1", path=str(path), digest=info.digest, peers=[giver.address])
+    yield World(giver, taker, version, path)
+    for one in pair:
+        if any(record.name == "a@1" for record in one.engine.records()):
+            one.engine.unload_adapter("a@1").result(20)
+
+
+def test_a_version_comes_from_a_peer_without_its_files(world: World):
+    expected = world.giver.generate("a@1")
+    shutil.rmtree(world.path)
+    world.taker.adopt(world.version)
+    assert world.taker.engine.adapter("a@1").result(20).tier == "DISK"
+    assert world.taker.generate("a@1") == expected
+    info = world.taker.engine.adapter("a@1").result(20)
+    assert info.digest == world.version.digest and world.taker.fetcher.fetched == 1
+    assert world.giver.servicer.offsets == [-1, 0]
+
+
+def test_both_host_tiers_hold_the_same_bytes(world: World):
+    world.taker.adopt(world.version)
+    world.taker.generate("a@1")
+    copies = []
+    for one in (world.giver, world.taker):
+        (record,) = (record for record in one.engine.records() if record.name == "a@1")
+        copies.append(one.engine.host_copy(record, 0, 10_000).result(20))
+    assert copies[0] is not None and copies[0].nbytes > 10 * peers.CHUNK_BYTES
+    np.testing.assert_array_equal(copies[0], copies[1])
+
+
+def test_a_transfer_that_breaks_goes_on_behind_what_has_come(world: World):
+    left = [3]
+
+    def breaks(chunk: link.Chunk) -> link.Chunk:
+        left[0] -= bool(chunk.data)
+        if chunk.data and left[0] == 0:
+            raise Unavailable("as if the socket broke")
+        return chunk
+
+    world.giver.servicer.damage = breaks
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1")
+    first, second = world.giver.servicer.offsets[1:]
+    assert first == 0 < second and world.taker.fetcher.fetched == 1
+
+
+def flipped(chunk: link.Chunk) -> link.Chunk:
+    if chunk.data:
+        return link.Chunk(data=bytes([chunk.data[0] ^ 1]) + chunk.data[1:])
+    return chunk
+
+
+def truncated(chunk: link.Chunk) -> link.Chunk:
+    return link.Chunk(data=chunk.data[:-1], head=chunk.head, size=chunk.size, checksum=chunk.checksum)
+
+
+def endless(chunk: link.Chunk) -> link.Chunk:
+    return link.Chunk(data=chunk.data * 100, head=chunk.head, size=chunk.size, checksum=chunk.checksum)
+
+
+def of_another_pool(chunk: link.Chunk) -> link.Chunk:
+    return link.Chunk(head=chunk.head.replace(b'"fits":"', b'"fits":"x'), data=chunk.data, size=chunk.size)
+
+
+def of_another_version(chunk: link.Chunk) -> link.Chunk:
+    return link.Chunk(head=chunk.head.replace(b'"digest":"', b'"digest":"x'), data=chunk.data, size=chunk.size)
+
+
+def without_sense(chunk: link.Chunk) -> link.Chunk:
+    return link.Chunk(head=b"{", data=chunk.data, size=chunk.size)
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [flipped, truncated, endless, of_another_pool, of_another_version, without_sense],
+    ids=lambda d: d.__name__,
+)
+def test_a_bad_transfer_is_seen_and_the_files_are_read_instead(world: World, damage: Damage):
+    world.giver.servicer.damage = damage
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1")
+    assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets
+
+
+def test_after_a_bad_peer_the_next_one_is_asked(world: World):
+    """The first does not answer at all, and the files are gone."""
+    shutil.rmtree(world.path)
+    world.version.peers.insert(0, "127.0.0.1:1")
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+
+
+def test_files_that_are_read_sooner_are_read(world: World):
+    world.taker.fetcher._path_bps = 1e12
+    world.taker.adopt(world.version)
+    world.taker.generate("a@1")
+    assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets == [-1]
+
+
+def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_version(world: World, tiny_spec: ModelSpec):
+    world.taker.fetcher._path_bps = 1e12
+    _make.make_adapter(world.path, tiny_spec, seed=77, r=8, targets=tuple(_make.MODULES))
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+
+
+def test_a_digest_that_nobody_has_is_data_loss(world: World):
+    world.version.digest = "0" * 64
+    world.taker.adopt(world.version)
+    with pytest.raises(DataLoss, match="files have changed"):
+        world.taker.generate("a@1")
+
+
+def test_a_version_that_nobody_has_is_not_found(world: World):
+    with pytest.raises(NotFound):
+        world.taker.adopt(link.Version(key="b@2", path="/nowhere", digest="0" * 64, peers=[world.giver.address]))
+
+
+def test_without_the_token_nothing_is_given(world: World):
+    with grpc.insecure_channel(world.giver.address) as channel, pytest.raises(grpc.RpcError) as e:
+        list(rpc.PeerStub(channel).Fetch(link.FetchRequest(key="a@1", digest=world.version.digest)))
+    assert e.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_a_pool_of_another_block_size_takes_nothing_from_a_peer(world: World, loop: Loop, tiny_model: Path):
+    other = side(loop, tiny_model, cache__block_tokens=16)
+    try:
+        other.adopt(world.version)  # from its files: the peer's head is of another pool
+        with pytest.raises(DataLoss, match="block size"):
+            other.fetcher._head(world.giver.address, "a@1", world.version.digest, other.engine.reader)
+        assert other.engine.adapter("a@1").result(20).digest == world.version.digest
+    finally:
+        other.fetcher.close()
+        other.stop()
+        other.engine.close()
