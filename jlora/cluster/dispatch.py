@@ -231,6 +231,8 @@ class Dispatcher:
             if late > LATE_S:
                 one.forgive(late)
             one.look(now)
+            if one.channel is None:  # no message says so
+                self.books.heard(one.view())
         for routed in self.table.all():
             self._expire(routed, now)
         self._pump()

@@ -91,11 +91,16 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     running: dict[int, _Running] = field(default_factory=dict)
     steps: int = 0
 
+    credentials: grpc.ServerCredentials | None = None
+
     async def serve(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_LinkServicer_to_server(self, self._server)
         jlora.add_ControlServicer_to_server(self, self._server)
-        port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        if self.credentials is not None:
+            port = self._server.add_secure_port(f"127.0.0.1:{port}", self.credentials)
+        else:
+            port = self._server.add_insecure_port(f"127.0.0.1:{port}")
         self.address = f"127.0.0.1:{port}"
         await self._server.start()
 
