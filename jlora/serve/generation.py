@@ -63,7 +63,9 @@ class Inbox:
             self._loop.call_soon_threadsafe(self._wake.set)
 
     async def get(self, most: int) -> list[TokenEvent]:
-        """The next events, at most so many."""
+        """The next events, at most so many. If it is cancelled, none is lost."""
+        if self._events:  # left by the last call: the other tasks of the loop have a turn first
+            await asyncio.sleep(0)
         await self._wake.wait()
         self._wake.clear()
         self._woken = False
@@ -73,9 +75,8 @@ class Inbox:
         if taken and self._pause_s and not self._pausing:
             self._pausing = True
             self._loop.call_later(self._pause_s, self._go_on)
-        if self._events:  # the other tasks of the loop have a turn first
+        if self._events:
             self._wake.set()
-            await asyncio.sleep(0)
         return taken
 
     def _go_on(self) -> None:
@@ -93,6 +94,7 @@ class Generation:
         self._began = time.monotonic()
         self._bar: Bar | None = None  # on the dashboard, once it is submitted
         self._ended: Ended | None = None
+        self._failed = False  # an event said so: no more will come
         self._request = request
         self._trace = trace or {}  # the caller's
         self._inbox = Inbox(eager, backend.coalesce_s)
@@ -124,7 +126,7 @@ class Generation:
             self._backend.observed.ends["abort"] += self._answer.running
         if self._bar is None:
             return
-        if self._ended is None:
+        if self._ended is None and not self._failed:
             leaving = asyncio.ensure_future(self._abandon(self._bar))
             self._backend.leaving.add(leaving)
             leaving.add_done_callback(self._backend.leaving.discard)
@@ -151,7 +153,12 @@ class Generation:
     async def deltas(self) -> AsyncIterator[list[Delta]]:
         """New deltas, as soon as there are some. Raises DeadlineExceeded if the deadline ended the request."""
         while not self._answer.ended:
-            deltas, stops = self._answer.push(await self._inbox.get(self._slice))
+            events = await self._inbox.get(self._slice)
+            try:
+                deltas, stops = self._answer.push(events)
+            except BaseException:
+                self._failed = True
+                raise
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
             self._backend.observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)

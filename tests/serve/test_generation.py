@@ -17,11 +17,12 @@ import grpc
 import pytest
 
 from jlora.engine.local import LocalReplica
+from jlora.errors import Unavailable
 from jlora.replica import Replica, ReplicaState, Sink
 from jlora.serve.backend import Backend
-from jlora.serve.generation import Generation
+from jlora.serve.generation import Generation, Inbox
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import Request
+from jlora.types import Request, TokenEvent
 from tests.serve._server import Served, refused, request, serving, wait_until
 
 LONG = 3000  # tokens: never reached
@@ -93,6 +94,37 @@ def test_blocks_are_free_two_steps_after_the_engine_knows(served: Served, method
         assert why == "cancelled" or call.code() == grpc.StatusCode.DEADLINE_EXCEEDED
         neighbour.cancel()
     served.check_idle()
+
+
+def test_a_request_that_fails_leaves_nothing_behind(served: Served):
+    class Failing(Noted):
+        def submit(self, asked: Request, sink: Sink) -> Future[int]:
+            last = TokenEvent(asked.id, 0, None, finish_reason="abort", error=Unavailable("planted"))
+            return self._replica.submit(asked, lambda _: sink([last]))
+
+    with serving(Backend(Failing(served.replica), served.backend.tokenizer)) as front:
+        for call in (front.generate, front.streamed):
+            with refused(grpc.StatusCode.UNAVAILABLE, "planted"):
+                call(request("Hello", LONG))
+        wait_until(lambda: not front.backend.strip.bars())
+        assert not front.backend.leaving
+    served.check_idle()
+
+
+def test_events_are_not_lost_when_their_reader_is_cancelled():
+    async def read() -> list[int]:
+        inbox, got = Inbox(eager=True), []
+        inbox.put([TokenEvent("r", 0, token) for token in range(6)])
+        await asyncio.sleep(0)
+        for _ in range(4):
+            cancelled = asyncio.ensure_future(inbox.get(2))
+            await asyncio.sleep(0)
+            if not cancelled.cancel():
+                got += [event.token_id for event in cancelled.result()]
+            got += [event.token_id for event in await inbox.get(1)]
+        return got
+
+    assert asyncio.run(asyncio.wait_for(read(), 20))[:4] == list(range(4))
 
 
 @pytest.mark.parametrize("stream", [True, False])
