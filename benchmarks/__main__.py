@@ -11,6 +11,7 @@
     beyond                       R3: every cache policy in the simulator, against a bound
     caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
+    failures                     R9: what replicas deliver while one of them is killed every minute
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
     steps                        what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
@@ -58,6 +59,7 @@ STUDIES: Mapping[str, str] = {
     "beyond": "benchmarks.studies.beyond",
     "caraserve": "benchmarks.studies.caraserve",
     "cluster-routing": "benchmarks.studies.cluster_routing",
+    "failures": "benchmarks.failures.study",
     "merging": "benchmarks.studies.merging",
     "report": "benchmarks.report",
 }

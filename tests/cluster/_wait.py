@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
 
 
 def until(true: Callable[[], bool], what: str) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import grpc
+import psutil
 import pytest
 
 from jlora.serve.proto import jlora_pb2 as pb
@@ -107,6 +108,13 @@ def test_all_replicas_restart_in_turn(both: Service, asked: list[pb.GenerateRequ
             until(lambda: both.up() == {"r0", "r1"}, f"{name} serves again")
 
     assert disturbed(both, asked, restart) == expected
+
+
+def test_rays_head_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
+    """From here on Ray starts nothing again; what runs, serves."""
+    (head,) = (p for p in psutil.Process(both.process.pid).children(recursive=True) if p.name() == "gcs_server")
+    assert disturbed(both, asked, head.kill) == expected
+    assert both.up() == {"r0", "r1"}
 
 
 def pids(running: Service) -> set[int]:

@@ -1,0 +1,168 @@
+"""R9: what a service of several replicas delivers while one of them is killed every minute.
+
+Clients keep as many streams open as the replicas can run, first undisturbed, then with the kills. Replicas are
+real processes over a device whose steps take modelled seconds. Every token is compared with the one that belongs
+there, so a lost or doubled one shows. Goodput is the tokens of answers that came whole, at the second in which each
+token came.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from benchmarks.failures.replica import token_at
+from benchmarks.runner import Options
+from jlora.demo import assets
+from jlora.demo.cluster import pid_of, status
+from jlora.loadgen.server import ServerProcess
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+ADAPTERS = ("", "upper", "leet", "stars")
+PROMPT, OUTPUT = (32, 128), (64, 192)  # tokens
+WARM_S = 5.0
+SETTINGS = {
+    "engine.max_step_tokens": 256, "cache.hbm_blocks": 2000, "engine.layers": "scan",
+    "cluster.env.JAX_PLATFORMS": "cpu", "cluster.start_timeout_s": 300, "serve.log_level": "warning",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Replicas, streams that each can run, seconds of the kills (a third of that without), seconds between two."""
+
+    replicas: int
+    streams: int
+    seconds: float
+    every_s: float
+
+
+FULL, QUICK = Plan(3, 8, 600.0, 60.0), Plan(2, 4, 12.0, 6.0)
+
+
+@dataclass
+class Heard:
+    """What the clients of one phase have received."""
+
+    began: float
+    whole: Counter[int] = field(default_factory=Counter)  # tokens of whole answers by the second in which they came
+    answers: int = 0
+    wrong: int = 0  # tokens that do not belong where they came: lost or doubled ones before them
+    errors: list[str] = field(default_factory=list)
+    gaps: list[float] = field(default_factory=list)  # the longest pause of each answer
+
+
+def run(options: Options) -> None:
+    """Starts the service, and plays both phases."""
+    full = QUICK if options.quick else FULL
+    plan = Plan(full.replicas, full.streams, options.seconds or full.seconds, full.every_s)
+    records = options.records("failures-paced", {"replicas": plan.replicas, "streams": plan.streams})
+    settings = [f"{key}={value}" for key, value in {**SETTINGS, "engine.max_seqs": plan.streams}.items()]
+    named = [word for name in ADAPTERS if name for word in ("--adapter", f"{name}={assets.adapter_path(name)}")]
+    flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas), *named, "--set", *settings]
+    process = ServerProcess(flags, ("benchmarks.failures.service",))
+    try:
+        for side, rows in asyncio.run(_play(process, plan)):
+            for number, row in enumerate(rows):
+                records.add(f"{plan.replicas} replicas", side, number, row)
+    finally:
+        process.stop()
+
+
+async def _play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    async with grpc.aio.insecure_channel(process.address) as channel:
+        await _phase(channel, plan, WARM_S)
+        clean = await _phase(channel, plan, plan.seconds / 3)
+        kills: list[dict[str, Any]] = []
+        killer = asyncio.create_task(_kill(channel, plan, process.pid, kills))
+        killed = await _phase(channel, plan, plan.seconds)
+        killer.cancel()
+        await asyncio.gather(killer, return_exceptions=True)
+    phases = {"clean": (clean, int(plan.seconds / 3)), "killed": (killed, int(plan.seconds))}
+    rows: list[tuple[str, list[Mapping[str, Any]]]] = [("kill", list(kills))]
+    for side, (heard, seconds) in phases.items():
+        rows.append((side, [{"tokens": heard.whole[second]} for second in range(seconds)]))
+        rows.append((f"{side} in all", [_summary(heard, seconds)]))
+    return rows
+
+
+def _summary(heard: Heard, seconds: int) -> Mapping[str, Any]:
+    gaps = sorted(heard.gaps) or [0.0]
+    return {
+        "goodput": sum(heard.whole[second] for second in range(seconds)) / seconds,
+        "answers": heard.answers,
+        "wrong_tokens": heard.wrong,
+        "errors": len(heard.errors),
+        "error": heard.errors[0] if heard.errors else "",
+        "gap_p50_s": gaps[len(gaps) // 2],
+        "gap_p99_s": gaps[int(0.99 * (len(gaps) - 1))],
+        "gap_max_s": gaps[-1],
+    }
+
+
+async def _phase(channel: grpc.aio.Channel, plan: Plan, seconds: float) -> Heard:
+    """Keeps all streams busy for so long; answers that have begun end."""
+    heard = Heard(time.monotonic())
+    stub = rpc.InferenceStub(channel)
+    vocab = (await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest())).vocab
+
+    async def client(number: int) -> None:
+        rng = random.Random(number)
+        while time.monotonic() - heard.began < seconds:
+            await _ask(stub, rng, vocab, heard)
+
+    await asyncio.gather(*(client(i) for i in range(plan.replicas * plan.streams)))
+    return heard
+
+
+async def _ask(stub: Any, rng: random.Random, vocab: int, heard: Heard) -> None:
+    """Streams one answer and checks each token by its place."""
+    prompt, seed, count = rng.randint(*PROMPT), rng.getrandbits(31), rng.randint(*OUTPUT)
+    request = pb.GenerateRequest(
+        model=rng.choice(ADAPTERS),
+        token_ids=pb.TokenIds(ids=[rng.randrange(3, vocab) for _ in range(prompt)]),
+        sampling=pb.Sampling(temperature=1.0, seed=seed),
+        stopping=pb.Stopping(max_tokens=count, ignore_eos=True),
+    )
+    came: Counter[int] = Counter()
+    have, gap, last = 0, 0.0, 0.0
+    try:
+        async for delta in stub.GenerateStream(request):
+            now = time.monotonic()
+            gap, last = max(gap, now - last if last else 0.0), now
+            for output in delta.outputs:
+                for token in output.token_ids:
+                    heard.wrong += token != token_at(seed, prompt + have, vocab)
+                    have += 1
+                came[int(now - heard.began)] += len(output.token_ids)
+    except grpc.aio.AioRpcError as e:
+        heard.errors.append(f"{e.code().name}: {e.details()}")
+        return
+    heard.wrong += abs(count - have)
+    heard.answers += 1
+    heard.whole += came
+    heard.gaps.append(gap)
+
+
+async def _kill(channel: grpc.aio.Channel, plan: Plan, router: int, kills: list[dict[str, Any]]) -> None:
+    """Kills one replica after another, half a period after the start and every period, and notes when it is back."""
+    rng, began = random.Random(0), time.monotonic()
+    for number in range(int(plan.seconds / plan.every_s)):
+        await asyncio.sleep(began + (number + 0.5) * plan.every_s - time.monotonic())
+        name = f"r{rng.randrange(plan.replicas)}"
+        os.kill(pid_of(name, router), signal.SIGKILL)
+        kills.append({"replica": name, "at_s": time.monotonic() - began})
+        await asyncio.sleep(0.5)
+        while (found := (await status(channel)).get(name)) is None or found.health != "up":
+            await asyncio.sleep(0.2)
+        kills[-1]["back_s"] = time.monotonic() - began
