@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import shutil
+import signal
 import sys
 import threading
 import time
@@ -265,10 +266,12 @@ def main(argv: Sequence[str]) -> int:
         asked.set()  # what has begun must not be left
         _say(out, error=str(e))
         code = 1
+    if folder and not asked.is_set():  # the router is gone, and Ray's own end would wait for a head that may be, too
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
     if ray.is_initialized():
         if asked.is_set():
             replicas.end()
         ray.shutdown()
-    if folder:
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
     return code

@@ -7,10 +7,13 @@ change. When its input ends, the driver ends too; only after "stop" does it end 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import secrets
+import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -124,7 +127,7 @@ class RayFleet:
                 stdout=subprocess.PIPE,
                 text=True,
                 env=env,
-                process_group=0,  # Ctrl-C reaches the router alone
+                process_group=0,  # of a Ray of its own, too; Ctrl-C reaches the router alone
             )
         assert driver.stdin is not None and driver.stdout is not None
         end = ""
@@ -137,6 +140,9 @@ class RayFleet:
                     if not up.done():
                         up.set_result(None)
         code = driver.wait()
+        if folder:
+            _kill(driver)  # a Ray of its own would outlive it
+            shutil.rmtree(folder, ignore_errors=True)
         return end or f"its exit code was {code}"
 
 
@@ -148,9 +154,15 @@ def _stop(driver: subprocess.Popen[str], limit_s: float) -> None:
         driver.stdin.flush()
     except (OSError, ValueError):  # it has ended
         return
-    timer = threading.Timer(limit_s, driver.kill)
+    timer = threading.Timer(limit_s, _kill, (driver,))
     timer.daemon = True
     timer.start()
+
+
+def _kill(driver: subprocess.Popen[str]) -> None:
+    """Ends what is left of its group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(driver.pid, signal.SIGKILL)
 
 
 if __name__ == "__main__":
