@@ -200,3 +200,15 @@ def test_state_and_flush_mean_all_replicas(two: Cluster):
     assert [one.name for one in info.replicas] == ["r0", "r1"]
     two.served.control.FlushCache(pb.FlushCacheRequest())
     assert not any(seat.engine.state().result(20).cache.hbm.history_kv for seat in two.seats)
+
+
+def test_a_hint_reaches_the_replica_that_would_have_the_request(two: Cluster):
+    asked = request(PROMPT, 4, model="wide")
+    for _ in two.seats:  # both meet the adapter
+        futures = [two.served.inference.Generate.future(asked, timeout=60) for _ in two.seats]
+        assert all(future.result() for future in futures)
+    hint = two.served.inference.Prefetch(asked)
+    assert hint.adapter_resident and not hint.coming_bytes
+    two.served.inference.Prefetch(request(PROMPT, 4, model="upper"))  # one that nobody has does no harm
+    with refused(grpc.StatusCode.NOT_FOUND):
+        two.served.inference.Prefetch(request(PROMPT, 4, model="missing"))
