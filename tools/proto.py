@@ -12,7 +12,11 @@ from pathlib import Path
 from grpc_tools import protoc
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCES = (ROOT / "jlora/serve/proto/jlora.proto", ROOT / "jlora/cluster/proto/link.proto")
+SOURCES = (
+    ROOT / "jlora/serve/proto/jlora.proto",
+    ROOT / "jlora/cluster/proto/link.proto",
+    ROOT / "jlora/cluster/proto/directory.proto",
+)
 HEADER = "# ruff: noqa\n# fmt: off\n"
 
 

@@ -45,6 +45,7 @@ RESUMES = 2  # times that a transfer from one peer goes on behind what has come
 LEARNING = 0.3  # weight of the latest measurement of a rate
 # Bytes per second before any were measured: a path is read, checked and packed.
 PEER_BPS, PATH_BPS = 1e9, 0.3e9
+KNOWN = 4096  # versions whose peers are remembered
 HEAD_ONLY = -1
 
 Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
@@ -174,6 +175,8 @@ class Fetcher:
         engine.read_with(self.read)
         new = await asyncio.to_thread(self._described, engine.reader, version)
         self._peers[version.key] = tuple(version.peers)
+        while len(self._peers) > KNOWN:
+            del self._peers[next(iter(self._peers))]
         try:
             await asyncio.wrap_future(engine.register(new))
         except AlreadyExists:

@@ -75,7 +75,7 @@ def add_flags(add: Callable[..., Any]) -> None:
     add("--tls-key", default="", metavar="FILE", help="PEM file of its private key")
 
 
-class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
+class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor, grpc.StreamStreamClientInterceptor):
     """Adds the key to every call."""
 
     def __init__(self, key: str):
@@ -86,6 +86,9 @@ class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientIntercept
 
     def intercept_unary_stream(self, continuation: Any, client_call_details: Any, request: Any) -> Any:
         return continuation(self._keyed(client_call_details), request)
+
+    def intercept_stream_stream(self, continuation: Any, client_call_details: Any, request_iterator: Any) -> Any:
+        return continuation(self._keyed(client_call_details), request_iterator)
 
     def _keyed(self, details: Any) -> Any:
         return details._replace(metadata=[*(details.metadata or ()), self._header])

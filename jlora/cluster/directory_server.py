@@ -1,0 +1,110 @@
+"""Serves a controller to further routers: `jlora.cluster.v1.Directory`."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import grpc
+
+from jlora.cluster.controller import Controller, info_of
+from jlora.cluster.directory import Version
+from jlora.cluster.proto import directory_pb2 as directory
+from jlora.cluster.proto import directory_pb2_grpc as rpc
+from jlora.cluster.secret import Secret
+from jlora.cluster.table import Change
+from jlora.replica import Load
+from jlora.serve import convert
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.status import status_of
+from jlora.types import AdapterInfo
+
+MOST = 1000  # entries in one message
+
+
+class DirectoryServicer(rpc.DirectoryServicer):
+    """For one event loop; whoever has the service's token may call."""
+
+    def __init__(self, controller: Controller, secret: Secret):
+        self._controller = controller
+        self._secret = secret
+
+    async def Watch(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[directory.Table]:
+        await self._secret.check(context)
+        loop, changed = asyncio.get_running_loop(), asyncio.Event()
+
+        def told() -> None:
+            loop.call_soon_threadsafe(changed.set)
+
+        end = self._controller.table.watch(told)
+        reading = asyncio.create_task(self._read(request_iterator))
+        reading.add_done_callback(lambda _: changed.set())
+        try:
+            epoch = 0
+            while not reading.done():
+                changed.clear()
+                change = self._controller.table.since(epoch)
+                if change.epoch != epoch:
+                    for message in self._messages(change):
+                        yield message
+                    epoch = change.epoch
+                await changed.wait()
+        finally:
+            end()
+            reading.cancel()
+
+    async def _read(self, received: AsyncIterator[directory.Using]) -> None:
+        """What the router's requests use, until it goes."""
+        uses, router = self._controller.uses, ""
+        try:
+            async for using in received:
+                router = using.router
+                uses.saw(router, using.epoch, using.keys)
+        finally:
+            uses.left(router)
+
+    def _messages(self, change: Change) -> Iterator[directory.Table]:
+        versions = list(change.versions)
+        for first in range(0, max(1, len(versions)), MOST):
+            last = first + MOST >= len(versions)
+            yield directory.Table(
+                epoch=change.epoch,
+                whole=change.whole and not first,
+                more=not last,
+                entries=[self._entry(version) for version in itertools.islice(versions, first, first + MOST)],
+                gone=change.gone if last else (),
+            )
+
+    def _entry(self, version: Version) -> directory.Entry:
+        row = self._controller.registry.find(version.name)
+        if row is None or row.uid != version.number:  # the next change says so
+            return directory.Entry(info=pb.AdapterInfo(name=version.name, uid=version.number), path=version.path)
+        info = convert.adapter_info(info_of(row), summary=True)
+        info.alora_invocation_tokens.extend(row.alora_tokens)
+        return directory.Entry(info=info, path=row.path)
+
+    async def Load(self, request: pb.LoadAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
+        load = Load(request.name, request.path, request.pinned, request.replace, request.lazy)
+        return await self._answer(context, lambda: self._controller.load(load))
+
+    async def Unload(self, request: pb.UnloadAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
+        return await self._answer(context, lambda: self._controller.unload(request.name))
+
+    async def Pin(self, request: pb.PinAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
+        return await self._answer(context, lambda: self._controller.pin(request.name, request.pinned))
+
+    async def Get(self, request: pb.GetAdapterRequest, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
+        return await self._answer(context, lambda: self._controller.adapter(request.name))
+
+    async def _answer(self, context: grpc.aio.ServicerContext, ask: Any) -> pb.AdapterInfo:
+        await self._secret.check(context)
+        try:
+            future: Future[AdapterInfo] = ask()
+            answer: Awaitable[AdapterInfo] = asyncio.wrap_future(future)
+            return convert.adapter_info(await answer)
+        except Exception as e:
+            code, details = status_of(e, "Directory")
+            await context.abort(code, details)

@@ -1,0 +1,42 @@
+# ruff: noqa
+# fmt: off
+from jlora.serve.proto import jlora_pb2 as _jlora_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Using(_message.Message):
+    __slots__ = ("router", "epoch", "keys")
+    ROUTER_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    KEYS_FIELD_NUMBER: _ClassVar[int]
+    router: str
+    epoch: int
+    keys: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Table(_message.Message):
+    __slots__ = ("epoch", "whole", "more", "entries", "gone")
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    WHOLE_FIELD_NUMBER: _ClassVar[int]
+    MORE_FIELD_NUMBER: _ClassVar[int]
+    ENTRIES_FIELD_NUMBER: _ClassVar[int]
+    GONE_FIELD_NUMBER: _ClassVar[int]
+    epoch: int
+    whole: bool
+    more: bool
+    entries: _containers.RepeatedCompositeFieldContainer[Entry]
+    gone: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, epoch: _Optional[int] = ..., whole: _Optional[bool] = ..., more: _Optional[bool] = ..., entries: _Optional[_Iterable[_Union[Entry, _Mapping]]] = ..., gone: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class Entry(_message.Message):
+    __slots__ = ("info", "path")
+    INFO_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    info: _jlora_pb2.AdapterInfo
+    path: str
+    def __init__(self, info: _Optional[_Union[_jlora_pb2.AdapterInfo, _Mapping]] = ..., path: _Optional[str] = ...) -> None: ...

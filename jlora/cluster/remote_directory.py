@@ -1,0 +1,221 @@
+"""The directory of a router that has no controller of its own: it follows one in another process.
+
+While the controller is away, requests go on with the last table; only loads, unloads and pins wait for it.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import queue
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import grpc
+
+from jlora.adapters.near import NearNames
+from jlora.cluster.calls import LOAD_S, error_of, record
+from jlora.cluster.controller import TIERS
+from jlora.cluster.directory import Directory, Members, Version, peers
+from jlora.cluster.proto import directory_pb2 as proto
+from jlora.cluster.proto import directory_pb2_grpc as rpc
+from jlora.engine.futures import done
+from jlora.errors import JloraError, NotFound, Unavailable
+from jlora.ports import Threads
+from jlora.replica import Load
+from jlora.serve.client import Login
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import AdapterInfo
+
+log = logging.getLogger(__name__)
+
+AGAIN_S = 0.5  # before the controller is called again
+
+
+class RemoteDirectory(Directory):
+    """Follows the controller at `address` from `start` to `close`."""
+
+    def __init__(self, address: str, router: str, login: Login, threads: Threads):
+        """`router` names this process among the routers; the token of the service is in `login`."""
+        self._address = address
+        self._router = router
+        self._channel = login.channel(address)
+        self._stub = rpc.DirectoryStub(self._channel)
+        self._threads = threads
+        self._lock = threading.Lock()
+        self._epoch = 0  # 0: no table has come yet
+        self._versions: dict[str, Version] = {}
+        self._infos: dict[str, AdapterInfo] = {}
+        self._names: list[str] = []  # in order
+        self._near = NearNames()
+        self._requests: Counter[str] = Counter()  # by key
+        self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
+        self._ended = threading.Event()
+        self._members: Members = lambda: ()
+
+    def start(self) -> None:
+        self._threads.start("jlora-directory", self._follow)
+
+    def close(self) -> None:
+        self._ended.set()
+        self._channel.close()
+
+    def follow(self, members: Members) -> None:
+        self._members = members
+
+    # -- what requests ask ----------------------------------------------------------------------
+
+    def current(self, name: str) -> Version:
+        return self._versions.get(name) or self._unknown(name)
+
+    def peers(self, version: Version, near: str) -> tuple[str, ...]:
+        return peers(self._members(), version.key, near)
+
+    def begin(self, version: Version) -> None:
+        with self._lock:
+            self._requests[version.key] += 1
+
+    def end(self, version: Version) -> None:
+        with self._lock:
+            self._requests[version.key] -= 1
+            if self._requests[version.key]:
+                return
+            del self._requests[version.key]
+        if self._versions.get(version.name) != version:
+            self._tell()
+
+    def _unknown(self, name: str) -> NoReturn:
+        if not self._epoch:
+            raise Unavailable(f"the controller at {self._address} has not answered yet; try again")
+        with self._lock:
+            raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
+
+    # -- what the controller answers --------------------------------------------------------------
+
+    def load(self, load: Load) -> Future[AdapterInfo]:
+        message = pb.LoadAdapterRequest(
+            name=load.name, path=load.path, pinned=load.pinned, replace=load.replace, lazy=load.lazy
+        )
+        return self._ask(self._stub.Load, message)
+
+    def unload(self, name: str) -> Future[AdapterInfo]:
+        return self._ask(self._stub.Unload, pb.UnloadAdapterRequest(name=name))
+
+    def pin(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        return self._ask(self._stub.Pin, pb.PinAdapterRequest(name=name, pinned=pinned))
+
+    def adapter(self, name: str) -> Future[AdapterInfo]:
+        return self._ask(self._stub.Get, pb.GetAdapterRequest(name=name))
+
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        """From the last table; without the ranks of modules."""
+        members = self._members()
+
+        def told(info: AdapterInfo, key: str) -> AdapterInfo:
+            tier = max((member.tiers.get(key, "DISK") for member in members), key=TIERS.index, default="DISK")
+            return replace(info, tier=tier, running=self._requests[key])
+
+        with self._lock:
+            first = bisect.bisect_right(self._names, after)
+            names = self._names[first : None if most is None else first + most]
+            return done([told(self._infos[name], self._versions[name].key) for name in names])
+
+    def _ask(self, call: Any, message: object) -> Future[AdapterInfo]:
+        """The answer; Unavailable while no controller lives. Its caller can cancel the call."""
+        answer: Future[AdapterInfo] = Future()
+        asked = call.future(message, timeout=LOAD_S)
+
+        def ended(asked: Any) -> None:
+            if not answer.set_running_or_notify_cancel():
+                return
+            try:
+                answer.set_result(record(asked.result()))
+            except grpc.RpcError as e:
+                answer.set_exception(self._refusal(e))
+            except Exception as e:
+                answer.set_exception(e)
+
+        asked.add_done_callback(ended)
+        answer.add_done_callback(lambda answer: answer.cancelled() and asked.cancel())
+        return answer
+
+    def _refusal(self, error: grpc.RpcError) -> JloraError:
+        if error.code() == grpc.StatusCode.UNAVAILABLE and "connect" in (error.details() or ""):
+            return Unavailable(
+                f"no controller answers at {self._address}: adapters cannot be loaded, unloaded or pinned now; "
+                "requests for those that are known go on"
+            )
+        return error_of(error, self._address)
+
+    # -- the table ------------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        said = -1  # the epoch at which the log says that it is away, once
+        while not self._ended.wait(AGAIN_S if said >= 0 else 0):
+            try:
+                self._watch()
+            except grpc.RpcError as e:
+                if said != self._epoch and not self._ended.is_set():
+                    log.warning("the controller at %s is away: %s", self._address, e.details() or e.code().name)
+                said = self._epoch
+            except ValueError:  # the channel is closed
+                return
+
+    def _watch(self) -> None:
+        """One stream of the controller, until it ends."""
+        using = self._using = queue.SimpleQueue()
+        using.put(proto.Using(router=self._router))
+
+        def send() -> Iterator[proto.Using]:
+            while (message := using.get()) is not None:
+                yield message
+
+        try:
+            parts: list[proto.Table] = []
+            for table in self._stub.Watch(send()):
+                parts.append(table)
+                if not table.more:  # the whole of an epoch at once: no name is unknown meanwhile
+                    self._apply(parts)
+                    self._epoch, parts = table.epoch, []
+                    self._tell()
+        finally:
+            using.put(None)
+
+    def _apply(self, parts: Sequence[proto.Table]) -> None:
+        infos = {entry.info.name: (record(entry.info), entry.path) for part in parts for entry in part.entries}
+        gone = {name for part in parts for name in part.gone}
+        with self._lock:
+            if parts[0].whole:
+                gone |= self._versions.keys() - infos.keys()
+            for name in gone & self._versions.keys():
+                del self._versions[name], self._infos[name], self._names[bisect.bisect_left(self._names, name)]
+                self._near.remove(name)
+            for name, (info, path) in infos.items():
+                if name not in self._versions:
+                    bisect.insort(self._names, name)
+                    self._near.add(name)
+                self._infos[name], self._versions[name] = info, _version(info, path)
+
+    def _tell(self) -> None:
+        """Which versions the requests here use that are not current any more."""
+        with self._lock:
+            current = {version.key for version in self._versions.values()}
+            keys = [key for key in self._requests if key not in current]
+            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys))
+
+
+def _version(info: AdapterInfo, path: str) -> Version:
+    return Version(
+        name=info.name,
+        number=info.uid,
+        path=path,
+        digest=info.digest,
+        rank=info.rank,
+        bytes=info.bytes,
+        pinned=info.pinned,
+        alora_invocation_tokens=info.alora_invocation_tokens,
+    )

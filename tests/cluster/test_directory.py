@@ -1,0 +1,180 @@
+"""A router that follows a controller in another process: one table, also while the controller is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import grpc
+import pytest
+
+from jlora.cluster import remote_directory
+from jlora.cluster.directory_server import DirectoryServicer
+from jlora.cluster.proto import directory_pb2_grpc as rpc
+from jlora.cluster.remote_directory import RemoteDirectory
+from jlora.cluster.secret import Secret
+from jlora.errors import AlreadyExists, NotFound, Unavailable
+from jlora.model.spec import ModelSpec
+from jlora.ports import OsThreads
+from jlora.replica import Load
+from jlora.serve.client import Login
+from jlora.serve.proto import jlora_pb2 as pb
+from tests import _make
+from tests.cluster import _service
+from tests.cluster._links import Loop
+from tests.cluster._service import Service
+from tests.serve._server import Served, wait_until
+
+SECRET = Secret("the token of these tests")
+
+
+@pytest.fixture(scope="module")
+def one(tiny_model: Path) -> Iterator[list[Served]]:
+    with _service.replicas(tiny_model, 1) as served:
+        yield served
+
+
+@dataclass
+class World:
+    service: Service
+    remote: RemoteDirectory
+    port: int
+    loop: Loop
+    server: grpc.aio.Server = field(init=False)
+
+    @contextmanager
+    def controller_away(self) -> Iterator[None]:
+        self.loop.run(self.server.stop(0))
+        yield
+        self.start()
+
+    def start(self) -> None:
+        async def start() -> None:
+            self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
+            rpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service.controller, SECRET), self.server)
+            self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
+            await self.server.start()
+
+        self.loop.run(start())
+
+    def follows(self) -> bool:
+        """Whether the router has the controller's table, and the controller knows that."""
+        told = self.service.controller.uses._routers.get("r2", (0, None))[0]
+        return self.remote._epoch == told == self.service.controller.table.epoch
+
+
+@pytest.fixture
+def world(one: list[Served], path: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
+    monkeypatch.setattr(remote_directory, "AGAIN_S", 0.05)
+    loop = Loop()
+    with _service.service(one) as service:
+        service.controller.load(Load("fr", path)).result(60)
+        made = World(service, None, 0, loop)  # pyright: ignore[reportArgumentType]
+        made.start()
+        made.remote = RemoteDirectory(f"127.0.0.1:{made.port}", "r2", Login(SECRET.token), OsThreads())
+        made.remote.follow(service.members)
+        made.remote.start()
+        wait_until(made.follows)
+        yield made
+        made.remote.close()
+        loop.run(made.server.stop(0))
+    loop.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path, tiny_spec: ModelSpec) -> str:
+    return str(_make.make_adapter(tmp_path / "one", tiny_spec, seed=3, r=4))
+
+
+def test_a_second_router_sees_what_the_controller_has(world: World):
+    controller, remote = world.service.controller, world.remote
+    version = controller.current("fr")
+    assert remote.current("fr") == version and remote.peers(version, "") == controller.peers(version, "")
+    (listed,), (info,) = remote.adapters().result(20), controller.adapters().result(20)
+    assert (listed.name, listed.digest, listed.tier, listed.blocks) == (info.name, info.digest, info.tier, info.blocks)
+    assert remote.adapter("fr").result(20) == controller.adapter("fr").result(20)
+    with pytest.raises(NotFound, match="did you mean 'fr'"):
+        remote.current("frr")
+
+
+def test_what_a_client_asks_of_either_router_is_the_whole_services(world: World, path: str):
+    remote = world.remote
+    assert remote.load(Load("de", path)).result(60).uid == 2
+    wait_until(lambda: [info.name for info in remote.adapters().result(20)] == ["de", "fr"])
+    assert [info.name for info in remote.adapters("de", 1).result(20)] == ["fr"]
+    with pytest.raises(AlreadyExists):
+        remote.load(Load("de", path)).result(60)
+    assert remote.pin("de", True).result(60).pinned
+    wait_until(lambda: remote.current("de").pinned)
+    remote.unload("de").result(60)
+    wait_until(world.follows)
+    with pytest.raises(NotFound):
+        remote.current("de")
+    with pytest.raises(NotFound):
+        remote.unload("de").result(60)
+
+
+def test_a_replaced_version_stays_as_long_as_another_routers_request_uses_it(world: World, path: str):
+    old = world.remote.current("fr")
+    world.remote.begin(old)
+    world.service.controller.load(Load("fr", path, replace=True)).result(60)
+    wait_until(world.follows)
+    assert world.remote.current("fr").number > old.number
+    world.service.upkeep.round()
+    assert old.key in world.service.at(0)
+    world.remote.end(old)
+    wait_until(lambda: old.key not in world.service.at(0))
+
+
+def test_while_the_controller_is_away_requests_go_on_with_the_last_table(world: World, path: str):
+    remote = world.remote
+    version = remote.current("fr")
+    with world.controller_away():
+        assert remote.current("fr") == version and len(remote.adapters().result(20)) == 1
+        for call in (remote.load(Load("x", path)), remote.unload("fr"), remote.pin("fr", True)):
+            with pytest.raises(Unavailable, match="no controller answers at 127.0.0.1"):
+                call.result(60)
+        world.service.controller.load(Load("meanwhile", path)).result(60)
+    wait_until(world.follows)
+    assert remote.current("meanwhile").key in world.service.at(0)
+
+
+def test_a_router_that_goes_holds_no_version_any_more(world: World, path: str):
+    old = world.remote.current("fr")
+    world.remote.begin(old)
+    world.service.controller.load(Load("fr", path, replace=True)).result(60)
+    wait_until(world.follows)
+    world.remote.close()
+    wait_until(lambda: old.key not in world.service.at(0))
+
+
+def test_a_table_of_many_messages_is_whole_or_not_there(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jlora.cluster.directory_server.MOST", 2)
+    row = world.service.controller.registry.get("fr")
+    world.service.controller.add([
+        replace(row, name=f"n{i}", uid=world.service.controller.registry.number()) for i in range(5)
+    ])  # fmt: skip
+    wait_until(world.follows)
+    assert [info.name for info in world.remote.adapters().result(20)] == ["fr", *(f"n{i}" for i in range(5))]
+
+
+def test_without_the_token_nobody_follows(world: World):
+    with grpc.insecure_channel(f"127.0.0.1:{world.port}") as channel:
+        stub = rpc.DirectoryStub(channel)
+        for call in (
+            lambda: list(stub.Watch(iter(()))),
+            lambda: stub.Load(pb.LoadAdapterRequest(name="x", path="x")),
+            lambda: stub.Get(pb.GetAdapterRequest(name="fr")),
+        ):
+            with pytest.raises(grpc.RpcError) as e:
+                call()
+            assert e.value.code() == grpc.StatusCode.UNAUTHENTICATED
+
+
+def test_before_the_first_table_nothing_is_said_to_be_unknown():
+    remote = RemoteDirectory("127.0.0.1:1", "r3", Login(), OsThreads())
+    with pytest.raises(Unavailable, match="has not answered yet"):
+        remote.current("fr")
+    remote.close()
