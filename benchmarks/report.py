@@ -42,6 +42,7 @@ PAGES: Mapping[str, Page] = {
     "lora": Page("lora-*.jsonl"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
     "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
+    "switches": Page("switches-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }

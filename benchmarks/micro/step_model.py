@@ -21,7 +21,9 @@ def run(options: Options) -> None:
     write_model(folder / "model", spec, 0)
     settings = {**SETTINGS, "model.dtype": options.dtype, **options.settings}
     course = QUICK if options.quick else FULL
-    records = options.records(f"step-model-{options.dtype}", {"rounds": course.rounds, "scenes": dict(course.scenes)})
+    records = options.records(
+        f"step-model-{options.dtype}", {"model": spec.name, "rounds": course.rounds, "scenes": dict(course.scenes)}
+    )
     if records.lines:
         return
     built = engine_fit.started(str(folder / "model"), settings)
