@@ -86,7 +86,8 @@ class _Heard:
         steps = state.steps - self.state.steps
         if steps > 0:
             if self.stepped and state.running:
-                self.step_s += 0.2 * ((now - self.stepped) / steps - self.step_s) if self.step_s else now - self.stepped
+                mean = (now - self.stepped) / steps
+                self.step_s += 0.2 * (mean - self.step_s) if self.step_s else mean
             self.stepped = now
         self.state = state
         self.health = "draining" if state.draining else "up"

@@ -11,9 +11,14 @@ import grpc
 import httpx
 import pytest
 
+from jlora.cluster.attach import Terms
+from jlora.cluster.router import Router
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
-from tests.cluster._links import wait_for
-from tests.cluster._real import INVOCATION, Cluster, Seat, adapters_of, cluster, same
+from jlora.types import Request, SamplingParams
+from tests.cluster._links import FakeDirectory, wait_for
+from tests.cluster._real import INVOCATION, SECRET, Cluster, Seat, adapters_of, cluster, same
 from tests.serve._server import refused, request
 
 PROMPT = tuple(5 + i * 7 % 200 for i in range(40))
@@ -212,3 +217,22 @@ def test_a_hint_reaches_the_replica_that_would_have_the_request(two: Cluster):
     two.served.inference.Prefetch(request(PROMPT, 4, model="upper"))  # one that nobody has does no harm
     with refused(grpc.StatusCode.NOT_FOUND):
         two.served.inference.Prefetch(request(PROMPT, 4, model="missing"))
+
+
+def test_a_routers_requests_end_with_it_and_anothers_go_on(two: Cluster):
+    loop = two.seats[0].loop
+
+    async def another() -> Router:
+        return Router(FakeDirectory(), LeastLoaded(), Terms("another", Login(SECRET.token), suspect_s=5.0))
+
+    stream = two.served.inference.GenerateStream(request(PROMPT, 3000), timeout=60)
+    next(stream)
+    before = sum(seat.running for seat in two.seats)
+    router = loop.run(another())
+    router.place({seat.name: seat.address for seat in two.seats})
+    router.submit(Request("r", PROMPT, SamplingParams(max_tokens=3000)), lambda events: None).result(20)
+    wait_for(lambda: sum(seat.running for seat in two.seats) == before + 1)
+    router.close()
+    wait_for(lambda: sum(seat.running for seat in two.seats) == before)
+    next(stream)
+    stream.cancel()

@@ -84,27 +84,6 @@ def test_an_engine_that_stands_is_suspected_though_its_process_speaks(two: Servi
     whole(client, asked, two)
 
 
-def test_a_compiling_replica_is_not_suspected(two: Service):
-    asked = request(max_tokens=60)
-    client = submit(two, asked)
-    busy = next(r for r in two.replicas if r.started)
-    busy.compiling = True
-    wait_for(lambda: any(len(c.state.adapters) == 0 for c in [link_heard(two, busy.name)]) and heard(two, busy.name))
-    busy.hung = True
-    time.sleep(1.3)  # longer than suspect_s
-    busy.hung = busy.compiling = False
-    whole(client, asked, two)
-    assert busy.epochs == busy.epochs[:1] and len(busy.started) == 1
-
-
-def link_heard(service: Service, name: str):
-    return service.router._dispatcher.links[name]._heard
-
-
-def heard(service: Service, name: str) -> bool:
-    return link_heard(service, name).state.compiling
-
-
 def test_doubled_tokens_arrive_once():
     with service(1, double=True) as one:
         asked = request(n=3, max_tokens=40)
