@@ -181,6 +181,16 @@ def test_chat_survives_a_refused_turn(
     assert served.generate(request(asked, 5, ignore_eos=None)).outputs[0].text in out
 
 
+def test_chat_tells_a_script_that_the_last_turn_failed(
+    served: Served, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("Hello\n" + "word " * 300 + "\n"))
+    code, _, err = run(["chat", "--server", served.address, "--max-tokens", "5"], capsys)
+    assert code == 1 and "OUT_OF_RANGE" in err
+    code, _, err = run(["chat", "--server", "127.0.0.1:1"], capsys)
+    assert code == 1 and "no server answers at 127.0.0.1:1" in err
+
+
 # -- the example --------------------------------------------------------------------------------
 
 

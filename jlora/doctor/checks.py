@@ -100,7 +100,8 @@ def compare(case: Case) -> dict[str, Any]:
 
 def first_line(error: BaseException) -> str:
     """An error in one line."""
-    return f"{type(error).__name__}: {error}".partition("\n")[0][:300]
+    kind = "not on this device" if isinstance(error, ConfigError) else type(error).__name__
+    return f"{kind}: {error}".partition("\n")[0][:300]
 
 
 def launch(case: Case, ops: Ops, inputs: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:

@@ -46,7 +46,7 @@ def generate(argv: Sequence[str]) -> int:
 
 
 def chat(argv: Sequence[str]) -> int:
-    """An interactive conversation; returns the exit code."""
+    """An interactive conversation; returns the exit code: 1 if the last question got no answer."""
     parser = Parser("jlora chat", f"A conversation with a running server.\n\n{HELP}")
     parser.add_argument("--system", metavar="TEXT", default="", help="a system message to begin with")
     _add_common(parser)
@@ -58,7 +58,7 @@ def chat(argv: Sequence[str]) -> int:
         print(f"{conversation.models()[0]} on {args.server}; /help lists the commands")
         while (line := _read_line()) is not None and line not in ("/quit", "/exit"):
             conversation.turn(line)
-    return 0
+    return int(conversation.failed)
 
 
 HELP = """  /model         list the base model and its adapters
@@ -74,6 +74,7 @@ class Conversation:
     channel: grpc.Channel
     args: argparse.Namespace
     history: list[pb.ChatMessage] = field(default_factory=list)
+    failed: bool = False  # the last question
 
     def __post_init__(self) -> None:
         self._reset()
@@ -111,9 +112,11 @@ class Conversation:
         request = _request(self.args)
         request.chat.messages.extend(asked)
         call = rpc.InferenceStub(self.channel).GenerateStream(request, timeout=self.args.timeout)
+        self.failed = False
         try:
             text = _show(call, self.args)
         except grpc.RpcError as e:
+            self.failed = True
             print(f"jlora chat: {told(self.args.server, e)}", file=sys.stderr)
         except KeyboardInterrupt:
             call.cancel()

@@ -96,7 +96,7 @@ class GrpcServer:
         except RuntimeError as e:
             raise ConfigError(
                 f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "
-                "change serve.port or serve.host (port 0 takes a free one)"
+                "--port 0 takes a free port; or change serve.port or serve.host"
             ) from e
 
     async def start(self) -> None:

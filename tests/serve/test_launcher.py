@@ -56,7 +56,8 @@ def test_a_taken_port_is_told_before_the_model_is_read(monkeypatch: pytest.Monke
     monkeypatch.setattr(launcher, "load", read.append)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        assert f"cannot listen on 127.0.0.1:{port}" in started(["--model", "x", "--port", str(port)])
+        said = started(["--model", "x", "--port", str(port)])
+        assert f"cannot listen on 127.0.0.1:{port}" in said and "--port 0 takes a free port" in said
     assert "serve.port" in started(["--model", "x", "--host", "203.0.113.7", "--insecure"])
     assert not read
 
@@ -248,13 +249,32 @@ class Dying(launcher.ServerGarbage):
 launcher.ServerGarbage = Dying
 sys.exit(launcher.main(sys.argv[1:-1]))
 """
+LOSING = """
+import os, sys
+from jlora.engine.runner import Runner
+from jlora.serve import launcher
+
+dispatch = Runner._dispatch
+
+def failing(self, *args):
+    if os.path.exists(sys.argv[-1]):
+        self.pool.array.delete()  # as a program does that fails once it runs: the pool was given to it
+        raise RuntimeError("the device is gone")
+    return dispatch(self, *args)
+
+Runner._dispatch = failing
+sys.exit(launcher.main(sys.argv[1:-1]))
+"""
 
 
-def test_a_dead_engine_ends_the_process_after_its_clients_know(text_model: Path, quick: list[str], tmp_path: Path):
+@pytest.mark.parametrize("script", [DYING, LOSING], ids=["thread", "pool"])
+def test_a_dead_engine_ends_the_process_after_its_clients_know(
+    text_model: Path, quick: list[str], tmp_path: Path, script: str
+):
     end = tmp_path / "end"
     argv = ["--model", str(text_model), "--port", "0", "--http-port", "0", *quick, str(end)]
     body = {"prompt": "Hello", "max_tokens": 4000, "ignore_eos": True, "stream": True}
-    with process(argv, ["-c", DYING]) as server:
+    with process(argv, ["-c", script]) as server:
         line = ready(server)
         http = httpx.stream("POST", f"http://{line['http']}/v1/completions", json=body, timeout=60)
         with grpc.insecure_channel(line[1]) as channel, http as answer:

@@ -76,7 +76,7 @@ class HttpServer:
         except OSError as e:
             raise ConfigError(
                 f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "
-                "change serve.http_port or serve.host (port 0 takes a free one)"
+                "--http-port 0 takes a free port; or change serve.http_port or serve.host"
             ) from e
         return self._socket.getsockname()[1]
 
