@@ -219,13 +219,17 @@ class FittedSteps:
         """Of a step."""
         return self.fixed_s + sum(self._of(load).seconds(load) for load in launches)
 
-    def decode_s(self, ranks: Mapping[int, int]) -> float:
+    def step_s(self, ranks: Mapping[int, int], context: int = 0, prompt: int = 0) -> float:
         """Of a step in which requests decode, by the ranks of their adapters (0: the base); CaraServe's Dec.
 
-        Every request counts with an adapter of its own, and no context.
+        Every request counts with an adapter of its own. Together they read `context` tokens; `prompt` more tokens
+        are computed in a launch of their own.
         """
         count, blocks = self._batch(ranks)
-        return self.seconds(StepLoad(0, count, 0, 0.0, blocks, blocks, count))
+        decode = [StepLoad(0, count, context, context, blocks, blocks, count)] if count else []
+        rows = -(-prompt // self.row_tokens)
+        beside = [StepLoad(prompt, 0, prompt, prompt * (prompt + 1) / 2, 0, 0, rows)] if prompt else []
+        return self.seconds(*decode, *beside)
 
     def prefill_s(self, ranks: Mapping[int, int], tokens: int) -> float:
         """Of a step that computes prompts of equal lengths, `tokens` in all; 0 for no prompts; CaraServe's Pre."""

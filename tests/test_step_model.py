@@ -42,12 +42,12 @@ def test_a_step_is_its_launches_padded_to_compiled_forms():
 
 
 def test_more_rows_than_any_form_cost_in_proportion():
-    assert STEPS.decode_s({0: 16}) == pytest.approx(0.001 + 0.02 * 2)
+    assert STEPS.step_s({0: 16}) == pytest.approx(0.001 + 0.02 * 2)
 
 
 def test_a_router_asks_for_ranks_and_tokens():
     costs: Costs = STEPS  # as a router knows them
-    assert costs.decode_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 2 * 1e-4 + 12 * (1e-5 + 2e-6))
+    assert costs.step_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 2 * 1e-4 + 12 * (1e-5 + 2e-6))
     assert STEPS.prefill_s({0: 1}, 32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
     assert STEPS.prefill_s({8: 1}, 33) > STEPS.prefill_s({0: 1}, 33) > STEPS.prefill_s({0: 1}, 32)
     assert STEPS.prefill_s({}, 0) == 0.0

@@ -6,6 +6,7 @@ come to its time, so a router sees exactly the messages that have reached it.
     turn     due: the policy chooses a replica from the router's books
     start    the request reaches the replica, `delay_s` later
     wake     the replica steps, or tends its idle cache
+    place    a time step of the placement ends; look: adapters may have come to their new places
     message  a step's tokens and the replica's state reach the router, `delay_s` after the step
 """
 
@@ -25,13 +26,14 @@ from jlora.cluster.view import ReplicaView
 from jlora.errors import ResourceExhausted
 from jlora.sim.device import answer
 from jlora.sim.member import Member
+from jlora.sim.placing import LOOK_S, Placing
 from jlora.sim.replay import GRACE, LEAST_GRACE_S, STALLED_S, Ask, request_of, seed_of, start_of
 from jlora.sim.script import Script
 from jlora.sim.trace import Trace, Turn
 from jlora.types import TokenEvent
 
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
-MESSAGE, TURN, START, WAKE = range(4)  # in this order, of those at one time
+MESSAGE, TURN, START, WAKE, PLACE, LOOK = range(6)  # in this order, of those at one time
 
 
 @dataclass(slots=True)
@@ -52,10 +54,14 @@ class Wires:
     Attributes:
         ranks: of the adapters, by index.
         delay_s: of a message, each way.
+        placing: moves adapters between the replicas.
+        every_s: between two of its time steps.
     """
 
     ranks: Sequence[int]
     delay_s: float = 0.0
+    placing: Placing | None = None
+    every_s: float = 60.0
 
 
 @dataclass(slots=True)
@@ -91,6 +97,8 @@ class Fleet:
         for side in self._sides.values():
             self._books.heard(side.member.seen())
             self._sleep(side)
+        if wires.placing is not None:
+            self._put(self._start + wires.every_s, PLACE, wires.placing)
 
     @property
     def counted(self) -> list[Ask]:
@@ -139,8 +147,24 @@ class Fleet:
             self._hear(at, *what)
         elif kind == START:
             self._begin(at, *what)
-        elif what.wakes == at:
-            self._wake(what, at)
+        elif kind == WAKE:
+            if what.wakes == at:
+                self._wake(what, at)
+        else:
+            self._place(at, kind, what)
+
+    def _place(self, at: float, kind: int, placing: Placing) -> None:
+        """Replicas that sleep wake up, and begin to fetch."""
+        asleep = [side for side in self._sides.values() if not side.member.busy]
+        for side in asleep:
+            side.member.idle(at)
+        if kind == PLACE:
+            placing.step()
+            self._put(at + self._wires.every_s, PLACE, placing)
+        if placing.look():
+            self._put(at + LOOK_S, LOOK, placing)
+        for side in asleep:
+            self._wake_at(side, at)
 
     # -- the router -------------------------------------------------------------------------
 
@@ -188,6 +212,8 @@ class Fleet:
     def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
         self._books.ended(live.replica, live.asked, len(told) if live.begun else None)
         self._live -= 1
+        if self._wires.placing is not None and live.turn.adapter is not None and told:
+            self._wires.placing.served(live.turn.adapter, live.asked.prompt + len(told))
         self._script.answered(live.turn, told, now)
 
     # -- the replicas -----------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jlora.errors import ConfigError
 from jlora.sim.kernels import KERNELS
+from jlora.sim.placing import PLACES
 from jlora.sim.service import ROUTES, Service, check_route
 
 # Column of the table -> (part of a result, key, factor, digits).
@@ -35,17 +36,22 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
     many.add_argument("--fetch-gbps", type=float, default=0.0, help="to adapters elsewhere (default: all are here)")
+    many.add_argument("--place", choices=PLACES, default="", help="place adapters, and route by the placement's table")
+    many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
+    many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
 
 
 def check(args: argparse.Namespace) -> None:
     """Checks the numbers and names. Raises ConfigError."""
     if args.replicas < 1:
         raise ConfigError(f"--replicas {args.replicas}: must be at least 1")
-    for name in ("slo_ms", "delay_ms", "fetch_gbps"):
+    for name in ("slo_ms", "delay_ms", "fetch_gbps", "place_s"):
         if getattr(args, name) < 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
     for route in args.route:
         check_route(route)
+    if args.place and len(args.route) > 1:
+        raise ConfigError(f"--place {args.place}: routes by its own table; leave --route out")
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
 
@@ -54,5 +60,5 @@ def service_of(args: argparse.Namespace, ranks: Sequence[int]) -> Service:
     """The service that the flags ask for."""
     return Service(
         args.replicas, tuple(ranks), args.kernel, delay_s=1e-3 * args.delay_ms, fetch_gbps=args.fetch_gbps,
-        slo_s=1e-3 * args.slo_ms, seed=args.seed,
+        slo_s=1e-3 * args.slo_ms, seed=args.seed, place=args.place, place_s=args.place_s, ahead=not args.late,
     )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -30,6 +31,7 @@ class Member(Replica):
         self.fetched = 0  # blocks
         self.received = 0  # requests
         self.indices: dict[int, int] = {}  # uid -> index
+        self._asked: deque[int] = deque()  # to fetch when nothing more urgent is
         self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
         self._sizes = spec.adapters
         self._fetch_s = fetch_s
@@ -47,6 +49,40 @@ class Member(Replica):
             self.indices[uid] = adapter
             if self._ranks[0]:
                 self._ranks[1][uid] = self._ranks[0][adapter]
+
+    def preload(self, adapter: int) -> None:
+        """Puts an adapter into its memory at no cost, before the clock starts."""
+        self.learn(adapter)
+        adapters = self.engine.adapters
+        adapters.read_in(self._new(adapter), pinned=False)
+
+    def ask(self, adapter: int) -> None:
+        """Fetches an adapter when nothing more urgent is fetched."""
+        self.learn(adapter)
+        self._asked.append(adapter)
+        self._settled = False
+
+    def has(self, adapter: int) -> bool:
+        """Whether the adapter is in its memory."""
+        return self._node(adapter) is not None
+
+    def forget(self, adapter: int) -> None:
+        """Drops an adapter when its last request has ended; one that is on its way stays."""
+        if self._node(adapter) is not None:
+            self.engine.adapters.remove(str(adapter))
+
+    def _node(self, adapter: int) -> AdapterNode | None:
+        """Its node, if its data is here."""
+        name = str(adapter)
+        if not self.engine.adapters.has(name):
+            return None
+        node = self.manager.adapters.get(self.engine.adapters.get(name).uid)
+        return None if node is None or node.reading else node
+
+    @property
+    def stored(self) -> int:
+        """Adapters in its memory."""
+        return len(self.manager.adapters) - 1  # the base is one
 
     def ranks(self, by_index: Sequence[int]) -> Mapping[int, int]:
         """The ranks of the adapters that it knows, by uid, from now on."""
@@ -82,10 +118,17 @@ class Member(Replica):
                 self._reading = None
                 self.fetched += reading.node.size
                 self.engine.arrived(reading, self._new(self.indices[reading.node.uid]))
+            while self._asked and (self.has(self._asked[0]) or self._hinted(self._asked[0])):
+                self._asked.popleft()
             begun = shelf.begin()  # one at a time
             if not begun:
                 return math.inf
             self._reading = self.clock.now + self._fetch_s(self.indices[begun[0].node.uid]), begun[0]
+
+    def _hinted(self, adapter: int) -> bool:
+        """Whether the engine takes the hint; at most some are open at once."""
+        self.learn(adapter)
+        return self.engine.adapters.hint(self.engine.adapters.get(str(adapter)).uid) > 0
 
     def _new(self, adapter: int) -> NewAdapter:
         size = self._sizes[adapter]

@@ -12,6 +12,7 @@ import numpy as np
 
 from jlora import config as configuration
 from jlora.cache import inspect
+from jlora.cluster.demand import operating_points
 from jlora.cluster.routing.caraserve import CaraServe
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.jlora import Jlora
@@ -24,9 +25,13 @@ from jlora.sim import outcome
 from jlora.sim.fleet import Fleet, Wires
 from jlora.sim.kernels import Kernel, RankedKernel, costs_of, without_adapters
 from jlora.sim.member import Member
+from jlora.sim.placing import Place, Placed, Placing
 from jlora.sim.replay import Ask
 from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_spec
 from jlora.step_model import FittedSteps
+
+POINT = 1.5  # without an objective: an operating point's step, over a step without adapters
+CONTEXT = 256  # tokens of the sequences of an operating point
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +45,8 @@ class Service:
         fetch_latency_s: of each such fetch.
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
         outputs: tokens of a mean answer, as the policies believe.
+        place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
+            table, every `place_s` seconds a new one; `ahead`: see `jlora.sim.placing.Placed`.
     """
 
     replicas: int
@@ -51,6 +58,9 @@ class Service:
     slo_s: float = 0.0
     outputs: float = 64.0
     seed: int = 0
+    place: Place = ""
+    place_s: float = 60.0
+    ahead: bool = True
 
     def fetch_s(self, size: int) -> float:
         """Seconds of fetching so many bytes."""
@@ -108,7 +118,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
     busy = [member.device.counts.busy_s / end for member in members]
     result = {
         "policy": policy,
-        "route": route,
+        "route": service.place or route,
         "setting": describe(scenario, members[0].spec) | {"replicas": service.replicas, "kernel": service.kernel},
         "summary": outcome.summary(asks, end)
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
@@ -149,7 +159,14 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
         {"HBM": 0.0, "HOST": host_s, "LOADING": 0.5 * fetch_s, "DISK": fetch_s},
     )  # fmt: skip
     members = [member(number) for number in range(service.replicas)]
-    return Fleet(members, work.trace, ROUTES[route](known), Wires(service.ranks, service.delay_s))
+    if not service.place:
+        return Fleet(members, work.trace, ROUTES[route](known), Wires(service.ranks, service.delay_s))
+    slo_s = service.slo_s or POINT * costs.step_s({})
+    points = operating_points(costs, service.ranks, slo_s, CONTEXT)
+    s = service
+    placed = Placed(s.place, s.ranks, work.sizes, points, s.place_s, s.ahead, s.seed)
+    placing = Placing(placed, members)
+    return Fleet(members, work.trace, placing.table, Wires(service.ranks, service.delay_s, placing, service.place_s))
 
 
 def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
@@ -177,7 +194,7 @@ def per_token_s(ask: Ask) -> float:
 
 def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
     """Adapters at the replicas, and the bytes fetched for them."""
-    held = [len(member.manager.adapters) for member in members]
+    held = [member.stored for member in members]
     sent = [member.received for member in members]
     return {
         "adapters_most": max(held),

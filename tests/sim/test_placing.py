@@ -1,0 +1,91 @@
+"""Placement in a simulated service: adapters move while requests run, and none is lost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from jlora import cli
+from jlora.cluster.placement import moves
+from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.member import Member
+from jlora.sim.placing import Place, Placed, Placing
+from jlora.sim.trace import Trace, Turn
+from tests.sim._sim import SPEC, policy_of
+
+RANKS, SIZES = (8, 8, 64, 64), (2, 2, 4, 4)
+POINTS = {8: 400.0, 64: 100.0}
+
+
+def shifting(count: int = 120) -> Trace:
+    """First all for the small ranks, then all for the large ones."""
+    turns = [
+        Turn(0.1 * i, i, 0, tuple(range(50 * i, 50 * i + 12)), 6, i % 2 + 2 * (i >= count // 2)) for i in range(count)
+    ]
+    return Trace("shifting", tuple(turns), tuple("abcd"))
+
+
+def placed(kind: Place, ahead: bool = True, fetch_s: float = 0.3) -> tuple[Fleet, Placing]:
+    spec = replace(SPEC, adapters=SIZES)
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(4)]
+    placing = Placing(Placed(kind, RANKS, SIZES, POINTS, every_s=2.0, ahead=ahead), members)
+    return Fleet(members, shifting(), placing.table, Wires(RANKS, 0.001, placing, 2.0)), placing
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_adapters_follow_the_demand_and_every_request_is_answered(ahead: bool):
+    fleet, placing = placed("loraserve", ahead)
+    before = dict(placing.table.parts)
+    fleet.run()
+    assert len(fleet.asks) == 120 and all(ask.usage for ask in fleet.asks)
+    fetched, dropped = moves(before, placing.table.parts)
+    assert fetched and dropped and placing.moved >= len(fetched)
+    assert sum(len(parts) for key, parts in placing.table.parts.items() if key in "23") >= 3  # most servers
+    cold = [ask for ask in fleet.asks if ask.first - ask.sent > 0.3]
+    assert bool(cold) != ahead  # a request waits for a fetch only where it was not made ahead
+
+
+def test_every_adapter_lives_where_the_table_says_and_nowhere_else():
+    fleet, placing = placed("loraserve")
+    fleet.run()
+    while placing.look():
+        for member in fleet.members.values():
+            member.idle(member.clock.now + 1.0)
+    homes = {(key, name) for key, parts in placing.table.parts.items() for name in parts}
+    held = {(str(i), name) for name, member in fleet.members.items() for i in range(4) if member.has(i)}
+    assert homes == held and {key for key, _ in homes} == set("0123")
+
+
+@pytest.mark.parametrize("kind", ["random", "contiguous"])
+def test_the_baselines_never_move_anything(kind: Place):
+    fleet, placing = placed(kind)
+    before = dict(placing.table.parts)
+    fleet.run()
+    assert placing.table.parts == before and placing.moved == 0
+    assert all(ask.usage for ask in fleet.asks)
+    assert sum(member.stored for member in fleet.members.values()) == 4
+
+
+def test_a_placement_stores_less_than_every_adapter_everywhere(tmp_path):
+    out = tmp_path / "out.json"
+    argv = [
+        "sim",
+        "--workload",
+        "W2",
+        "--seconds",
+        "4",
+        "--rate",
+        "6",
+        "--adapters",
+        "12",
+        "--shrink",
+        "8",
+        "--replicas",
+    ]
+    argv += ["4", "--hbm-gb", "2", "--host-gb", "4", "--fetch-gbps", "10", "--place", "loraserve", "--place-s", "2"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["route"] == "loraserve" and run["summary"]["unfinished"] == 0
+    assert 3 <= run["service"]["adapters_most"] <= 12
