@@ -195,6 +195,8 @@ class ClusterConfig:
         replicas: how many to start; a static fleet has as many as its addresses resolve to.
         fleet: who runs the replicas: "local" (processes of this machine), "ray", or "static" (they run already).
         addresses: of a static fleet. A host name stands for every address that it resolves to, asked again and again.
+        controller: address of the router whose process has the adapters' registry; "": this one has it. Further
+            routers name it.
         token_file: holds the secret that routers and replicas share; "" makes one for each start.
         resources: what Ray sets aside for each replica, by its own names (CPU, GPU, TPU, ...).
         env: environment variables of each replica, such as JAX_PLATFORMS.
@@ -211,6 +213,7 @@ class ClusterConfig:
     replicas: Annotated[int, Meta(ge=1, le=1024)] = 1
     fleet: Annotated[str, _one_of("local", "ray", "static")] = "local"
     addresses: Addresses = ()
+    controller: str = ""
     token_file: str = ""
     resources: Annotated[Mapping[str, Amount], Meta(description="a table of NAME = amount")] = field(
         default_factory=dict

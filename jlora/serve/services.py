@@ -33,7 +33,8 @@ PRIVATE_KEYS = frozenset({
     "model.path", "adapters.paths", "adapters.dir", "adapters.roots", "adapters.registry",
     "serve.compile_cache", "serve.profile_dir",
     "serve.keys", "serve.otlp_endpoint", "serve.tls_cert", "serve.tls_key", "serve.tls_client_ca",
-    "cluster.addresses", "cluster.token_file", "cluster.env", "cluster.ray_address", "cluster.ray_token_file",
+    "cluster.addresses", "cluster.controller", "cluster.token_file", "cluster.env",
+    "cluster.ray_address", "cluster.ray_token_file",
 })  # fmt: skip
 
 
