@@ -108,3 +108,16 @@ def step_model(study: Study, path: Path) -> None:
     padded.set(xlabel="sequences × highest rank", ylabel="ms measured")
     unpadded.set(xlabel="sum of ranks", ylabel="ms measured")
     _finish(figure, path)
+
+
+def failures(study: Study, path: Path) -> None:
+    """Tokens per second over time, with the times in which a replica was down."""
+    rows = study.rows
+    figure, (axes,) = _grid(1, 1, (9, 3.5))
+    for side in ("clean", "killed"):
+        at = rows[rows["side"] == side]
+        axes.plot(at["round"], at["tokens"].rolling(5, min_periods=1).mean(), label=side, linewidth=1)
+    for kill in rows[rows["side"] == "kill"].itertuples():
+        axes.axvspan(kill.at_s, kill.back_s, color="0.85")
+    axes.set(xlabel="seconds", ylabel="tokens per second (mean of 5 s)", ylim=(0, None))
+    _finish(figure, path)

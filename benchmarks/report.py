@@ -44,6 +44,7 @@ PAGES: Mapping[str, Page] = {
     "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
     "switches": Page("switches-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
+    "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }
 

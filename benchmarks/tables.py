@@ -131,6 +131,23 @@ def refusals(study: Study) -> pd.DataFrame:
     return made
 
 
+def failures(study: Study) -> pd.DataFrame:
+    """Goodput of both phases, what was wrong, and the pauses that clients saw."""
+    made = []
+    for side in ("clean", "killed"):
+        (row,) = study.rows[study.rows["side"] == f"{side} in all"].to_dict("records")
+        pauses = [f"{1e3 * row[f'gap_{name}_s']:.0f}" for name in ("p50", "p99", "max")]
+        made.append({
+            "": side,
+            "tokens per second": f"{row['goodput']:.0f}",
+            "answers": int(row["answers"]),
+            "errors": int(row["errors"]),
+            "wrong tokens": int(row["wrong_tokens"]),
+            "longest pause of an answer, ms (p50, p99, max)": ", ".join(pauses),
+        })  # fmt: skip
+    return pd.DataFrame(made)
+
+
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]

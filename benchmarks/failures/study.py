@@ -87,7 +87,9 @@ async def _play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapp
         killer = asyncio.create_task(_kill(channel, plan, process.pid, kills))
         killed = await _phase(channel, plan, plan.seconds)
         killer.cancel()
-        await asyncio.gather(killer, return_exceptions=True)
+        (error,) = await asyncio.gather(killer, return_exceptions=True)
+        if isinstance(error, Exception):
+            raise error
     phases = {"clean": (clean, int(plan.seconds / 3)), "killed": (killed, int(plan.seconds))}
     rows: list[tuple[str, list[Mapping[str, Any]]]] = [("kill", list(kills))]
     for side, (heard, seconds) in phases.items():
@@ -161,7 +163,7 @@ async def _kill(channel: grpc.aio.Channel, plan: Plan, router: int, kills: list[
         await asyncio.sleep(began + (number + 0.5) * plan.every_s - time.monotonic())
         name = f"r{rng.randrange(plan.replicas)}"
         os.kill(pid_of(name, router), signal.SIGKILL)
-        kills.append({"replica": name, "at_s": time.monotonic() - began})
+        kills.append({"replica": name, "at_s": time.monotonic() - began, "back_s": plan.seconds})
         await asyncio.sleep(0.5)
         while (found := (await status(channel)).get(name)) is None or found.health != "up":
             await asyncio.sleep(0.2)

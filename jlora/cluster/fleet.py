@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from jlora import config as configuration
 from jlora.cluster.child import REPLICA, STOP_S, Child
@@ -20,6 +20,10 @@ log = logging.getLogger(__name__)
 # Takes the address of every replica that is there now, by name. It must not block.
 Watch = Callable[[Mapping[str, str]], None]
 
+# The router has the keys, the HTTP port and the names of adapters; a replica learns of an adapter from it.
+ROUTERS: Mapping[str, Any] = {
+    "adapters.paths": {}, "adapters.dir": "", "adapters.registry": "", "serve.http_port": -1, "serve.keys": "",
+}  # fmt: skip
 # Seconds between two looks at the names of a static fleet: the time to live of Kubernetes' DNS.
 RESOLVE_S = 5.0
 # Seconds before a replica starts again: the first, doubled each time up to the last.
@@ -132,22 +136,15 @@ def resolve(address: str) -> tuple[str, ...]:
 
 
 def replica_config(config: Config, name: str, host: str) -> Config:
-    """What a replica reads of a service's configuration.
-
-    The router has the keys, the HTTP port and the names of adapters; a replica learns of an adapter from it.
-    """
+    """What a replica of ours reads of a service's configuration."""
     model = Path(config.model.path)
     return configuration.replace(
         config,
         {
             "model.path": str(model.resolve() if model.is_dir() else model),  # or a hub id
-            "adapters.paths": {},
-            "adapters.dir": "",
-            "adapters.registry": "",
+            **ROUTERS,
             "serve.host": host,
             "serve.port": 0,
-            "serve.http_port": -1,
-            "serve.keys": "",
             "cluster.replica": name,
         },
     )

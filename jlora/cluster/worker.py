@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import grpc
 
 from jlora import config as configuration
+from jlora.cluster.fleet import ROUTERS
 from jlora.cluster.launcher import login
 from jlora.cluster.link import LinkServicer
 from jlora.cluster.peer import Fetcher, PeerServicer
@@ -37,7 +38,8 @@ LEAST_MIB = 16.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a replica until a signal, with the flags of `jlora serve`; returns the process's exit code."""
     config = flags.parse(argv)
-    config = configuration.replace(config, {"serve.max_request_mib": max(config.serve.max_request_mib, LEAST_MIB)})
+    mib = max(config.serve.max_request_mib, LEAST_MIB)
+    config = configuration.replace(config, {**ROUTERS, "serve.max_request_mib": mib})
     try:
         return launcher.run(config, program(config))
     except JloraError as e:

@@ -90,7 +90,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     program = program or ENGINE
     stop = _stop_on_signal()
     if not program.token:
-        _check_exposed(config.serve)
+        _check_exposed(config.serve, program.token)
     backend = Backend(
         access=Access(config.serve, program.token),
         tracing=_tracing(config.serve.otlp_endpoint),
@@ -153,9 +153,9 @@ async def _fails_before(stop: asyncio.Event, replica: Replica) -> bool:
     return failure.done()
 
 
-def _check_exposed(config: ServeConfig) -> None:
+def _check_exposed(config: ServeConfig, token: str) -> None:
     """Raises ConfigError if other machines would reach a server without keys, and nobody said that they may."""
-    if config.keys or _is_local(config.host):
+    if config.keys or token or _is_local(config.host):
         return
     if not config.insecure:
         raise ConfigError(

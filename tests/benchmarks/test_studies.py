@@ -64,6 +64,15 @@ def test_refusals_are_counted_and_timed(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_no_token_is_lost_or_doubled_while_replicas_are_killed(tmp_path: Path):
+    lines = study(tmp_path, "failures")
+    totals = [line for line in lines if line["side"] in ("clean in all", "killed in all")]
+    assert len(totals) == 2 and all(line["answers"] > 0 for line in totals)
+    assert [(line["wrong_tokens"], line["errors"]) for line in totals] == [(0, 0)] * 2
+    assert any(line["side"] == "kill" for line in lines)
+
+
+@pytest.mark.slow
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
     assert {(line["running"], line["queued"]) for line in lines} == {(1, 0), (4, 0), (4, 32)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import socket
@@ -10,16 +11,18 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from jlora import config as configuration
 from jlora.cluster import fleet as fleets
+from jlora.cluster import worker
 from jlora.cluster.child import flags_of
 from jlora.cluster.fleet import LocalFleet, StaticFleet, replica_config, resolve
 from jlora.config import Config
 from jlora.errors import Unavailable
-from jlora.serve import flags
+from jlora.serve import flags, launcher
 from tests.cluster._wait import gone, until
 
 FAKE = "tests.cluster._fake_replica"
@@ -149,6 +152,26 @@ def test_a_replica_gets_neither_the_keys_nor_the_adapters_of_its_router():
     replica = replica_config(given, "r0", "10.0.0.1")
     assert (replica.adapters, replica.serve.keys) == (Config().adapters, "")
     assert (replica.serve.host, replica.serve.port, replica.serve.http_port) == ("10.0.0.1", 0, -1)
+
+
+def test_a_static_replica_reads_the_file_of_the_router(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """It leaves the router's part of it alone, and other machines may reach it with the token."""
+    token = tmp_path / "token"
+    token.write_text("0123456789abcdef")
+    shared = [
+        "adapters.registry=/nowhere/a.db", "serve.keys=/nowhere/keys", "serve.http_port=8000",
+        "serve.host=0.0.0.0", "serve.port=0", f"cluster.token_file={token}", f"adapters.dir={tmp_path}",
+    ]  # fmt: skip
+    loaded = []
+
+    async def load(config: Config) -> NoReturn:
+        loaded.append(config)
+        raise Unavailable("as far as this test goes")
+
+    monkeypatch.setattr(launcher, "ENGINE", dataclasses.replace(launcher.ENGINE, load=load))
+    assert worker.main(["--model", "m", "--set", *shared]) == 1
+    assert [c.adapters for c in loaded] == [Config().adapters]
+    assert [(c.serve.keys, c.serve.http_port, c.serve.host) for c in loaded] == [("", -1, "0.0.0.0")]
 
 
 def test_a_static_fleet_follows_dns(monkeypatch: pytest.MonkeyPatch):
