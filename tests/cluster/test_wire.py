@@ -27,7 +27,7 @@ FULL = SamplingParams(
 @pytest.mark.parametrize("sampling", [FULL, SamplingParams(), SamplingParams(seed=0, max_tokens=None)])
 def test_a_request_arrives_as_it_was_sent(sampling: SamplingParams):
     sent = validate(Request("mine", (1, 2, 399), sampling, "x@3", -2, True, "tenant", cache_salt="salt"), LIMITS)
-    sent = replace(sent, done=(Done((4, 5)), Done((), True), Done()))
+    sent = replace(sent, done=(Done((4, 5)), Done((), True), Done())[: sampling.n])
     message = link.Start.FromString(wire.start(5, sent, Version("x", 3, "/x", "abc"), ["p:1"]).SerializeToString())
     assert (message.rid, message.adapter.path, message.adapter.digest, list(message.adapter.peers)) == (
         5, "/x", "abc", ["p:1"],
