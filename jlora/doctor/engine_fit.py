@@ -20,7 +20,7 @@ from jlora import machine
 from jlora.cache.tree import ADAPTER
 from jlora.doctor import launches
 from jlora.doctor.launches import Fit, caraserve, noise, quality
-from jlora.doctor.profile import Profile, Scene, Space, Timed
+from jlora.doctor.profile import Profile, Scene, Space, Timed, joined
 from jlora.engine import device
 from jlora.engine.build import Built, build, compile_rest
 from jlora.engine.cold_start import Chooser
@@ -98,7 +98,7 @@ def play(built: Built, course: Course, say: Callable[[str], None]) -> dict[str, 
                 profile.run(scene, steps)
         longest = time.monotonic() - start
         say(f"round {turn} of {course.rounds}: {longest:.0f} s")
-    played = {name: [step for _, steps in scenes for step in steps] for name, scenes in sets.items()}
+    played = {name: [step for _, steps in scenes for step in joined(steps)] for name, scenes in sets.items()}
     return {name: [step for step in steps if len(step.seconds) > 1] for name, steps in played.items()}
 
 

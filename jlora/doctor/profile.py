@@ -7,6 +7,7 @@ the rounds. Adapters have random numbers: speed depends on their ranks alone.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -62,6 +63,17 @@ class Timed:
     def least_s(self) -> float:
         """Over the rounds: what else the machine does only adds to a step."""
         return min(self.seconds)
+
+
+def joined(steps: Sequence[Timed]) -> Iterator[Timed]:
+    """A scene's steps, where those in which the same sequences decode are one: the middle one, at its least."""
+    for (kind, _), group in itertools.groupby(steps, lambda step: (step.kind, step.ranks)):
+        same = list(group)
+        if kind != "decode":
+            yield from same
+        else:
+            least = [min(seconds) for seconds in zip(*(step.seconds for step in same), strict=True)]
+            yield replace(same[len(same) // 2], seconds=least)
 
 
 class Profile:

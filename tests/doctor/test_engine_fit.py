@@ -10,7 +10,7 @@ import pytest
 
 from jlora import config as configuration
 from jlora.cli import main
-from jlora.doctor import launches
+from jlora.doctor import launches, profile
 from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
 from jlora.engine.build import build, fitted_steps
 from jlora.engine.cold_start import Chooser
@@ -72,6 +72,15 @@ def test_caraserves_lines_are_found_where_they_hold():
     lines = launches.caraserve(some, DECODE)
     assert set(lines) == {f"{kind}{more}" for kind in ("padded", "unpadded") for more in ("", " and the base's terms")}
     assert launches.quality(lines["padded"], some).r2 > 0.999 > launches.quality(lines["unpadded"], some).r2
+
+
+def test_steps_that_decode_the_same_sequences_are_one_at_its_least():
+    loads = [StepLoad(0, 2, context, context, 0, 0, 2) for context in (10, 12, 14)]
+    seconds = ([3.0, 1.0], [2.0, 2.0], [4.0, 5.0])
+    same = [Timed(load, None, (8, 0), taken) for load, taken in zip(loads, seconds, strict=True)]
+    prompt = Timed(None, StepLoad(9, 0, 9, 45.0, 0, 0, 1), (8,), [1.0, 1.0])
+    one, other = profile.joined([*same, prompt])
+    assert one.seconds == [2.0, 1.0] and one.decode == loads[1] and other is prompt
 
 
 def test_repeats_tell_the_noise():
