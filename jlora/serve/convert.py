@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from jlora.errors import InvalidArgument
@@ -22,6 +22,8 @@ _ADAPTER = frozenset(field.name for field in dataclasses.fields(AdapterInfo)) & 
 _SUMMARY = _ADAPTER - {"ranks", "alora_invocation_tokens"}
 
 PER_TURN = 64  # tokens whose log-probabilities become messages in one turn of the loop
+# What comes before each output in a message's bytes: the field's number, and that its length follows.
+OUTPUTS = bytes([pb.GenerateResponse.DESCRIPTOR.fields_by_name["outputs"].number << 3 | 2])
 
 
 def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
@@ -67,27 +69,62 @@ def token_logprob(entry: TokenLogprob | None) -> pb.TokenLogprob:
 
 async def response(
     request_id: str, deltas: Iterable[Delta], totals: tuple[Usage, Timing] | None = None
-) -> pb.GenerateResponse:
-    """A message of a stream, or the whole answer; `totals` go on the last one. A long one takes many turns."""
+) -> pb.GenerateResponse | bytes:
+    """A message of a stream, or the whole answer; `totals` go on the last one.
+
+    A long one takes many turns of the loop, and comes as its bytes: gRPC would make them in one turn.
+    """
     message = pb.GenerateResponse(request_id=request_id)
-    parts: list[tuple[Any, Sequence[TokenLogprob | None]]] = []
-    for delta in deltas:
-        output = message.outputs.add(
-            index=delta.index, text=delta.text, token_ids=delta.token_ids, finish_reason=delta.finish_reason
-        )
-        for field, entries in ((output.logprobs, delta.logprobs), (message.prompt_logprobs, delta.prompt_logprobs)):
-            parts += (
-                [(field, entries[at : at + PER_TURN]) for at in range(0, len(entries), PER_TURN)] if entries else []
-            )
-    for i, (field, entries) in enumerate(parts):
-        if i:
-            await asyncio.sleep(0)
-        field.extend(map(token_logprob, entries))
     if totals is not None:
         usage, timing = totals
         message.usage.CopyFrom(pb.Usage(**dataclasses.asdict(usage)))
         message.timing.CopyFrom(pb.Timing(**timing.fields()))
+    deltas = list(deltas)
+    if sum(len(d.token_ids) + len(d.logprobs or ()) + len(d.prompt_logprobs or ()) for d in deltas) > PER_TURN:
+        parts = [message.SerializeToString()]
+        for part in pieces(deltas):
+            parts.append(part)
+            await asyncio.sleep(0)
+        return b"".join(parts)
+    for delta in deltas:
+        message.outputs.append(_output(delta))
+        message.outputs[-1].logprobs.extend(map(token_logprob, delta.logprobs or ()))
+        message.prompt_logprobs.extend(map(token_logprob, delta.prompt_logprobs or ()))
     return message
+
+
+def pieces(deltas: Iterable[Delta]) -> Iterator[bytes]:
+    """The bytes of a `GenerateResponse` with these deltas, in parts that are each made in a short time.
+
+    Bytes of messages one after the other are those of one message with all their fields. What is inside another
+    message has its length before it.
+    """
+    for delta in deltas:
+        inner = [_output(delta).SerializeToString()]
+        for entries in _turns(delta.logprobs):
+            inner.append(pb.Output(logprobs=map(token_logprob, entries)).SerializeToString())
+            yield b""
+        yield OUTPUTS + _varint(sum(map(len, inner)))
+        yield from inner
+        for entries in _turns(delta.prompt_logprobs):
+            yield pb.GenerateResponse(prompt_logprobs=map(token_logprob, entries)).SerializeToString()
+
+
+def _output(delta: Delta) -> pb.Output:
+    """A completion's news, without log-probabilities."""
+    return pb.Output(index=delta.index, text=delta.text, token_ids=delta.token_ids, finish_reason=delta.finish_reason)
+
+
+def _turns(entries: Sequence[TokenLogprob | None] | None) -> Iterator[Sequence[TokenLogprob | None]]:
+    return (entries[at : at + PER_TURN] for at in range(0, len(entries), PER_TURN)) if entries else iter(())
+
+
+def _varint(value: int) -> bytes:
+    found = bytearray()
+    while value > 0x7F:
+        found.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes((*found, value))
 
 
 def adapter_info(info: AdapterInfo, summary: bool = False) -> pb.AdapterInfo:

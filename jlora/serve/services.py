@@ -50,7 +50,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         super().__init__(backend)
         self._texts = Texts(backend)
 
-    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse:
+    async def Generate(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateResponse | bytes:
         with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # it may hold far more than `ready`: protobuf keeps what a later value of a field replaced
@@ -60,7 +60,9 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
                 whole = await generation.whole()
                 return await convert.response(ready.id, whole, generation.totals)
 
-    async def GenerateStream(self, request: pb.GenerateRequest, context: Context) -> AsyncIterator[pb.GenerateResponse]:
+    async def GenerateStream(
+        self, request: pb.GenerateRequest, context: Context
+    ) -> AsyncIterator[pb.GenerateResponse | bytes]:
         with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # as above

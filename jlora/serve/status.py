@@ -142,7 +142,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._check_room(counts, caller.tenant)
         except errors.JloraError as e:
             return _refusal(e, method)
-        parse, write = _tolerant(handler.request_deserializer, method), handler.response_serializer
+        parse, write = _tolerant(handler.request_deserializer, method), partial(_written, handler.response_serializer)
         begin = partial(self._backend.access.call, caller, completes=not counts)
         enter = partial(self._backend.gate.call, counts=counts, tenant=caller.tenant)
         call = _Call(method, caller, begin, enter, self._stall_s)
@@ -195,6 +195,11 @@ def _tolerant(parse: Callable[[bytes], Any], method: str) -> Callable[[bytes], _
             return _Received(errors.InvalidArgument(said), len(data))
 
     return read
+
+
+def _written(write: Callable[[Any], bytes], answer: Any) -> bytes:
+    """A message's bytes; a handler makes those of a long one itself, in many turns of the loop."""
+    return answer if isinstance(answer, bytes) else write(answer)
 
 
 async def _receive(context: grpc.aio.ServicerContext, stall_s: float) -> _Received:

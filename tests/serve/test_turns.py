@@ -14,6 +14,7 @@ from jlora.replica import Sink
 from jlora.serve import convert, generation
 from jlora.serve.backend import Backend
 from jlora.serve.generation import BACKLOG, SLICE, Generation, Inbox
+from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 from jlora.validation import MAX_COMPLETIONS, MAX_ENTRIES
 from tests.serve._server import Served, refused, request
@@ -136,7 +137,9 @@ def test_a_turn_converts_a_bounded_part_of_an_answer(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(convert, "token_logprob", noted)
     deltas = [Delta(i, token_ids=(5,) * 500, logprobs=(ENTRY,) * 500) for i in range(8)]
     deltas[0] = Delta(0, logprobs=(ENTRY,) * 500, prompt_logprobs=(None, *[ENTRY] * 999))
-    message = asyncio.run(watched(turns, convert.response("r", deltas)))
+    answer = asyncio.run(watched(turns, convert.response("r", deltas)))
+    assert isinstance(answer, bytes)
+    message = pb.GenerateResponse.FromString(answer)
     assert [len(output.logprobs) for output in message.outputs] == [500] * 8 and len(message.prompt_logprobs) == 1000
     assert 0 < turns.most <= convert.PER_TURN * 2
 
