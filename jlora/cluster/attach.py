@@ -213,10 +213,13 @@ class Attached:
         self._sends.clear()
         self._heard = _Heard(health="up", at=now)
         self._heard.take(first.state, now)
-        self._pause = PAUSES_S[0]
         self.channel, self._up = channel, True
         log.info("replica %s at %s is attached", self.name, self.address)
-        self._receiver.begun(self)
+        try:
+            self._receiver.begun(self)
+        except Broken as e:
+            self._end(str(e), "down")  # now: until the channel has closed it would count as attached
+            raise
 
     def _hear(self, message: link.FromReplica) -> None:
         if not self._up:  # it has been given up meanwhile
@@ -227,6 +230,7 @@ class Attached:
         if message.HasField("state"):
             heard.take(message.state, now)
         self._receiver.received(self, message)
+        self._pause = PAUSES_S[0]  # not before: one that cannot be used is left in peace
 
     async def _write(self, call: Any) -> None:
         try:

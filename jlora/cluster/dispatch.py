@@ -101,6 +101,7 @@ class Dispatcher:
             if addresses.get(one.name) != one.address:
                 del self.links[one.name]
                 one.stop()
+                self.books.gone(one.name)
         for name, address in addresses.items():
             if name not in self.links:
                 self.links[name] = Attached(name, address, self.terms, self)
@@ -197,15 +198,17 @@ class Dispatcher:
         for rid in message.begun:
             if (routed := self.table.attempt(rid)) is not None:
                 self._answer(routed)
-        for token in message.tokens:
-            routed = self.table.attempt(token.rid)
-            if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
-                continue
-            event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
-            batches.setdefault(routed.handle, (routed, []))[1].append(event)
-        for routed, events in batches.values():
-            self._begin(routed)
-            self._give(routed, events)
+        try:
+            for token in message.tokens:
+                routed = self.table.attempt(token.rid)
+                if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
+                    continue
+                event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
+                batches.setdefault(routed.handle, (routed, []))[1].append(event)
+        finally:  # also before a token that breaks the protocol: what is taken is never sent again
+            for routed, events in batches.values():
+                self._begin(routed)
+                self._give(routed, events)
         for failure in message.failures:
             self._failed(failure)
 

@@ -46,6 +46,8 @@ TICK_S = 0.05
 ASK_S = 2.0  # for a replica's state
 PROFILE_S = 90.0
 CLOSE_S = 5.0
+# How a call to a replica fails; one whose link is given up meanwhile is cancelled with its channel.
+LOST = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
 
 
 class Router(Replica):
@@ -145,8 +147,8 @@ class Router(Replica):
         try:
             call = rpc.InferenceStub(chosen.channel).Prefetch
             told = await call(message, timeout=ASK_S, metadata=self._terms.login.metadata)
-        except grpc.aio.AioRpcError as e:
-            log.debug("prefetch at %s: %s", chosen.name, e.details())
+        except LOST as e:
+            log.debug("prefetch at %s: %s", chosen.name, _why(e))
             return PrefetchResult(False, 0, 0)
         return PrefetchResult(told.adapter_resident, told.cached_tokens, told.coming_bytes)
 
@@ -215,8 +217,8 @@ class Router(Replica):
         told = await asyncio.gather(*(ask(stub) for stub in asked.values()), return_exceptions=True)
         answers = {}
         for name, answer in zip(asked, told, strict=True):
-            if isinstance(answer, grpc.aio.AioRpcError):
-                log.warning("replica %s does not answer: %s %s", name, answer.code().name, answer.details())
+            if isinstance(answer, LOST):
+                log.warning("replica %s does not answer: %s", name, _why(answer))
             elif isinstance(answer, BaseException):
                 raise answer
             else:
@@ -301,3 +303,9 @@ class Router(Replica):
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+
+def _why(error: BaseException) -> str:
+    if isinstance(error, grpc.aio.AioRpcError):
+        return f"{error.code().name} {error.details()}"
+    return "its link has ended"

@@ -69,6 +69,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         refuse: errors for the next requests, with `elsewhere`.
         dies_after: the stream breaks after so many tokens in all; -1 is never.
         tells: acknowledges requests by `begun`.
+        answers: what the router asks of `Control`; `asked` counts.
     """
 
     name: str
@@ -81,6 +82,8 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     dies_after: int = -1
     tells: bool = True
     paused: bool = False
+    answers: bool = True
+    asked: int = 0
     refuse: list[tuple[Exception, bool]] = field(default_factory=list)
     address: str = ""
     epochs: list[int] = field(default_factory=list)
@@ -200,6 +203,9 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         )  # fmt: skip
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
+        self.asked += 1
+        while not self.answers:
+            await asyncio.sleep(STEP_S)
         return pb.ServerInfo(steps=self.steps, running=len(self.running), host_s_per_step=0.5, longest_engine_gap_s=0.1)
 
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Any) -> pb.CacheState:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
-from jlora.cluster.attach import Terms
+from jlora.cluster.attach import PAUSES_S, Terms
 from jlora.cluster.directory import Version
-from jlora.cluster.requests import MOST_LOSSES
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.requests import MOST_LOSSES, Broken
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.serve.client import Login
-from tests.cluster._links import Client, Service, answer, request, service, submit, wait_for
+from tests.cluster._links import INFO, Client, Service, answer, request, service, submit, wait_for
 
 
 @pytest.fixture
@@ -147,7 +149,6 @@ def test_a_failure_under_way_reaches_the_client(two: Service):
 
 def fail(service: Service, replica) -> None:
     from jlora.cluster import wire
-    from jlora.cluster.proto import link_pb2 as link
 
     message = link.FromReplica(failures=[wire.failure(replica.started[0].rid, DataLoss("the file is damaged"))])
     dispatcher = service.router._dispatcher
@@ -323,10 +324,6 @@ def test_state_sums_the_replicas_and_names_them(two: Service):
 
 
 def test_a_replica_of_another_model_is_not_used(two: Service):
-    from dataclasses import replace
-
-    from tests.cluster._links import INFO
-
     other = two.add("r2", info=replace(INFO, model="other"))
     two.place(*two.replicas)
     wait_for(lambda: len(other.epochs) >= 2)
@@ -373,3 +370,51 @@ def test_one_batch_for_each_request_and_message(two: Service):
     client.n = 4
     client.wait()
     assert set(client.batches) == {4} and len(client.batches) == 10
+
+
+def test_a_token_that_breaks_the_protocol_takes_none_of_the_others(two: Service):
+    for replica in two.replicas:
+        replica.paused = True
+    asked = [request(f"r{i}", seed=i) for i in range(4)]
+    clients = [submit(two, one) for one in asked]
+    starts = {s.request.sampling.seed: s.rid for s in two.replicas[0].started}
+    seeds = list(starts)  # two requests at the same replica
+    good = [link.Token(rid=starts[seeds[0]], position=0, id=answer(asked[seeds[0]])[0])]
+    bad = [link.Token(rid=starts[seeds[1]], position=7, id=1)]
+
+    async def hear() -> None:
+        dispatcher = two.router._dispatcher
+        with pytest.raises(Broken):
+            dispatcher.received(dispatcher.links["r0"], link.FromReplica(tokens=good + bad))
+
+    two.loop.run(hear())
+    assert clients[seeds[0]].tokens() == answer(asked[seeds[0]])[:1]
+    two.kill(two.replicas[0])
+    two.replicas[1].paused = False
+    for client, one in zip(clients, asked, strict=True):
+        assert client.wait().tokens() == answer(one)
+
+
+def test_a_replica_that_leaves_while_it_is_down_leaves_nothing_behind(two: Service):
+    two.kill(two.replicas[0])
+    wait_for(lambda: len(two.router.replicas) == 1)
+    two.place(two.replicas[1])
+    books = two.router._dispatcher.books
+    wait_for(lambda: set(books.view) == {"r1"})
+    assert set(books._books) == {"r1"}
+
+
+def test_a_link_that_ends_under_a_question_costs_its_own_answer_alone(two: Service):
+    hangs = two.replicas[0]
+    hangs.answers = False
+    asked = two.router.state()
+    wait_for(lambda: hangs.asked)
+    hangs.hung = True  # the link is given up, and its channel with the question
+    assert asked.result(20).cache.hbm.total == 100
+
+
+def test_a_replica_that_is_never_of_use_is_asked_ever_less_often(two: Service):
+    other = two.add("r2", info=replace(INFO, model="other"))
+    two.place(*two.replicas)
+    wait_for(lambda: len(other.epochs) >= 3)
+    assert two.router._dispatcher.links["r2"]._pause >= 4 * PAUSES_S[0]
