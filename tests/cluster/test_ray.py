@@ -21,7 +21,7 @@ from tests.cluster._wait import until
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
-TOKENS = 200
+TOKENS = 100
 
 
 @pytest.fixture(scope="module")
