@@ -193,6 +193,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def compiling(self) -> bool:
+        """Whether the step under way compiles a program first, which may hold up the whole process."""
+        ...
+
+    @property
     def failure(self) -> Future[BaseException]:
         """Why the replica has failed; pending as long as it has not. A replica never recovers."""
         ...

@@ -54,6 +54,7 @@ class StandIn:
     """An engine's events: every live request gets a token at each step."""
 
     info = INFO
+    compiling = False
 
     def __init__(self, step_s: float):
         self._step_s = step_s

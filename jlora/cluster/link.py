@@ -169,6 +169,7 @@ class Stream:
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way
         self._over = False
+        self._patience: asyncio.Timeout | None = None  # of the write under way
         self._numbers = 0  # messages sent
         self._state: ReplicaState | None = None
         self._asked: Future[ReplicaState] = self._replica.state()
@@ -181,16 +182,9 @@ class Stream:
         reading.add_done_callback(lambda _: self._wake.set())
         try:
             while not (self._over or reading.done()):
-                try:
-                    async with asyncio.timeout(0 if self._told else IDLE_S):
-                        await self._wake.wait()
-                except TimeoutError:
-                    pass  # an idle message tells that this process lives
-                self._wake.clear()
-                self._woken = False
-                await self._write(await self._message())
-                if len(self._told) > MOST:
-                    raise ResourceExhausted(f"the router has left more than {MOST} messages of the engine unread")
+                idle = await self._idle()
+                if idle or self._told or self._refused:
+                    await self._write(await self._message())
             if reading.done():
                 reading.result()
         finally:
@@ -222,10 +216,23 @@ class Stream:
     async def _write(self, message: link.FromReplica) -> None:
         stall_s = self._replica.info.config.serve.stall_s
         try:
-            async with asyncio.timeout(stall_s):
+            async with asyncio.timeout(stall_s) as self._patience:
+                self._check_unread()
                 await self._context.write(message)
         except TimeoutError:
+            self._check_unread()
             raise ResourceExhausted(f"the router has read nothing for serve.stall_s = {stall_s:g} s") from None
+        finally:
+            self._patience = None
+
+    def _check_unread(self) -> None:
+        if len(self._told) > MOST:
+            raise ResourceExhausted(f"the router has left more than {MOST} messages of the engine unread")
+
+    def _overflow(self) -> None:
+        """The write under way, if there is one, takes too long."""
+        if self._patience is not None and len(self._told) > MOST:
+            self._patience.reschedule(self._loop.time())
 
     # -- from the router ----------------------------------------------------------------------
 
@@ -305,6 +312,8 @@ class Stream:
 
     def _tell(self, live: _Live, what: Told) -> None:
         self._told.append((live, what))
+        if len(self._told) == MOST + 1 and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._overflow)
         if not self._woken and not self._loop.is_closed():
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake.set)
@@ -371,7 +380,12 @@ class Stream:
             self._asked = self._replica.state()
         self._numbers += 1
         replica = self._replica
-        state = link.State(number=self._numbers, draining=self._backend.draining, age_s=replica.heartbeat_age())
+        state = link.State(
+            number=self._numbers,
+            draining=self._backend.draining,
+            compiling=replica.compiling,
+            age_s=replica.heartbeat_age(),
+        )
         if self._state is not None:
             stats, tier = self._state.stats, self._state.cache.hbm
             state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting

@@ -248,6 +248,10 @@ class Router(Replica):
         return max(0.0, time.monotonic() - self._dispatcher.up_at - 2 * TICK_S)
 
     @property
+    def compiling(self) -> bool:
+        return False
+
+    @property
     def failure(self) -> Future[BaseException]:
         return self._failure
 

@@ -256,6 +256,10 @@ class LocalReplica(Replica):
         return now - max(self._beat, engine.compiled_at)
 
     @property
+    def compiling(self) -> bool:
+        return self._engine.compiling
+
+    @property
     def failure(self) -> Future[BaseException]:
         return self._failure
 
