@@ -21,8 +21,9 @@ from jlora.cluster.books import Books
 from jlora.cluster.directory import Directory, Member, Version
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.proto import link_pb2 as link
-from jlora.cluster.requests import Broken, Routed, Table
+from jlora.cluster.requests import MOST_LOSSES, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
+from jlora.cluster.view import ReplicaView
 from jlora.errors import Busy, InvalidArgument, QueueFull, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
@@ -248,14 +249,16 @@ class Dispatcher:
         if routed.rid:
             if deadline is not None and now > deadline + GRACE_S:
                 self.abort(routed.handle)
-        elif now > (routed.since + PATIENCE_S if deadline is None else deadline):
+        elif now > (max(routed.since, self.up_at) + PATIENCE_S if deadline is None else deadline):
             self._fail(routed, Unavailable("no replica of the service can take the request"))
 
     def _pump(self) -> None:
-        """Sends what waits, if there is where to."""
+        """Sends what waits, as long as there is where to."""
         if any(seen.health == "up" for seen in self.books.view.values()):
+            now = time.monotonic()
             for routed in self.table.waiting():
-                self._dispatch(routed)
+                if routed.due <= now and not self._dispatch(routed):
+                    return
 
     def _move(self, name: str) -> None:
         """Takes the requests of a replica that drains to others, if there are some."""
@@ -269,21 +272,29 @@ class Dispatcher:
 
     def choose(self, ask: Ask, avoid: str = "") -> Attached | None:
         """Where a request would go now; to `avoid` only if no other replica is up."""
-        now, view = time.monotonic(), self.books.view
+        now = time.monotonic()
+        view = {name: seen for name, seen in self.books.view.items() if self._has_room(seen)}
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
         name = self.policy.choose(others, ask, now)
         if name is None and others is not view:
             name = self.policy.choose(view, ask, now)
         return None if name is None else self.links[name]
 
-    def _dispatch(self, routed: Routed) -> None:
-        """Sends a request that waits to a replica, if one is up."""
+    def _has_room(self, seen: ReplicaView) -> bool:
+        """Whether the replica has not all the requests of this router yet that it can queue and run."""
+        one = self.links.get(seen.name)  # None: it leaves the service just now
+        if one is None or one.info is None:
+            return False
+        return seen.sent < one.info.config.engine.max_queue + one.info.config.engine.max_seqs
+
+    def _dispatch(self, routed: Routed) -> bool:
+        """Sends a request that waits to a replica; False if none is up that has room."""
         request, version, entry = routed.resumed(), routed.version, self._entries[routed.handle]
         cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
         ask = ask_of(request, version, cached)
         to = self.choose(ask, routed.avoid)
         if to is None:
-            return
+            return False
         if self._prefixes is not None:
             self._prefixes.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, time.monotonic())
@@ -291,6 +302,7 @@ class Dispatcher:
         self.books.sent(to.name, ask)
         peers = () if version is None else self.directory.peers(version, to.name)
         to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
+        return True
 
     def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
         if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
@@ -328,16 +340,23 @@ class Dispatcher:
             self._fail(routed, error)
 
     def _lose(self, routed: Routed, why: Exception) -> None:
-        """The attempt is over before the request is; it goes on elsewhere."""
+        """The attempt is over before the request is; it goes on elsewhere.
+
+        What a client waits for already is never refused: it waits for room.
+        """
         self._settle(routed)
-        if events := self.table.lose(routed, time.monotonic()):
+        full = isinstance(why, Busy)
+        if events := self.table.lose(routed, time.monotonic(), refused=full):
             self._give(routed, events)
         if not routed.open:
             return
-        if routed.given_up:
+        if full:  # it waits until it is due
+            if routed.refusals >= MOST_LOSSES and self._entries[routed.handle].submitted is not None:
+                self._fail(routed, why)
+        elif routed.given_up:
             log.warning("request %s has been given up: %s", routed.request.id, why)
-            self._fail(routed, why if isinstance(why, Busy) else Unavailable(f"the request has failed often: {why}"))
-        elif not isinstance(why, Busy):  # otherwise it waits for the next tick
+            self._fail(routed, Unavailable(f"the request has failed often: {why}"))
+        else:
             self._dispatch(routed)
 
     def _fail(self, routed: Routed, error: Exception) -> None:

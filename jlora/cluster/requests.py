@@ -19,6 +19,8 @@ from jlora.types import Done, FinishReason, Request, Timing, TokenEvent, Usage
 
 # Attempts in a row that deliver nothing before a request is given up: it may be what kills the replicas.
 MOST_LOSSES = 8
+# Seconds before the next attempt after a refusal by a full replica: the first, doubled up to the last.
+REFUSED_S = (0.05, 1.0)
 
 
 class Broken(Exception):
@@ -53,6 +55,7 @@ class Routed:
         sent: when the attempt under way was sent; before the first one, when the request came.
         since: from when on it has waited for a replica.
         losses: attempts in a row that have delivered nothing.
+        refusals: attempts in a row that a replica has refused because it is full.
         avoid: where the last attempt was lost; "" on the first one.
     """
 
@@ -66,6 +69,7 @@ class Routed:
     sent: float = 0.0
     since: float = 0.0
     losses: int = 0
+    refusals: int = 0
     avoid: str = ""
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
@@ -89,6 +93,12 @@ class Routed:
         """Whether it has cost too many attempts."""
         return self.losses >= MOST_LOSSES
 
+    @property
+    def due(self) -> float:
+        """When its next attempt may begin."""
+        first, longest = REFUSED_S
+        return self.since + min(first * 2.0 ** min(self.refusals - 1, 16), longest) if self.refusals else self.since
+
     def resumed(self) -> Request:
         """The request for the next attempt: it goes on behind what has been delivered."""
         if not any(part.tokens or part.ended for part in self._parts):
@@ -110,7 +120,7 @@ class Routed:
     def deliver(self, event: TokenEvent, now: float) -> TokenEvent:
         """Takes an event that `wants` accepts; the one for the client, its usage and times over all attempts."""
         part = self._parts[event.index]
-        self._fruitful = True
+        self._fruitful, self.refusals = True, 0
         if event.prompt_logprobs is not None and part.tokens:
             event = replace(event, prompt_logprobs=None)  # the client has them
         if event.token_id is not None:
@@ -134,9 +144,12 @@ class Routed:
         """Ends the completions that run; their last events."""
         return [self._last(i, reason, error) for i, part in enumerate(self._parts) if not part.ended]
 
-    def lose(self) -> list[TokenEvent]:
-        """The attempt has ended without its last events; see `stopped`."""
-        self.losses = 0 if self._fruitful else self.losses + 1
+    def lose(self, refused: bool = False) -> list[TokenEvent]:
+        """The attempt has ended without its last events, or a full replica has refused it; see `stopped`."""
+        if refused:
+            self.refusals += 1
+        else:
+            self.losses = 0 if self._fruitful else self.losses + 1
         self._fruitful = False
         return self.stopped()
 
@@ -211,12 +224,12 @@ class Table:
         routed.rid, routed.replica, routed.sent = next(self._rids), replica, now
         self._attempts[routed.rid] = routed
 
-    def lose(self, routed: Routed, now: float) -> list[TokenEvent]:
+    def lose(self, routed: Routed, now: float, refused: bool = False) -> list[TokenEvent]:
         """The attempt is over, and the request waits for a replica; see `Routed.lose`."""
         self._attempts.pop(routed.rid, None)
         routed.avoid = routed.replica
         routed.rid, routed.replica, routed.since = 0, "", now
-        return routed.lose()
+        return routed.lose(refused)
 
     def end(self, routed: Routed) -> None:
         """Forgets a request; what its attempt still sends is old."""

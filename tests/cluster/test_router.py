@@ -418,3 +418,39 @@ def test_a_replica_that_is_never_of_use_is_asked_ever_less_often(two: Service):
     two.place(*two.replicas)
     wait_for(lambda: len(other.epochs) >= 3)
     assert two.router._dispatcher.links["r2"]._pause >= 4 * PAUSES_S[0]
+
+
+def test_a_request_that_has_begun_waits_for_room_however_often_it_is_refused(
+    two: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jlora.cluster.requests.REFUSED_S", (0.01, 0.02))
+    asked = request(max_tokens=400)
+    client = submit(two, asked)
+    busy = next(r for r in two.replicas if r.started)
+    other = next(r for r in two.replicas if r is not busy)
+    other.refuse = [(QueueFull("queue is full"), False)] * (MOST_LOSSES + 1)
+    wait_for(lambda: len(client.tokens()) > 5)
+    two.kill(busy)
+    whole(client, asked, two)
+    assert len(other.started) == MOST_LOSSES + 2
+
+
+def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Service):
+    engine = two.router.info.config.engine
+    room = (engine.max_queue + engine.max_seqs) // 2
+    for replica in two.replicas:
+        replica.paused = True
+    asked = [request(f"r{i}", max_tokens=2) for i in range(2 * room)]
+    clients = [submit(two, one) for one in asked]
+    two.kill(two.replicas[1])
+    dispatcher = two.router._dispatcher
+    wait_for(lambda: dispatcher.books.view["r1"].health != "up")
+    assert len(two.replicas[0].started) == room == len(dispatcher.table.waiting())
+    calls = []
+    choose, dispatcher.policy.choose = dispatcher.policy.choose, lambda *a: calls.append(a) or choose(*a)
+    ticks = dispatcher._ticked
+    wait_for(lambda: dispatcher._ticked > ticks + 0.2)
+    assert len(calls) <= 20  # not one for each that waits
+    two.replicas[0].paused = False
+    for client in clients:
+        client.wait()
