@@ -10,6 +10,7 @@
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
     caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
+    router                       what a router adds between a client and its replicas
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     failures                     R9: what replicas deliver while one of them is killed every minute
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)

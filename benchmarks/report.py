@@ -45,6 +45,7 @@ PAGES: Mapping[str, Page] = {
     "switches": Page("switches-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
+    "cluster-routing": Page("cluster-routing-*.jsonl"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }
 

@@ -304,3 +304,27 @@ def switches(study: Study) -> pd.DataFrame:
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
         made.append({**row, "control": controls(*(control(rows, side, "seconds") for side in ("unmerged", "merged")))})
     return pd.DataFrame(made)
+
+
+def routes(study: Study, kernel: str) -> pd.DataFrame:
+    """Every routing policy in every cell of one kernel; the seeds' mean."""
+    rows = study.rows[study.rows["kernel"] == kernel]
+    made = []
+    for cell, group in rows.groupby("cell", sort=False):
+        means = group.groupby("side", sort=False).mean(numeric_only=True)
+        ours = means["per_token_s"].get("jlora", float("nan"))
+        for side, mean in means.iterrows():
+            made.append(
+                {
+                    "cell": cell,
+                    "policy": side,
+                    "ms per token": f"{1e3 * mean['per_token_s']:.1f}",
+                    "p99": f"{1e3 * mean['per_token_p99_s']:.1f}",
+                    "Δ": "" if side == "jlora" or math.isnan(ours) else f"{ours / mean['per_token_s'] - 1:+.1%}",
+                    "attained": f"{mean['attainment']:.1%}",
+                    "TTFT p99 ms": f"{1e3 * mean['ttft_p99_s']:.0f}",
+                    "busiest / mean": f"{mean['imbalance']:.2f}",
+                    "seeds": group["round"].nunique(),
+                }
+            )
+    return pd.DataFrame(made)

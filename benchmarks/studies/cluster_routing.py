@@ -49,7 +49,7 @@ CASES = (
     Case("Figure 19", 60, 340.0, 40_000, 30.0),
     Case("Figure 19, answers x 4", 60, 340.0, 40_000, 30.0, longer=4.0),
 )
-QUICK = (Case("Figure 20", 3, 20.0, 200, 2.0),)
+QUICK = (Case("Figure 20", 2, 20.0, 50, 0.5),)
 
 
 def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, tuple[int, ...], float]:

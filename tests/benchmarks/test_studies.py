@@ -13,6 +13,7 @@ from benchmarks.__main__ import GROUPS, STUDIES
 from benchmarks.micro.cold_bounds import Bytes, table
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
+from benchmarks.studies.cluster_routing import SIDES
 from jlora.cli import BENCH, main
 
 
@@ -214,3 +215,14 @@ def test_a_wheel_says_where_the_studies_are(tmp_path: Path, monkeypatch: pytest.
     assert main(["bench", "throughput"]) == 2
     said = capsys.readouterr().out
     assert "Clone the repository" in said and "serve" in said
+
+
+def test_routing_is_played_with_both_kernels_under_every_policy(tmp_path: Path):
+    lines = study(tmp_path, "cluster-routing")
+    assert {(line["kernel"], line["side"]) for line in lines} == {
+        (kernel, side) for kernel in ("padded", "unpadded") for side in SIDES
+    }
+    assert all(line["unfinished"] == 0 and 0 < line["attainment"] <= 1 for line in lines)
+    assert render("cluster-routing", tmp_path / "out", draw=False)
+    page = (tmp_path / "out" / "cluster-routing.md").read_text()
+    assert "## Padded kernels" in page and "| Figure 20 | jlora |" in page
