@@ -172,12 +172,19 @@ class Controller(Directory):
             self.table.changed([row.name for row in rows])
 
     def learn(self, key: str, info: AdapterInfo) -> None:
-        """A replica has read a version whose digest was not known; from now on every replica must find the same."""
+        """A replica has read a version. If its digest was not known, it is known now, and binds every replica.
+
+        Raises DataLoss if the digest is another one.
+        """
         with self._publishing:
             row = self.registry.find(key.rpartition("@")[0])
-            if row is not None and key_of(row) == key and not row.digest and info.digest:
-                known = row_of(Version(row.name, row.uid, row.path), info, row.pinned, row.created)
-                self._record([replace(known, header=row.header, base=row.base, stamp=row.stamp)])
+            if row is None or key_of(row) != key or not info.digest:
+                return
+            if row.digest:
+                _check_digest(row.name, row.digest, info.digest)
+                return
+            known = row_of(Version(row.name, row.uid, row.path), info, row.pinned, row.created)
+            self._record([replace(known, header=row.header, base=row.base, stamp=row.stamp)])
 
     # -- unload, pin ----------------------------------------------------------------------------
 
@@ -245,12 +252,11 @@ class Controller(Directory):
                     raise
             load = pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=True, replace=True)
             info = self.calls.load(member.address, load).result(wanted)
-            if version.digest and info.digest != version.digest:
+            try:
+                _check_digest(version.name, version.digest or info.digest, info.digest)
+            except DataLoss:
                 list(self._gathered([member], lambda m: self.calls.unload(m.address, version.key)))
-                raise DataLoss(
-                    f"adapter {version.name!r}: its files have changed on the disk (sha256 {info.digest[:12]}…, "
-                    f"registered as {version.digest[:12]}…); restore them, or load it again with replace"
-                )
+                raise
             return info
 
         return result
@@ -343,6 +349,15 @@ class Controller(Directory):
         if not self._submit(lambda: settle(answer, run)):
             return failed(Unavailable("the controller has stopped"))
         return answer
+
+
+def _check_digest(name: str, known: str, read: str) -> None:
+    """Raises DataLoss if a replica has read other weights than those of the version."""
+    if read != known:
+        raise DataLoss(
+            f"adapter {name!r}: its files have changed on the disk (sha256 {read[:12]}…, registered as "
+            f"{known[:12]}…); restore them, or load it again with replace"
+        )
 
 
 def key_of(row: Row) -> str:

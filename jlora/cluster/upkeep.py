@@ -14,7 +14,7 @@ from jlora.adapters.names import is_key
 from jlora.cluster.controller import Controller, key_of
 from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
-from jlora.errors import JloraError, NotFound
+from jlora.errors import DataLoss, JloraError, NotFound
 from jlora.ports import System
 
 log = logging.getLogger(__name__)
@@ -40,9 +40,10 @@ class Upkeep:
         self._looked = system.clock()
         self._begun: dict[Task, float] = {}  # tasks under way or done, and when they may begin again
         self._pinned: set[Task] = set()
+        self._checked: set[Task] = set()
         self._epoch = 0  # of the table that these are of
         self._current: frozenset[str] = frozenset()
-        self._unread: frozenset[str] = frozenset()
+        self._found_keys: set[str] = set()  # current versions that nobody had read when they were registered
         self._to_pin: list[str] = []
 
     def start(self) -> None:
@@ -68,6 +69,7 @@ class Upkeep:
         up = {(member.name, member.address) for member in members}
         self._begun = {task: at for task, at in self._begun.items() if task[1:3] in up}
         self._pinned &= self._begun.keys()
+        self._checked &= self._begun.keys()
         self._read_table()
         for member in members:
             for key in member.tiers.keys() - self._current:
@@ -77,9 +79,10 @@ class Upkeep:
                 task = ("pin", member.name, member.address, key)
                 if task not in self._pinned or member.tiers.get(key) not in ("HBM", "LOADING"):
                     self._begin(task, now, self._pin_at)
-            for key in self._unread & member.tiers.keys():  # the first replica's digest binds
-                if member.tiers[key] in ("HBM", "HOST"):
-                    self._begin(("learn", member.name, member.address, key), now, self._ask)
+            for key in self._found_keys & member.tiers.keys():
+                task = ("digest", member.name, member.address, key)
+                if task not in self._checked and member.tiers[key] in ("HBM", "HOST"):
+                    self._begin(task, now, self._check)
         if now - self._looked >= POLL_S:
             self._look()
             self._looked = self._clock()
@@ -90,7 +93,8 @@ class Upkeep:
             return
         versions = registry.versions()
         self._current = frozenset(version.key for version in versions)
-        self._unread = frozenset(version.key for version in versions if not version.digest)
+        self._found_keys |= {version.key for version in versions if not version.digest}
+        self._found_keys &= self._current
         self._to_pin = [version.key for version in versions if version.pinned]
         self._epoch = epoch
 
@@ -107,10 +111,17 @@ class Upkeep:
             pinned(lambda: not self._ended.is_set())
             self._pinned.add(task)
 
-    def _ask(self, task: Task) -> None:
+    def _check(self, task: Task) -> None:
+        """The first replica that reads a version says what its digest is; one that read something else loses it."""
         _, _, address, key = task
         info = self._controller.calls.get(address, key).result(lambda: not self._ended.is_set())
-        self._controller.learn(key, info)
+        try:
+            self._controller.learn(key, info)
+        except DataLoss:
+            self._controller.calls.unload(address, key).result(lambda: not self._ended.is_set())
+            raise
+        if info.digest:
+            self._checked.add(task)
 
     def _look(self) -> None:
         """Directories that have come and gone."""

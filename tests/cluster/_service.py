@@ -15,18 +15,20 @@ from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.cluster.upkeep import Upkeep
+from jlora.model.spec import ModelSpec
 from jlora.ports import System
 from jlora.types import AdapterInfo
+from tests import _make
 from tests.serve import _server
 from tests.serve._server import Served
 
-SMALL: Mapping[str, Any] = {
-    "cache.hbm_blocks": 160,
-    "cache.block_tokens": 8,
-    "engine.max_seqs": 4,
-    "engine.layers": "scan",
-    "engine.warmup": False,  # programs compile with the first request that needs them
-}
+# Of the servers' tests, whose programs are compiled once for all; only those that are needed.
+SMALL: Mapping[str, Any] = {**_server.SMALL, "engine.warmup": False}
+
+
+def text_spec() -> ModelSpec:
+    """The shape of `text_model`."""
+    return _make.tiny_spec(vocab=_server.VOCAB, max_len=_server.MAX_LEN, eos_ids=(_server.END,))
 
 
 @contextmanager

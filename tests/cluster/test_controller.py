@@ -216,6 +216,21 @@ def test_a_directory_is_known_by_its_headers_and_its_digest_by_the_first_read(
         assert service.controller.current("first").key == version.key
 
 
+def test_of_two_replicas_that_read_different_files_the_first_one_has_the_version(
+    two: list[Served], tiny_model: Path, tiny_spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(upkeep, "AGAIN_S", 0.05)
+    path = _make.make_adapter(tmp_path / "all" / "a", tiny_spec, seed=4, r=2)
+    with _service.service(two, adapters__dir=str(tmp_path / "all"), model__path=str(tiny_model)) as service:
+        key = service.controller.current("a").key
+        service.served[0].replica.load_adapter(key, str(path)).result(60)
+        wait_until(lambda: service.upkeep.round() or service.controller.current("a").digest)
+        _make.make_adapter(path, tiny_spec, seed=5, r=2)
+        service.served[1].replica.load_adapter(key, str(path)).result(60)
+        service.until(1, set())
+        assert service.controller.current("a").digest == service.at(0)[key].digest
+
+
 def test_a_pin_reads_the_version_and_no_other(service: Service, path: str, tiny_spec: ModelSpec):
     """The files have changed since: the replica that comes late must not serve them under the old version."""
     service.up = [0]

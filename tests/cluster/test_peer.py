@@ -22,12 +22,11 @@ from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
 from jlora.engine.local import LocalReplica
 from jlora.errors import DataLoss, NotFound, Unavailable
-from jlora.model.spec import ModelSpec
 from jlora.serve.client import Login
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
 from tests.cluster._links import Loop
-from tests.cluster._service import SMALL
+from tests.cluster._service import SMALL, text_spec
 
 SECRET = Secret("the token of these tests")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -100,8 +99,8 @@ def side(loop: Loop, model: Path, **settings: Any) -> Side:
 
 
 @pytest.fixture(scope="module")
-def pair(loop: Loop, tiny_model: Path) -> Iterator[tuple[Side, Side]]:
-    both = side(loop, tiny_model), side(loop, tiny_model)
+def pair(loop: Loop, text_model: Path) -> Iterator[tuple[Side, Side]]:
+    both = side(loop, text_model), side(loop, text_model)
     yield both
     for one in both:
         one.fetcher.close()
@@ -119,13 +118,11 @@ class World:
 
 
 @pytest.fixture
-def world(
-    pair: tuple[Side, Side], tmp_path: Path, tiny_spec: ModelSpec, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[World]:
+def world(pair: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
     """A version that the giver has in its host tier, and the taker does not know; in many small chunks."""
     monkeypatch.setattr(peers, "CHUNK_BYTES", 3000)
     giver, taker = pair
-    path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=5, r=8, targets=tuple(_make.MODULES))
+    path = _make.make_adapter(tmp_path / "a", text_spec(), seed=5, r=8, targets=tuple(_make.MODULES))
     info = giver.engine.load_adapter("a@1", str(path)).result(60)
     giver.servicer.offsets.clear()
     giver.servicer.damage = lambda chunk: chunk
@@ -228,9 +225,9 @@ def test_files_that_are_read_sooner_are_read(world: World):
     assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets == [-1]
 
 
-def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_version(world: World, tiny_spec: ModelSpec):
+def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_version(world: World):
     world.taker.fetcher._path_bps = 1e12
-    _make.make_adapter(world.path, tiny_spec, seed=77, r=8, targets=tuple(_make.MODULES))
+    _make.make_adapter(world.path, text_spec(), seed=77, r=8, targets=tuple(_make.MODULES))
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
 
@@ -253,8 +250,8 @@ def test_without_the_token_nothing_is_given(world: World):
     assert e.value.code() == grpc.StatusCode.UNAUTHENTICATED
 
 
-def test_a_pool_of_another_block_size_takes_nothing_from_a_peer(world: World, loop: Loop, tiny_model: Path):
-    other = side(loop, tiny_model, cache__block_tokens=16)
+def test_a_pool_of_another_block_size_takes_nothing_from_a_peer(world: World, loop: Loop, text_model: Path):
+    other = side(loop, text_model, cache__block_tokens=32)
     try:
         other.adopt(world.version)  # from its files: the peer's head is of another pool
         with pytest.raises(DataLoss, match="block size"):

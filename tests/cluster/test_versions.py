@@ -24,7 +24,6 @@ from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.upkeep import Upkeep
 from jlora.errors import DataLoss
-from jlora.model.spec import ModelSpec
 from jlora.ports import System
 from jlora.replica import Load
 from jlora.serve.backend import Backend
@@ -35,17 +34,22 @@ from jlora.validation import validate
 from tests import _make
 from tests.cluster._links import Loop, wait_for
 from tests.cluster._real import SECRET, Seat, engines
-from tests.cluster._service import SMALL
+from tests.cluster._service import SMALL, text_spec
 from tests.serve._server import PATIENT
 
 PROMPT = tuple(range(3, 12))
-LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+LONG = 1000  # tokens: the answer still runs when the test has done something else
 
 
 class Whole(Seat):
     """A replica with all services of the cluster, as `jlora cluster replica` has them."""
 
     fetcher: Fetcher
+
+    grpc: GrpcServer
+
+    def kill(self) -> None:
+        self.loop.run(self.grpc.stop(0))
 
     def start(self) -> None:
         self.backend = Backend(self.engine)
@@ -57,9 +61,9 @@ class Whole(Seat):
             rpc.add_PeerServicer_to_server(PeerServicer(lambda: self.engine, SECRET), server)
 
         async def start() -> None:
-            self._server = GrpcServer(self.backend, PATIENT, services=[add])
-            self.address = f"127.0.0.1:{self._server.bind('127.0.0.1', 0)}"
-            await self._server.start()
+            self.grpc = GrpcServer(self.backend, PATIENT, services=[add])
+            self.address = f"127.0.0.1:{self.grpc.bind('127.0.0.1', 0)}"
+            await self.grpc.start()
 
         self.loop.run(start())
 
@@ -72,7 +76,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     ended: bool = False
 
-    def read(self, least: int = 1000) -> list[int]:
+    def read(self, least: int = 2 * LONG) -> list[int]:
         """The tokens so far, once there are `least` or all. Raises the error that ended it."""
         while not self.ended and len(self.tokens) < least:
             for event in self.events.get(timeout=60):
@@ -91,9 +95,10 @@ class World:
     seats: list[Whole]
     asked: int = 0
 
-    def ask(self, adapter: str) -> Answer:
+    def ask(self, adapter: str, tokens: int = 64) -> Answer:
         answer, self.asked = Answer(), self.asked + 1
-        request = validate(Request(f"q{self.asked}", PROMPT, LONG, adapter=adapter), self.router.info.limits)
+        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
+        request = validate(Request(f"q{self.asked}", PROMPT, sampling, adapter=adapter), self.router.info.limits)
         self.router.submit(request, answer.events.put).result(60)
         return answer
 
@@ -102,8 +107,8 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world(tiny_model: Path) -> Iterator[World]:
-    config = configuration.load(None, {**SMALL, "model.path": str(tiny_model)})
+def world(text_model: Path) -> Iterator[World]:
+    config = configuration.load(None, {**SMALL, "model.path": str(text_model)})
     system = System()
     with engines([config] * 2) as made, ExitStack() as opened:
         loop = Loop()
@@ -132,20 +137,20 @@ def world(tiny_model: Path) -> Iterator[World]:
 
 
 @pytest.fixture
-def path(tmp_path: Path, tiny_spec: ModelSpec) -> str:
-    return str(_make.make_adapter(tmp_path / "one", tiny_spec, seed=3, r=4))
+def path(tmp_path: Path) -> str:
+    return str(_make.make_adapter(tmp_path / "one", text_spec(), seed=3, r=4))
 
 
 @pytest.fixture
-def other(tmp_path: Path, tiny_spec: ModelSpec) -> str:
-    return str(_make.make_adapter(tmp_path / "two", tiny_spec, seed=8, r=4))
+def other(tmp_path: Path) -> str:
+    return str(_make.make_adapter(tmp_path / "two", text_spec(), seed=8, r=4))
 
 
 def test_a_load_at_the_router_serves_at_every_replica(world: World, path: str):
     info = world.router.load_adapter("all", path).result(60)
     asked = [world.ask("all") for _ in range(4)]
     first, *rest = [answer.read() for answer in asked]
-    assert len(first) == 100 and all(tokens == first for tokens in rest)
+    assert len(first) == 64 and all(tokens == first for tokens in rest)
     wait_for(lambda: all("all@1" in {r.name for r in seat.engine.records()} for seat in world.seats))
     assert all(seat.engine.adapter(f"all@{info.uid}").result(20).digest == info.digest for seat in world.seats)
     world.router.unload_adapter("all").result(60)
@@ -158,12 +163,13 @@ def test_a_version_replaced_under_running_requests_never_mixes_with_the_next(wor
     world.router.load_adapter("w", other).result(60)
     new = world.ask("w").read()
     assert old != new
-    before = [world.ask("v") for _ in range(3)]
+    before = [world.ask("v", LONG // 2) for _ in range(3)]
     for answer in before:
         answer.read(least=3)
     world.router.load_adapter("v", other, replace=True).result(60)
     after = [world.ask("v") for _ in range(3)]
-    assert [answer.read() for answer in before] == [old] * 3
+    assert [answer.read()[:64] for answer in before] == [old] * 3
+    assert before[0].tokens == before[1].tokens == before[2].tokens
     assert [answer.read() for answer in after] == [new] * 3
     current = {world.controller.current(name).key for name in ("v", "w")}
     wait_for(lambda: world.keys() == current)
@@ -174,8 +180,8 @@ def test_a_version_replaced_under_running_requests_never_mixes_with_the_next(wor
 def test_an_answer_goes_on_elsewhere_with_the_version_that_it_began_with(world: World, path: str, other: str):
     """Its replica is lost after the name has come to stand for another version."""
     world.router.load_adapter("v", path).result(60)
-    old = world.ask("v").read()
-    answer = world.ask("v")
+    old = world.ask("v", LONG).read()
+    answer = world.ask("v", LONG)
     answer.read(least=3)
     world.router.load_adapter("v", other, replace=True).result(60)
     lost = next(seat for seat in world.seats if seat.running)
@@ -188,13 +194,13 @@ def test_an_answer_goes_on_elsewhere_with_the_version_that_it_began_with(world: 
     world.router.unload_adapter("v").result(60)
 
 
-def test_a_replica_whose_files_differ_ends_the_requests_that_need_them(world: World, path: str, tiny_spec: ModelSpec):
+def test_a_replica_whose_files_differ_ends_the_requests_that_need_them(world: World, path: str):
     world.router.load_adapter("v", path).result(60)
     for seat in world.seats:
         for record in seat.engine.records():
             seat.engine.unload_adapter(record.name).result(20)
     wait_for(lambda: not any(member.tiers for member in world.controller.members()))
-    _make.make_adapter(path, tiny_spec, seed=99, r=4)
+    _make.make_adapter(path, text_spec(), seed=99, r=4)
     with pytest.raises(DataLoss, match="files have changed"):
         world.ask("v").read()
     world.router.unload_adapter("v").result(60)
@@ -223,5 +229,5 @@ def test_a_load_in_the_midst_of_which_its_replica_dies_is_anothers(
     dies.start()
     world.router.place({seat.name: seat.address for seat in world.seats})
     wait_for(lambda: len(world.router.replicas) == 2)
-    assert len(world.ask("v").read()) == 100
+    assert len(world.ask("v").read()) == 64
     world.router.unload_adapter("v").result(60)
