@@ -212,6 +212,8 @@ class LocalFleet:
             if not self._stopping.is_set():
                 log.warning("replica %s: starts again in %g s", name, wait_s)
                 self._stopping.wait(wait_s)
+        if not up.done():  # stopped before it began
+            up.set_exception(Unavailable(f"replica {name}: the fleet stops"))
 
     def _run(self, config: Config, up: Future[None]) -> None:
         """One life of a replica. Raises Unavailable or OSError if it does not come to serve."""

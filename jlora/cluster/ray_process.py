@@ -114,6 +114,8 @@ class RayFleet:
                 log.error("Ray's driver has ended (%s); replicas stay where they are; again in %g s", end, wait_s)
                 self._stopping.wait(wait_s)
                 wait_s = min(2 * wait_s, longest_s)
+        if not up.done():  # stopped before it began
+            up.set_exception(Unavailable("the fleet stops"))
 
     def _drive(self, up: Future[None]) -> str:
         """One life of the driver; why it ended. Raises OSError."""

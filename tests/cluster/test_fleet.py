@@ -20,6 +20,7 @@ from jlora.cluster import fleet as fleets
 from jlora.cluster import worker
 from jlora.cluster.child import flags_of
 from jlora.cluster.fleet import LocalFleet, StaticFleet, replica_config, resolve
+from jlora.cluster.ray_process import RayFleet
 from jlora.config import Config
 from jlora.errors import Unavailable
 from jlora.serve import flags, launcher
@@ -202,3 +203,17 @@ def test_a_static_fleet_follows_dns(monkeypatch: pytest.MonkeyPatch):
 def test_one_machine_is_one_replica_on_both_stacks():
     assert resolve("localhost:50051") == ("127.0.0.1:50051",)
     assert resolve("[::1]:50051") == ("[::1]:50051",)
+
+
+@pytest.mark.parametrize("kind", [LocalFleet, RayFleet])
+def test_a_fleet_that_is_stopped_before_it_starts_does_not_wait(kind: type):
+    made, ended = kind(config(), FAKE), threading.Event()
+    made.stop()
+
+    def start() -> None:
+        with pytest.raises(Unavailable, match="the fleet stops"):
+            made.start(Seen())
+        ended.set()
+
+    threading.Thread(target=start, daemon=True).start()
+    assert ended.wait(20)
