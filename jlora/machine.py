@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -73,3 +74,20 @@ def resident_bytes() -> int:
     """Memory that this process holds now; 0 where the system does not say."""
     statm = Path("/proc/self/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
+
+
+def available_bytes() -> int:
+    """Memory that the machine can give without swapping (Linux; elsewhere its free pages)."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+    except OSError:
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def spare_bytes() -> int:
+    """Memory that this process may still take: of the machine, and of its own limit of address space."""
+    most, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
+    if most == resource.RLIM_INFINITY or not statm.exists():
+        return available_bytes()
+    return min(available_bytes(), most - int(statm.read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +13,7 @@ from jlora.config import Config
 from jlora.engine import device
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
+from jlora.machine import available_bytes
 from jlora.model.spec import ModelSpec
 
 
@@ -71,7 +71,7 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[in
         ConfigError: the largest adapter does not fit, or the tier is larger than the memory.
     """
     cache = config.cache
-    room = min(_available(), _cgroup_limit()) // layout.block_bytes
+    room = min(available_bytes(), _cgroup_limit()) // layout.block_bytes
     asked = int(cache.host_gib * 2**30) // layout.block_bytes
     if cache.host_gib and not asked:
         raise ConfigError(
@@ -99,16 +99,7 @@ def free_memory(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return min(_available(), _cgroup_limit())
-
-
-def _available() -> int:
-    """Bytes that the machine can give without swapping (Linux; elsewhere its free pages)."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min(available_bytes(), _cgroup_limit())
 
 
 def _cgroup_limit() -> int:

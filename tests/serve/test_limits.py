@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -81,6 +83,30 @@ def test_a_text_that_may_fit_is_tokenized_beside_the_loop(served: Served, work: 
     assert len(counted.token_ids) > MAX_LEN, "Tokenize also says by how much a prompt is too long"
     assert work.texts == [work.most_chars] * 2
     assert all(name.startswith("jlora-text") for name in work.threads)
+
+
+def test_a_text_that_the_memory_does_not_hold_is_refused(served: Served, work: Work, monkeypatch: pytest.MonkeyPatch):
+    """The tokenizer's library would abort the process."""
+    monkeypatch.setattr(workers.machine, "spare_bytes", lambda: 20 << 20)
+    with refused(CODE.RESOURCE_EXHAUSTED, "too little memory for a text of 20481 characters"):
+        served.inference.Tokenize(pb.TokenizeRequest(text="x" * 20_481))
+    assert not work.texts
+    for count in (20_480, 2000):
+        assert served.inference.Tokenize(pb.TokenizeRequest(text="x" * count)).token_ids
+    monkeypatch.undo()
+    assert served.inference.Tokenize(pb.TokenizeRequest(text="x" * 20_481)).token_ids
+
+
+def test_a_limit_of_the_address_space_is_seen():
+    code = """
+import resource
+from jlora import machine
+whole = machine.spare_bytes()
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), -1))
+assert (32 << 20) < machine.spare_bytes() <= 64 << 20 < whole, machine.spare_bytes()
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_a_chat_is_bounded_by_the_number_of_its_messages(served: Served, work: Work):
