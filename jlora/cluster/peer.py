@@ -210,7 +210,7 @@ class Fetcher:
         except (NotFound, DataLoss):
             if first or not peers or (new := self._from_peers(peers, record, unwanted)) is None:
                 raise
-            return new
+            return replace(new, stamp=())  # no files are behind it: it must not leave memory
         self._path_bps = _learned(self._path_bps, new.bytes, new.read_s)
         return new
 

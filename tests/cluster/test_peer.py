@@ -230,6 +230,9 @@ def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_versi
     _make.make_adapter(world.path, text_spec(), seed=77, r=8, targets=tuple(_make.MODULES))
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+    (record,) = world.taker.engine.records()
+    world.taker.engine._watch.look()
+    assert not record.node.backed  # it stays in memory, since no files of it are left
 
 
 def test_a_digest_that_nobody_has_is_data_loss(world: World):
