@@ -12,7 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,7 @@ class _Live:
     open: int
     handle: int | None = None  # the replica's, once it is queued
     gone: bool = False  # nobody waits for it any more
+    stops: list[link.Stop] = field(default_factory=list)  # that wait until it is queued
 
 
 class LinkServicer(rpc.LinkServicer):
@@ -245,9 +246,9 @@ class Stream:
                     if (live := self._live.get(message.cancel.rid)) is not None:
                         self._give_up(live)
                 case "stop":
-                    stop, live = message.stop, self._live.get(message.stop.rid)
-                    if live is not None and live.handle is not None:
-                        self._replica.stop(live.handle, stop.index, stop.outputs)
+                    if (live := self._live.get(message.stop.rid)) is not None:
+                        live.stops.append(message.stop)
+                        self._stop(live)
 
     def _start(self, start: link.Start) -> None:
         if start.rid in self._live:
@@ -268,6 +269,12 @@ class Stream:
     def _submit(self, live: _Live) -> None:
         submitted = self._replica.submit(live.request, partial(self._put, live))
         submitted.add_done_callback(partial(self._submitted, live))
+
+    def _stop(self, live: _Live) -> None:
+        """Passes stops on; one for what an earlier attempt has delivered may come before the request is queued."""
+        while live.handle is not None and live.stops:
+            stop = live.stops.pop()
+            self._replica.stop(live.handle, stop.index, stop.outputs)
 
     def _give_up(self, live: _Live) -> None:
         """Nobody waits for the request any more. Its submission may be under way: `_submitted` looks."""
@@ -328,6 +335,7 @@ class Stream:
                 continue
             if what is None:
                 live.version = None
+                self._stop(live)
                 message.begun.append(live.rid)
             elif isinstance(what, Exception):
                 self._not_begun(live, what)

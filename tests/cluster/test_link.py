@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,7 +18,7 @@ from jlora.cluster import wire
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.secret import Secret
-from jlora.types import Request, SamplingParams
+from jlora.types import Done, Request, SamplingParams
 from tests.cluster._link import Linked, done_of, linked, outputs
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, SEEDED, TABLES, running, serve, tokens
@@ -200,6 +201,25 @@ def test_an_adapter_that_is_not_known_is_adopted_for_all_who_wait_for_it(
         got = [outputs(router.whole(rid)) for rid in range(1, 5)]
     assert set(asked) == {"large@9"}
     assert got == [tokens(serve(alone, [request])["r"])] * 4
+
+
+def test_a_stop_that_comes_before_its_request_is_queued_is_kept(replicas: tuple[Running, Running], versions: dict):
+    stopped = threading.Event()
+
+    async def adopt(version: link.Version) -> None:
+        await asyncio.to_thread(stopped.wait, 60)
+        await asyncio.wrap_future(replicas[0].replica.load_adapter(version.key, version.path, lazy=True))
+
+    version = replace(versions["large"], number=11)
+    request = Request("r", PROMPT, LONG, adapter="large", done=(Done((5, 6, 7)),))
+    with linked(replicas[0].replica, adopt) as one, one.attach() as router:
+        router.start(1, request, version)
+        router.send(stop=link.Stop(rid=1, index=0, outputs=2))
+        router.start(2, Request("bad", (1000,), GREEDY))
+        router.until(lambda r: r.failures(2))  # so the stop has been read, too
+        stopped.set()
+        last = router.whole(1)[-1]
+    assert (last.finish_reason, last.usage.completion_tokens) == ("stop", 2)
 
 
 def test_a_replica_that_drains_gives_its_requests_up(tiny_model: Path, alone: Running):
