@@ -198,7 +198,7 @@ class FittedSteps:
 
     def write(self, path: Path) -> None:
         """Writes the file."""
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")  # NaN becomes null
 
     def check(self, spec: ModelSpec, device: str, chips: int, block_tokens: int) -> None:
         """Raises ConfigError if it was fitted to another model, machine or pool than these."""

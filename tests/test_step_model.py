@@ -60,8 +60,11 @@ def test_cold_starts_are_predicted_from_the_file():
 
 
 def test_a_file_is_read_again(tmp_path: Path):
-    STEPS.write(tmp_path / "steps.json")
-    assert FittedSteps.read(tmp_path / "steps.json") == STEPS and FittedSteps.wrote(tmp_path / "steps.json")
+    path = tmp_path / "steps.json"
+    STEPS.write(path)
+    assert FittedSteps.read(path) == STEPS and FittedSteps.wrote(path)
+    dataclasses.replace(STEPS, facts={"r2": float("nan")}).write(path)
+    assert FittedSteps.read(path).facts == {"r2": None}
 
 
 @pytest.mark.parametrize(

@@ -47,7 +47,8 @@ def keep(found: Found, records: Records, out: Path) -> None:
             loads = {"decode": step.decode, "prompt": step.prompt, "ranks": step.ranks}
             records.add(which, "step", i, {**sample, **loads, "padded": launches.padded(step)})
     for i, row in enumerate(found.rows):
-        records.add("quality", row["form"], i, row)
+        told = {key: value for key, value in row.items() if row["form"] != "noise" or key != "r2"}  # NaN
+        records.add("quality", row["form"], i, told)
 
 
 def _written(folder: Path, spec: ModelSpec) -> Path:
