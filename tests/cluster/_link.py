@@ -103,7 +103,7 @@ class Router:
         except grpc.RpcError as e:
             code, said = e.code(), e.details()  # pyright: ignore[reportAttributeAccessIssue]
         with self._changed:
-            self.ended, self.said = code, said
+            self.ended, self.said = code, said or ""
             self._changed.notify_all()
 
     def send(self, **what: Any) -> None:

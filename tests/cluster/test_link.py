@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from jlora import config
+from jlora.cluster import link as module
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
@@ -170,6 +171,23 @@ def test_cancel_and_stop_end_a_request_and_a_completion(links: tuple[Linked, Lin
         assert (last.finish_reason, last.usage.completion_tokens) == ("stop", 2)
         router.until(lambda r: r.finished(2, 2) and idle(links[0]))
         assert not router.finished(1) and len(router.tokens(1)) < 100
+
+
+@pytest.mark.parametrize("at_once", [4, 1024])
+def test_prompt_logprobs_come_once_with_the_first_token(
+    links: tuple[Linked, Linked], monkeypatch: pytest.MonkeyPatch, at_once: int
+):
+    monkeypatch.setattr(module, "SCORES", at_once)  # more are converted on a thread
+    request = Request("r", PROMPT, replace(GREEDY, prompt_logprobs=1))
+    with links[0].attach() as router:
+        router.start(1, request)
+        got = router.whole(1)
+        router.start(2, replace(request, done=done_of(got[:3], request)))
+        rest = router.whole(2)
+    assert [len(token.prompt_logprobs) for token in got] == [len(PROMPT)] + [0] * 11
+    assert not any(token.prompt_logprobs for token in rest)
+    assert [token.position for token in rest] == list(range(3, 12))
+    assert outputs(got[:3] + rest) == outputs(got)
 
 
 def test_a_bad_request_fails_alone(links: tuple[Linked, Linked]):

@@ -13,7 +13,7 @@ from jlora.types import Done, Request, SamplingParams, TokenEvent
 from tests import _make
 from tests.engine._bench import Bench
 from tests.engine._replica import Running
-from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve
+from tests.engine.test_engine import GREEDY, SEEDED, TABLES, running, serve, tokens
 from tests.engine.test_shares import accounts, fresh
 
 INVOKES = 90
@@ -38,8 +38,8 @@ def cut(request: Request, events: list[TokenEvent], at: int) -> Request:
     """The request as a router sends it on after `at` tokens of each completion."""
     done = []
     for index in range(request.sampling.n):
-        mine = [e for e in events if e.index == index and e.token_id is not None]
-        done.append(Done(tuple(e.token_id for e in mine[:at]), len(mine) <= at))
+        mine = tokens(by_completion(events, index))
+        done.append(Done(tuple(mine[:at]), len(mine) <= at))
     return replace(request, id=f"{request.id}, from {at}", done=tuple(done))
 
 
@@ -81,10 +81,12 @@ def check(resumed: Request, whole: list[TokenEvent], got: list[TokenEvent]) -> N
         assert [e.token_id for e in mine] == [e.token_id for e in wanted[at:]]
         assert mine[-1].finish_reason == wanted[-1].finish_reason
         usage, all_ = mine[-1].usage, wanted[-1].usage
+        assert usage is not None and all_ is not None
         assert (usage.prompt_tokens, usage.completion_tokens) == (all_.prompt_tokens, all_.completion_tokens)
         assert usage.cached_tokens <= usage.prompt_tokens
         for one, other in zip(mine, wanted[at:], strict=True):
             if other.logprob is not None:
+                assert one.logprob is not None
                 assert one.logprob.logprob == pytest.approx(other.logprob.logprob, abs=1e-4)
                 assert [t for t, _ in one.logprob.top] == [t for t, _ in other.logprob.top]
             assert (one.prompt_logprobs is None) == (other.prompt_logprobs is None)
