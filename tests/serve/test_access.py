@@ -134,10 +134,9 @@ def test_metadata_is_bounded(guarded: Guarded):
 
 def test_open_calls_without_a_key_end_when_others_come(guarded: Guarded, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(keyless, "MOST", 3)
-    silence = SimpleQueue[bytes | None]()
     health, reflection = "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"
     for method in (f"{health}/Check", f"{health}/Watch", f"{reflection}/ServerReflectionInfo"):
-        stub = guarded.served.channel.stream_stream(f"/{method}")
+        stub, silence = guarded.served.channel.stream_stream(f"/{method}"), SimpleQueue[bytes | None]()
         calls: list[Any] = [stub(iter(silence.get, None), timeout=60) for _ in range(5)]
         wait_until(lambda calls=calls: sum(call.done() for call in calls) == 2)
         assert {call.code() for call in calls if call.done()} == {CODE.RESOURCE_EXHAUSTED}
