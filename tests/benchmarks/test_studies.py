@@ -205,7 +205,7 @@ def test_the_pages_of_this_repository_come_from_their_records(tmp_path: Path):
 def test_a_page_of_results_names_a_study_that_is_there_or_says_that_it_left():
     for page in (Path(__file__).parents[2] / "docs" / "results").glob("*.md"):
         text = page.read_text()
-        for name in re.findall(r"`(?:NPROC=1 )?jlora bench ([a-z]+)", text):
+        for name in re.findall(r"`(?:NPROC=1 )?jlora bench ([a-z-]+)", text):
             known = name in (*STUDIES, *GROUPS, *BENCH)
             assert known or f"no longer in the tree: `jlora bench {name}" in text.replace("NPROC=1 ", ""), page.name
 
