@@ -27,9 +27,13 @@ def two(tiny_model: Path) -> Iterator[list[Served]]:
         yield served
 
 
-@pytest.fixture
-def service(two: list[Served], monkeypatch: pytest.MonkeyPatch) -> Iterator[Service]:
+@pytest.fixture(autouse=True)
+def soon_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(upkeep, "AGAIN_S", 0.05)
+
+
+@pytest.fixture
+def service(two: list[Served]) -> Iterator[Service]:
     with _service.service(two) as made:
         yield made
 
@@ -217,9 +221,8 @@ def test_a_directory_is_known_by_its_headers_and_its_digest_by_the_first_read(
 
 
 def test_of_two_replicas_that_read_different_files_the_first_one_has_the_version(
-    two: list[Served], tiny_model: Path, tiny_spec: ModelSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    two: list[Served], tiny_model: Path, tiny_spec: ModelSpec, tmp_path: Path
 ):
-    monkeypatch.setattr(upkeep, "AGAIN_S", 0.05)
     path = _make.make_adapter(tmp_path / "all" / "a", tiny_spec, seed=4, r=2)
     with _service.service(two, adapters__dir=str(tmp_path / "all"), model__path=str(tiny_model)) as service:
         key = service.controller.current("a").key
