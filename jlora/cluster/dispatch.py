@@ -356,7 +356,7 @@ class Dispatcher:
         elif routed.given_up:
             log.warning("request %s has been given up: %s", routed.request.id, why)
             self._fail(routed, Unavailable(f"the request has failed often: {why}"))
-        else:
+        elif routed.due <= routed.since:  # otherwise the replicas get time to recover, or to be known as lost
             self._dispatch(routed)
 
     def _fail(self, routed: Routed, error: Exception) -> None:

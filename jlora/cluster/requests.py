@@ -19,8 +19,9 @@ from jlora.types import Done, FinishReason, Request, Timing, TokenEvent, Usage
 
 # Attempts in a row that deliver nothing before a request is given up: it may be what kills the replicas.
 MOST_LOSSES = 8
-# Seconds before the next attempt after a refusal by a full replica: the first, doubled up to the last.
-REFUSED_S = (0.05, 1.0)
+# Seconds before the next attempt after a refusal by a full replica, or a second attempt that came to nothing:
+# the first, doubled up to the last.
+AGAIN_S = (0.05, 1.0)
 
 
 class Broken(Exception):
@@ -96,8 +97,8 @@ class Routed:
     @property
     def due(self) -> float:
         """When its next attempt may begin."""
-        first, longest = REFUSED_S
-        return self.since + min(first * 2.0 ** min(self.refusals - 1, 16), longest) if self.refusals else self.since
+        (first, longest), tries = AGAIN_S, max(self.refusals, self.losses - 1)
+        return self.since + min(first * 2.0 ** min(tries - 1, 16), longest) if tries > 0 else self.since
 
     def resumed(self) -> Request:
         """The request for the next attempt: it goes on behind what has been delivered."""

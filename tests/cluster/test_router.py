@@ -155,7 +155,8 @@ def fail(service: Service, replica) -> None:
     dispatcher.received(dispatcher.links[replica.name], message)
 
 
-def test_a_request_that_kills_replicas_is_given_up(two: Service):
+def test_a_request_that_kills_replicas_is_given_up(two: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jlora.cluster.requests.AGAIN_S", (0.01, 0.02))
     for replica in two.replicas:
         replica.refuse = [(Unavailable("a step has failed"), True)] * MOST_LOSSES
     with pytest.raises(Unavailable, match="failed often"):
@@ -423,7 +424,7 @@ def test_a_replica_that_is_never_of_use_is_asked_ever_less_often(two: Service):
 def test_a_request_that_has_begun_waits_for_room_however_often_it_is_refused(
     two: Service, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("jlora.cluster.requests.REFUSED_S", (0.01, 0.02))
+    monkeypatch.setattr("jlora.cluster.requests.AGAIN_S", (0.01, 0.02))
     asked = request(max_tokens=400)
     client = submit(two, asked)
     busy = next(r for r in two.replicas if r.started)
@@ -453,4 +454,18 @@ def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Servi
     assert len(calls) <= 20  # not one for each that waits
     two.replicas[0].paused = False
     for client in clients:
+        client.wait()
+
+
+def test_a_replica_that_fails_at_once_is_not_asked_at_once_for_ever(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jlora.cluster.requests.AGAIN_S", (3600.0, 3600.0))
+    with service(1) as one:
+        failed, dispatcher, client = one.replicas[0], one.router._dispatcher, Client()
+        failed.refuse = [(Unavailable("the engine has failed"), True)] * (MOST_LOSSES + 1)
+        one.router.submit(request(), client)
+        wait_for(lambda: len(failed.started) == 2 and dispatcher.table.waiting())
+        ticked = dispatcher._ticked
+        wait_for(lambda: dispatcher._ticked > ticked + 0.2)
+        assert len(failed.started) == 2 and len(dispatcher.table) == 1
+        one.router.abort_named("r")
         client.wait()
