@@ -74,9 +74,20 @@ class Found:
             return []
 
     def gone(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of `adapters.dir` whose files are gone."""
-        inside = os.path.join(os.path.abspath(self._adapters.dir), "") if self._adapters.dir else None
-        return [row for row in rows if inside and row.path.startswith(inside) and self._stamp(row.path) is None]
+        """Those of `adapters.dir` whose files are gone. What cannot be read now, as on a lost disk, is not gone."""
+        inside = os.path.join(os.path.abspath(self._adapters.dir), "") if self._adapters.dir else ""
+        if not inside or not os.path.isdir(inside):
+            return []
+        return [row for row in rows if row.path.startswith(inside) and self._is_gone(row.path)]
+
+    def _is_gone(self, path: str) -> bool:
+        try:
+            self._files.stamp(path, FILES)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except (OSError, ValueError):
+            return False
+        return False
 
     def _rows(self, registry: Registry, tolerant: bool) -> Iterator[Row]:
         for name, path in at_start(self._adapters.paths, self._adapters.dir).items():

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import sqlite3
 from collections.abc import Iterator
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from jlora import config as configuration
 from jlora.adapters import catalogue
 from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.names import check_key, check_name
+from jlora.adapters.peft import FILES
+from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
-from jlora.ports import OsThreads
+from jlora.ports import DiskFiles, OsThreads, System
 
 
 def row(name: str, uid: int, digest: str = "d") -> Row:
@@ -132,3 +137,23 @@ def test_a_key_is_a_name_at_replicas_only(key: str):
 def test_what_is_no_key_is_refused(key: str):
     with pytest.raises(InvalidArgument, match="name = "):
         check_key(key)
+
+
+def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
+    folder, away = tmp_path / "adapters", tmp_path / "away"
+    (folder / "a").mkdir(parents=True)
+    for name in FILES:
+        (folder / "a" / name).touch()
+    files = DiskFiles()
+    found = Found(configuration.load({"adapters.dir": str(folder)}), System(files=files))
+    rows = [replace(row(name, 1), path=str(folder / name)) for name in ("a", "b")]
+    assert [one.name for one in found.gone(rows)] == ["b"]
+    folder.rename(away)
+    assert found.gone(rows) == []
+    away.rename(folder)
+
+    def stale(directory: str, names: object) -> NoReturn:
+        raise OSError(errno.ESTALE, "stale file handle")
+
+    files.stamp = stale
+    assert found.gone(rows) == []
