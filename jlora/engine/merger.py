@@ -21,6 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jlora.adapters.packing import unpack
+from jlora.cache.pool import as_shortage
 from jlora.engine.ports import Loss
 from jlora.layout import PoolLayout
 from jlora.model import merge
@@ -130,10 +131,19 @@ class Merger:
         self._probe, self._loss = None, None
 
     def measure(self) -> Loss | None:
-        """Goes one layer on with measuring what the merge would lose; the loss when it is known."""
+        """Goes one layer on with measuring what the merge would lose; the loss when it is known.
+
+        Raises MemoryError if the device lacks memory.
+        """
         if self._probe is None:
             self._probe = self._measured()
-        next(self._probe, None)
+        try:
+            next(self._probe, None)
+        except Exception as error:
+            self._probe, short = None, as_shortage(error)
+            if short is error:
+                raise
+            raise short from error
         return self._loss
 
     def forward(self) -> None:

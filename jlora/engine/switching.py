@@ -37,6 +37,7 @@ class Switching(Turns):
         self._merged_name = ""  # its name
         self._losses: dict[AdapterNode, Loss] = {}
         self._target: AdapterNode | None = None
+        self._short: set[AdapterNode] = set()  # refused because memory was short
 
     # -- what the scheduler asks ------------------------------------------------------------
 
@@ -87,13 +88,19 @@ class Switching(Turns):
         count = max(1, int(max(usual_s, IDLE_S) / max(merger.piece_s, 1e-6)))
         if merger.done and node is not self._node:
             return self._take_out(count)
-        if node is None or merger.done == merger.pieces or not self._measured(node):
+        if node is None or merger.done == merger.pieces:
             return True
-        if not merger.done:
-            if node.coming:  # the host may add what the weights would have
+        try:
+            if not self._measured(node):
                 return True
-            self._read(node)  # anew: what the merger has may be old
-            self.switches += 1
+            if not merger.done:
+                if node.coming:  # the host may add what the weights would have
+                    return True
+                self._read(node)  # anew: what the merger has may be old
+                self.switches += 1
+        except MemoryError as error:  # nothing is merged yet, and all goes on without it
+            self._forgo(node, error)
+            return True
         for _ in range(min(count, merger.pieces - merger.done)):
             merger.forward()
         self.moved = True
@@ -119,7 +126,8 @@ class Switching(Turns):
         """The error of merging it over the error of not merging it (0: not measured), and why it is not merged."""
         loss = self._losses.get(node)
         if loss is None:
-            return 0.0, "it is an activated LoRA" if node in self.policy.refused else ""
+            why = "memory was too short for it" if node in self._short else "it is an activated LoRA"
+            return 0.0, why if node in self.policy.refused else ""
         return loss.error, _refusal(loss)
 
     # -- inside -----------------------------------------------------------------------------
@@ -133,6 +141,7 @@ class Switching(Turns):
         log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
         self._losses = {node: loss for node, loss in self._losses.items() if not (node.dying or node.gone)}
         self.policy.refused = {node for node in self.policy.refused if not (node.dying or node.gone)}
+        self._short &= self.policy.refused
         return self._merger.whole()
 
     def _measured(self, node: AdapterNode) -> bool:
@@ -158,6 +167,13 @@ class Switching(Turns):
                 self.policy.refused.add(node)
                 self._target = None
         return node not in self.policy.refused
+
+    def _forgo(self, node: AdapterNode, error: MemoryError) -> None:
+        log.warning("adapter uid=%d is not merged: memory is short", node.uid, exc_info=error)
+        self.policy.refused.add(node)
+        self._short.add(node)
+        self._losses.pop(node, None)
+        self._node = self._target = None
 
     def _read(self, node: AdapterNode) -> None:
         """Gives the merger the adapter's factors."""

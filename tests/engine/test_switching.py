@@ -203,3 +203,31 @@ def test_an_activated_lora_is_never_merged(tmp_path: Path, tiny_model: Path, tin
             pass
         serve(service, [Request("r", (*PROMPT, 5, 6, 7), GREEDY, adapter="late")])
         assert service.stats().merge.switches == 0
+
+
+@pytest.mark.parametrize("where", ["begin", "measure"])
+def test_without_memory_to_merge_the_engine_goes_on_unmerged(
+    service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, where: str
+):
+    switching, merger = of(service), merger_of(service)
+
+    def short(*_: Any) -> None:
+        raise MemoryError("planted")
+
+    settle(service, 1.0)
+    with service.paused():
+        while merger.done:
+            merger.back()
+        assert merger.whole()
+        switching._losses.clear()
+        switching._node = None
+        monkeypatch.setattr(merger, where, short)
+    got = serve(service, mixed())
+    assert {name: tokens(events) for name, events in got.items()} == expected
+    info = {found.name: found for found in service.adapters()}["large"]
+    assert not info.merged and info.merge_refusal == "memory was too short for it"
+    assert not service.replica.failure.done()
+    with service.paused():
+        monkeypatch.undo()
+        switching.policy.refused.clear()
+    settle(service, 1.0)
