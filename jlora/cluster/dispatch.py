@@ -126,17 +126,29 @@ class Dispatcher:
 
     def admit(self, request: Request, sink: Sink, submitted: Future[int]) -> None:
         """Takes a request and sends it as soon as a replica is there. Raises what `Replica.submit` fails with."""
-        version = self.version(request)
         self._check_room(request.sampling.n)
+        version = self._held(request)
         if request.sampling.seed is None:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
         routed = self.table.add(request, version, sink, time.monotonic())
         self._entries[routed.handle] = _Entry(submitted, self._chain(request, version))
         self._handles[routed.name] = routed.handle
-        if version is not None:
-            self.directory.begin(version)
         self._dispatch(routed)
+
+    def _held(self, request: Request) -> Version | None:
+        """Its version, in use from now on. One that is replaced between the look and the use may be dropped already."""
+        while (version := self.version(request)) is not None:
+            self.directory.begin(version)
+            held = False
+            try:
+                held = self.directory.current(version.name).key == version.key
+            finally:
+                if not held:
+                    self.directory.end(version)
+            if held:
+                return version
+        return None
 
     def _check_room(self, count: int) -> None:
         if self._info is not None:

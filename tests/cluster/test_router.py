@@ -469,3 +469,18 @@ def test_a_replica_that_fails_at_once_is_not_asked_at_once_for_ever(monkeypatch:
         assert len(failed.started) == 2 and len(dispatcher.table) == 1
         one.router.abort_named("r")
         client.wait()
+
+
+def test_a_version_that_is_replaced_before_it_is_in_use_is_not_used(two: Service):
+    old, new = Version("a", 1, "/old"), Version("a", 2, "/new")
+    two.directory.versions["a"] = old
+    begin = two.directory.begin
+
+    def replaced(version: Version) -> None:
+        two.directory.versions["a"] = new  # on the controller's thread, and the old one has been dropped
+        begin(version)
+
+    two.directory.begin = replaced
+    submit(two, request(max_tokens=2, adapter="a")).wait()
+    assert two.directory.uses == {"a@1": 0, "a@2": 0}
+    assert [s.adapter.key for r in two.replicas for s in r.started] == ["a@2"]
