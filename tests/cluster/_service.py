@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.cluster.upkeep import Upkeep
+from jlora.errors import NotFound
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
 from jlora.types import AdapterInfo
@@ -86,4 +87,5 @@ def service(served: Sequence[Served], file: str = "", **settings: Any) -> Iterat
         registry.close()
         for index, one in enumerate(served):
             for key in made.at(index):
-                one.replica.unload_adapter(key).result(20)
+                with suppress(NotFound):  # the controller may be dropping it just now
+                    one.replica.unload_adapter(key).result(20)
