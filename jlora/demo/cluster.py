@@ -97,7 +97,8 @@ async def talk(address: str, router: int) -> bool:
 def cluster(fleet: str) -> Iterator[ServerProcess]:
     """Runs a service of the embedded model, and stops it by SIGTERM."""
     adapters = {name: str(assets.adapter_path(name)) for name in TASKS if name != LATE}
-    settings = {**SETTINGS, "cluster.env.JAX_PLATFORMS": "cpu", "cluster.resources.CPU": 0.5}
+    quiet = {"serve.log_level": "warning"}
+    settings = {**SETTINGS, **quiet, "cluster.env.JAX_PLATFORMS": "cpu", "cluster.resources.CPU": 0.5}
     model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
     replicas = ["--fleet", fleet, "--replicas", str(REPLICAS)]
     process = ServerProcess([*model, *replicas, *flags_of(adapters, settings)], ("jlora", "cluster"))
