@@ -78,7 +78,7 @@ async def _measure(callers: int, seconds: float) -> Sample:
     await server.start()
     loop = asyncio.get_running_loop()
     with (
-        backend.gate.completions(backend.room, backend.room),
+        backend.gate.completions(backend.room, backend.room.most),
         ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
     ):
         await loop.run_in_executor(clients, _callers, address, 1, 0.0)  # not counted: imports

@@ -192,7 +192,7 @@ def _refusal(error: sqlite3.Error) -> JloraError:
 
 def _locked(path: str) -> IO[str]:
     """A file that this process holds locked as long as it is open."""
-    file = open(path, "a", encoding="utf-8")  # noqa: SIM115: it is open as long as the catalogue
+    file = open(path, "a", encoding="utf-8")  # it is open as long as the catalogue
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as e:
