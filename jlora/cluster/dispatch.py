@@ -44,13 +44,13 @@ class _Entry:
         submitted: answers its caller; None once it has.
         chain: its prompt, for `Prefixes`.
         ask: of the attempt under way; None without one.
-        begun: the attempt has delivered a token.
+        outputs: tokens that the attempt has delivered; None before its first answer.
     """
 
     submitted: Future[int] | None
     chain: Sequence[int] = ()
     ask: Ask | None = None
-    begun: bool = False
+    outputs: int | None = None
 
 
 @dataclass(slots=True)
@@ -220,7 +220,7 @@ class Dispatcher:
                 batches.setdefault(routed.handle, (routed, []))[1].append(event)
         finally:  # also before a token that breaks the protocol: what is taken is never sent again
             for routed, events in batches.values():
-                self._begin(routed)
+                self._begin(routed, sum(event.token_id is not None for event in events))
                 self._give(routed, events)
         for failure in message.failures:
             self._failed(failure)
@@ -310,7 +310,7 @@ class Dispatcher:
         if self._prefixes is not None:
             self._prefixes.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, time.monotonic())
-        entry.ask, entry.begun = ask, False
+        entry.ask, entry.outputs = ask, None
         self.books.sent(to.name, ask)
         peers = () if version is None else self.directory.peers(version, to.name)
         to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
@@ -322,19 +322,23 @@ class Dispatcher:
         tokens = request.prompt[: BLOCKS * self._info.block_tokens]
         return self._prefixes.chain(tokens, (request.salt, None if version is None else version.key))
 
-    def _begin(self, routed: Routed) -> None:
-        """Its attempt has delivered something."""
+    def _begin(self, routed: Routed, outputs: int) -> None:
+        """Its attempt has delivered so many tokens more."""
         self._answer(routed)
         entry = self._entries[routed.handle]
-        if entry.ask is not None and not entry.begun:
-            entry.begun = True
+        if entry.ask is None:
+            return
+        if entry.outputs is None:
+            entry.outputs = 0
             self.books.began(routed.replica, entry.ask)
+        entry.outputs += outputs
+        self.books.told(routed.replica, outputs)
 
     def _settle(self, routed: Routed) -> None:
         """The attempt is over, for the books."""
         entry = self._entries[routed.handle]
         if entry.ask is not None:
-            self.books.ended(routed.replica, entry.ask, entry.begun)
+            self.books.ended(routed.replica, entry.ask, entry.outputs)
             entry.ask = None
 
     def _cancel(self, routed: Routed) -> None:

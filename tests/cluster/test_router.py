@@ -12,6 +12,7 @@ from jlora.cluster.attach import PAUSES_S, Terms
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, Broken
+from jlora.cluster.view import Held
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.serve.client import Login
 from tests.cluster._links import INFO, Client, Service, answer, request, service, submit, wait_for
@@ -484,3 +485,14 @@ def test_a_version_that_is_replaced_before_it_is_in_use_is_not_used(two: Service
     submit(two, request(max_tokens=2, adapter="a")).wait()
     assert two.directory.uses == {"a@1": 0, "a@2": 0}
     assert [s.adapter.key for r in two.replicas for s in r.started] == ["a@2"]
+
+
+def test_the_books_count_the_tokens_of_what_runs_and_nothing_of_what_has_ended(two: Service):
+    book = two.router._dispatcher.books
+    whole(submit(two, request("whole", max_tokens=20, n=2)), request("whole", max_tokens=20, n=2), two)
+    for replica in two.replicas:
+        replica.paused = True
+    waits = submit(two, request("waits"))
+    two.router.abort_named("waits")
+    waits.wait()
+    assert [seen.held for seen in book.view.values()] == [Held(), Held()]
