@@ -58,13 +58,12 @@ class DirectoryServicer(rpc.DirectoryServicer):
 
     async def _read(self, received: AsyncIterator[directory.Using]) -> None:
         """What the router's requests use, until it goes."""
-        uses, router = self._controller.uses, ""
+        uses, stream = self._controller.uses, object()
         try:
             async for using in received:
-                router = using.router
-                uses.saw(router, using.epoch, using.keys)
+                uses.saw(stream, using.router, using.epoch, using.keys)
         finally:
-            uses.left(router)
+            uses.left(stream)
 
     def _messages(self, change: Change) -> Iterator[directory.Table]:
         versions = list(change.versions)

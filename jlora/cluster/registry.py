@@ -33,6 +33,11 @@ class Registry:
         for row in self._catalogue.rows():
             self._set(row)
 
+    @property
+    def last(self) -> int:
+        """The number of the latest version."""
+        return self._number
+
     def number(self) -> int:
         """Of the next version."""
         with self._lock:

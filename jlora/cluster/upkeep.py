@@ -66,6 +66,7 @@ class Upkeep:
         """Compares registry and replicas once, and begins what is missing."""
         members, now = self._controller.members(), self._clock()
         self._controller.calls.keep([member.address for member in members])
+        self._controller.uses.look()
         up = {(member.name, member.address) for member in members}
         self._begun = {task: at for task, at in self._begun.items() if task[1:3] in up}
         self._pinned &= self._begun.keys()

@@ -1,11 +1,36 @@
-"""Who still needs a version that is no longer current: this router's requests, and those of other routers."""
+"""Who still needs a version that is no longer current: this router's requests, and those of other routers.
+
+A router's requests go on while its link to the controller is broken, or another controller takes over. So what it
+has said counts for a while after its stream has ended, and at the start every router may need every version.
+"""
 
 from __future__ import annotations
 
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+
+
+HOLD_S = 30.0  # that a router may take to come back
+
+
+@dataclass(slots=True)
+class _Router:
+    """What one stream of a router has said.
+
+    Attributes:
+        epoch: of the table that it has.
+        keys: versions that are not current in that table and that its requests use.
+        until: when it stops to count.
+    """
+
+    name: str
+    epoch: int = 0
+    keys: frozenset[str] = frozenset()
+    until: float = math.inf
 
 
 @dataclass(slots=True)
@@ -19,10 +44,13 @@ class _Old:
 class Uses:
     """Counts, by a version's key. Any thread may call; `then` runs on the thread that ends the last use."""
 
-    def __init__(self) -> None:
+    def __init__(self, last: int = 0, hold_s: float = HOLD_S, clock: Callable[[], float] = time.monotonic):
+        """`last`: routers may use versions up to this number already, and have not said so."""
         self._lock = threading.Lock()
+        self._last, self._hold_s, self._clock = last, hold_s, clock
+        self._began = clock()
         self._requests: Counter[str] = Counter()
-        self._routers: dict[str, tuple[int, frozenset[str]]] = {}  # the table's epoch there, and the keys in use
+        self._routers: dict[object, _Router] = {}  # by stream
         self._old: dict[str, _Old] = {}
 
     def begin(self, key: str) -> None:
@@ -46,17 +74,29 @@ class Uses:
         with self._lock:
             return list(self._requests)
 
-    def saw(self, router: str, epoch: int, keys: Iterable[str]) -> None:
+    def saw(self, stream: object, router: str, epoch: int, keys: Iterable[str]) -> None:
         """Another router knows the table of `epoch`, and its requests use these versions."""
         with self._lock:
-            self._routers[router] = epoch, frozenset(keys)
+            self._routers[stream] = _Router(router, epoch, frozenset(keys))
+            if epoch:  # it has said all that it uses: its earlier streams count no more
+                for old in [s for s, r in self._routers.items() if r.name == router and r.until < math.inf]:
+                    del self._routers[old]
             due = self._due()
         _run(due)
 
-    def left(self, router: str) -> None:
-        """It has gone: replicas end its requests."""
+    def left(self, stream: object) -> None:
+        """The stream has ended. The router's requests may go on, and it may come back."""
         with self._lock:
-            self._routers.pop(router, None)
+            if (router := self._routers.get(stream)) is not None:
+                router.until = self._clock() + self._hold_s
+        self.look()
+
+    def look(self) -> None:
+        """Forgets routers that have been away for too long; call it again and again."""
+        with self._lock:
+            now = self._clock()
+            for stream in [stream for stream, router in self._routers.items() if router.until <= now]:
+                del self._routers[stream]
             due = self._due()
         _run(due)
 
@@ -70,16 +110,21 @@ class Uses:
     def holds(self, key: str) -> bool:
         """Whether a request may need the version, or what follows its last one is yet to run."""
         with self._lock:
-            return key in self._old or key in self._requests or any(key in keys for _, keys in self._routers.values())
+            used = any(key in router.keys for router in self._routers.values())
+            return key in self._old or key in self._requests or used or self._begins()
+
+    def _begins(self) -> bool:
+        """Whether routers of an earlier controller may not have come back yet."""
+        return self._clock() < self._began + self._hold_s
 
     def _due(self) -> list[Callable[[], None]]:
-        routers = self._routers.values()
-        free = [
-            key
-            for key, old in self._old.items()
-            if key not in self._requests and all(epoch >= old.epoch and key not in keys for epoch, keys in routers)
-        ]
+        free = [key for key, old in self._old.items() if self._is_free(key, old.epoch)]
         return [self._old.pop(key).then for key in free]
+
+    def _is_free(self, key: str, epoch: int) -> bool:
+        if key in self._requests or (int(key.rpartition("@")[2]) <= self._last and self._begins()):
+            return False
+        return all(router.epoch >= epoch and key not in router.keys for router in self._routers.values())
 
 
 def _run(due: Iterable[Callable[[], None]]) -> None:

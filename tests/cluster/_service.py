@@ -15,6 +15,7 @@ from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.cluster.upkeep import Upkeep
+from jlora.cluster.uses import Uses
 from jlora.errors import NotFound
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
@@ -76,6 +77,7 @@ def service(served: Sequence[Served], file: str = "", **settings: Any) -> Iterat
     system = System()
     registry, found = Registry(file, system.threads), Found(config, system)
     controller = Controller(registry, found, Calls(), system)
+    controller.uses = Uses(hold_s=0)
     made = Service(served, controller, Upkeep(controller, found, system), list(range(len(served))))
     controller.follow(made.members)
     try:

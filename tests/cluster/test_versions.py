@@ -23,6 +23,7 @@ from jlora.cluster.registry import Registry
 from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.upkeep import Upkeep
+from jlora.cluster.uses import Uses
 from jlora.errors import DataLoss
 from jlora.ports import System
 from jlora.replica import Load
@@ -119,6 +120,7 @@ def world(text_model: Path) -> Iterator[World]:
             opened.callback(seat.kill)
         registry, found = Registry("", system.threads), Found(config, system)
         controller = Controller(registry, found, Calls(), system)
+        controller.uses = Uses(hold_s=0)
         upkeep = Upkeep(controller, found, system)
 
         async def start() -> Router:

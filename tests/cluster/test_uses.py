@@ -1,0 +1,70 @@
+"""Which versions stay while routers are away."""
+
+from __future__ import annotations
+
+import pytest
+
+from jlora.cluster.uses import Uses
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def test_a_router_whose_stream_has_ended_keeps_its_versions_for_a_while(clock: Clock):
+    uses, dropped = Uses(0, 30, clock), []
+    clock.now += 30
+    uses.saw("stream", "r", 5, ["a@1"])
+    uses.left("stream")
+    uses.retire("a@1", 4, lambda: dropped.append("a@1"))
+    uses.retire("b@2", 6, lambda: dropped.append("b@2"))  # current in the table that the router has
+    clock.now += 29
+    uses.look()
+    assert not dropped and uses.holds("a@1") and uses.holds("b@2")
+    clock.now += 1
+    uses.look()
+    assert dropped == ["a@1", "b@2"] and not uses.holds("a@1")
+
+
+def test_the_end_of_an_old_stream_takes_nothing_from_the_new_one(clock: Clock):
+    uses, dropped = Uses(0, 30, clock), []
+    uses.saw("old", "r", 5, ["a@1"])
+    uses.saw("new", "r", 0, [])
+    uses.saw("new", "r", 5, ["a@1"])
+    uses.left("old")
+    clock.now += 60
+    uses.look()
+    uses.retire("a@1", 4, lambda: dropped.append("a@1"))
+    assert not dropped and uses.holds("a@1")
+    uses.saw("new", "r", 5, [])
+    assert dropped == ["a@1"]
+
+
+def test_a_router_that_comes_back_says_all_that_it_uses(clock: Clock):
+    uses, dropped = Uses(0, 30, clock), []
+    uses.saw("old", "r", 5, ["a@1"])
+    uses.retire("a@1", 4, lambda: dropped.append("a@1"))
+    uses.left("old")
+    uses.saw("new", "r", 0, [])
+    assert not dropped
+    uses.saw("new", "r", 5, [])
+    assert dropped == ["a@1"]
+
+
+def test_after_a_restart_nothing_is_dropped_before_routers_can_have_said_what_they_use(clock: Clock):
+    uses, dropped = Uses(7, 30, clock), []
+    assert uses.holds("gone@3")
+    uses.retire("a@7", 2, lambda: dropped.append("a@7"))
+    uses.retire("b@8", 3, lambda: dropped.append("b@8"))  # no router of before can know it
+    assert dropped == ["b@8"]
+    clock.now += 30
+    uses.look()
+    assert dropped == ["b@8", "a@7"] and not uses.holds("gone@3")
