@@ -23,6 +23,7 @@ from jlora.serve.status import status_of
 from jlora.types import AdapterInfo
 
 MOST = 1000  # entries in one message
+BEAT_S = 1.0  # between two messages, at most: a router takes a longer silence for the end
 
 
 class DirectoryServicer(rpc.DirectoryServicer):
@@ -51,7 +52,10 @@ class DirectoryServicer(rpc.DirectoryServicer):
                     for message in self._messages(change):
                         yield message
                     epoch = change.epoch
-                await changed.wait()
+                try:
+                    await asyncio.wait_for(changed.wait(), BEAT_S)
+                except TimeoutError:
+                    yield directory.Table(epoch=epoch)
         finally:
             end()
             reading.cancel()

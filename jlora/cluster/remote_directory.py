@@ -1,14 +1,19 @@
 """The directory of a router that has no controller of its own: it follows one in another process.
 
 While the controller is away, requests go on with the last table; only loads, unloads and pins wait for it.
+
+The controller sends a message each second. A stopped process, or a machine that is gone, closes no connection: when
+nothing comes, this side closes it and makes a new one.
 """
 
 from __future__ import annotations
 
 import bisect
 import logging
+import math
 import queue
 import threading
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
@@ -34,6 +39,9 @@ from jlora.types import AdapterInfo
 log = logging.getLogger(__name__)
 
 AGAIN_S = 0.5  # before the controller is called again
+SILENT_S = 5.0  # without a message: the controller, or the way to it, is gone
+# A new connection for each channel, and soon after the controller has come back.
+OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.max_reconnect_backoff_ms", 2000))
 
 
 class RemoteDirectory(Directory):
@@ -43,8 +51,7 @@ class RemoteDirectory(Directory):
         """`router` names this process among the routers; the token of the service is in `login`."""
         self._address = address
         self._router = router
-        self._channel = login.channel(address)
-        self._stub = rpc.DirectoryStub(self._channel)
+        self._login = login
         self._threads = threads
         self._lock = threading.Lock()
         self._epoch = 0  # 0: no table has come yet
@@ -56,13 +63,21 @@ class RemoteDirectory(Directory):
         self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._members: Members = lambda: ()
+        self._heard = math.inf  # when the controller's last message came; inf while no stream is open
+        self._connect()
 
     def start(self) -> None:
         self._threads.start("jlora-directory", self._follow)
+        self._threads.start("jlora-directory-look", self._look)
 
     def close(self) -> None:
-        self._ended.set()
-        self._channel.close()
+        with self._lock:
+            self._ended.set()
+            self._channel.close()
+
+    def _connect(self) -> None:
+        self._channel = self._login.channel(self._address, OPTIONS)
+        self._stub = rpc.DirectoryStub(self._channel)
 
     def follow(self, members: Members) -> None:
         self._members = members
@@ -136,6 +151,8 @@ class RemoteDirectory(Directory):
                 answer.set_result(record(asked.result()))
             except grpc.RpcError as e:
                 answer.set_exception(self._refusal(e))
+            except grpc.FutureCancelledError:
+                answer.set_exception(Unavailable(f"the controller at {self._address} has not answered"))
             except Exception as e:
                 answer.set_exception(e)
 
@@ -155,15 +172,20 @@ class RemoteDirectory(Directory):
 
     def _follow(self) -> None:
         said = -1  # the epoch at which the log says that it is away, once
-        while not self._ended.wait(AGAIN_S if said >= 0 else 0):
+        while not self._ended.is_set():
             try:
                 self._watch()
-            except grpc.RpcError as e:
-                if said != self._epoch and not self._ended.is_set():
+            except Exception as e:
+                if self._ended.is_set():
+                    return
+                if not isinstance(e, grpc.RpcError):
+                    log.exception("following the controller at %s has failed; it goes on", self._address)
+                elif said != self._epoch:
                     log.warning("the controller at %s is away: %s", self._address, e.details() or e.code().name)
                 said = self._epoch
-            except ValueError:  # the channel is closed
-                return
+            finally:
+                self._heard = math.inf
+            self._ended.wait(AGAIN_S)
 
     def _watch(self) -> None:
         """One stream of the controller, until it ends."""
@@ -176,7 +198,9 @@ class RemoteDirectory(Directory):
 
         try:
             parts: list[proto.Table] = []
+            self._heard = time.monotonic()
             for table in self._stub.Watch(send()):
+                self._heard = time.monotonic()
                 parts.append(table)
                 if not table.more:  # the whole of an epoch at once: no name is unknown meanwhile
                     self._apply(parts)
@@ -184,6 +208,19 @@ class RemoteDirectory(Directory):
                     self._tell()
         finally:
             using.put(None)
+
+    def _look(self) -> None:
+        """Gives up a connection that is silent."""
+        while not self._ended.wait(min(1.0, SILENT_S / 2)):
+            if time.monotonic() - self._heard <= SILENT_S:
+                continue
+            log.warning("the controller at %s has said nothing for %g s", self._address, SILENT_S)
+            self._heard = math.inf
+            with self._lock:
+                if not self._ended.is_set():
+                    silent = self._channel
+                    self._connect()
+                    silent.close()  # ends the stream
 
     def _apply(self, parts: Sequence[proto.Table]) -> None:
         infos = {entry.info.name: (record(entry.info), entry.path) for part in parts for entry in part.entries}

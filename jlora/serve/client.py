@@ -40,13 +40,13 @@ class Login:
         key = os.environ.get(KEY_VARIABLE, "") if args.key is None else args.key
         return cls(key, args.tls_ca, args.tls_cert, args.tls_key)
 
-    def channel(self, server: str) -> grpc.Channel:
+    def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
         """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""
         credentials = self._credentials()
         if credentials is not None:
-            channel = grpc.secure_channel(server, credentials, options=OPTIONS)
+            channel = grpc.secure_channel(server, credentials, options=[*OPTIONS, *options])
         else:
-            channel = grpc.insecure_channel(server, options=OPTIONS)
+            channel = grpc.insecure_channel(server, options=[*OPTIONS, *options])
         return grpc.intercept_channel(channel, _WithKey(self.key)) if self.key else channel
 
     def aio(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:

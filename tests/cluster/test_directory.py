@@ -10,11 +10,12 @@ from pathlib import Path
 import grpc
 import pytest
 
-from jlora.cluster import remote_directory
+from jlora.cluster import directory_server, remote_directory
 from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.secret import Secret
+from jlora.cluster.table import Change
 from jlora.errors import AlreadyExists, NotFound, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.ports import OsThreads
@@ -139,6 +140,54 @@ def test_while_the_controller_is_away_requests_go_on_with_the_last_table(world: 
         world.service.controller.load(Load("meanwhile", path)).result(60)
     wait_until(world.follows)
     assert remote.current("meanwhile").key in world.service.at(0)
+
+
+def test_a_controller_that_says_nothing_is_called_again_on_a_new_connection(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(remote_directory, "SILENT_S", 0.2)
+    hold, messages = True, DirectoryServicer._messages
+
+    def say(self: DirectoryServicer, change: Change) -> Iterator[object]:
+        return iter(()) if hold else messages(self, change)  # as if the process were stopped
+
+    monkeypatch.setattr(DirectoryServicer, "_messages", say)
+    monkeypatch.setattr(directory_server, "BEAT_S", 1e6)
+    before = world.remote._channel
+    world.service.controller.load(Load("de", path)).result(60)
+    wait_until(lambda: world.remote._channel is not before)
+    hold = False
+    wait_until(world.follows)
+    assert world.remote.current("de").name == "de"
+
+
+def test_a_controller_that_has_nothing_to_say_is_not_given_up(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(directory_server, "BEAT_S", 0.02)
+    heard, before = [], world.remote._channel
+    apply = world.remote._apply
+    monkeypatch.setattr(world.remote, "_apply", lambda parts: heard.append(parts) or apply(parts))
+    world.service.controller.table.changed([])  # the beat of before may be a second away
+    wait_until(lambda: len(heard) > 10)
+    assert world.remote._channel is before and world.follows()
+    assert world.remote.current("fr") == world.service.controller.current("fr")
+
+
+def test_a_table_that_cannot_be_read_ends_its_stream_and_not_the_following(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    apply, failed = world.remote._apply, []
+
+    def fail_once(parts: object) -> None:
+        if not failed:
+            failed.append(parts)
+            raise KeyError("a bug")
+        apply(parts)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(world.remote, "_apply", fail_once)
+    world.service.controller.load(Load("de", path)).result(60)
+    wait_until(lambda: failed)
+    wait_until(world.follows)
+    assert world.remote.current("de").name == "de"
 
 
 def test_a_router_that_goes_holds_no_version_any_more(world: World, path: str):
