@@ -12,6 +12,7 @@ import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from types import MappingProxyType
 
 from jlora.adapters.invocation import last_occurrence
@@ -34,6 +35,7 @@ PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
 LATE_S = 0.25  # between two ticks: this process did not run
 BLOCKS = 1024  # of a prompt that the router remembers
+SENDS = 512  # of requests that wait, at once: the event loop has more to do
 
 
 @dataclass(slots=True)
@@ -265,11 +267,12 @@ class Dispatcher:
             self._fail(routed, Unavailable("no replica of the service can take the request"))
 
     def _pump(self) -> None:
-        """Sends what waits, as long as there is where to."""
+        """Sends what waits, as long as there is where to; the rest of too many with the next tick."""
         if any(seen.health == "up" for seen in self.books.view.values()):
             now = time.monotonic()
-            for routed in self.table.waiting():
-                if routed.due <= now and not self._dispatch(routed):
+            due = (routed for routed in self.table.waiting() if routed.due <= now)
+            for routed in islice(due, SENDS):
+                if not self._dispatch(routed):
                     return
 
     def _move(self, name: str) -> None:

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-
 HOLD_S = 30.0  # that a router may take to come back
 
 

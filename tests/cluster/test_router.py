@@ -10,8 +10,9 @@ import pytest
 
 from jlora.cluster.attach import PAUSES_S, Terms
 from jlora.cluster.directory import Version
+from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.proto import link_pb2 as link
-from jlora.cluster.requests import MOST_LOSSES, Broken
+from jlora.cluster.requests import MOST_LOSSES, Broken, Routed
 from jlora.cluster.view import Held
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.serve.client import Login
@@ -496,3 +497,31 @@ def test_the_books_count_the_tokens_of_what_runs_and_nothing_of_what_has_ended(t
     two.router.abort_named("waits")
     waits.wait()
     assert [seen.held for seen in book.view.values()] == [Held(), Held()]
+
+
+def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jlora.cluster.dispatch.SENDS", 3)
+    dispatcher, sent = two.router._dispatcher, []
+    pump, dispatch = Dispatcher._pump, Dispatcher._dispatch
+
+    def pumped(self: Dispatcher) -> None:
+        sent.append(0)
+        pump(self)
+
+    def dispatched(self: Dispatcher, routed: Routed) -> bool:
+        sent[-1] += dispatch(self, routed)
+        return True
+
+    for replica in two.replicas:
+        two.kill(replica)
+    wait_for(lambda: not two.router.replicas)
+    clients = [Client() for _ in range(8)]
+    for i, client in enumerate(clients):
+        two.router.submit(request(f"r{i}", max_tokens=2), client)
+    wait_for(lambda: len(dispatcher.table.waiting()) == 8)
+    monkeypatch.setattr(Dispatcher, "_pump", pumped)
+    monkeypatch.setattr(Dispatcher, "_dispatch", dispatched)
+    two.place(two.add("r9"))
+    for client in clients:
+        client.wait()
+    assert [n for n in sent if n] == [3, 3, 2]
