@@ -25,7 +25,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.view import ReplicaView
-from jlora.errors import Busy, InvalidArgument, QueueFull, Unavailable
+from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
 
@@ -47,12 +47,14 @@ class _Entry:
         chain: its prompt, for `Prefixes`.
         ask: of the attempt under way; None without one.
         outputs: tokens that the attempt has delivered; None before its first answer.
+        unread: a replica could not read its adapter.
     """
 
     submitted: Future[int] | None
     chain: Sequence[int] = ()
     ask: Ask | None = None
     outputs: int | None = None
+    unread: bool = False
 
 
 @dataclass(slots=True)
@@ -353,10 +355,19 @@ class Dispatcher:
         if routed is None:
             return
         error = wire.error(failure)
-        if failure.elsewhere or isinstance(error, Busy):
+        if failure.elsewhere or isinstance(error, Busy) or self._may_read(routed, error):
             self._lose(routed, error)
         else:
             self._fail(routed, error)
+
+    def _may_read(self, routed: Routed, error: Exception) -> bool:
+        """Whether another replica may read the adapter that this one cannot; one other is asked."""
+        entry = self._entries[routed.handle]
+        if entry.unread or entry.outputs is not None or routed.version is None:
+            return False
+        entry.unread = isinstance(error, NotFound | DataLoss)
+        others = (seen for name, seen in self.books.view.items() if name != routed.replica)
+        return entry.unread and any(seen.health == "up" for seen in others)
 
     def _lose(self, routed: Routed, why: Exception) -> None:
         """The attempt is over before the request is; it goes on elsewhere.

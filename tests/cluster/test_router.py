@@ -525,3 +525,19 @@ def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: py
     for client in clients:
         client.wait()
     assert [n for n in sent if n] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("error", [NotFound("no such directory"), DataLoss("files have changed")])
+def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error: Exception):
+    two.directory.versions["x"] = Version("x", 1, "/x")
+    asked = request("one", adapter="x")
+    for replica in two.replicas:
+        replica.refuse = [(error, False)]
+    first = two.router.submit(asked, Client())
+    with pytest.raises(type(error)):
+        first.result(20)
+    assert [len(replica.started) for replica in two.replicas] == [1, 1]
+    two.replicas[0].refuse, two.replicas[1].refuse = [(error, False)] * 2, []
+    for i in range(2):
+        again = request(f"again{i}", adapter="x")
+        whole(submit(two, again), again, two)
