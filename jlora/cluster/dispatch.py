@@ -9,8 +9,9 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from types import MappingProxyType
@@ -237,7 +238,8 @@ class Dispatcher:
         if self._prefixes is not None:
             self._prefixes.left(attached.name)
         for routed in self.table.at(attached.name):
-            self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
+            with self._alone(routed):
+                self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
         if self.links.get(attached.name) is not attached:
             self.books.gone(attached.name)
 
@@ -254,7 +256,8 @@ class Dispatcher:
             if one.channel is None:  # no message says so
                 self.books.heard(one.view())
         for routed in self.table.all():
-            self._expire(routed, now)
+            with self._alone(routed):
+                self._expire(routed, now)
         self._pump()
         for name, seen in list(self.books.view.items()):
             if seen.health == "draining":
@@ -280,10 +283,11 @@ class Dispatcher:
     def _move(self, name: str) -> None:
         """Takes the requests of a replica that drains to others, if there are some."""
         for routed in self.table.at(name):
-            if self.choose(ask_of(routed.request, routed.version)) is None:
-                return
-            self._cancel(routed)
-            self._lose(routed, Unavailable(f"replica {name} drains"))
+            with self._alone(routed):
+                if self.choose(ask_of(routed.request, routed.version)) is None:
+                    return
+                self._cancel(routed)
+                self._lose(routed, Unavailable(f"replica {name} drains"))
 
     # -- attempts -------------------------------------------------------------------------------
 
@@ -304,8 +308,24 @@ class Dispatcher:
             return False
         return seen.sent < one.info.config.engine.max_queue + one.info.config.engine.max_seqs
 
+    @contextmanager
+    def _alone(self, routed: Routed) -> Iterator[None]:
+        """What fails here, be it in the policy or the directory, ends this request and no other."""
+        try:
+            yield
+        except Exception as e:
+            log.exception("the router has failed at request %s", routed.request.id)
+            if self.table.get(routed.handle) is routed:
+                self._cancel(routed)
+                self._fail(routed, e)
+
     def _dispatch(self, routed: Routed) -> bool:
-        """Sends a request that waits to a replica; False if none is up that has room."""
+        """Sends a request that waits to a replica, or ends it; False if none is up that has room."""
+        with self._alone(routed):
+            return self._send(routed)
+        return True
+
+    def _send(self, routed: Routed) -> bool:
         request, version, entry = routed.resumed(), routed.version, self._entries[routed.handle]
         cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
         ask = ask_of(request, version, cached)
@@ -315,8 +335,8 @@ class Dispatcher:
         if self._prefixes is not None:
             self._prefixes.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, time.monotonic())
-        entry.ask, entry.outputs = ask, None
         self.books.sent(to.name, ask)
+        entry.ask, entry.outputs = ask, None
         peers = () if version is None else self.directory.peers(version, to.name)
         to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
         return True
@@ -342,9 +362,9 @@ class Dispatcher:
     def _settle(self, routed: Routed) -> None:
         """The attempt is over, for the books."""
         entry = self._entries[routed.handle]
-        if entry.ask is not None:
-            self.books.ended(routed.replica, entry.ask, entry.outputs)
-            entry.ask = None
+        ask, entry.ask = entry.ask, None
+        if ask is not None:
+            self.books.ended(routed.replica, ask, entry.outputs)
 
     def _cancel(self, routed: Routed) -> None:
         if routed.rid:
@@ -422,11 +442,14 @@ class Dispatcher:
                 self._forget(routed)
 
     def _forget(self, routed: Routed) -> None:
-        self._settle(routed)
+        try:
+            self._settle(routed)
+            if routed.version is not None:
+                self.directory.end(routed.version)
+        except Exception:
+            log.exception("the router has failed at the end of request %s", routed.request.id)
         self.table.end(routed)
         del self._entries[routed.handle], self._handles[routed.name], self.names[routed.name]
-        if routed.version is not None:
-            self.directory.end(routed.version)
 
 
 def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({})) -> Ask:

@@ -541,3 +541,33 @@ def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error
     for i in range(2):
         again = request(f"again{i}", adapter="x")
         whole(submit(two, again), again, two)
+
+
+@pytest.mark.parametrize("where", ["choose", "peers", "end"])
+def test_a_bug_in_policy_or_directory_ends_its_own_request_alone(two: Service, where: str):
+    dispatcher = two.router._dispatcher
+    two.directory.versions |= {"bad": Version("bad", 1, "/b"), "x": Version("x", 1, "/x")}
+    part = dispatcher.policy if where == "choose" else two.directory
+    works = getattr(part, where)
+
+    def broken(*args: object) -> object:
+        if any(getattr(arg, "adapter", getattr(arg, "key", "")) == "bad@1" for arg in args):
+            raise KeyError("a bug")
+        return works(*args)
+
+    setattr(part, where, broken)
+    for replica in two.replicas:  # so that they wait, and a tick sends them
+        replica.draining = True
+    wait_for(lambda: all(seen.health == "draining" for seen in dispatcher.books.view.values()))
+    bad, good = request("bad", max_tokens=3, adapter="bad"), request("good", max_tokens=3, adapter="x")
+    client = Client()
+    submitted, ended = two.router.submit(bad, Client()), two.router.submit(good, client)
+    for replica in two.replicas:
+        replica.draining = False
+    ended.result(20)
+    if where != "end":
+        with pytest.raises(KeyError):
+            submitted.result(20)
+    wait_for(lambda: not dispatcher.names)
+    whole(client, good, two)
+    assert not two.router.failure.done()
