@@ -202,7 +202,7 @@ class ClusterConfig:
         env: environment variables of each replica, such as JAX_PLATFORMS.
         ray_address: of Ray's head; "" starts a Ray of this process's own on this machine.
         ray_token_file: Ray's own secret; "" makes one for a Ray of our own, and is an error otherwise.
-        place_s: seconds that Ray may take to find room for all replicas.
+        place_s: seconds that Ray may take to answer, and then to find room for all replicas.
         start_timeout_s: seconds that a replica may take to load.
         suspect_s: seconds without a message after which a replica's requests go on elsewhere; the router
             waits longer where steps take long.

@@ -21,7 +21,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal, NoReturn, TextIO
 
 import ray
 from ray.exceptions import RayError
@@ -42,6 +42,7 @@ LOOK_S = 0.5
 ANSWER_S = 5.0
 # Seconds until a replica starts again after it has served, and after it has failed to. Meanwhile its actor tells why.
 AGAIN_S, BACKOFF_S = 1.0, 10.0
+ORPHAN_S = 30.0  # for the driver's own end, beyond the replicas' drain, once the router is gone
 OBJECT_STORE_BYTES = 200 << 20  # no adapter and no token goes through it
 
 Stage = Literal["loading", "up", "ended"]
@@ -102,10 +103,12 @@ class Replicas:
         self._resources = dict(config.cluster.resources) or {"CPU": 1.0}
         self._actors: dict[str, Any] = {}
         self._group: Any = None
+        self.connected = threading.Event()
 
     def start(self, stopping: threading.Event) -> None:
         """Connects, places, starts what does not run yet, and waits for all. Raises Unavailable, also if stopped."""
         self._connect()
+        self.connected.set()
         self._place(stopping)
         for i in range(self._config.cluster.replicas):
             self._actors[f"r{i}"] = self._actor(i)
@@ -247,14 +250,26 @@ def main(argv: Sequence[str]) -> int:
     out = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what replicas print comes on stdout
     stopping, asked = threading.Event(), threading.Event()
+    replicas, code = Replicas(config, folder, module), 0
 
     def listen() -> None:
         if sys.stdin.readline():
             asked.set()
         stopping.set()
+        if not asked.is_set():  # the router is gone, and Ray's own end would wait for a head that may be, too
+            if replicas.connected.is_set() and not folder:
+                time.sleep(config.serve.drain_s + STOP_S + ORPHAN_S)  # for what has begun
+            _end(folder)
+
+    def bound() -> None:
+        section = config.cluster
+        if section.ray_address and not replicas.connected.wait(section.place_s):
+            why = f"Ray has not answered within cluster.place_s = {section.place_s:g} s"
+            _say(out, error=f"cluster.ray_address = {section.ray_address}: {why}")
+            _end(folder)
 
     threading.Thread(target=listen, daemon=True).start()
-    replicas, code = Replicas(config, folder, module), 0
+    threading.Thread(target=bound, daemon=True).start()
     try:
         replicas.start(stopping)
         told: Mapping[str, str] = {}
@@ -266,12 +281,17 @@ def main(argv: Sequence[str]) -> int:
         asked.set()  # what has begun must not be left
         _say(out, error=str(e))
         code = 1
-    if folder and not asked.is_set():  # the router is gone, and Ray's own end would wait for a head that may be, too
-        shutil.rmtree(folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
     if ray.is_initialized():
         if asked.is_set():
             replicas.end()
         ray.shutdown()
     shutil.rmtree(folder, ignore_errors=True)
     return code
+
+
+def _end(folder: str) -> NoReturn:
+    """Ends this process now, whatever its main thread waits for, and a Ray of its own."""
+    if folder:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)

@@ -1,0 +1,70 @@
+"""Ray's driver while Ray does not answer. A module that stands in for Ray waits for ever."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jlora import config as configuration
+from jlora.cluster.child import flags_of
+from jlora.cluster.ray_process import RayFleet
+from jlora.config import Config
+from jlora.errors import Unavailable
+from tests.cluster._wait import until
+
+RAY = {
+    "__init__": "import os, pathlib, time\nfrom ray import util\ndef init(**_):\n"
+    "    pathlib.Path(os.environ['IN_INIT']).touch()\n    time.sleep(600)\ndef is_initialized(): return False\n",
+    "exceptions": "class RayError(Exception): pass\n",
+    "util/__init__": "placement_group = placement_group_table = remove_placement_group = None\n",
+    "util/scheduling_strategies": "PlacementGroupSchedulingStrategy = None\n",
+}
+
+
+@pytest.fixture
+def in_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file that is there once the driver is inside `ray.init`."""
+    for name, text in RAY.items():
+        file = tmp_path / "ray" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    root = Path(__file__).resolve().parents[2]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((str(tmp_path), str(root))))
+    monkeypatch.setenv("IN_INIT", str(tmp_path / "in_init"))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "of these tests")
+    return tmp_path / "in_init"
+
+
+def config(**cluster: object) -> Config:
+    return configuration.load({"model": {"path": "m"}, "cluster": cluster})
+
+
+def test_a_ray_that_does_not_answer_is_one_error(in_init: Path):
+    fleet = RayFleet(config(ray_address="10.0.0.1:6379", place_s=0.5))
+    with pytest.raises(
+        Unavailable, match=r"ray_address = 10.0.0.1:6379: Ray has not answered .* cluster.place_s = 0.5 s"
+    ):
+        fleet.start(lambda addresses: None)
+    assert in_init.exists()
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_driver_without_its_router_ends_also_inside_ray(in_init: Path, tmp_path: Path, own: bool):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    flags = flags_of(config(ray_address="" if own else "10.0.0.1:6379"))
+    command = [sys.executable, "-m", "jlora.cluster.ray_process", str(folder) if own else "", "m", *flags]
+    driver = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, process_group=0)
+    try:
+        until(lambda: in_init.exists() or driver.poll() is not None, "the driver is inside ray.init")
+        assert driver.poll() is None and driver.stdin is not None
+        driver.stdin.close()
+        assert driver.wait(60) != 0
+    finally:
+        driver.kill()
+        driver.wait()
+    assert folder.exists() is not own

@@ -1,0 +1,106 @@
+"""A router whose policy or directory fails, whose adapters cannot be read, and what its books say meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from jlora.cluster.directory import Version
+from jlora.cluster.dispatch import Dispatcher
+from jlora.cluster.requests import Routed
+from jlora.cluster.view import Held
+from jlora.errors import DataLoss, NotFound
+from tests.cluster._links import Client, Service, request, service, submit, wait_for
+from tests.cluster.test_router import whole
+
+
+@pytest.fixture
+def two() -> Iterator[Service]:
+    with service(2) as made:
+        yield made
+
+
+def test_the_books_count_the_tokens_of_what_runs_and_nothing_of_what_has_ended(two: Service):
+    book = two.router._dispatcher.books
+    whole(submit(two, request("whole", max_tokens=20, n=2)), request("whole", max_tokens=20, n=2), two)
+    for replica in two.replicas:
+        replica.paused = True
+    waits = submit(two, request("waits"))
+    two.router.abort_named("waits")
+    waits.wait()
+    assert [seen.held for seen in book.view.values()] == [Held(), Held()]
+
+
+def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("jlora.cluster.dispatch.SENDS", 3)
+    dispatcher, sent = two.router._dispatcher, []
+    pump, dispatch = Dispatcher._pump, Dispatcher._dispatch
+
+    def pumped(self: Dispatcher) -> None:
+        sent.append(0)
+        pump(self)
+
+    def dispatched(self: Dispatcher, routed: Routed) -> bool:
+        sent[-1] += dispatch(self, routed)
+        return True
+
+    for replica in two.replicas:
+        two.kill(replica)
+    wait_for(lambda: not two.router.replicas)
+    clients = [Client() for _ in range(8)]
+    for i, client in enumerate(clients):
+        two.router.submit(request(f"r{i}", max_tokens=2), client)
+    wait_for(lambda: len(dispatcher.table.waiting()) == 8)
+    monkeypatch.setattr(Dispatcher, "_pump", pumped)
+    monkeypatch.setattr(Dispatcher, "_dispatch", dispatched)
+    two.place(two.add("r9"))
+    for client in clients:
+        client.wait()
+    assert [n for n in sent if n] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("error", [NotFound("no such directory"), DataLoss("files have changed")])
+def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error: Exception):
+    two.directory.versions["x"] = Version("x", 1, "/x")
+    asked = request("one", adapter="x")
+    for replica in two.replicas:
+        replica.refuse = [(error, False)]
+    first = two.router.submit(asked, Client())
+    with pytest.raises(type(error)):
+        first.result(20)
+    assert [len(replica.started) for replica in two.replicas] == [1, 1]
+    two.replicas[0].refuse, two.replicas[1].refuse = [(error, False)] * 2, []
+    for i in range(2):
+        again = request(f"again{i}", adapter="x")
+        whole(submit(two, again), again, two)
+
+
+@pytest.mark.parametrize("where", ["choose", "peers", "end"])
+def test_a_bug_in_policy_or_directory_ends_its_own_request_alone(two: Service, where: str):
+    dispatcher = two.router._dispatcher
+    two.directory.versions |= {"bad": Version("bad", 1, "/b"), "x": Version("x", 1, "/x")}
+    part = dispatcher.policy if where == "choose" else two.directory
+    works = getattr(part, where)
+
+    def broken(*args: object) -> object:
+        if any(getattr(arg, "adapter", getattr(arg, "key", "")) == "bad@1" for arg in args):
+            raise KeyError("a bug")
+        return works(*args)
+
+    setattr(part, where, broken)
+    for replica in two.replicas:  # so that they wait, and a tick sends them
+        replica.draining = True
+    wait_for(lambda: all(seen.health == "draining" for seen in dispatcher.books.view.values()))
+    bad, good = request("bad", max_tokens=3, adapter="bad"), request("good", max_tokens=3, adapter="x")
+    client = Client()
+    submitted, ended = two.router.submit(bad, Client()), two.router.submit(good, client)
+    for replica in two.replicas:
+        replica.draining = False
+    ended.result(20)
+    if where != "end":
+        with pytest.raises(KeyError):
+            submitted.result(20)
+    wait_for(lambda: not dispatcher.names)
+    whole(client, good, two)
+    assert not two.router.failure.done()
