@@ -233,7 +233,7 @@ class Controller(Directory):
                 except (Unavailable, NotFound) as e:  # upkeep pins it there in time
                     log.warning("adapter %s is not pinned at replica %s: %s", version.key, member.name, e)
         except JloraError:
-            if pinned:
+            if pinned and not version.pinned:
                 list(self._gathered(members, lambda m: self.calls.pin(m.address, version.key, False)))
             raise
 

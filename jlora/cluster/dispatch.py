@@ -98,8 +98,8 @@ class Dispatcher:
         """The replicas that are up. Any thread may call."""
         view = self.books.view
         links = list(self.links.values())
-        seen = [(one, view[one.name]) for one in links if one.name in view]
-        return [Member(one.name, one.address, it.tiers) for one, it in seen if it.health == "up"]
+        seen = [(one, view.get(one.name)) for one in links]  # the loop's thread may take it away just now
+        return [Member(one.name, one.address, it.tiers) for one, it in seen if it is not None and it.health == "up"]
 
     def place(self, addresses: Mapping[str, str]) -> None:
         """The service's replicas from now on, by name."""

@@ -120,8 +120,8 @@ class StaticFleet:
         for address in self._config.addresses:
             try:
                 self._found[address] = resolve(address)
-            except OSError as e:
-                log.warning("cluster.addresses: %s does not resolve: %s", address, e.strerror)
+            except (OSError, UnicodeError) as e:
+                log.warning("cluster.addresses: %s does not resolve: %s", address, e)
         self._places.replace({one: one for found in self._found.values() for one in found})
 
 
@@ -201,7 +201,9 @@ class LocalFleet:
         while not self._stopping.is_set():
             try:
                 self._run(config, up)
-            except (Unavailable, OSError) as e:
+            except Exception as e:
+                if not isinstance(e, Unavailable | OSError):
+                    log.error("replica %s: its start has failed", name, exc_info=e)
                 if not up.done():
                     up.set_exception(e if isinstance(e, Unavailable) else Unavailable(f"replica {name}: {e}"))
                     return

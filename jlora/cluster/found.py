@@ -74,11 +74,16 @@ class Found:
             return []
 
     def gone(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of `adapters.dir` whose files are gone. What cannot be read now, as on a lost disk, is not gone."""
+        """Those of `adapters.dir` whose files are gone.
+
+        What cannot be read now is not gone. Nor are all at once: a disk that is not mounted leaves an empty directory.
+        """
         inside = os.path.join(os.path.abspath(self._adapters.dir), "") if self._adapters.dir else ""
         if not inside or not os.path.isdir(inside):
             return []
-        return [row for row in rows if row.path.startswith(inside) and self._is_gone(row.path)]
+        known = [row for row in rows if row.path.startswith(inside)]
+        gone = [row for row in known if self._is_gone(row.path)]
+        return gone if len(gone) < len(known) else []
 
     def _is_gone(self, path: str) -> bool:
         try:

@@ -46,6 +46,7 @@ LEARNING = 0.3  # weight of the latest measurement of a rate
 # Bytes per second before any were measured: a path is read, checked and packed.
 PEER_BPS, PATH_BPS = 1e9, 0.3e9
 KNOWN = 4096  # versions whose peers are remembered
+CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
 
 Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
@@ -194,7 +195,7 @@ class Fetcher:
 
     def _head(self, peer: str, key: str, digest: str, reader: Reader) -> Head:
         request = link.FetchRequest(key=key, digest=digest, offset=HEAD_ONLY)
-        return _head_of(next(self._chunks(peer, request, HEAD_S)), key, digest, reader)
+        return _head_of(next(self._chunks(peer, request, HEAD_S), link.Chunk()), key, digest, reader)
 
     # -- weights ------------------------------------------------------------------------------
 
@@ -261,9 +262,12 @@ class Fetcher:
 
     def _channel(self, peer: str) -> grpc.Channel:
         with self._lock:
-            if peer not in self._channels:
-                self._channels[peer] = self._login.channel(peer)
-            return self._channels[peer]
+            channel = self._channels.pop(peer, None) or self._login.channel(peer)
+            self._channels[peer] = channel  # the last one
+            oldest = next(iter(self._channels))
+            if len(self._channels) > CHANNELS:
+                self._channels.pop(oldest).close()
+            return channel
 
 
 class _Transfer:

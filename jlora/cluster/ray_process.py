@@ -105,8 +105,10 @@ class RayFleet:
         while not self._stopping.is_set():
             try:
                 end = self._drive(up)
-            except OSError as e:
-                end = str(e)
+            except Exception as e:
+                if not isinstance(e, OSError):
+                    log.error("Ray's driver has failed", exc_info=e)
+                end = f"{type(e).__name__}: {e}"
             if not up.done():
                 up.set_exception(Unavailable(end))
                 return

@@ -6,13 +6,14 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from jlora.adapters import catalogue
 from jlora.cluster import upkeep
 from jlora.cluster.directory import Version
-from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Unavailable
+from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.model.spec import ModelSpec
 from jlora.replica import Load
 from tests import _make
@@ -243,3 +244,18 @@ def test_a_pin_reads_the_version_and_no_other(service: Service, path: str, tiny_
     with pytest.raises(DataLoss, match="'fr': its files have changed"):
         service.controller.pin("fr", True).result(60)
     wait_until(lambda: not service.at(1) and not service.at(0)["fr@1"].pinned)
+
+
+def test_a_second_pin_that_fails_takes_nothing_of_the_first(
+    service: Service, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    service.controller.load(Load("fr", path, pinned=True)).result(60)
+    ask = service.controller.ask_to_pin
+
+    def full(wanted: object) -> NoReturn:
+        raise ResourceExhausted("no room")
+
+    monkeypatch.setattr(service.controller, "ask_to_pin", lambda at, *pin: full if at.name == "r1" else ask(at, *pin))
+    with pytest.raises(ResourceExhausted):
+        service.controller.pin("fr", True).result(60)
+    assert all(service.at(i)["fr@1"].pinned for i in (0, 1)) and service.controller.current("fr").pinned

@@ -217,3 +217,25 @@ def test_a_fleet_that_is_stopped_before_it_starts_does_not_wait(kind: type):
 
     threading.Thread(target=start, daemon=True).start()
     assert ended.wait(20)
+
+
+def test_a_bug_at_a_replicas_start_is_the_fleets_error(monkeypatch: pytest.MonkeyPatch):
+    def broken(*_: object) -> NoReturn:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr(fleets, "Child", broken)
+    fleet, ended = LocalFleet(config(1), FAKE), threading.Event()
+
+    def start() -> None:
+        with pytest.raises(Unavailable, match="replica r0: 'a bug'"):
+            fleet.start(Seen())
+        ended.set()
+
+    threading.Thread(target=start, daemon=True).start()
+    assert ended.wait(20)
+
+
+def test_a_name_that_is_none_resolves_to_nothing():
+    fleet = StaticFleet(dataclasses.replace(config().cluster, addresses=(f"{'x' * 80}.example:1",)))
+    fleet._resolve()
+    assert not fleet._found

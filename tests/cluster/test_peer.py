@@ -242,6 +242,23 @@ def test_a_digest_that_nobody_has_is_data_loss(world: World):
         world.taker.generate("a@1")
 
 
+def test_a_peer_that_sends_nothing_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(Fetcher, "_chunks", lambda *_: iter(()))
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 0
+
+
+def test_connections_to_the_peers_that_were_asked_last_are_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(peers, "CHANNELS", 3)
+    fetcher = Fetcher(lambda: pytest.fail("no engine is needed"))
+    first = fetcher._channel("127.0.0.1:1")
+    for port in (2, 3, 1, 4):
+        fetcher._channel(f"127.0.0.1:{port}")
+    assert list(fetcher._channels) == ["127.0.0.1:3", "127.0.0.1:1", "127.0.0.1:4"]
+    assert fetcher._channel("127.0.0.1:1") is first
+    fetcher.close()
+
+
 def test_a_version_that_nobody_has_is_not_found(world: World):
     with pytest.raises(NotFound):
         world.taker.adopt(link.Version(key="b@2", path="/nowhere", digest="0" * 64, peers=[world.giver.address]))

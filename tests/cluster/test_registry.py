@@ -150,6 +150,9 @@ def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
     assert [one.name for one in found.gone(rows)] == ["b"]
     folder.rename(away)
     assert found.gone(rows) == []
+    folder.mkdir()  # where the disk was mounted
+    assert found.gone(rows) == []
+    folder.rmdir()
     away.rename(folder)
 
     def stale(directory: str, names: object) -> NoReturn:

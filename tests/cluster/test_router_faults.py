@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from jlora.cluster.books import Books
 from jlora.cluster.directory import Version
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.requests import Routed
-from jlora.cluster.view import Held
+from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound
 from tests.cluster._links import Client, Service, request, service, submit, wait_for
 from tests.cluster.test_router import whole
@@ -104,3 +105,15 @@ def test_a_bug_in_policy_or_directory_ends_its_own_request_alone(two: Service, w
     wait_for(lambda: not dispatcher.names)
     whole(client, good, two)
     assert not two.router.failure.done()
+
+
+def test_members_may_be_asked_while_a_replica_goes(two: Service):
+    class Going(dict[str, ReplicaView]):
+        def __contains__(self, name: object) -> bool:
+            found = super().__contains__(name)
+            self.pop(str(name), None)  # on the loop's thread, just now
+            return found
+
+    two.router._dispatcher.books = Books()
+    two.router._dispatcher.books._views = Going({"r0": ReplicaView("r0", "up")})
+    assert {member.name for member in two.router._dispatcher.members()} <= {"r0"}
