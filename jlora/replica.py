@@ -28,6 +28,7 @@ class ReplicaInfo:
         eos_ids: the model's own end tokens.
         block_tokens, block_bytes: of one block of the pool.
         platform, devices: where it runs; each device is its kind and number.
+        base: a fingerprint of the model's weights; "" if it has none.
     """
 
     model: str
@@ -39,6 +40,7 @@ class ReplicaInfo:
     platform: str
     devices: tuple[str, ...]
     config: Config
+    base: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,8 @@ def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
     """In what two replicas differ that must be equal; "" if in nothing."""
     pairs = {name: (getattr(one, name), getattr(other, name)) for name in SAME}
     pairs["vocab"] = one.limits.vocab, other.limits.vocab
+    if one.base and other.base:
+        pairs["weights"] = one.base[:12], other.base[:12]
     return ", ".join(f"{name} {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
 
 

@@ -83,7 +83,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     mesh = sharding.make_mesh(config.model.tp)
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
-    info = _info(config, spec, layout, mesh)
+    info = _info(config, spec, layout, mesh, checkpoint.fingerprint(Path(directory)))
     for difference in compile_cache.differences(kept, compiled_for(info, layout)):
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
@@ -256,7 +256,7 @@ def _decided(config: Config, dtype: str, platform: str, kept: Path | None) -> Co
     return replace(config, {"engine.one_row": "on" if on else "off"})
 
 
-def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> ReplicaInfo:
+def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh, base: str) -> ReplicaInfo:
     limits = Limits(spec.vocab, spec.max_len, (layout.blocks - 1) * layout.block_tokens)
     devices = list(mesh.devices.flat)
     return ReplicaInfo(
@@ -269,4 +269,5 @@ def _info(config: Config, spec: ModelSpec, layout: PoolLayout, mesh: Mesh) -> Re
         platform=devices[0].platform,
         devices=tuple(f"{d.device_kind} {d.id}" for d in devices),
         config=config,
+        base=base,
     )

@@ -11,6 +11,7 @@ not mapped, because mapped pages count as memory of this process.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
 import re
@@ -25,7 +26,7 @@ from jax.sharding import SingleDeviceSharding
 from safetensors import SafetensorError, safe_open
 from tqdm import tqdm
 
-from jlora.errors import DataLoss, InvalidArgument, NotFound
+from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model import hub, orbax
 from jlora.model.config_json import CONFIG, context, read_json, spec_from_json
 from jlora.model.hf_names import Slot, tensor_slots
@@ -35,6 +36,8 @@ from jlora.model.spec import ModelSpec
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+# Of a file's fingerprint, from its begin to its end.
+SAMPLES, SAMPLE_BYTES = 9, 4096
 
 _BYTES = {"F32": 4, "BF16": 2, "F16": 2}
 _ROTARY = re.compile(r"model\.(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq")
@@ -58,6 +61,27 @@ def read_spec(directory: str | Path, dtype: str = "auto", max_model_len: int = 0
     spec = orbax.read_spec(directory)
     length = context(spec.max_len, max_model_len)
     return replace(spec, dtype=spec.dtype if dtype == "auto" else dtype, max_len=length)
+
+
+def fingerprint(directory: Path) -> str:
+    """Tells base weights apart: a sha256 of the configuration and of each file's name, size and a few samples.
+
+    "" for a converted model, or one whose files cannot be read, of which `load_params` says more.
+    """
+    if orbax.is_converted(directory):
+        return ""
+    try:
+        digest = hashlib.sha256((directory / CONFIG).read_bytes())
+        for name in _weight_files(directory):
+            with (directory / name).open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                digest.update(f"{name} {size} ".encode())
+                for i in range(SAMPLES):
+                    file.seek(max(0, size - SAMPLE_BYTES) * i // (SAMPLES - 1))
+                    digest.update(file.read(SAMPLE_BYTES))
+    except (OSError, JloraError):
+        return ""
+    return digest.hexdigest()
 
 
 def load_params(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 
@@ -12,7 +13,7 @@ from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.requests import Routed
 from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound
-from tests.cluster._links import Client, Service, request, service, submit, wait_for
+from tests.cluster._links import INFO, Client, Service, request, service, submit, wait_for
 from tests.cluster.test_router import whole
 
 
@@ -117,3 +118,11 @@ def test_members_may_be_asked_while_a_replica_goes(two: Service):
     two.router._dispatcher.books = Books()
     two.router._dispatcher.books._views = Going({"r0": ReplicaView("r0", "up")})
     assert {member.name for member in two.router._dispatcher.members()} <= {"r0"}
+
+
+def test_a_replica_of_other_weights_under_the_same_name_is_not_used():
+    with service(1, info=replace(INFO, base="a" * 64)) as one:
+        other, unknown = one.add("r1", info=replace(INFO, base="b" * 64)), one.add("r2")
+        one.place(*one.replicas)
+        wait_for(lambda: len(other.epochs) >= 2 and len(one.router.replicas) == 2)
+        assert {attached.name for attached in one.router.replicas} == {"r0", unknown.name}

@@ -369,3 +369,12 @@ def test_what_cannot_be_a_hub_id_is_not_asked_for(name: str, monkeypatch: pytest
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: pytest.fail("asked the hub"))
     with pytest.raises(NotFound, match="is not a directory"):
         resolve(name)
+
+
+def test_a_fingerprint_is_of_the_weights_and_not_of_their_place(tmp_path: Path):
+    for name, seed in (("one", 1), ("same", 1), ("other", 2)):
+        _make.make_model(tmp_path / name, seed=seed)
+    one, same, other = (checkpoint.fingerprint(tmp_path / name) for name in ("one", "same", "other"))
+    assert one == same != other and len(one) == 64
+    (tmp_path / "one" / WEIGHTS).unlink()
+    assert checkpoint.fingerprint(tmp_path / "one") == ""  # loading says why
