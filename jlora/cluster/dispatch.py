@@ -442,14 +442,17 @@ class Dispatcher:
                 self._forget(routed)
 
     def _forget(self, routed: Routed) -> None:
-        try:
-            self._settle(routed)
-            if routed.version is not None:
-                self.directory.end(routed.version)
-        except Exception:
-            log.exception("the router has failed at the end of request %s", routed.request.id)
+        for tell in (self._settle, self._release):
+            try:
+                tell(routed)
+            except Exception:
+                log.exception("the router has failed at the end of request %s", routed.request.id)
         self.table.end(routed)
         del self._entries[routed.handle], self._handles[routed.name], self.names[routed.name]
+
+    def _release(self, routed: Routed) -> None:
+        if routed.version is not None:
+            self.directory.end(routed.version)
 
 
 def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({})) -> Ask:
