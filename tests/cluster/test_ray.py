@@ -28,9 +28,10 @@ RAY_ALONE = "import ray; ray.init(address='local', num_cpus=1, include_dashboard
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray_starts() -> None:
+def ray_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skips where Ray itself, without a line of jlora, does not start: some sandboxes forbid what it needs."""
-    alone = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    home = str(tmp_path_factory.mktemp("home"))  # where Ray writes a token
+    alone = {**os.environ, "HOME": home, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
     try:
         subprocess.run([sys.executable, "-c", RAY_ALONE], env=alone, check=True, capture_output=True, timeout=180)
     except subprocess.SubprocessError as e:
