@@ -27,8 +27,7 @@ from jlora.errors import ResourceExhausted
 from jlora.sim.device import answer
 from jlora.sim.member import Member
 from jlora.sim.placing import LOOK_S, Placing
-from jlora.sim.replay import GRACE, LEAST_GRACE_S, STALLED_S, Ask, request_of, seed_of, start_of
-from jlora.sim.script import Script
+from jlora.sim.replay import Ask, Pass, request_of, seed_of
 from jlora.sim.trace import Trace, Turn
 from jlora.types import TokenEvent
 
@@ -74,21 +73,16 @@ class Side:
     names: dict[str, Live] = field(default_factory=dict)
 
 
-class Fleet:
-    """One pass of a trace through a service. `asks` has every turn sent, in order, including the history."""
+class Fleet(Pass):
+    """One pass of a trace through a service."""
 
     def __init__(self, members: Sequence[Member], trace: Trace, policy: routing.Policy, wires: Wires):
-        self.asks: list[Ask] = []
+        super().__init__(trace)
         self.now = 0.0
         self._sides = {member.name: Side(member) for member in members}
         self._policy = policy
         self._wires = wires
-        self._start = start_of(trace)
-        last = max((turn.at for turn in trace.turns), default=0.0)
-        self._end = math.inf if trace.users else last + max(GRACE * last, LEAST_GRACE_S)
-        self._patience = STALLED_S if trace.users else math.inf
         self._moved = self._start
-        self._script = Script(trace.turns)
         self._books = Books()
         self._prefixes = Prefixes(members[0].spec.sizes.block_tokens)
         self._live = 0
@@ -101,23 +95,8 @@ class Fleet:
             self._put(self._start + wires.every_s, PLACE, wires.placing)
 
     @property
-    def counted(self) -> list[Ask]:
-        return [ask for ask in self.asks if ask.turn.at >= 0]
-
-    @property
-    def unsent(self) -> int:
-        return len(self._script)
-
-    @property
     def members(self) -> Mapping[str, Member]:
         return {name: side.member for name, side in self._sides.items()}
-
-    def history(self) -> None:
-        self._until(0.0)
-
-    def run(self) -> None:
-        """Plays until all turns are answered, or the run ends."""
-        self._until(self._end)
 
     def _until(self, end: float) -> None:
         stop = self._start + end

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,25 +44,17 @@ class Ask:
     refused: bool = False
 
 
-class Replay:
-    """One pass of a trace through a replica. `asks` has every turn sent, in order, including the history."""
+class Pass(ABC):
+    """One pass of a trace, begun and ended alike whatever answers it. `asks` has every turn sent, history included."""
 
-    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = ()):
+    def __init__(self, trace: Trace):
         self.asks: list[Ask] = []
-        self._replica = replica
-        self._observers = observers
         self._start = start_of(trace)
         last = max((turn.at for turn in trace.turns), default=0.0)
         # A closed loop's times assume that answers take no time, so they do not tell when it ends.
         self._end = math.inf if trace.users else last + max(GRACE * last, LEAST_GRACE_S)
         self._patience = STALLED_S if trace.users else math.inf
-        self._moved = 0.0  # time at which a request was last sent or got a token
         self._script = Script(trace.turns)
-        self._live: dict[str, Ask] = {}
-
-    @property
-    def now(self) -> float:
-        return self._replica.clock.now - self._start
 
     @property
     def counted(self) -> list[Ask]:
@@ -77,6 +70,25 @@ class Replay:
     def run(self) -> None:
         """Plays until all turns are answered, or the run ends."""
         self._until(self._end)
+
+    @abstractmethod
+    def _until(self, end: float) -> None:
+        """Plays on to this time of the trace."""
+
+
+class Replay(Pass):
+    """One pass of a trace through a replica."""
+
+    def __init__(self, replica: Replica, trace: Trace, observers: Sequence[Observer] = ()):
+        super().__init__(trace)
+        self._replica = replica
+        self._observers = observers
+        self._moved = 0.0  # time at which a request was last sent or got a token
+        self._live: dict[str, Ask] = {}
+
+    @property
+    def now(self) -> float:
+        return self._replica.clock.now - self._start
 
     def _until(self, end: float) -> None:
         replica, stop = self._replica, self._start + end

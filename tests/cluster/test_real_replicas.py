@@ -19,7 +19,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Request, SamplingParams
 from tests.cluster._links import FakeDirectory, wait_for
 from tests.cluster._real import INVOCATION, SECRET, Cluster, Seat, adapters_of, cluster, same
-from tests.serve._server import refused, request
+from tests.serve._server import add, refused, request
 
 PROMPT = tuple(5 + i * 7 % 200 for i in range(40))
 SAMPLED: dict[str, Any] = {"temperature": 0.9, "seed": 17, "top_p": 0.95}
@@ -42,14 +42,7 @@ def dying(two: Cluster, asked: pb.GenerateRequest, after: int = 5) -> tuple[pb.G
     dead: list[Seat] = []
     whole = pb.GenerateResponse(outputs=[pb.Output(index=i) for i in range(asked.sampling.n or 1)])
     for count, delta in enumerate(two.served.inference.GenerateStream(asked, timeout=60)):
-        for part in delta.outputs:
-            out = whole.outputs[part.index]
-            out.text += part.text
-            out.token_ids.extend(part.token_ids)
-            out.logprobs.extend(part.logprobs)
-            out.finish_reason = part.finish_reason or out.finish_reason
-        delta.ClearField("outputs")
-        whole.MergeFrom(delta)
+        add(whole, delta)
         if count == after:
             dead.append(two.busy())
             dead[0].kill()

@@ -99,14 +99,7 @@ class Served:
         """The deltas of a stream, put together."""
         whole = pb.GenerateResponse(outputs=[pb.Output(index=i) for i in range(request.sampling.n or 1)])
         for delta in self.inference.GenerateStream(request, timeout=60):
-            for part in delta.outputs:
-                out = whole.outputs[part.index]
-                out.text += part.text
-                out.token_ids.extend(part.token_ids)
-                out.logprobs.extend(part.logprobs)
-                out.finish_reason = part.finish_reason or out.finish_reason
-            delta.ClearField("outputs")
-            whole.MergeFrom(delta)
+            add(whole, delta)
         return whole
 
     def status(self, service: str = "") -> str:
@@ -119,6 +112,18 @@ class Served:
         wait_until(lambda: not self.stats().live_requests)
         wait_until(lambda: self.cache().hbm.running_kv == 0)
         self.check_integrity()
+
+
+def add(whole: pb.GenerateResponse, delta: pb.GenerateResponse) -> None:
+    """Puts what a delta brings to the answer so far."""
+    for part in delta.outputs:
+        out = whole.outputs[part.index]
+        out.text += part.text
+        out.token_ids.extend(part.token_ids)
+        out.logprobs.extend(part.logprobs)
+        out.finish_reason = part.finish_reason or out.finish_reason
+    delta.ClearField("outputs")
+    whole.MergeFrom(delta)
 
 
 def wait_until(true: Callable[[], Any], timeout_s: float = 20.0) -> None:

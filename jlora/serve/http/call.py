@@ -157,7 +157,7 @@ class Endpoint:
             call.caller = self._backend.access.admit(self._need, _authorization(scope), scope["path"])
             await self._answer(call, scope["method"] == "POST")
         except _Gone:
-            pass
+            pass  # nobody is left to answer
         except (asyncio.CancelledError, GeneratorExit):
             raise
         except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
