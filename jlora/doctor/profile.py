@@ -1,7 +1,7 @@
 """Times the steps of a running engine: batches of many ranks and lengths, in several rounds.
 
-A scene is a set of requests that come at once. The engine's thread is this one, and each step is read before the
-next is planned. So a scene has the same steps in every round, and a step's rounds lie as far apart as
+A scene is a set of requests that come at once. The engine's thread is this one, and each step has ended on the
+device before the next is planned. So a scene has the same steps in every round, and a step's rounds lie as far apart as
 the rounds. Adapters have random numbers: speed depends on their ranks alone.
 """
 
@@ -111,6 +111,7 @@ class Profile:
             self._watched.plan = None
             began = time.perf_counter()
             self.engine.step()
+            self._watched.wait()
             seconds, plan = time.perf_counter() - began, self._watched.plan
             if plan is not None and not (plan.copies or plan.streams or plan.helps):
                 yield self._timed(plan), seconds
@@ -147,6 +148,10 @@ class _Watched:
     def run(self, plan: StepPlan, swapper: Any) -> Any:
         self.plan = plan
         return self._runner.run(plan, swapper)
+
+    def wait(self) -> None:
+        """Until the device has ended its work; a step in the middle of a prompt has nothing that is read."""
+        self._runner.pool.array.block_until_ready()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)

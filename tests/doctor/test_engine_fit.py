@@ -112,6 +112,28 @@ def test_a_file_of_another_machine_is_refused_before_the_weights_are_read(tmp_pa
         fitted_steps(configuration.load(None, {"engine.step_model": "nowhere"}), TINY, layout)
 
 
+def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_model(tmp_path / "model", TINY, 0)
+    keys = {"model.path": str(tmp_path / "model"), "engine.max_seqs": "2", "engine.max_step_tokens": "32"}
+    keys |= {"cache.hbm_blocks": "512", "cache.host_blocks": "64", "serve.compile_cache": ""}
+    built = build(configuration.load(None, keys), progress=False)
+    ended: list[bool] = []
+    wait = profile._Watched.wait
+
+    def waited(watched: profile._Watched) -> None:
+        wait(watched)
+        ended.append(built.runner.pool.array.is_ready())
+
+    monkeypatch.setattr(profile._Watched, "wait", waited)
+    try:
+        timed: list[Timed] = []
+        profile.Profile(built).run((profile.Ask(100, 1),), timed)
+    finally:
+        built.engine.close()
+    assert [step.prompt.prompt for step in timed if step.prompt] == [32, 32, 32, 4]
+    assert ended == [True] * 4
+
+
 @pytest.mark.slow
 def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, capsys: pytest.CaptureFixture):
     write_model(tmp_path / "model", TINY, 0)
