@@ -43,6 +43,7 @@ PAGES: Mapping[str, Page] = {
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
     "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
     "step-model": Page("step-model-*.jsonl", figures.step_model, "step-model.png"),
+    "cold": Page("cold-*.jsonl"),
     "switches": Page("switches-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),

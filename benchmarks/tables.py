@@ -306,6 +306,43 @@ def switches(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def cold(study: Study) -> pd.DataFrame:
+    """Seconds to the first token: of waiting, and of each way over waiting in the same round."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        ttft = rows.pivot(index="round", columns="side", values="ttft_s")
+        over = ttft.div(ttft["wait"], axis=0).median()
+        picked = rows.loc[rows["side"] == "auto", "kinds"]
+        row = {"case": cell, "wait, ms": f"{1e3 * ttft['wait'].median():.0f}"}
+        row |= {way: f"{over[way]:.2f}" for way in ("stream", "cpu", "auto")}
+        made.append({**row, "auto picked": ", ".join(sorted({kind for kinds in picked for kind in kinds}))})
+    return pd.DataFrame(made)
+
+
+def cold_error(study: Study) -> pd.DataFrame:
+    """What was predicted beside what was measured, for single requests."""
+    rows = study.rows.dropna(subset="predicted_s")
+    error, made = rows["predicted_s"] / rows["ttft_s"] - 1, []
+    for side, group in error.groupby(rows["side"], sort=False):
+        made.append(
+            {
+                "way": side,
+                "runs": len(group),
+                "median": f"{group.abs().median():.0%}",
+                "90th percentile": f"{group.abs().quantile(0.9):.0%}",
+                "bias": f"{group.median():+.0%}",
+            }
+        )
+    return pd.DataFrame(made)
+
+
+def cold_regret(study: Study) -> str:
+    """`auto` over the fastest fixed way of each case: median and worst."""
+    middle = study.rows.pivot_table(index="cell", columns="side", values="ttft_s", aggfunc="median")
+    over = middle["auto"] / middle[["wait", "stream", "cpu"]].min(axis=1)
+    return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
+
+
 def routes(study: Study, kernel: str) -> pd.DataFrame:
     """Every routing policy in every cell of one kernel; the seeds' mean."""
     rows = study.rows[study.rows["kernel"] == kernel]
