@@ -23,6 +23,7 @@ from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.requests import Broken
 from jlora.cluster.view import Health, ReplicaView
 from jlora.gaps import Gaps
+from jlora.ports import Clock
 from jlora.replica import ReplicaInfo
 from jlora.serve.client import Login
 
@@ -30,7 +31,6 @@ log = logging.getLogger(__name__)
 
 HELLO_S = 5.0  # until a replica has answered the first message
 PAUSES_S = (0.1, 2.0)  # before attaching again: the first, doubled up to the last
-MOST_SENDS = 16_384  # messages that wait for a replica which reads none
 LONGEST = 3.0  # times the longest pause between two messages of the last minute: then silence is death
 COMPILING_S = 10.0  # of silence while a step compiles
 # A connection of its own for each channel, and at once.
@@ -45,11 +45,15 @@ class Terms:
     Attributes:
         router: its name, unlike that of every other router and of an earlier life.
         suspect_s: seconds of silence, at least, before a replica counts as hung.
+        most_sends: messages that may wait for a replica which reads none.
+        clock: of deadlines too (`Request.deadline`).
     """
 
     router: str
     login: Login = Login()
     suspect_s: float = 0.5
+    most_sends: int = 16_384
+    clock: Clock = time.monotonic
 
 
 class Receiver(Protocol):
@@ -137,7 +141,7 @@ class Attached:
             return
         self._sends.append(message)
         self._more.set()
-        if len(self._sends) > MOST_SENDS:
+        if len(self._sends) > self._terms.most_sends:
             self._give_up("it reads nothing")
 
     def view(self) -> ReplicaView:
@@ -191,7 +195,8 @@ class Attached:
         """One attachment; why it has ended."""
         async with self._terms.login.aio(self.address, OPTIONS) as channel:
             call: Any = rpc.LinkStub(channel).Attach(metadata=self._terms.login.metadata)
-            self._epoch = max(self._epoch + 1, time.time_ns())  # also beyond those of an earlier link to this address
+            # Also beyond those of an earlier link of this router to the address. The clock of the wall may go back.
+            self._epoch = max(self._epoch + 1, int(1e9 * self._terms.clock()))
             hello = link.Hello(router=self._terms.router, epoch=self._epoch, protocol=wire.PROTOCOL)
             async with asyncio.timeout(HELLO_S):
                 await call.write(link.ToReplica(hello=hello))
@@ -209,7 +214,7 @@ class Attached:
         return "the replica has ended the stream"
 
     def _begin(self, channel: grpc.aio.Channel, first: link.FromReplica) -> None:
-        now = time.monotonic()
+        now = self._terms.clock()
         self._sends.clear()
         self._heard = _Heard(health="up", at=now)
         self._heard.take(first.state, now)
@@ -224,7 +229,7 @@ class Attached:
     def _hear(self, message: link.FromReplica) -> None:
         if not self._up:  # it has been given up meanwhile
             return
-        now, heard = time.monotonic(), self._heard
+        now, heard = self._terms.clock(), self._heard
         heard.gaps.note(now - heard.at)
         heard.at = now
         if message.HasField("state"):

@@ -49,7 +49,7 @@ class Controller(Directory):
     def __init__(self, registry: Registry, found: Found, calls: Calls, system: System):
         self.registry = registry
         self.calls = calls
-        self.uses = Uses(registry.last)
+        self.uses = Uses(registry.last, clock=system.clock)
         self.table = Table(registry)
         self._found = found
         self._system = system

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import random
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -75,12 +74,15 @@ class Dispatcher:
     books: Books = field(default_factory=Books)
     links: dict[str, Attached] = field(default_factory=dict)
     names: dict[tuple[str, str], Future[int]] = field(default_factory=dict)
-    up_at: float = field(default_factory=time.monotonic)
+    up_at: float = field(init=False)
     _entries: dict[int, _Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
     _prefixes: Prefixes | None = None  # of replicas with blocks of the same size
-    _ticked: float = field(default_factory=time.monotonic)
+    _ticked: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.up_at = self._ticked = self.terms.clock()
 
     # -- the service ------------------------------------------------------------------------
 
@@ -136,7 +138,7 @@ class Dispatcher:
         if request.sampling.seed is None:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
-        routed = self.table.add(request, version, sink, time.monotonic())
+        routed = self.table.add(request, version, sink, self.terms.clock())
         self._entries[routed.handle] = _Entry(submitted, self._chain(request, version))
         self._handles[routed.name] = routed.handle
         self._dispatch(routed)
@@ -204,13 +206,13 @@ class Dispatcher:
                 raise Broken(f"it does not serve what the others do: {why}")
         self._info = merged.info(infos)
         self._prefixes = self._prefixes or Prefixes(self._info.block_tokens)
-        self.up_at = time.monotonic()
+        self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         self._pump()
 
     def received(self, attached: Attached, message: link.FromReplica) -> None:
         """Delivers what a step brought, one batch for each request."""
-        now = self.up_at = time.monotonic()
+        now = self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}
         for rid in message.begun:
@@ -247,7 +249,7 @@ class Dispatcher:
 
     def tick(self) -> None:
         """Looks at the clock: silent replicas, deadlines, requests that wait, replicas that drain."""
-        now = time.monotonic()
+        now = self.terms.clock()
         late, self._ticked = now - self._ticked, now
         for one in list(self.links.values()):
             if late > LATE_S:
@@ -274,7 +276,7 @@ class Dispatcher:
     def _pump(self) -> None:
         """Sends what waits, as long as there is where to; the rest of too many with the next tick."""
         if any(seen.health == "up" for seen in self.books.view.values()):
-            now = time.monotonic()
+            now = self.terms.clock()
             due = (routed for routed in self.table.waiting() if routed.due <= now)
             for routed in islice(due, SENDS):
                 if not self._dispatch(routed):
@@ -293,7 +295,7 @@ class Dispatcher:
 
     def choose(self, ask: Ask, avoid: str = "") -> Attached | None:
         """Where a request would go now; to `avoid` only if no other replica is up."""
-        now = time.monotonic()
+        now = self.terms.clock()
         view = {name: seen for name, seen in self.books.view.items() if self._has_room(seen)}
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
         name = self.policy.choose(others, ask, now)
@@ -334,11 +336,12 @@ class Dispatcher:
             return False
         if self._prefixes is not None:
             self._prefixes.sent(to.name, entry.chain)
-        self.table.begin(routed, to.name, time.monotonic())
+        now = self.terms.clock()
+        self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
         entry.ask, entry.outputs = ask, None
         peers = () if version is None else self.directory.peers(version, to.name)
-        to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers)))
+        to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers, now)))
         return True
 
     def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
@@ -396,7 +399,7 @@ class Dispatcher:
         """
         self._settle(routed)
         full = isinstance(why, Busy)
-        if events := self.table.lose(routed, time.monotonic(), refused=full):
+        if events := self.table.lose(routed, self.terms.clock(), refused=full):
             self._give(routed, events)
         if not routed.open:
             return

@@ -156,7 +156,6 @@ class Stream:
         adopted: Adopt,
         records: Records,
     ):
-        self._tiers = Tiers(records)
         self.router, self.epoch = hello.router, hello.epoch
         self._replica: Replica = backend.loaded
         self.info = wire.info_bytes(self._replica.info)
@@ -167,6 +166,7 @@ class Stream:
         self._told: deque[tuple[_Live, Told]] = deque()
         self._refused: list[link.Failure] = []
         self._loop = asyncio.get_running_loop()
+        self._tiers = Tiers(records, self._loop.time)
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way
         self._over = False
@@ -256,7 +256,7 @@ class Stream:
         try:
             if self._backend.draining:
                 raise Unavailable("the replica drains")
-            draft = wire.request(start, f"{start.rid}@{self.router}.{self.epoch}"[:256])
+            draft = wire.request(start, f"{start.rid}@{self.router}.{self.epoch}"[:256], self._loop.time())
             request = validate(draft, self._replica.info.limits)
         except Exception as e:  # one request's fault, whatever it is
             self._refuse(start.rid, e)

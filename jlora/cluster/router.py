@@ -19,7 +19,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
 from typing import Any, TypeVar
@@ -245,7 +244,7 @@ class Router(Replica):
             drained.set_result(not self._dispatcher.names)
 
     def heartbeat_age(self) -> float:
-        return max(0.0, time.monotonic() - self._dispatcher.up_at - 2 * TICK_S)
+        return max(0.0, self._terms.clock() - self._dispatcher.up_at - 2 * TICK_S)
 
     @property
     def compiling(self) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 
 from jlora.adapters.registry import Record
 from jlora.cluster.proto import link_pb2 as link
+from jlora.ports import Clock
 
 LOOK_S = 0.1  # between two looks
 SHARE = 50  # times its last look's time that it pauses at least: a look at 10,000 adapters takes milliseconds
@@ -18,14 +19,15 @@ Records = Callable[[], Iterable[Record]]
 class Tiers:
     """What one router has been told. For one event loop."""
 
-    def __init__(self, records: Records):
+    def __init__(self, records: Records, clock: Clock = time.monotonic):
         self._records = records
+        self._clock = clock
         self._told: dict[str, str] = {}
         self._due = 0.0
 
     def changes(self) -> list[link.Residency]:
         """What has changed since the last call; the rest of too many comes with the next one."""
-        began = time.monotonic()
+        began = self._clock()
         if began < self._due:
             return []
         now = {record.name: record for record in self._records()}
@@ -39,6 +41,6 @@ class Tiers:
             self._told[change.key] = change.tier
             if not change.tier:
                 del self._told[change.key]
-        ended = time.monotonic()
+        ended = self._clock()
         self._due = ended + max(LOOK_S, SHARE * (ended - began))
         return changes

@@ -26,21 +26,26 @@ PROTOCOL = 1  # of `Hello`: grows when a side must know what the other one speak
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
 
 
-def start(rid: int, request: Request, version: Version | None, peers: Iterable[str] = ()) -> link.Start:
-    """A request, with what earlier attempts have delivered, for an attempt of this name."""
+def start(
+    rid: int, request: Request, version: Version | None, peers: Iterable[str] = (), now: float | None = None
+) -> link.Start:
+    """A request, with what earlier attempts have delivered, for an attempt of this name.
+
+    `now` is on the clock of the request's deadline; None: it is `time.monotonic()`.
+    """
     message = link.Start(rid=rid, request=generate(request))
     if version is not None:
         message.adapter.CopyFrom(link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers))
     for done in request.done:
         message.done.add(tokens=done.tokens, ended=done.ended)
     if request.deadline is not None:
-        message.deadline_s = request.deadline - time.monotonic()
+        message.deadline_s = request.deadline - (time.monotonic() if now is None else now)
     return message
 
 
-def request(message: link.Start, name: str) -> Request:
-    """The request of a `Start`, not validated; `name` is its id at the replica."""
-    asked = message.request
+def request(message: link.Start, name: str, now: float | None = None) -> Request:
+    """The request of a `Start`, not validated; `name` is its id at the replica, `now` as of `start`."""
+    asked, now = message.request, time.monotonic() if now is None else now
     return Request(
         id=name,
         prompt=tuple(asked.token_ids.ids),
@@ -49,7 +54,7 @@ def request(message: link.Start, name: str) -> Request:
         priority=asked.priority,
         bypass_prefix_cache=asked.bypass_prefix_cache,
         tenant=asked.tenant,
-        deadline=time.monotonic() + message.deadline_s if message.HasField("deadline_s") else None,
+        deadline=now + message.deadline_s if message.HasField("deadline_s") else None,
         cache_salt=asked.cache_salt,
         done=tuple(Done(tuple(done.tokens), done.ended) for done in message.done),
     )

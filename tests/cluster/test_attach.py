@@ -89,8 +89,8 @@ def test_time_in_which_this_process_stood_still_does_not_count(one: Attached):
     assert not lost(one)
 
 
-def test_a_replica_that_reads_nothing_is_given_up(one: Attached, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("jlora.cluster.attach.MOST_SENDS", 3)
+def test_a_replica_that_reads_nothing_is_given_up(one: Attached):
+    one._terms = Terms("router", most_sends=3)
     for rid in range(4):
         one.send(link.ToReplica(cancel=link.Cancel(rid=rid)))
     assert lost(one) == ["it reads nothing"]
