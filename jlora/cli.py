@@ -28,7 +28,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "compile": ("prepare a directory of compiled programs for an image", "jlora.serve.compile:main"),
     "bench": ("measure servers under load; from a checkout, run a study", "jlora.cli:bench"),
     "doctor": ("check and measure this accelerator", "jlora.doctor.cli:main"),
-    "sim": ("simulate cache policies on hardware that you name", "jlora.cli:simulate"),
+    "sim": ("simulate cache policies on hardware that you name, or faults", "jlora.cli:simulate"),
     "demo": ("start the built-in model with its adapters and show them at work", "jlora.demo.run:main"),
 }
 USAGE = """usage: jlora COMMAND [flags]
@@ -114,12 +114,24 @@ def bench(argv: Sequence[str]) -> int:
 
 def simulate(argv: Sequence[str]) -> int:
     """`jlora sim`; returns the exit code."""
+    if argv and argv[0] == "faults":
+        return _run("jlora.cli:faults", argv[1:])
+
     from jlora import machine
     from jlora.sim import cli
 
     parser = Parser("jlora sim", cli.DESCRIPTION)
     cli.add_flags(parser)
     return cli.run(parser.parse(argv), machine.commit)
+
+
+def faults(argv: Sequence[str]) -> int:
+    """`jlora sim faults`; returns the exit code."""
+    from jlora.sim.world import cli
+
+    parser = Parser("jlora sim faults", cli.DESCRIPTION)
+    cli.add_flags(parser)
+    return cli.run(parser.parse(argv))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,8 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent import futures
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -87,8 +88,25 @@ class Thread(Protocol):
         ...
 
 
+class Event(Protocol):
+    """As `threading.Event`."""
+
+    def set(self) -> None: ...
+    def clear(self) -> None: ...
+    def wait(self, timeout: float | None = None) -> bool: ...
+
+
+class Condition(AbstractContextManager[object], Protocol):
+    """As `threading.Condition`, with a lock of its own."""
+
+    def wait(self, timeout: float | None = None) -> bool: ...
+    def wait_for(self, predicate: Callable[[], object], timeout: float | None = None) -> object: ...
+    def notify(self) -> None: ...
+    def notify_all(self) -> None: ...
+
+
 class Threads(Protocol):
-    """Starts threads, and tells of those that fail."""
+    """Starts threads, tells of those that fail, and has all that a thread may wait for."""
 
     def start(self, name: str, run: Callable[[], None]) -> Thread:
         """Runs `run` on a thread of its own, a daemon: it never keeps the process alive."""
@@ -103,6 +121,18 @@ class Threads(Protocol):
 
     def watch(self, failed: Callable[[str, BaseException], None]) -> None:
         """Calls `failed` with the name of every started thread that an exception ends, on that thread."""
+        ...
+
+    def event(self) -> Event:
+        """A new event, which is not set."""
+        ...
+
+    def condition(self) -> Condition:
+        """A new condition."""
+        ...
+
+    def wait(self, future: Future, seconds: float | None = None) -> None:
+        """Returns when the future is done, or after so many seconds."""
         ...
 
 
@@ -319,6 +349,15 @@ class OsThreads(Threads):
             log.critical("thread %s has failed", name, exc_info=error)
             for failed in self._watchers:
                 failed(name, error)
+
+    def event(self) -> threading.Event:
+        return threading.Event()
+
+    def condition(self) -> threading.Condition:
+        return threading.Condition()
+
+    def wait(self, future: Future, seconds: float | None = None) -> None:
+        futures.wait([future], seconds)
 
     def pool(self, name: str, size: int) -> Executor:
         pool, all_there = ThreadPoolExecutor(size, thread_name_prefix=name), threading.Barrier(size)

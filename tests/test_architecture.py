@@ -39,14 +39,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "adapters": {"cache", "model.hf_names", "model.fields"},
     "engine": {"model", "pallas", "cache", "adapters"},
     "sim": {
+        "engine.built",
         "engine.cold_start",
         "engine.engine",
         "engine.loading",
+        "engine.local",
         "engine.merging",
         "engine.plan",
         "engine.ports",
         "engine.scheduler",
         "engine.shelf",
+        "engine.sources",
         "engine.switching",
         "adapters",
         "cache",
@@ -81,9 +84,12 @@ NO_JAX = {
     "step_model",
     "cache",
     "engine.admission",
+    "engine.built",
     "engine.cold_start",
     "engine.engine",
+    "engine.loaders",
     "engine.loading",
+    "engine.local",
     "engine.merging",
     "engine.shelf",
     "engine.sources",
@@ -130,7 +136,7 @@ NO_JAX = {
     "cluster.wire",
 }
 # What of these rooms holds the memories themselves.
-DEVICE = {"cache.pool", "cache.swapper"}
+DEVICE = {"cache.pool"}
 JAX = {"jax", "jaxlib", "flax", "orbax"}
 
 MAX_FILE_LINES = 500

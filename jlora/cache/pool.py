@@ -83,6 +83,10 @@ class DevicePool:
             array.copy_to_host_async()
         return found
 
+    def cause(self, error: Exception) -> Exception:
+        """What a failed copy failed with; see `as_shortage`."""
+        return as_shortage(error)
+
     def warm_up(self) -> None:
         """Compiles every copy size; writes nothing (ids outside the pool are dropped)."""
         for size in self.pieces:

@@ -11,22 +11,23 @@ reads it may be dispatched before the last group has arrived (`place`).
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
-import jax
 import numpy as np
 
-from jlora.cache.pool import DevicePool, HostPool, Staged, as_shortage
 from jlora.cache.transfer import Copy
 from jlora.ports import System
+
+if TYPE_CHECKING:  # they import jax; a simulation has others
+    from jlora.cache.pool import DevicePool, HostPool, Staged
 
 
 @dataclass(slots=True)
 class _Job:
     copy: Copy
-    snapshot: list[jax.Array] = field(default_factory=list)  # on the way out
+    snapshot: list[Any] = field(default_factory=list)  # on the way out
     staged: list[Staged] = field(default_factory=list)  # on the way in: the whole, or group after group
     placed: int = 0  # how many of these the device has been told to take in
     error: Exception | None = None
@@ -47,7 +48,7 @@ class Swapper:
         self._clock = system.clock
         self._pool = pool
         self.host = host
-        self._arrived = threading.Condition()
+        self._arrived = system.threads.condition()
         self._done: list[_Job] = []
         self._failed: list[_Job] = []
         self._streams: dict[Copy, _Job] = {}  # under way, in groups
@@ -168,7 +169,7 @@ class Swapper:
             if job is None:
                 self._error = self._error or error
             elif isinstance(error, Exception):
-                job.error = as_shortage(error)
+                job.error = self._pool.cause(error)
                 self._failed.append(job)
             else:
                 self._done.append(job)
@@ -184,7 +185,7 @@ class _Lane:
         self._finish = finish
         self._began = 0.0
         self._jobs: list[_Job] = []
-        self._changed = threading.Condition()
+        self._changed = system.threads.condition()
         self._closed = False
         self._thread = system.threads.start(f"jlora-copies-{name}", self._run)
 

@@ -6,7 +6,6 @@ import logging
 import os
 import random
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
 import jax
@@ -26,6 +25,7 @@ from jlora.config import Config, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
+from jlora.engine.built import Built
 from jlora.engine.cold_start import Costs
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
@@ -54,18 +54,6 @@ log = logging.getLogger(__name__)
 
 ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
 COMPILERS = 4  # programs compiled at a time; XLA uses several cores for each
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """An engine that is ready to step, and what its surroundings need to know of it."""
-
-    engine: Engine
-    parts: Parts
-    runner: Runner
-    info: ReplicaInfo
-    reader: Reader
-    catalogue: Catalogue
 
 
 def build(config: Config, progress: bool = True, system: System | None = None) -> Built:

@@ -11,11 +11,12 @@ from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from dataclasses import replace as replaced
+from typing import TypeVar
 
 import numpy as np
 
 from jlora.adapters.registry import Record
-from jlora.engine.build import Built
+from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, error_of, follow, result_of
 from jlora.engine.loading import NewAdapter
 from jlora.engine.shelf import Reading
@@ -26,6 +27,8 @@ from jlora.replica import Load
 from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 # Reads a registered adapter, from its files or from elsewhere: takes its record, what reads its files, and whether
 # nobody waits any more.
@@ -44,6 +47,7 @@ class Loaders:
         self._swapper = built.parts.swapper
         self._reader = built.reader
         self._between_steps = between_steps
+        self._threads = system.threads
         self.read: Read = lambda record, from_files, unwanted: from_files()
         self.loads = system.threads.pool("jlora-load", LOADERS)
         self._reads = system.threads.pool("jlora-read", built.parts.readers)
@@ -126,6 +130,10 @@ class Loaders:
         """Publishes an adapter, unless the caller cancels `answer` before."""
         adapters, between_steps = self._adapters, self._between_steps
 
+        def now(command: Callable[[], T]) -> T:
+            self._threads.wait(done := between_steps(command))
+            return done.result()
+
         def begin() -> None:
             _go_on(answer)
             if not load.replace:
@@ -148,18 +156,18 @@ class Loaders:
             claim(lambda: None)
             return adapters.register(new, load.replace)
 
-        between_steps(begin).result()
+        now(begin)
         new = read_adapter(load.name, load.path, self._reader)
         if load.lazy:  # it was read once, so that its digest is pinned
             new = replaced(new, data=None)
-            return between_steps(register).result()
-        blocks = between_steps(reserve).result()
+            return now(register)
+        blocks = now(reserve)
         try:
             adapters.fill(blocks, new)
         except BaseException:
             between_steps(lambda: adapters.cancel(blocks))
             raise
-        return between_steps(publish).result()
+        return now(publish)
 
 
 class _Unwanted(JloraError):

@@ -233,7 +233,7 @@ class Adapters:
             else:
                 self._check_pins(record, self._pins(record, old))
                 self._manager.bring_in(record.node)
-        except ResourceExhausted:
+        except Exception:  # no room, or no memory
             self._registry.remove(record.name)
             self._manager.kill(record.node)
             if old is not None:
@@ -378,7 +378,8 @@ class Adapters:
     def missed(self, reading: Reading, error: Exception) -> None:
         """The adapter could not be read, and the requests for it have ended."""
         for future, _ in reading.then:
-            future.set_exception(error)
+            if not future.done():  # it is, if nobody has waited for the adapter for a while
+                future.set_exception(error)
         self.shelf.drop(reading)
 
     def back(self, record: Record, intact: bool) -> None:

@@ -12,19 +12,17 @@ import math
 import queue
 import threading
 from collections.abc import Callable, Iterable
-from concurrent import futures
 from concurrent.futures import Future
 from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.adapters.registry import Record
 from jlora.config import Config
-from jlora.engine.batch import Form
-from jlora.engine.build import Built, build
+from jlora.engine.built import Built
 from jlora.engine.engine import Engine
 from jlora.engine.futures import Commands, chained, done, failed, running, settle
 from jlora.engine.loaders import Loaders, Read
@@ -37,6 +35,9 @@ from jlora.gaps import Gaps
 from jlora.ports import DiskFiles, System
 from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
+
+if TYPE_CHECKING:  # it imports jax
+    from jlora.engine.batch import Form
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class LocalReplica(Replica):
         self._waits: list[_Wait] = []
         self._live: dict[int, _Live] = {}  # by handle; only the engine's thread
         self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
-        self._work = threading.Event()
+        self._work = system.threads.event()
         self._beat = system.clock()
         self._gaps = Gaps(system.clock)
         self._draining = False
@@ -75,13 +76,12 @@ class LocalReplica(Replica):
         self._closed = False
         self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
         self._loaders = Loaders(built, system, self.between_steps)
-        watched = built.info.config.adapters.dir
-        self._watch = Watch(built.engine, built.reader, watched, self.between_steps)
+        self._watch = Watch(built, system, self.between_steps)
         self._compiler = system.threads.pool("jlora-compile", 1)
         system.garbage.begin()
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
-        system.threads.start("jlora-watch", lambda: self._watch.run(system))
+        system.threads.start("jlora-watch", self._watch.run)
         for form in built.runner.left:
             self._compiler.submit(self._compile, form)
         if built.runner.left:  # what they leave behind is loaded for good, too
@@ -90,6 +90,8 @@ class LocalReplica(Replica):
     @classmethod
     def start(cls, config: Config, progress: bool = True, system: System | None = None) -> LocalReplica:
         """Loads the model and its adapters, and starts the engine. Raises JloraError with one clear line."""
+        from jlora.engine.build import build  # it imports jax, and a simulation builds its engine without
+
         system = system or System(files=DiskFiles(config.adapters.roots))
         return cls(build(config, progress, system), system)
 
@@ -277,7 +279,7 @@ class LocalReplica(Replica):
 
             def wait() -> None:
                 try:
-                    futures.wait([drained], min(DRAIN_S, timeout_s))
+                    self._system.threads.wait(drained, min(DRAIN_S, timeout_s))
                 except Exception:  # a failure of this thread would end the engine, and with it what is drained
                     log.exception("the drain's timeout is lost; the drain ends with the last request")
                 else:

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from pathlib import Path
 
-import jax
-
 from jlora.engine.futures import chained
 from jlora.errors import FailedPrecondition, InvalidArgument
 from jlora.ports import Clock
@@ -63,6 +61,8 @@ class Profiler:
             raise InvalidArgument(f"steps = {steps}: must be in [1, {MOST_STEPS}]")
         if not self._running.acquire(blocking=False):
             raise FailedPrecondition("a profile is being made; ask again when it has ended")
+        import jax  # a replica in a simulation has no device to trace
+
         try:
             jax.profiler.start_trace(self._directory)
         except BaseException:
@@ -71,6 +71,8 @@ class Profiler:
 
     def _stop(self) -> str:
         """Ends the trace and writes it; its name below the directory."""
+        import jax
+
         try:
             jax.profiler.stop_trace()
         finally:

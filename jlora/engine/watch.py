@@ -13,14 +13,13 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
-from jlora.engine.engine import Engine
+from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps
-from jlora.engine.sources import Reader, scan_adapter
+from jlora.engine.sources import scan_adapter
 from jlora.errors import JloraError, Unavailable
 from jlora.ports import Stamp, System
 
@@ -33,26 +32,28 @@ SHARE = 50  # times its last round's time that it pauses at least
 class Watch:
     """The watch of one engine. `look` makes a round; `run` repeats it until `close`."""
 
-    def __init__(self, engine: Engine, reader: Reader, directory: str, between_steps: BetweenSteps):
-        self._adapters = engine.adapters
-        self._reader = reader
+    def __init__(self, built: Built, system: System, between_steps: BetweenSteps):
+        directory = built.info.config.adapters.dir
+        self._system = system
+        self._adapters = built.engine.adapters
+        self._reader = built.reader
         self._directory = os.path.abspath(directory) if directory else ""
         self._between_steps = between_steps
-        self._ended = threading.Event()
+        self._ended = system.threads.event()
         self._known = {record.path for record in self._adapters.records()}
         self._refused: dict[str, Stamp] = {}  # directories that are no adapters as they are, or were unloaded
 
-    def run(self, system: System) -> None:
-        pause = POLL_S
+    def run(self) -> None:
+        pause, clock = POLL_S, self._system.clock
         while not self._ended.wait(pause):
-            began = system.clock()
+            began = clock()
             try:
                 self.look()
             except Unavailable:  # the replica has stopped
                 return
             except Exception:
                 log.exception("the watch of the adapters' files has failed; it goes on")
-            pause = max(POLL_S, SHARE * (system.clock() - began))
+            pause = max(POLL_S, SHARE * (clock() - began))
 
     def close(self) -> None:
         self._ended.set()
@@ -77,12 +78,12 @@ class Watch:
             if node.backed != intact and not node.reading:
                 if not intact:
                     log.warning("adapter %s: its files have changed or are gone; it stays in memory", record.name)
-                self._between_steps(lambda: self._adapters.back(record, intact)).result()
+                self._now(lambda: self._adapters.back(record, intact))
         elif stamp is None:
             if record.path.startswith(self._directory + os.sep) and self._directory:
                 log.info("adapter %s is not known any more: its files are gone", record.name)
                 self._known.discard(record.path)
-                self._between_steps(lambda: self._adapters.forget(record)).result()
+                self._now(lambda: self._adapters.forget(record))
         elif not intact and not record.digest:
             self._register(record.name, record.path, replace=True)
 
@@ -97,6 +98,10 @@ class Watch:
             return
         yield from ((name, os.path.join(self._directory, name)) for name in found)
 
+    def _now(self, command: Callable[[], object]) -> None:
+        self._system.threads.wait(done := self._between_steps(command))
+        done.result()
+
     def _register(self, name: str, path: str, replace: bool = False) -> None:
         stamp = self._reader.stamp(path)
         if stamp is None or self._refused.get(path) == stamp:
@@ -104,7 +109,7 @@ class Watch:
         try:
             check_name(name)
             new = scan_adapter(name, path, self._reader)
-            self._between_steps(lambda: self._adapters.register(new, replace)).result()
+            self._now(lambda: self._adapters.register(new, replace))
         except Unavailable:
             raise
         except JloraError as e:

@@ -1,0 +1,11 @@
+"""The product under faults: one seed plays one service, in virtual time and in one thread.
+
+sites    where a fault may strike, and how often it has
+tasks    the threads of the product, as tasks that the seed schedules
+report   what a seed brought, and the runs of many seeds
+disk     the adapters' files
+device   the device, the host tier, and tokens that tell whose data they were made of
+seams    errors inside the engine's step
+clients  what is asked of the service, and what may come of it
+replica  one replica: the product's own objects on the models above
+"""

@@ -1,0 +1,201 @@
+"""The adapters' files: a disk that is slow, breaks off, fails, loses and changes what is on it.
+
+A `Version` is an adapter as its files are; the disk holds one in each directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jlora.adapters.packing import pack
+from jlora.adapters.peft import FILES, read_peft
+from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
+from jlora.ports import File, Files, Folder, Stamp
+from jlora.sim.world.device import adapter_mark
+from jlora.sim.world.sites import Site, Sites
+
+SITES = {
+    "disk.slow": Site("a read takes up to two seconds", 0.2),
+    "disk.torn": Site("a read ends early", 0.05),
+    "disk.error": Site("a read or an open fails with an I/O error", 0.05),
+    "disk.vanished": Site("a directory is gone when it is opened", 0.05),
+    "disk.changed": Site("a directory changes while it is read", 0.1),
+    "disk.full": Site("the registry of adapters is on a full disk", 0.2),
+}
+
+READ_S = 0.002  # of a read
+SPEC = ModelSpec(64, 4, 4, 2, 1, 1, 4, max_len=48, eos_ids=(2,))
+BLOCK_TOKENS = 4
+VERSIONS = 10  # adapters that the seeds draw from
+ACTIVATED = 3  # of them, activated LoRAs
+INVOCATION = (5, 6)
+HF = {"q": "q_proj", "v": "v_proj"}
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """One adapter. `mark`: what the device makes of its blocks."""
+
+    files: Mapping[str, bytes]
+    digest: str
+    mark: int
+    activated: bool
+
+
+@functools.cache
+def versions() -> tuple[Version, ...]:
+    """Adapters of one to four blocks, all different; the last ones are activated LoRAs."""
+    return tuple(_version(number) for number in range(VERSIONS))
+
+
+def _version(number: int) -> Version:
+    draw, activated = np.random.default_rng(number), number >= VERSIONS - ACTIVATED
+    rank, targets = 1 + number % 4, ("q", "v") if number % 3 == 0 else ("q",)
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [HF[name] for name in targets]}
+    if activated:
+        config["alora_invocation_tokens"] = list(INVOCATION)
+    tensors: dict[str, np.ndarray] = {}
+    for layer, name in itertools.product(range(SPEC.layers), targets):
+        width_in, width_out = SPEC.projection_shapes[name]
+        module = f"base_model.model.model.layers.{layer}.self_attn.{HF[name]}"
+        tensors[f"{module}.lora_A.weight"] = draw.standard_normal((rank, width_in), np.float32)
+        tensors[f"{module}.lora_B.weight"] = draw.standard_normal((width_out, rank), np.float32)
+    files: dict[str, bytes] = dict(zip(FILES, (json.dumps(config).encode(), _safetensors(tensors)), strict=True))
+    disk = Disk(random.Random(0), Sites(SITES, random.Random(0)), lambda seconds: None)
+    disk.sites.heal()
+    disk.put("a", Version(files, "", 0, activated))
+    adapter = read_peft("a", SPEC, 8, (), disk)
+    return Version(
+        files, adapter.digest, adapter_mark(pack(adapter, PoolLayout.of(SPEC, 2, BLOCK_TOKENS)).data), activated
+    )
+
+
+def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:
+    header, at = {}, 0
+    for name, tensor in tensors.items():
+        end = at + tensor.nbytes
+        header[name] = {"dtype": "F32", "shape": list(tensor.shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + b"".join(tensor.tobytes() for tensor in tensors.values())
+
+
+@dataclass(slots=True)
+class _Directory:
+    """`inode` is new whenever another takes its place, or its files are written."""
+
+    files: Mapping[str, bytes]
+    inode: int
+
+
+class Disk(Files):
+    """Directories of adapters. `sleep`: passes time, and lets others run."""
+
+    def __init__(self, draw: random.Random, sites: Sites, sleep: Callable[[float], None]):
+        self.sites = sites
+        self.held: dict[str, Version] = {}
+        self._draw = draw
+        self._sleep = sleep
+        self._directories: dict[str, _Directory] = {}
+        self._inodes = itertools.count(1)
+
+    def put(self, path: str, version: Version) -> None:
+        """Another directory takes the path's place."""
+        self.held[path] = version
+        self._directories[path] = _Directory(version.files, next(self._inodes))
+
+    def remove(self, path: str) -> None:
+        """The directory is gone, if there was one."""
+        self.held.pop(path, None)
+        self._directories.pop(path, None)
+
+    @contextlib.contextmanager
+    def folder(self, directory: str) -> Iterator[_OpenFolder]:
+        self.delay()
+        if self.sites.fires("disk.vanished"):
+            raise OSError(errno.ENOENT, "No such file or directory")
+        found = self.look(directory)
+        yield _OpenFolder(self, directory, found, found.inode)
+
+    def stamp(self, directory: str, names: Iterable[str]) -> Stamp:
+        found = self.look(directory)
+        return sum((_identity(found, name) for name in names), ())
+
+    def look(self, path: str) -> _Directory:
+        """What is at the path. Raises OSError."""
+        name = path.rpartition("/")[2]
+        if name not in self._directories:
+            raise OSError(errno.ENOENT, "No such file or directory")
+        return self._directories[name]
+
+    def write(self, directory: _Directory) -> None:
+        """Somebody writes the same files in their places."""
+        directory.inode = next(self._inodes)
+
+    def delay(self) -> None:
+        """What every access costs."""
+        self._sleep(READ_S * self._draw.random() + (2 * self._draw.random() if self.sites.fires("disk.slow") else 0))
+        if self.sites.fires("disk.error"):
+            raise OSError(errno.EIO, "Input/output error")
+
+
+def _identity(directory: _Directory, name: str) -> Stamp:
+    if name not in directory.files:
+        raise OSError(errno.ENOENT, "No such file or directory")
+    return directory.inode, len(directory.files[name])
+
+
+@dataclass(slots=True)
+class _OpenFolder(Folder):
+    disk: Disk
+    path: str
+    directory: _Directory
+    inode: int  # when it was opened
+    opened: list[str] = field(default_factory=list)
+
+    def names(self, most: int) -> list[str]:
+        return sorted(self.directory.files)[:most]
+
+    @contextlib.contextmanager
+    def open(self, name: str) -> Iterator[_OpenFile]:
+        self.disk.delay()
+        if self.disk.sites.fires("disk.changed"):
+            self.disk.write(self.directory)
+        self.opened.append(name)
+        _identity(self.directory, name)
+        yield _OpenFile(len(self.directory.files[name]), self.disk, self.directory.files[name])
+
+    def unchanged(self) -> bool:
+        try:
+            return self.disk.look(self.path) is self.directory and self.directory.inode == self.inode
+        except OSError:
+            return False
+
+    def stamp(self) -> Stamp:
+        return sum(((self.inode, len(self.directory.files[name])) for name in self.opened), ())
+
+
+@dataclass(slots=True)
+class _OpenFile(File):
+    size: int
+    disk: Disk
+    data: bytes
+    at: int = 0
+
+    def read(self, size: int) -> np.ndarray:
+        self.disk.delay()
+        if self.disk.sites.fires("disk.torn"):
+            size = min(size, (self.size - self.at) // 2)
+        found = self.data[self.at : self.at + size]
+        self.at += len(found)
+        return np.frombuffer(found, np.uint8)

@@ -1,0 +1,286 @@
+"""One replica under faults: the product's own engine, loaders, swapper, cache and threads on modelled hardware.
+
+The seed draws the sizes, the policy, what clients ask, who runs next, and the faults.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import sqlite3
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from jlora.adapters.catalogue import Catalogue
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache import inspect
+from jlora.cache.catalog import make_policy
+from jlora.cache.manager import CacheManager, Sizes
+from jlora.cache.swapper import Swapper
+from jlora.cache.transfer import Meter
+from jlora.config import AdaptersConfig, CacheConfig, Config, EngineConfig
+from jlora.engine.built import Built
+from jlora.engine.engine import Engine, Shape
+from jlora.engine.local import LocalReplica
+from jlora.engine.ports import Parts
+from jlora.engine.scheduler import Scheduler
+from jlora.engine.sources import Reader
+from jlora.errors import Unavailable
+from jlora.layout import PoolLayout
+from jlora.ports import System, Threads
+from jlora.replica import ReplicaInfo
+from jlora.sim.clock import VirtualClock
+from jlora.sim.world import clients, device, disk, seams
+from jlora.sim.world.clients import Around, Clients
+from jlora.sim.world.device import Device, DeviceMemory, HostMemory
+from jlora.sim.world.disk import BLOCK_TOKENS, SPEC, Disk, versions
+from jlora.sim.world.report import Journal
+from jlora.sim.world.sites import Site, Sites
+from jlora.sim.world.tasks import Task, Tasks
+from jlora.types import TokenEvent
+from jlora.validation import Limits
+
+SITES: Mapping[str, Site] = {
+    **disk.SITES,
+    **device.SITES,
+    **seams.SITES,
+    **clients.SITES,
+    "clock.stalls": Site("nothing runs for five seconds", 0.002),
+    "clock.jumps": Site("the wall clock jumps by an hour or ten years", 0.01),
+    "thread.dies": Site("the engine's thread, a copies' lane or the watch of the files dies", 0.0005, True, 0.3),
+}
+
+HOUR = 3600.0
+THREADS = ("jlora-engine", "jlora-copies-in", "jlora-copies-out", "jlora-watch")  # whose end is the replica's
+CHECKS = 16  # steps between two checks of everything
+MOST_TURNS = 200_000  # until everything must have ended
+
+
+class _Watched(Engine):
+    """An engine that calls `after` behind every step."""
+
+    after: Callable[[], None]
+
+    def step(self) -> list[TokenEvent]:
+        events = super().step()
+        self.after()
+        return events
+
+
+class _Registry(Catalogue):
+    """The table of adapters, on a disk that may be full."""
+
+    def __init__(self, threads: Threads, fits: str, sites: Sites):
+        super().__init__("", threads, fits)
+        self._table: Any = _Table(self._table, sites)
+
+
+class _Table:
+    def __init__(self, table: sqlite3.Connection, sites: Sites):
+        self._table = table
+        self._sites = sites
+
+    def execute(self, statement: str) -> Any:
+        if statement == "commit" and self._sites.fires("disk.full"):
+            raise sqlite3.OperationalError("database or disk is full")
+        return self._table.execute(statement)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._table, name)
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, seed: int, journal: Journal):
+        draw = random.Random(f"{seed} sizes")
+        self.journal = journal
+        self.sites = Sites(SITES, random.Random(f"{seed} sites"))
+        self.clock = VirtualClock()
+        self.tasks = Tasks(random.Random(f"{seed} tasks"), self.clock, self._dies)
+        self.disk = Disk(random.Random(f"{seed} disk"), self.sites, self.tasks.sleep)
+        self._wall = 1.7e9
+        self._draw = random.Random(f"{seed} rounds")
+        self.steps = 0
+        engine, cache = _drawn_config(draw)
+        config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
+        layout = PoolLayout.of(SPEC, 1 + draw.choice((20, 28, 40)), BLOCK_TOKENS)
+        system = System(self.tasks.reading, self._now, self.disk, self.tasks, random.Random(f"{seed} seeds"))
+        self.memory = DeviceMemory(layout, draw.choice((1, 2)), self.sites, self.tasks)
+        self.host = HostMemory(self.sites, self.tasks)
+        built = self._build(config, layout, system, draw.choice((16, 28, 60)))
+        self.manager: CacheManager = built.parts.scheduler.manager
+        self.parts = built.parts
+        self.replica = LocalReplica(built, system)
+        around = Around(
+            self.replica, self.disk, versions(),
+            built.parts.registry.get, self._where, lambda: self.clock.now, BLOCK_TOKENS, self.sites, journal,
+        )  # fmt: skip
+        self.clients = Clients(around, random.Random(f"{seed} clients"))
+
+    def round(self) -> None:
+        """Clients act, and some tasks go on."""
+        draw = self._draw
+        while draw.random() < 0.45:
+            self.clients.act()
+        if self.sites.fires("clock.stalls"):
+            self.clock.advance(self.clock.now + 5.0)
+        if self.sites.fires("clock.jumps"):
+            self._wall += draw.choice((-10 * 365 * 24 * HOUR, -HOUR, HOUR, 10 * 365 * 24 * HOUR))
+        for _ in range(draw.choice((1, 2, 4, 8))):
+            self.turn()
+        self.clients.check()
+
+    def turn(self) -> None:
+        """One task goes on. Raises what was found meanwhile."""
+        assert self.tasks.turn() or self.over, "nobody can ever go on"
+        if self.clients.found:
+            raise self.clients.found[0]
+        if self.over and not self.sites.ended:
+            raise self.replica.failure.result()
+
+    @property
+    def over(self) -> bool:
+        """Whether the replica has failed."""
+        return self.replica.failure.done()
+
+    def finish(self) -> None:
+        """The faults cease: everything ends, and nothing is held."""
+        self.sites.heal()
+        self._until(lambda: not self.clients.calls and not self.clients.commands, "a request or a command never ends")
+        if self.over:
+            assert isinstance(self.replica.check_integrity().exception(), Unavailable)
+        else:
+            self._rest()
+        closing = self.tasks.start("close", self.replica.close)
+        self._until(lambda: closing.ended, "the replica does not close")
+        self._until(lambda: not self.tasks.live, "a thread never ends")
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _build(self, config: Config, layout: PoolLayout, system: System, host_blocks: int) -> Built:
+        engine, cache, clock = config.engine, config.cache, system.clock
+        reader = Reader(SPEC, layout, 8, ("base",), self.disk, clock)
+        registry = AdapterRegistry()
+        streams = self.memory.groups > 1 and engine.cold_start != "wait"
+        sizes = Sizes(layout.blocks - 1, host_blocks, BLOCK_TOKENS, layout.blocks_for(SPEC.max_len))
+        policy = make_policy(cache, Meter(2e-3, block_tokens=BLOCK_TOKENS))
+        manager = CacheManager(sizes, policy, clock, cache.prefix_reuse, streams, cache.monitor_s)
+        if engine.cold_start == "cpu":
+            manager.leases.gate.helps = lambda adapter, left_s, tokens: True
+        memory: Any = self.memory
+        host: Any = self.host
+        swapper = Swapper(memory, host, cache.link_gbps, system)
+        runner: Any = Device(self.memory, self.host, self.sites, self.tasks)
+        scheduler = Scheduler(manager, engine, SPEC.eos_ids, system.random)
+        catalogue = _Registry(self.tasks, reader.fits, self.sites)
+        parts = Parts(scheduler, registry, runner, swapper, clock, config.adapters.readers, catalogue, system.wall)
+        seams.plant(parts, self.sites)
+        watched = _Watched(parts, Shape(SPEC.max_len, layout.block_bytes, engine.overlap))
+        watched.after = self._after_step
+        info = ReplicaInfo(
+            "base", SPEC.dtype, Limits(SPEC.vocab, SPEC.max_len, sizes.device * BLOCK_TOKENS), SPEC.eos_ids,
+            BLOCK_TOKENS, layout.block_bytes, "model", ("model 0",), config,
+        )  # fmt: skip
+        return Built(watched, parts, runner, info, reader, catalogue)
+
+    def _now(self) -> float:
+        return self._wall + self.clock.now
+
+    def _dies(self, task: Task) -> bool:
+        return task.name in THREADS and self.sites.fires("thread.dies")
+
+    def _where(self, handle: int) -> str:
+        scheduler: Any = self.parts.scheduler
+        for sequence in scheduler.running:
+            if sequence.handle == handle:
+                return "running"
+        return "copying" if any(sequence.handle == handle for sequence in scheduler.loading) else ""
+
+    def _after_step(self) -> None:
+        """On the engine's thread, whose errors are the product's to catch: what is found is kept for the world."""
+        try:
+            self.steps += 1
+            self._check_tiers()
+            if self.steps % CHECKS == 0:
+                self._check_all()
+        except AssertionError as e:
+            self.clients.found.append(e)
+
+    def _check_tiers(self) -> None:
+        for tier in (self.manager.device, self.manager.host):
+            assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
+            assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
+
+    def _check_all(self) -> None:
+        manager = self.manager
+        inspect.check_integrity(manager)
+        for adapter in manager.adapters.values():
+            assert not adapter.pinned or adapter.device, "a pinned adapter left the device"
+            for node in (adapter, *manager.tree.below(adapter)):
+                if node.on_device and node.on_host and node.size:
+                    here = [self.memory.read(block) for block in node.device]
+                    assert here == self.host.read(node.host), "the two copies of a node differ"
+
+    def _rest(self) -> None:
+        """A replica that nobody uses any more: its books add up, and everything can be given back."""
+        drained = self.replica.drain()
+        self._until(drained.done, "the drain never ends")
+        manager = self.manager
+        for record in self.parts.registry.records():
+            self.clients.commands.append((f"unload {record.name}", self.replica.unload_adapter(record.name)))
+        self._until(lambda: not self.clients.commands, "an adapter is never gone")
+        self._until(lambda: not (manager.flying or manager.reserved), "a copy or a read never ends")
+        flushed = self.replica.flush_cache()
+        self._until(flushed.done, "the flush never ends")
+        self._check_tiers()
+        self._check_all()
+        assert not manager.leases.live, "a lease is left"
+        assert manager.device.free == manager.device.total, f"blocks of the device are left: {manager.device}"
+        assert manager.host.free == manager.host.total, f"blocks of the host are left: {manager.host}"
+
+    def _until(self, done: Callable[[], bool], otherwise: str) -> None:
+        last = self.tasks.turns + MOST_TURNS
+        while True:
+            self.clients.check()
+            if done():
+                return
+            assert self.tasks.turns < last, otherwise
+            self.turn()
+
+
+def _drawn_config(draw: random.Random) -> tuple[EngineConfig, CacheConfig]:
+    engine = EngineConfig(
+        max_seqs=draw.choice((2, 3, 6)),
+        max_step_tokens=draw.choice((32, 64, 96)),
+        max_queue=draw.choice((6, 20, 40)),
+        overlap=draw.random() < 0.8,
+        cold_start=draw.choice(("wait", "stream", "stream", "cpu")),
+    )
+    policies = ("jlora",) * 5 + ("fastlibra", "lru", "vllm", "slora")
+    cache = CacheConfig(policy=draw.choice(policies), monitor_s=0.1, link_gbps=draw.choice((1e-3, 1e-4, 3e-5)))
+    return engine, cache
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Faults are logged by the thousand."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)
+
+
+def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
+    """Plays a seed; how often each site struck. Raises what it finds."""
+    with _quiet():
+        world = World(seed, journal)
+        for _ in range(2 * steps):
+            if world.steps < steps and not world.over:
+                world.round()
+        world.finish()
+    journal.write(f"{world.tasks.turns} turns, {world.clock.now:.6f} s, {world.clients.answered} answers")
+    return world.sites.fired
