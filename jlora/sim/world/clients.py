@@ -259,7 +259,8 @@ class Clients:
         if request.adapter is not None:
             record = self._around.record(request.adapter)
             assert record.node.uid >= call.floor, "a request is bound to a version that had been replaced or unloaded"
-            version = self._marks[record.digest]
+            version = self._marks.get(record.digest)
+            assert version is not None, "an adapter is served that is a mix of two"
             mark, activation = version.mark, None
             if version.activated:
                 activation = last_occurrence(request.prompt, INVOCATION)

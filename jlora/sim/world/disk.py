@@ -94,8 +94,12 @@ def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:
 class _Directory:
     """`inode` is new whenever another takes its place, or its files are written."""
 
-    files: Mapping[str, bytes]
+    version: Version
     inode: int
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        return self.version.files
 
 
 class Disk(Files):
@@ -103,7 +107,6 @@ class Disk(Files):
 
     def __init__(self, draw: random.Random, sites: Sites, sleep: Callable[[float], None]):
         self.sites = sites
-        self.held: dict[str, Version] = {}
         self._draw = draw
         self._sleep = sleep
         self._directories: dict[str, _Directory] = {}
@@ -111,12 +114,10 @@ class Disk(Files):
 
     def put(self, path: str, version: Version) -> None:
         """Another directory takes the path's place."""
-        self.held[path] = version
-        self._directories[path] = _Directory(version.files, next(self._inodes))
+        self._directories[path] = _Directory(version, next(self._inodes))
 
     def remove(self, path: str) -> None:
         """The directory is gone, if there was one."""
-        self.held.pop(path, None)
         self._directories.pop(path, None)
 
     @contextlib.contextmanager
@@ -139,8 +140,9 @@ class Disk(Files):
         return self._directories[name]
 
     def write(self, directory: _Directory) -> None:
-        """Somebody writes the same files in their places."""
-        directory.inode = next(self._inodes)
+        """Somebody writes another version into an open directory, file by file."""
+        like = [version for version in versions() if version.activated == directory.version.activated]
+        directory.version, directory.inode = self._draw.choice(like), next(self._inodes)
 
     def delay(self) -> None:
         """What every access costs."""
