@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo demo-cluster test test-all setup lint bench train-demo proto clean
+.PHONY: demo demo-cluster test test-all setup lint bench soak train-demo proto clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
@@ -27,6 +27,9 @@ lint: setup  ## style and types
 
 bench: setup  ## a study; BENCH names it and gives its flags
 	@$(PYTHON) -m jlora.cli bench $(BENCH)
+
+soak: setup  ## an hour of all that users do to a server, for the night; SOAK adds flags
+	@JAX_PLATFORMS=cpu $(PYTHON) -m jlora.cli bench soak --minutes 60 $(SOAK)
 
 train-demo: setup  ## train the embedded model and its adapters from scratch
 	@$(PYTHON) -m tools.train_demo.train --out jlora/demo/assets

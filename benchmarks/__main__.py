@@ -13,6 +13,7 @@
     router                       what a router adds between a client and its replicas
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     failures                     R9: what replicas deliver while one of them is killed every minute
+    soak                         an hour of all that users do to a server: memory, threads, TTFT, wrong answers
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
     steps                        what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
@@ -61,6 +62,7 @@ STUDIES: Mapping[str, str] = {
     "caraserve": "benchmarks.studies.caraserve",
     "cluster-routing": "benchmarks.studies.cluster_routing",
     "failures": "benchmarks.failures.study",
+    "soak": "benchmarks.soak.study",
     "merging": "benchmarks.studies.merging",
     "report": "benchmarks.report",
 }
@@ -102,7 +104,9 @@ def parser() -> Parser:
     made.add_argument("--llama-convert", default="", metavar="PATH", help="a program that makes GGUF files")
     made.add_argument("--dtype", nargs="+", default=["float32"], choices=["float32", "bfloat16"])
     made.add_argument("--rounds", type=int, default=0, help="interleaved rounds (default: 5; latency, lora 15)")
-    made.add_argument("--minutes", type=float, default=13.0, help="start no round that would end later than this")
+    made.add_argument(
+        "--minutes", type=float, default=13.0, help="start no round that would end later than this; soak: of load"
+    )
     made.add_argument("--data", type=Path, metavar="DIR", help="public traces (default: their synthetic equivalents)")
     made.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="jlora configuration")
     made.add_argument(
@@ -111,6 +115,9 @@ def parser() -> Parser:
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights")
     made.add_argument("--no-grpc", action="store_true", help="throughput: skip the run behind the gRPC server")
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
+    made.add_argument("--only", nargs="+", default=[], metavar="F", help="faults: which, as in F8 F13 (default: all)")
+    made.add_argument("--cluster", type=int, default=0, metavar="N", help="soak: a router with so many replicas")
+    made.add_argument("--leak", action="store_true", help="soak: a server that leaks, which must be found")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
 
@@ -134,6 +141,9 @@ def options(args: argparse.Namespace, dtype: str) -> Options:
         llama_convert=args.llama_convert,
         commits=tuple(args.commits),
         studies=tuple(args.studies),
+        only=tuple(args.only),
+        cluster=args.cluster,
+        leak=args.leak,
     )
 
 

@@ -24,6 +24,8 @@ class Options:
         peer_python: an interpreter with torch, transformers and peft; "" measures jlora alone.
         llama_server: llama.cpp's, "" measures jlora alone; llama_convert: a program that makes GGUF files.
         commits, studies: of `compare`.
+        only: of `faults`: which; none are all.
+        cluster, leak: of `soak`: replicas behind a router (0: one server), and a server that leaks.
     """
 
     out: Path
@@ -41,6 +43,9 @@ class Options:
     llama_convert: str = ""
     commits: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()
+    only: tuple[str, ...] = ()
+    cluster: int = 0
+    leak: bool = False
 
     def folder(self, name: str) -> Path:
         """Where a study keeps its weights."""

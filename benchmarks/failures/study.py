@@ -67,19 +67,25 @@ def run(options: Options) -> None:
     full = QUICK if options.quick else FULL
     plan = Plan(full.replicas, full.streams, options.seconds or full.seconds, full.every_s)
     records = options.records("failures-paced", {"replicas": plan.replicas, "streams": plan.streams})
-    settings = [f"{key}={value}" for key, value in {**SETTINGS, "engine.max_seqs": plan.streams}.items()]
-    named = [word for name in ADAPTERS if name for word in ("--adapter", f"{name}={assets.adapter_path(name)}")]
-    flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas), *named, "--set", *settings]
-    process = ServerProcess(flags, ("benchmarks.failures.service",))
+    process = start(plan)
     try:
-        for side, rows in asyncio.run(_play(process, plan)):
+        for side, rows in asyncio.run(play(process, plan)):
             for number, row in enumerate(rows):
                 records.add(f"{plan.replicas} replicas", side, number, row)
     finally:
         process.stop()
 
 
-async def _play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapping[str, Any]]]]:
+def start(plan: Plan) -> ServerProcess:
+    """The service, ready."""
+    settings = [f"{key}={value}" for key, value in {**SETTINGS, "engine.max_seqs": plan.streams}.items()]
+    named = [word for name in ADAPTERS if name for word in ("--adapter", f"{name}={assets.adapter_path(name)}")]
+    flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas), *named, "--set", *settings]
+    return ServerProcess(flags, ("benchmarks.failures.service",))
+
+
+async def play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """Both phases; the rows of each side."""
     async with grpc.aio.insecure_channel(process.address) as channel:
         await _phase(channel, plan, WARM_S)
         clean = await _phase(channel, plan, plan.seconds / 3)

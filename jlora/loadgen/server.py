@@ -137,16 +137,25 @@ class ServerProcess:
         """Of the process."""
         return self._process.pid
 
+    def signal(self, number: int) -> None:
+        """Sends the process a signal."""
+        self._process.send_signal(number)
+
+    def wait(self, timeout_s: float) -> int:
+        """The exit code, once the process has ended by itself. Raises subprocess.TimeoutExpired."""
+        code = self._process.wait(timeout_s)
+        assert self._process.stdout is not None
+        self._process.stdout.close()
+        return code
+
     def stop(self) -> None:
         """Ends the process as an operator would. Raises RuntimeError if it does not end by itself, with code 0."""
         self._process.terminate()
         try:
-            code = self._process.wait(60)
+            code = self.wait(60)
         except subprocess.TimeoutExpired as e:
             self._process.kill()
             raise RuntimeError("the server did not stop within 60 s of SIGTERM") from e
-        assert self._process.stdout is not None
-        self._process.stdout.close()
         if code != 0:
             raise RuntimeError(f"the server's exit code after SIGTERM was {code}")
 
