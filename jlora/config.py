@@ -28,6 +28,10 @@ from jlora.errors import ConfigError
 POLICIES = (
     "jlora", "fastlibra", "fastlibra-wom", "fastlibra-wos", "fastlibra-wol", "lru", "vllm", "vllm-fair", "slora",
 )  # fmt: skip
+# Every routing policy by name (`jlora.cluster.routing.routes`).
+ROUTINGS = (
+    "sticky", "jlora", "caraserve", "least-loaded", "most-idle", "first-fit", "round-robin", "random",
+)  # fmt: skip
 
 
 def _one_of(*words: str) -> Meta:
@@ -206,6 +210,9 @@ class ClusterConfig:
         start_timeout_s: seconds that a replica may take to load.
         suspect_s: seconds without a message after which a replica's requests go on elsewhere; the router
             waits longer where steps take long.
+        routing: chooses a replica for each request (see `ROUTINGS`). "jlora" and "caraserve" predict from
+            `engine.step_model`.
+        slo_s: seconds that a decode step may take, for routing that predicts; 0: no limit.
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="a plain name")] = "jlora"
@@ -224,6 +231,8 @@ class ClusterConfig:
     place_s: Annotated[float, Meta(gt=0, lt=1e6)] = 60.0
     start_timeout_s: Annotated[float, Meta(gt=0, lt=1e6)] = 600.0
     suspect_s: Annotated[float, Meta(gt=0, lt=1e6)] = 0.5
+    routing: Annotated[str, _one_of(*ROUTINGS)] = "sticky"
+    slo_s: Annotated[float, Meta(ge=0, lt=1e6)] = 0.0
 
 
 @dataclass(frozen=True, slots=True)

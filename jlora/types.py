@@ -86,6 +86,8 @@ class Request:
         cache_salt: neither do two salts of one tenant.
         deadline: `time.monotonic()` seconds at which the engine aborts the request; None means never.
         invocation: where the prompt invokes the adapter; None before the search.
+        session: ties requests together that share a long prefix, such as the turns of a chat; "": nothing does.
+            A router keeps the requests of a session at one replica.
         done: what another replica has delivered of each completion; the engine goes on behind it. Empty: nothing.
     """
 
@@ -100,6 +102,7 @@ class Request:
     invocation: Invocation | None = None
     cache_salt: str = ""
     done: tuple[Done, ...] = ()
+    session: str = ""
 
     @property
     def open(self) -> tuple[int, ...]:

@@ -81,6 +81,7 @@ def validate(request: Request, limits: Limits) -> Request:
         bypass_prefix_cache=_boolean("bypass_prefix_cache", request.bypass_prefix_cache),
         tenant=_text("tenant", request.tenant, MAX_ID_CHARS, empty=True),
         cache_salt=_text("cache_salt", request.cache_salt, MAX_ID_CHARS, empty=True),
+        session=_text("session", request.session, MAX_ID_CHARS, empty=True),
         deadline=None if request.deadline is None else _number("deadline", request.deadline, -math.inf, math.inf),
         invocation=None,  # the replica searches for it
         done=_done(request.done, sampling, most, limits.vocab),

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.runner import Options
+from jlora.cluster.routing.routes import ROUTES
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
 from jlora.sim.scenario import Scenario, Work
-from jlora.sim.service import ROUTES, Service, simulate_service
+from jlora.sim.service import Service, simulate_service
 from jlora.sim.trace import Trace, Turn, facts
 
 A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
@@ -25,7 +26,7 @@ MOST = 1600  # tokens of the longest answer
 # Every adapter is on every device at once, as in the paper's testbed ("cached"): routing alone makes the difference.
 ENGINE = EngineConfig(max_seqs=256, max_step_tokens=1024, max_queue=1 << 20)
 SCENARIO = Scenario(A10, hbm_gb=400.0, host_gb=1000.0, link_gbps=10000.0, engine=ENGINE)
-SIDES = tuple(route for route in ROUTES if route not in ("least-loaded", "session"))
+SIDES = tuple(route for route in ROUTES if route not in ("least-loaded", "sticky"))
 SEEDS = (1, 2)  # policies were written while looking at the first one
 
 

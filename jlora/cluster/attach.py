@@ -22,6 +22,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.requests import Broken
 from jlora.cluster.view import Health, ReplicaView
+from jlora.errors import FailedPrecondition
 from jlora.gaps import Gaps
 from jlora.ports import Clock
 from jlora.replica import ReplicaInfo
@@ -35,6 +36,7 @@ LONGEST = 3.0  # times the longest pause between two messages of the last minute
 COMPILING_S = 10.0  # of silence while a step compiles
 # A connection of its own for each channel, and at once.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
+GIVEN_UP = "it was given up"
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -117,6 +119,7 @@ class Attached:
         self._receiver = receiver
         self._epoch = 0
         self._pause = PAUSES_S[0]
+        self._said = ""  # to the log: why it cannot be used
         self._heard = _Heard()
         self._up = False  # the receiver was told that it is attached
         self._sends: deque[link.ToReplica] = deque()
@@ -183,7 +186,11 @@ class Attached:
             while True:
                 self._stream = asyncio.create_task(self._attach(), name=f"stream {self.name}")
                 await asyncio.wait((self._stream,))
-                self._end(_why(self._stream), "down")
+                why = _why(self._stream)
+                if not self._up and why not in (self._said, GIVEN_UP) and not why.startswith("UNAVAILABLE"):
+                    log.warning("replica %s at %s cannot be used: %s", self.name, self.address, why)
+                    self._said = why
+                self._end(why, "down")
                 await asyncio.sleep(self._pause)
                 self._pause = min(2 * self._pause, PAUSES_S[1])
         finally:
@@ -203,6 +210,7 @@ class Attached:
                 first = await call.read()
             if first is EOF or not first.HasField("hello"):
                 raise Broken("the stream does not begin with its hello")
+            wire.check_protocol(first.hello.protocol, f"replica {self.name}")
             self.info = wire.info(first.hello.info)
             self._begin(channel, first)
             writing = asyncio.create_task(self._write(call))
@@ -257,6 +265,7 @@ class Attached:
         self._heard.health, self.channel = health, None
         if self._up:
             self._up = False
+            self._said = why
             log.warning("replica %s at %s is lost: %s", self.name, self.address, why)
             self._receiver.lost(self, why)
 
@@ -264,7 +273,7 @@ class Attached:
 def _why(ended: asyncio.Task[str]) -> str:
     """Why a stream has ended; a bug of ours is logged."""
     if ended.cancelled():
-        return "it was given up"
+        return GIVEN_UP
     error = ended.exception()
     if error is None:
         return ended.result()
@@ -272,6 +281,7 @@ def _why(ended: asyncio.Task[str]) -> str:
         return f"{error.code().name} {error.details()}"
     if isinstance(error, TimeoutError):
         return f"no hello within {HELLO_S:g} s"
-    if not isinstance(error, Broken | ValueError):
+    if not isinstance(error, Broken | FailedPrecondition | ValueError):
         log.error("the link has failed", exc_info=error)
-    return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {error}"
+    return str(error)

@@ -10,12 +10,9 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import secrets
-import shutil
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing, contextmanager
 
 import grpc
 from rich.console import Console
@@ -23,6 +20,7 @@ from rich.console import Console
 from jlora import config as configuration
 from jlora.cluster.fleet import Fleet, LocalFleet, StaticFleet
 from jlora.cluster.ray_process import RayFleet, write
+from jlora.cluster.scratch import Scratch
 from jlora.config import Config
 from jlora.errors import ConfigError, JloraError, Unavailable
 from jlora.serve import client, flags, top
@@ -43,6 +41,7 @@ SIGTERM or Ctrl-C lets running requests end, and ends the replicas that this com
 FLAGS = (
     ("cluster.replicas", "--replicas", "N", "replicas to start (default 1)"),
     ("cluster.fleet", "--fleet", "KIND", "who runs them: local, ray or static (default local)"),
+    ("cluster.routing", "--routing", "NAME", "how a request's replica is chosen (default sticky)"),
     ("cluster.addresses", "--addresses", "HOST:PORT,...", "of a static fleet; DNS names are followed"),
     ("cluster.ray_address", "--ray-address", "HOST:PORT", "Ray's head (default: a Ray of this machine alone)"),
     ("cluster.token_file", "--token-file", "FILE", "the secret that routers and replicas share"),
@@ -99,12 +98,9 @@ def secret(config: Config) -> Iterator[Config]:
     if config.cluster.token_file or config.cluster.fleet == "static":
         yield config
         return
-    folder = tempfile.mkdtemp(prefix="jlora-")
-    try:
-        path = write(Path(folder), secrets.token_urlsafe(32))
+    with closing(Scratch()) as scratch:
+        path = write(scratch.path, secrets.token_urlsafe(32))
         yield configuration.replace(config, {"cluster.token_file": path})
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def fleet_of(config: Config) -> Fleet:

@@ -231,9 +231,11 @@ class Dispatcher:
                 self._give(routed, events)
         for failure in message.failures:
             self._failed(failure)
+        if message.failures:
+            self._pump()
 
     def lost(self, attached: Attached, why: str) -> None:
-        """Its requests go on elsewhere."""
+        """Its requests go on elsewhere: each where there is least to do by then, and not all at once (`_pump`)."""
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
@@ -244,6 +246,7 @@ class Dispatcher:
                 self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
         if self.links.get(attached.name) is not attached:
             self.books.gone(attached.name)
+        self._pump()
 
     # -- time -----------------------------------------------------------------------------------
 
@@ -260,10 +263,10 @@ class Dispatcher:
         for routed in self.table.all():
             with self._alone(routed):
                 self._expire(routed, now)
-        self._pump()
         for name, seen in list(self.books.view.items()):
             if seen.health == "draining":
                 self._move(name)
+        self._pump()
 
     def _expire(self, routed: Routed, now: float) -> None:
         deadline = routed.request.deadline
@@ -393,7 +396,7 @@ class Dispatcher:
         return entry.unread and any(seen.health == "up" for seen in others)
 
     def _lose(self, routed: Routed, why: Exception) -> None:
-        """The attempt is over before the request is; it goes on elsewhere.
+        """The attempt is over before the request is; it waits to go on elsewhere (`_pump`).
 
         What a client waits for already is never refused: it waits for room.
         """
@@ -409,8 +412,6 @@ class Dispatcher:
         elif routed.given_up:
             log.warning("request %s has been given up: %s", routed.request.id, why)
             self._fail(routed, Unavailable(f"the request has failed often: {why}"))
-        elif routed.due <= routed.since:  # otherwise the replicas get time to recover, or to be known as lost
-            self._dispatch(routed)
 
     def _fail(self, routed: Routed, error: Exception) -> None:
         """Ends a request with an error: of its submission, while nobody has answered that."""
@@ -445,13 +446,20 @@ class Dispatcher:
                 self._forget(routed)
 
     def _forget(self, routed: Routed) -> None:
-        for tell in (self._settle, self._release):
+        for tell in (self._settle, self._remember, self._release):
             try:
                 tell(routed)
             except Exception:
                 log.exception("the router has failed at the end of request %s", routed.request.id)
         self.table.end(routed)
         del self._entries[routed.handle], self._handles[routed.name], self.names[routed.name]
+
+    def _remember(self, routed: Routed) -> None:
+        """The next turn of a chat begins with this prompt and its answer."""
+        if self._prefixes is not None and routed.rid:
+            for done in routed.resumed().done[:1]:
+                whole = replace(routed.request, prompt=routed.request.prompt + done.tokens)
+                self._prefixes.sent(routed.replica, self._chain(whole, routed.version))
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:
@@ -462,4 +470,5 @@ def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] 
     """What a policy knows of a request."""
     tokens = len(request.prompt) + sum(len(part.tokens) for part in request.done)
     key, rank = (None, 0) if version is None else (version.key, version.rank)
-    return Ask(key, rank, tokens, cached=cached)
+    session = f"{request.tenant}\0{request.session}" if request.session else ""
+    return Ask(key, rank, tokens, session, cached)

@@ -12,7 +12,6 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,14 +40,14 @@ class Parts:
     Attributes:
         fleet: starts the replicas and says where they are.
         directory: knows the adapters; `launch` closes neither it nor what it stands on.
-        policy: makes the routing policy.
+        policy: chooses replicas.
         token: the secret that routers and replicas share.
         services: gRPC services on the router's port, beside those of `jlora.v1`.
     """
 
     fleet: Fleet
     directory: Directory
-    policy: Callable[[], Policy]
+    policy: Policy
     token: str = ""
     services: tuple[Service, ...] = ()
 
@@ -79,7 +78,7 @@ def login(config: Config, token: str) -> Login:
 
 async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
     terms = Terms(f"router-{uuid.uuid4().hex[:12]}", login(config, parts.token), config.cluster.suspect_s)
-    router = Router(parts.directory, parts.policy(), terms, config.model.seed)
+    router = Router(parts.directory, parts.policy, terms, config.model.seed)
     starting = asyncio.ensure_future(asyncio.to_thread(parts.fleet.start, router.place))
     try:
         began = time.monotonic()

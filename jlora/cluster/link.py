@@ -104,8 +104,9 @@ class LinkServicer(rpc.LinkServicer):
 
     def _stream(self, hello: link.Hello, context: grpc.aio.ServicerContext) -> Stream:
         """The router's stream from now on; an earlier one ends. Raises FailedPrecondition, Unavailable."""
-        if hello.protocol < 1 or not hello.router:
-            raise FailedPrecondition(f"hello: router = {hello.router!r} speaks protocol {hello.protocol}")
+        if not hello.router:
+            raise InvalidArgument("hello: router is empty, must be the router's name")
+        wire.check_protocol(hello.protocol, f"router {hello.router[:64]}")
         stream = Stream(hello, self._backend, context, self._adopted, self._records)
         earlier = self._streams.get(hello.router)
         if earlier is not None:

@@ -12,17 +12,17 @@ import json
 import logging
 import os
 import secrets
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 from concurrent.futures import Future
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 from jlora.cluster.child import REPLICA, STOP_S, flags_of
 from jlora.cluster.fleet import BACKOFF_S, Places, Watch
+from jlora.cluster.scratch import Scratch
 from jlora.config import ClusterConfig, Config
 from jlora.errors import ConfigError, Unavailable
 
@@ -53,14 +53,13 @@ def check(section: ClusterConfig) -> None:
         raise ConfigError("cluster.ray_token_file is not set: cluster.ray_address needs Ray's own secret")
 
 
-def environment(section: ClusterConfig) -> tuple[str, dict[str, str]]:
-    """The new folder of a Ray of our own ("" for one that runs already), and the environment of the driver."""
-    if not section.ray_address:
-        folder = tempfile.mkdtemp(prefix="jlora-ray-")  # short: Ray puts sockets below it
-        token = write(Path(folder), secrets.token_urlsafe(32))
-        return folder, {**os.environ, **SETTINGS, **LOOPBACK, "RAY_AUTH_TOKEN_PATH": token}
+def environment(section: ClusterConfig, scratch: Scratch | None) -> dict[str, str]:
+    """Of the driver; `scratch` is the folder of a Ray of our own."""
+    if scratch is not None:
+        token = write(scratch.path, secrets.token_urlsafe(32))
+        return {**os.environ, **SETTINGS, **LOOPBACK, "RAY_AUTH_TOKEN_PATH": token}
     token = {"RAY_AUTH_TOKEN_PATH": section.ray_token_file} if section.ray_token_file else {}
-    return "", {**os.environ, **SETTINGS, **token}
+    return {**os.environ, **SETTINGS, **token}
 
 
 class RayFleet:
@@ -121,7 +120,13 @@ class RayFleet:
 
     def _drive(self, up: Future[None]) -> str:
         """One life of the driver; why it ended. Raises OSError."""
-        folder, env = environment(self._config.cluster)
+        section = self._config.cluster
+        with ExitStack() as opened:
+            scratch = None if section.ray_address else opened.enter_context(closing(Scratch()))
+            return self._run(str(scratch.path) if scratch else "", environment(section, scratch), up)
+
+    def _run(self, folder: str, env: dict[str, str], up: Future[None]) -> str:
+        """`folder`: of a Ray of our own; "" for one that runs already."""
         with self._lock:
             if self._stopping.is_set():
                 return "the fleet stops"
@@ -146,7 +151,6 @@ class RayFleet:
         code = driver.wait()
         if folder:
             _kill(driver)  # a Ray of its own would outlive it
-            shutil.rmtree(folder, ignore_errors=True)
         return end or f"its exit code was {code}"
 
 

@@ -16,7 +16,7 @@ from jlora.cluster.launcher import Parts, launch, login
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory
-from jlora.cluster.routing.session import SessionSticky
+from jlora.cluster.routing.routes import policy_of
 from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.config import Config
@@ -26,8 +26,8 @@ from jlora.serve.server import Service
 
 
 def run(config: Config, fleet: Fleet) -> int:
-    """Serves until a signal; returns the exit code. Raises JloraError for a registry or a token of no use."""
-    secret = Secret.read(config.cluster.token_file)
+    """Serves until a signal; returns the exit code. Raises JloraError for a bad registry, token or routing."""
+    secret, policy = Secret.read(config.cluster.token_file), policy_of(config)
     system = System(files=DiskFiles(config.adapters.roots), garbage=ServerGarbage())
     with ExitStack() as opened:
         if config.cluster.controller:
@@ -35,7 +35,7 @@ def run(config: Config, fleet: Fleet) -> int:
         else:
             directory = controller(config, secret, system, opened)
             services = (_serves(directory, secret),) if secret.token else ()  # without one, whoever reaches the port
-        return launch(config, Parts(fleet, directory, SessionSticky, secret.token, services))
+        return launch(config, Parts(fleet, directory, policy, secret.token, services))
 
 
 def controller(config: Config, secret: Secret, system: System, opened: ExitStack) -> Controller:

@@ -21,9 +21,18 @@ from jlora.serve import convert
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Done, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
-PROTOCOL = 1  # of `Hello`: grows when a side must know what the other one speaks
+PROTOCOL = 1  # of `Hello`: grows when the two sides must speak the same; new fields do not make it grow
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
+
+
+def check_protocol(theirs: int, who: str) -> None:
+    """Raises FailedPrecondition unless the other side of a link speaks our protocol."""
+    if theirs != PROTOCOL:
+        older = who if theirs < PROTOCOL else "this side"
+        raise errors.FailedPrecondition(
+            f"hello: {who} speaks protocol {theirs} of the link, and this side {PROTOCOL}: upgrade {older}"
+        )
 
 
 def start(

@@ -6,6 +6,7 @@ import argparse
 import difflib
 import importlib.util
 import sys
+import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,7 @@ class Conversation:
     args: argparse.Namespace
     history: list[pb.ChatMessage] = field(default_factory=list)
     failed: bool = False  # the last question
+    session: str = field(default_factory=lambda: uuid.uuid4().hex)
 
     def __post_init__(self) -> None:
         self._reset()
@@ -111,6 +113,7 @@ class Conversation:
         asked = [*self.history, pb.ChatMessage(role="user", content=line)]
         request = _request(self.args)
         request.chat.messages.extend(asked)
+        request.session = self.session
         call = rpc.InferenceStub(self.channel).GenerateStream(request, timeout=self.args.timeout)
         self.failed = False
         try:

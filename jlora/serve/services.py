@@ -106,6 +106,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
             tenant=context.caller.tenant_of(message.tenant),
             deadline=deadline,
             cache_salt=message.cache_salt,
+            session=message.session,
         )
         return await self._texts.request(convert.prompt(message), draft)
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
+from jlora.cluster.routing.routes import ROUTES
 from jlora.errors import ConfigError
 from jlora.sim.kernels import KERNELS
 from jlora.sim.placing import PLACES
-from jlora.sim.service import ROUTES, Service, check_route
+from jlora.sim.service import Service, check_route
 
 # Column of the table -> (part of a result, key, factor, digits).
 TABLE: Mapping[str, tuple[str, str, float, int]] = {

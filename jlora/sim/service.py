@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,13 +13,8 @@ import numpy as np
 from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cluster.demand import operating_points
-from jlora.cluster.routing.caraserve import CaraServe
-from jlora.cluster.routing.costs import Costs, RankCosts
-from jlora.cluster.routing.jlora import Jlora
-from jlora.cluster.routing.least_loaded import LeastLoaded
-from jlora.cluster.routing.policy import Policy
-from jlora.cluster.routing.session import SessionSticky
-from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.routes import ROUTES, Known, load_s
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.fleet import Fleet, Wires
@@ -65,29 +60,6 @@ class Service:
     def fetch_s(self, size: int) -> float:
         """Seconds of fetching so many bytes."""
         return self.fetch_latency_s + size / (self.fetch_gbps * 1e9) if self.fetch_gbps else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Known:
-    """What a policy is made of. `load_s`: seconds per rank from a tier to the device."""
-
-    costs: Costs
-    slo_s: float
-    outputs: float
-    seed: int
-    load_s: Mapping[str, float]
-
-
-ROUTES: Mapping[str, Callable[[Known], Policy]] = {
-    "random": lambda known: Random(known.seed),
-    "round-robin": lambda known: RoundRobin(),
-    "most-idle": lambda known: MostIdle(),
-    "first-fit": lambda known: FirstFit(),
-    "least-loaded": lambda known: LeastLoaded(),
-    "session": lambda known: SessionSticky(),
-    "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
-    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, tiers=known.load_s),
-}
 
 
 def check_route(name: str) -> None:
@@ -153,11 +125,9 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
     per_rank = sum(sizes) / max(sum(service.ranks), 1)
     host_s = per_rank / block_bytes * spec.link.block_s
-    fetch_s = host_s + (per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0)
-    known = Known(
-        costs, service.slo_s or math.inf, service.outputs, service.seed,
-        {"HBM": 0.0, "HOST": host_s, "LOADING": 0.5 * fetch_s, "DISK": fetch_s},
-    )  # fmt: skip
+    fetch_s = per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0
+    tiers = load_s(host_s, fetch_s)
+    known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, tiers)
     members = [member(number) for number in range(service.replicas)]
     if not service.place:
         return Fleet(members, work.trace, ROUTES[route](known), Wires(service.ranks, service.delay_s))

@@ -22,6 +22,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.policy import Policy
 from jlora.config import Config
 from jlora.engine.futures import done, failed
 from jlora.errors import NotFound
@@ -95,6 +96,8 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     steps: int = 0
 
     credentials: grpc.ServerCredentials | None = None
+    protocol: int = wire.PROTOCOL
+    newer: bytes = b""  # fields that a later version has, with every message
 
     async def serve(self, port: int = 0) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
@@ -123,7 +126,8 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         out = link.FromReplica()
         reader = asyncio.create_task(self._read(messages, running, out))
         try:
-            yield link.FromReplica(hello=link.HelloBack(replica=self.name, info=wire.info_bytes(self.info), protocol=1))
+            hello = link.HelloBack(replica=self.name, info=wire.info_bytes(self.info), protocol=self.protocol)
+            yield link.FromReplica(hello=link.HelloBack.FromString(hello.SerializeToString() + self.newer))
             last: list[link.Token] = []
             while True:
                 await asyncio.sleep(STEP_S)
@@ -137,7 +141,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
                 if self.dies_after == 0:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "it dies")
                 message.state.CopyFrom(self._state(running))
-                yield message
+                yield link.FromReplica.FromString(message.SerializeToString() + self.newer)
         finally:
             reader.cancel()
 
@@ -305,12 +309,12 @@ class Service:
 
 
 @contextmanager
-def service(count: int, terms: Terms | None = None, **fields: Any) -> Iterator[Service]:
+def service(count: int, terms: Terms | None = None, policy: Policy | None = None, **fields: Any) -> Iterator[Service]:
     """Replicas r0, r1, ... and a router that is attached to all; stops them at the end."""
     loop, directory = Loop(), FakeDirectory()
 
     async def make() -> Router:
-        return Router(directory, LeastLoaded(), terms or Terms("router", suspect_s=1.0), seed=3)
+        return Router(directory, policy or LeastLoaded(), terms or Terms("router", suspect_s=1.0), seed=3)
 
     router = loop.run(make())
     made = Service(loop, router, directory, [])

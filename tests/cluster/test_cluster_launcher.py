@@ -63,7 +63,7 @@ def test_the_router_serves_both_fronts_until_a_signal(
     replicas: list[FakeReplica], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     fleet = FakeFleet({one.name: one.address for one in replicas})
-    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded)
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded())
     told: list[str] = []
 
     async def client() -> None:
@@ -102,7 +102,7 @@ def test_the_router_serves_both_fronts_until_a_signal(
 
 def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
     fleet = FakeFleet({"r0": "127.0.0.1:1"})
-    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded)
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded())
     config = config_for(tmp_path, **{"cluster.start_timeout_s": 0.2})
     with pytest.raises(Unavailable, match="cluster.start_timeout_s"):
         asyncio.run(serving.serve(config, launcher.program(parts)))
@@ -112,7 +112,7 @@ def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
 def test_the_routers_process_does_not_load_jax():
     code = """
 import sys
-import jlora.cluster.launcher, jlora.cluster.routing.session
+import jlora.cluster.service
 loaded = sorted({"jax", "jaxlib", "flax", "ray"} & set(sys.modules))
 assert not loaded, loaded
 """

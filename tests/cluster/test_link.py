@@ -24,6 +24,7 @@ from tests.cluster._link import Linked, done_of, linked, outputs
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, SEEDED, TABLES, running, serve, tokens
 
+NEWER = b"\xa2\x1f\x03new"  # field 500, which nobody has yet
 PROMPT = tuple(3 + i * 7 % 80 for i in range(21))
 LONG = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
 
@@ -118,16 +119,28 @@ def test_a_link_needs_the_token(links: tuple[Linked, Linked], secret: Secret):
         assert not router.messages
 
 
-@pytest.mark.parametrize("hello", [{"protocol": 0}, {"router": ""}])
-def test_a_hello_that_says_nothing_is_refused(links: tuple[Linked, Linked], hello: dict[str, Any]):
+@pytest.mark.parametrize(
+    ("hello", "said"),
+    [
+        ({"router": ""}, "hello: router is empty"),
+        ({"protocol": 0}, "router r speaks protocol 0 of the link, and this side 1: upgrade router r"),
+        ({"protocol": 2}, "router r speaks protocol 2 of the link, and this side 1: upgrade this side"),
+    ],
+)
+def test_a_hello_of_nobody_or_of_another_protocol_is_refused(
+    links: tuple[Linked, Linked], hello: dict[str, Any], said: str
+):
     with links[0].attach(**hello) as router:
-        assert router.until_ended() is grpc.StatusCode.FAILED_PRECONDITION
+        router.until_ended()
+        assert said in router.said and not router.messages
 
 
-def test_a_later_protocol_and_unknown_messages_are_welcome(links: tuple[Linked, Linked]):
-    with links[0].attach(protocol=wire.PROTOCOL + 1) as router:
-        router.send()
-        router.start(1, Request("r", PROMPT, GREEDY))
+def test_a_router_with_newer_fields_and_messages_is_welcome(links: tuple[Linked, Linked]):
+    """Within one protocol, a side that is upgraded first says more than the other one knows."""
+    with links[0].attach() as router:
+        router.send()  # a message of a kind that is not known here
+        start = wire.start(1, Request("r", PROMPT, GREEDY))
+        router.send(start=link.Start.FromString(start.SerializeToString() + NEWER))
         assert len(router.whole(1)) == 12
 
 

@@ -4,14 +4,23 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import grpc
+import pytest
 import trustme
 
 from jlora.cluster.attach import Terms
+from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.launcher import login
+from jlora.cluster.proto import directory_pb2_grpc as rpc
+from jlora.cluster.remote_directory import RemoteDirectory
+from jlora.cluster.secret import Secret
 from jlora.config import Config, ServeConfig
+from jlora.errors import NotFound, Unavailable
+from jlora.ports import OsThreads
 from jlora.serve.access.tls import Tls
 from jlora.serve.client import Login
-from tests.cluster._links import answer, request, service, submit, wait_for
+from tests.cluster import _service
+from tests.cluster._links import Loop, answer, request, service, submit, wait_for
 
 
 def config_of(folder: Path) -> Config:
@@ -45,3 +54,35 @@ def test_a_router_without_a_certificate_is_not_attached(tmp_path: Path):
         wait_for(lambda: link.links and all(one._epoch > 0 for one in link.links.values()))
         wait_for(lambda: all(seen.health == "down" for seen in link.books.view.values()))
         assert not none.router.replicas and not closed.epochs and not opened.epochs
+
+
+def test_a_further_router_follows_its_controller_over_mutual_tls(tmp_path: Path):
+    config, loop = config_of(tmp_path), Loop()
+
+    async def serve(servicer: DirectoryServicer) -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        rpc.add_DirectoryServicer_to_server(servicer, server)
+        port = server.add_secure_port("127.0.0.1:0", Tls(config.serve).grpc())
+        await server.start()
+        return server, port
+
+    with _service.service([]) as made:
+        server, port = loop.run(serve(DirectoryServicer(made.controller, Secret("the token of these tests"))))
+        proven = login(config, "the token of these tests")
+        plain = Login(proven.key, ca=config.serve.tls_client_ca)
+        known, unknown = (RemoteDirectory(f"127.0.0.1:{port}", "r2", one, OsThreads()) for one in (proven, plain))
+        for remote in (known, unknown):
+            remote.start()
+        wait_for(lambda: known._epoch)
+        with pytest.raises(NotFound):
+            known.current("x")
+        with pytest.raises(NotFound):
+            known.unload("x").result(20)
+        with pytest.raises(Unavailable):
+            unknown.unload("x").result(20)
+        with pytest.raises(Unavailable, match="has not answered yet"):
+            unknown.current("x")
+        for remote in (known, unknown):
+            remote.close()
+        loop.run(server.stop(0))
+    loop.close()

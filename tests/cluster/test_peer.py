@@ -16,17 +16,20 @@ import pytest
 
 from jlora import config as configuration
 from jlora.cluster import peer as peers
+from jlora.cluster.launcher import login
 from jlora.cluster.peer import Fetcher, PeerServicer
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
 from jlora.engine.local import LocalReplica
 from jlora.errors import DataLoss, NotFound, Unavailable
+from jlora.serve.access.tls import Tls
 from jlora.serve.client import Login
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
 from tests.cluster._links import Loop
 from tests.cluster._service import SMALL, text_spec
+from tests.cluster.test_link_tls import config_of
 
 SECRET = Secret("the token of these tests")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -143,6 +146,37 @@ def test_a_version_comes_from_a_peer_without_its_files(world: World):
     info = world.taker.engine.adapter("a@1").result(20)
     assert info.digest == world.version.digest and world.taker.fetcher.fetched == 1
     assert world.giver.servicer.offsets == [-1, 0]
+
+
+def test_a_version_comes_over_mutual_tls_and_not_to_one_who_proves_nothing(world: World, loop: Loop, tmp_path: Path):
+    config = config_of(tmp_path)
+
+    async def serve() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        rpc.add_PeerServicer_to_server(world.giver.servicer, server)
+        port = server.add_secure_port("127.0.0.1:0", Tls(config.serve).grpc())
+        await server.start()
+        return server, port
+
+    server, port = loop.run(serve())
+    shutil.rmtree(world.path)
+    version = link.Version(key="a@1", path=str(world.path), digest=world.version.digest, peers=[f"127.0.0.1:{port}"])
+    engine, mine = world.taker.engine, world.taker.fetcher
+    for login_, known in (
+        (Login(SECRET.token, ca=config.serve.tls_client_ca), False),
+        (login(config, SECRET.token), True),
+    ):
+        world.taker.fetcher = Fetcher(lambda: engine, login_)
+        if known:
+            world.taker.adopt(version)
+            assert world.taker.generate("a@1") == world.giver.generate("a@1")
+        else:
+            with pytest.raises(NotFound):
+                world.taker.adopt(version)
+        assert world.taker.fetcher.fetched == known
+        world.taker.fetcher.close()
+    world.taker.fetcher = mine
+    loop.run(server.stop(0))
 
 
 def test_both_host_tiers_hold_the_same_bytes(world: World):

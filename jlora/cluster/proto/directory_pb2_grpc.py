@@ -70,7 +70,8 @@ class DirectoryServicer:
     """
 
     def Watch(self, request_iterator, context):
-        """The whole table, then its changes. The router says which versions its requests still use.
+        """The whole table, then its changes, and each second at least an empty message. The router says which versions its
+        requests still use.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from jlora.errors import InvalidArgument
-from jlora.serve.access.caller import Caller
 from jlora.serve.backend import Backend
 from jlora.serve.generation import Generation, merged, together
 from jlora.serve.http.answers import Answers, Asked, ChatAnswers, Completions, Tokens
@@ -27,6 +26,8 @@ from jlora.serve.http.schema import (
 from jlora.serve.observed import trace_of
 from jlora.serve.texts import Prompt, Texts
 from jlora.types import Request, SamplingParams
+
+SESSION = "x-session-id"  # the header; a body may say it, too
 
 
 class Inference:
@@ -47,7 +48,7 @@ class Inference:
         most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
         sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=most)
         with self._backend.admitted(call.caller, sampling.n, len(prompts)):
-            requests = await self._requests(call.caller, body, prompts, sampling)
+            requests = await self._requests(call, body, prompts, sampling)
             echoes = [await self._echo(p) for p in prompts] if body.echo else ()
             asked = self._asked("cmpl-", body, requests, echoes)
             await self._answer(call, body, requests, Completions(asked, self._tokens(body)))
@@ -59,7 +60,7 @@ class Inference:
         sampling = body.sampling(logprobs=body.most_likely(), max_tokens=body.most_tokens())
         chat = body.chat()
         with self._backend.admitted(call.caller, sampling.n):
-            requests = await self._requests(call.caller, body, [chat], sampling)
+            requests = await self._requests(call, body, [chat], sampling)
             asked = self._asked("chatcmpl-", body, requests)
             await self._answer(call, body, requests, ChatAnswers(asked, self._tokens(body)))
 
@@ -99,8 +100,9 @@ class Inference:
             raise InvalidArgument(f"prompt: asks for {completions} completions, limit {most}")
 
     async def _requests(
-        self, caller: Caller, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
+        self, call: Call, body: GenerationBody, prompts: Sequence[Prompt], sampling: SamplingParams
     ) -> list[Request]:
+        caller = call.caller
         name = body.request_id if body.request_id is not None else uuid.uuid4().hex
         draft = Request(
             id=name,
@@ -111,6 +113,7 @@ class Inference:
             bypass_prefix_cache=body.bypass_prefix_cache or False,
             tenant=caller.tenant_of(""),
             cache_salt=body.cache_salt or "",
+            session=body.session(call.headers.get(SESSION, "")),
         )
         if len(prompts) == 1:
             return [await self._texts.request(prompts[0], draft)]

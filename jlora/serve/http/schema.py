@@ -19,6 +19,7 @@ from jlora.config import nearest
 from jlora.errors import InvalidArgument
 from jlora.serve.texts import Chat, Prompt
 from jlora.types import SamplingParams
+from jlora.validation import MAX_ID_CHARS
 
 T = TypeVar("T", bound=Struct)
 P = TypeVar("P")
@@ -64,7 +65,6 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "prompt_cache_key": (),
     "reasoning_effort": ("none",),
     "safety_identifier": (),
     "tool_choice": ("none", "auto"),
@@ -128,7 +128,19 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
     request_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
-    user: str | None = None  # for the client's own use; names nobody to jlora
+    prompt_cache_key: str | None = None
+    user: str | None = None
+
+    def session(self, header: str) -> str:
+        """What ties requests together: `x-session-id`, or else OpenAI's newer or older name for it.
+
+        Raises InvalidArgument for one that is too long.
+        """
+        given = {"x-session-id": header, "prompt_cache_key": self.prompt_cache_key, "user": self.user}
+        name, value = next(((name, value) for name, value in given.items() if value), ("", ""))
+        if len(value) > MAX_ID_CHARS:
+            raise InvalidArgument(f"{name}: has {len(value)} characters, must have at most {MAX_ID_CHARS}")
+        return value
 
     def sampling(self, **others: Any) -> SamplingParams:
         """The fields as the engine's record, not validated; `others` win."""

@@ -1,0 +1,83 @@
+"""Every routing policy by name, and what one is made of: the same for a router and for the simulator."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from jlora.cluster.routing.caraserve import CaraServe
+from jlora.cluster.routing.costs import Costs
+from jlora.cluster.routing.jlora import Jlora
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.session import SessionSticky
+from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.config import Config
+from jlora.errors import ConfigError
+from jlora.layout import PoolLayout
+from jlora.step_model import FittedSteps
+
+# Bytes per second of an adapter that a replica must fetch or read first, before any were measured.
+FETCH_BPS = 0.3e9
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a policy is made of.
+
+    Attributes:
+        steps: predicts times; None: nobody has measured the replicas.
+        slo_s: of a decode step.
+        outputs: mean tokens of an answer.
+        load_s: seconds per rank from a tier to the device.
+    """
+
+    steps: Costs | None = None
+    slo_s: float = math.inf
+    outputs: float = 64.0
+    seed: int = 0
+    load_s: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def costs(self) -> Costs:
+        """The steps. Raises ConfigError without them."""
+        if self.steps is None:
+            raise ConfigError("it predicts times: set engine.step_model to a file of `jlora doctor fit`")
+        return self.steps
+
+
+ROUTES: Mapping[str, Callable[[Known], Policy]] = {
+    "random": lambda known: Random(known.seed),
+    "round-robin": lambda known: RoundRobin(),
+    "most-idle": lambda known: MostIdle(),
+    "first-fit": lambda known: FirstFit(),
+    "least-loaded": lambda known: LeastLoaded(),
+    "sticky": lambda known: SessionSticky(),
+    "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
+    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, tiers=known.load_s),
+}
+
+
+def policy_of(config: Config) -> Policy:
+    """What `cluster.routing` names. Raises ConfigError without the step model that it needs."""
+    name, slo_s, path = config.cluster.routing, config.cluster.slo_s or math.inf, config.engine.step_model
+    try:
+        if not path:
+            return ROUTES[name](Known(slo_s=slo_s, seed=config.model.seed))
+        steps = FittedSteps.read(Path(path))
+        return ROUTES[name](Known(steps, slo_s, seed=config.model.seed, load_s=tiers_of(steps)))
+    except ConfigError as e:
+        raise ConfigError(f"cluster.routing = {name}: {e}") from e
+
+
+def tiers_of(steps: FittedSteps) -> dict[str, float]:
+    """Seconds per rank from each tier to the device."""
+    size = steps.rank_blocks * PoolLayout.of(steps.spec, 2, steps.block_tokens, steps.chips).block_bytes
+    return load_s(size / steps.link_bps, size / FETCH_BPS)
+
+
+def load_s(host_s: float, fetch_s: float) -> dict[str, float]:
+    """The same, from the seconds from the host to the device and those from elsewhere to the host."""
+    return {"HBM": 0.0, "HOST": host_s, "LOADING": 0.5 * (host_s + fetch_s), "DISK": host_s + fetch_s}
