@@ -179,7 +179,12 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
     async def GetCacheState(self, request: pb.GetCacheStateRequest, context: Context) -> pb.CacheState:
         state = await asyncio.wrap_future(self._backend.loaded.state())
         # The messages have the records' fields.
-        return pb.CacheState(**dataclasses.asdict(state.cache), merge=_merge(state.stats))
+        found = pb.CacheState(**dataclasses.asdict(state.cache), merge=_merge(state.stats))
+        if request.with_kv:
+            owners = await asyncio.wrap_future(self._backend.loaded.owners())
+            found.kv.update(owners.kv)
+            found.kv_whole = owners.whole
+        return found
 
     async def Abort(self, request: pb.AbortRequest, context: Context) -> pb.AbortResponse:
         if not request.request_id:

@@ -79,7 +79,7 @@ class Reading:
         control = rpc.ControlStub(channel)
         return cls(
             control.GetServerInfo(pb.GetServerInfoRequest(), timeout=TIMEOUT_S),
-            control.GetCacheState(pb.GetCacheStateRequest(), timeout=TIMEOUT_S),
+            control.GetCacheState(pb.GetCacheStateRequest(with_kv=True), timeout=TIMEOUT_S),
             tuple(walk(rpc.AdaptersStub(channel), TIMEOUT_S)),
             time.monotonic(),
         )
@@ -129,7 +129,7 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
     members = (members_table(info.replicas), "") if info.replicas else ()
     left = max(1, rows - 18 - (len(info.replicas) + 3 if members else 0))
-    return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now.adapters, left))
+    return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left))
 
 
 def members_table(replicas: Sequence[pb.ReplicaStatus]) -> Table:
@@ -203,7 +203,8 @@ def bar(tier: pb.TierState, width: int) -> Text:
     return Text.assemble(*((char * count, style) for (_, char, style, _), count in zip(CLASSES, cells, strict=True)))
 
 
-def _adapters(adapters: Sequence[pb.AdapterInfo], most: int) -> list[RenderableType]:
+def _adapters(now: Reading, most: int) -> list[RenderableType]:
+    adapters, kv = now.adapters, now.cache.kv
     tiers = Counter(pb.AdapterInfo.Tier.Name(a.tier) for a in adapters)
     parts: list[RenderableType] = [
         f"{len(adapters)} adapters: "
@@ -211,13 +212,14 @@ def _adapters(adapters: Sequence[pb.AdapterInfo], most: int) -> list[RenderableT
     ]
     if not adapters:
         return parts
-    table = _table("adapter", "tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks")
+    table = _table("adapter", "tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks", "KV")
     recent = sorted(adapters, key=lambda a: (a.last_used_s < 0, a.last_used_s, a.name))
     for a in recent[:most]:
         tier = pb.AdapterInfo.Tier.Name(a.tier) + (" pin" if a.pinned else "")
         used = _age(a.last_used_s) if a.last_used_s >= 0 else "never"
         counts = (str(n) for n in (a.rank, a.running, a.waiting, a.hits))
-        table.add_row(Text(a.name), tier, *counts, used, _seconds(a.load_cost_s), str(a.blocks))
+        below = str(kv.get(a.uid, 0)) if now.cache.kv_whole else f"{kv.get(a.uid, 0)}+"
+        table.add_row(Text(a.name), tier, *counts, used, _seconds(a.load_cost_s), str(a.blocks), below)
     parts.append(table)
     if len(recent) > most:
         parts.append(f"and {len(recent) - most} more")

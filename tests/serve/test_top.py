@@ -53,7 +53,7 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
         served.generate(message)
     assert cli.main(["top", served.address, "--once"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    state = served.control.GetCacheState(pb.GetCacheStateRequest())
+    state = served.control.GetCacheState(pb.GetCacheStateRequest(with_kv=True))
     assert "policy jlora" in lines[0] and served.replica.info.model in lines[0]
     for name, tier in (("HBM", state.hbm), ("host", state.host)):
         counts = [tier.total, tier.adapters, tier.running_kv, tier.history_kv, tier.free]
@@ -65,6 +65,8 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
     assert "invalid KV 0" in line(lines, "evictions")
     assert line(lines, "3 adapters")
     assert line(lines, "upper").split()[1] == "HBM"
+    uid = served.adapters.GetAdapter(pb.GetAdapterRequest(name="upper")).uid
+    assert state.kv_whole and state.kv[uid] > 0 and line(lines, "upper").split()[-1] == str(state.kv[uid])
     names = [text.split()[0] for text in lines if text.split() and text.split()[0] in ("upper", "lower", "wide")]
     assert names[0] == "upper", "the adapter used last comes first"
 
@@ -81,6 +83,8 @@ def test_the_cache_state_names_its_policy_and_counts_host_hits(served: Served):
         "in_flight",
         "merge",
         "bytes_swapped_out",
+        "kv",
+        "kv_whole",
     }
     theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.cache()
     assert {name: getattr(theirs, name) for name in names} == {name: getattr(ours, name) for name in names}
