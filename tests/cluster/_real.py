@@ -29,7 +29,7 @@ from tests.cluster._links import FakeDirectory, Loop, wait_for
 from tests.serve import _server
 from tests.serve._server import PATIENT, Served
 
-SECRET = Secret("the token of these tests")
+SECRET = Secret("the-token-of-these-tests")
 INVOCATION = (300, 301)
 
 
