@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from jlora.sim.world.sites import Site
 
 # World -> module with `play(seed, steps, journal) -> Mapping[str, int]`, which raises what it finds, and `SITES`.
-WORLDS: Mapping[str, str] = {"engine": "jlora.sim.world.replica"}
+WORLDS: Mapping[str, str] = {"engine": "jlora.sim.world.replica", "cluster": "jlora.sim.world.cluster.world"}
 CHUNK = 10  # seeds that a process takes at a time
 
 

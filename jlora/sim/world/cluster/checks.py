@@ -1,0 +1,99 @@
+"""What must hold in a modelled service: cheap looks with every step, and nothing left at the end."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from jlora.cluster.view import Held
+from jlora.sim.world.cluster.asks import Violation
+from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
+
+if TYPE_CHECKING:
+    from jlora.sim.world.cluster.world import World
+
+STUCK_S = 0.3  # that a message waits in the router while nothing hinders it
+STRAY_S = 0.5  # that a request may run on which no router's stream has: a few steps
+
+
+def often(world: World) -> None:
+    """Raises Violation."""
+    for router in world.routers:
+        if router.alive:
+            _tables(router)
+            _sends(world, router)
+    for replica in world.replicas:
+        if replica.alive and not replica.loop.stopped:
+            _strays(replica, world.time.now)
+
+
+def _tables(router: RouterProcess) -> None:
+    """The router's table, its names, its books and its queues agree."""
+    dispatcher = router.router._dispatcher
+    live = dispatcher.table.all()
+    rids = {routed.rid for routed in live if routed.rid}
+    if dispatcher.table._attempts.keys() != rids:
+        raise Violation(
+            f"{router.name}: attempts {sorted(dispatcher.table._attempts)}, of live requests {sorted(rids)}"
+        )
+    if dispatcher.table.completions != sum(routed.request.sampling.n for routed in live):
+        raise Violation(f"{router.name}: counts {dispatcher.table.completions} completions")
+    if dispatcher._entries.keys() != {routed.handle for routed in live}:
+        raise Violation(f"{router.name}: entries of {sorted(dispatcher._entries)}")
+    sent = Counter(routed.replica for routed in live if routed.rid)
+    for name, seen in dispatcher.books.view.items():
+        if seen.held.count != sent[name]:
+            raise Violation(f"{router.name}: the books have {seen.held.count} requests at {name}, not {sent[name]}")
+
+
+def _sends(world: World, router: RouterProcess) -> None:
+    """What waits for a replica is bounded, and moves."""
+    now, heads = world.time.now, {}
+    for one in router.router._dispatcher.links.values():
+        if len(one._sends) > one._terms.most_sends + 1:
+            raise Violation(f"{router.name}: {len(one._sends)} messages wait for {one.name}")
+        if one._up and one._sends:
+            head, since = router.heads.get(one.name, (None, now))
+            heads[one.name] = (one._sends[0], since if head is one._sends[0] else now)
+            if now - heads[one.name][1] > STUCK_S and not world.faults.excused(router.name, one.name):
+                raise Violation(f"{router.name}: a message for {one.name} is not sent")
+    router.heads = heads
+
+
+def _strays(replica: ReplicaProcess, now: float) -> None:
+    """No request runs on for long that no stream has."""
+    known = {live.handle for stream in replica.streams for live in stream._live.values()}
+    strays = replica.replica.live.keys() - known
+    replica.strays = {handle: replica.strays.get(handle, now) for handle in strays}
+    for handle, since in replica.strays.items():
+        if now - since > STRAY_S + 2 * replica.replica.step_s and not replica.replica.hung:
+            request = replica.replica.live[handle].request.id
+            raise Violation(f"{replica.name}: request {request} runs on, and no router has it")
+
+
+def at_end(world: World) -> None:
+    """Nothing is left. Raises Violation."""
+    for router in world.routers:
+        dispatcher = router.router._dispatcher
+        left = {
+            "requests": list(dispatcher.table.all()),
+            "attempts": dispatcher.table._attempts,
+            "entries": dispatcher._entries,
+            "handles": dispatcher._handles,
+            "names": dispatcher.names,
+            "books": [seen.held for seen in dispatcher.books.view.values() if seen.held != Held()],
+        }
+        for what, some in left.items():
+            if some:
+                raise Violation(f"{router.name}: {what} are left: {some}")
+        attached = {one.name for one in dispatcher.attached}
+        if attached != {replica.name for replica in world.replicas}:
+            raise Violation(f"{router.name}: only {sorted(attached)} are attached")
+    for replica in world.replicas:
+        live = [live.rid for stream in replica.streams for live in stream._live.values()]
+        if live or replica.replica.live:
+            runs = [run.request.id for run in replica.replica.live.values()]
+            raise Violation(f"{replica.name}: requests {live} are left, and {runs} run")
+    for name, directory in world.adapters.directories.items():
+        if any(directory.uses.values()):
+            raise Violation(f"{name}: versions are in use: {dict(+directory.uses)}")

@@ -1,0 +1,268 @@
+"""Faults that strike processes and the paths between them, and what heals them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from jlora.errors import Unavailable
+from jlora.sim.world.cluster.members import ATTACH, ReplicaProcess, RouterProcess
+
+if TYPE_CHECKING:
+    from jlora.sim.world.cluster.world import World
+
+WHILE_S = (0.05, 2.5)  # that most faults last
+RESTART_S = (0.05, 1.0)
+EXCUSED_S = 13.0  # after a fault in which a replica may be lost
+
+
+class Faults:
+    """Asks every site with every step. Each fault has its end, or ends with `heal`."""
+
+    def __init__(self, world: World):
+        self._world = world
+        self._strike: dict[str, Callable[[], bool]] = {
+            "net.slow": self._slow,
+            "net.cut": self._cut,
+            "net.reset": lambda: self._reset(True, True),
+            "net.half_open": self._half_open,
+            "net.late_hello": self._late_hello,
+            "replica.killed": lambda: self._kill_replica(False),
+            "replica.lost": lambda: self._kill_replica(True),
+            "replica.stopped": lambda: self._stop(self._replica()),
+            "replica.drained": self._drain,
+            "engine.hung": self._hang,
+            "engine.compiles": self._compile,
+            "engine.fails": self._fail,
+            "router.killed": lambda: self._kill_router(False),
+            "router.lost": lambda: self._kill_router(True),
+            "router.stopped": lambda: self._stop(self._router()),
+            "fleet.removed": self._remove,
+            "adapter.replaced": self._replace,
+            "adapter.unloaded": self._unload,
+            "clients.burst": lambda: self._burst(False),
+            "clients.flood": self._flood,
+        }
+        self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
+        self.unreachable: set[tuple[str, str]] = set()
+
+    def step(self) -> None:
+        """What strikes now."""
+        for replica in self._world.replicas:
+            if not replica.alive and not replica.restarts:
+                self._restart(replica)
+        for name, strike in self._strike.items():
+            if self._world.sites.fires(name) and strike():
+                self._world.journal.write(f"{self._world.time.now:.6f} {name}")
+
+    def heal(self) -> None:
+        """From now on everything works."""
+        world = self._world
+        for replica in world.replicas:
+            self.excuse(replica.name, seconds=2.0)
+            if replica.alive and replica.backend.draining:
+                replica.kill()
+            if replica.alive and replica.loop.stopped:
+                replica.loop.go_on()
+            if not replica.alive:
+                replica.start()
+            replica.replica.hung = False
+        for router in world.routers:
+            if router.alive and router.loop.stopped:
+                router.loop.go_on()
+            if not router.alive:
+                world.start_router(router)
+            for replica in world.replicas:
+                world.net.path(router.name, replica.name).heal()
+        world.place()
+
+    # -- what excuses a loss ------------------------------------------------------------------
+
+    def excuse(self, one: str, other: str = "", seconds: float = EXCUSED_S) -> None:
+        """A process, or a path, is disturbed: links may be lost for a while."""
+        until = self._world.time.now + seconds
+        for router in self._world.routers:
+            for replica in self._world.replicas:
+                pair = (router.name, replica.name)
+                if one in pair and (not other or other in pair):
+                    self._excused[pair] = max(until, self._excused.get(pair, 0.0))
+
+    def excused(self, router: str, replica: str) -> bool:
+        if self._excused.get((router, replica), 0.0) > self._world.time.now:
+            return True
+        return any(one.name == replica and not one.alive for one in self._world.replicas)
+
+    # -- the network ----------------------------------------------------------------------------
+
+    def _pair(self) -> tuple[str, str]:
+        draw = self._world.draw
+        return draw.choice(self._world.routers).name, draw.choice(self._world.replicas).name
+
+    def _slow(self) -> bool:
+        one, other = self._pair()
+        path, draw = self._world.net.path(one, other), self._world.draw
+        path.slow = (0.0, draw.choice((0.05, 0.2, 1.0)))
+        self._world.time.after(draw.uniform(*WHILE_S), path.heal)
+        self.excuse(one, other)
+        return True
+
+    def _cut(self) -> bool:
+        one, other = self._pair()
+        path = self._world.net.path(one, other)
+        path.cut = True
+        self._world.time.after(self._world.draw.uniform(0.05, 8.0), path.heal)
+        self.excuse(one, other, 25.0)
+        return True
+
+    def _reset(self, client: bool, server: bool) -> bool:
+        one, other = self._pair()
+        for stream in self._world.net.between(one, other):
+            stream.reset(client, server)
+        self.excuse(one, other)
+        return True
+
+    def _half_open(self) -> bool:
+        end = self._world.draw.random() < 0.5
+        return self._reset(end, not end)
+
+    def _late_hello(self) -> bool:
+        """No loss is excused by it."""
+        world = self._world
+        one, other = self._pair()
+        streams = [s for s in world.net.opened if s.client is not None and s.first and s.client.name == one]
+        streams = [s for s in streams if s.server.name == other and not s.server.dead]
+        if streams:
+            world.net.late_hello(world.draw.choice(streams), ATTACH)
+        return bool(streams)
+
+    # -- processes --------------------------------------------------------------------------------
+
+    def _replica(self) -> ReplicaProcess:
+        return self._world.draw.choice(self._world.replicas)
+
+    def _router(self) -> RouterProcess:
+        return self._world.draw.choice(self._world.routers)
+
+    def _kill_replica(self, silent: bool) -> bool:
+        replica = self._replica()
+        if replica.alive:
+            self.excuse(replica.name)
+            replica.kill(silent)
+        return True
+
+    def _restart(self, replica: ReplicaProcess) -> None:
+        """A supervisor starts it again, and the fleet says where."""
+        draw, world = self._world.draw, self._world
+        replica.restarts = True
+        self.excuse(replica.name)
+
+        def start() -> None:
+            if not replica.alive:
+                self.excuse(replica.name)
+                replica.start(keep_address=draw.random() < 0.5)
+                world.time.after(draw.uniform(0.0, 0.5), world.place)
+
+        world.time.after(draw.uniform(*RESTART_S), start)
+
+    def _kill_router(self, silent: bool) -> bool:
+        router, world = self._router(), self._world
+        if not router.alive:
+            return False
+        self.excuse(router.name)
+        router.kill(silent)
+        for ask in world.asks:
+            ask.lost |= ask.router is router and not ask.over
+        world.time.after(world.draw.uniform(*RESTART_S), lambda: router.alive or world.start_router(router))
+        return True
+
+    def _stop(self, process: ReplicaProcess | RouterProcess) -> bool:
+        if not process.alive or process.loop.stopped:
+            return False
+        loop = process.loop
+        loop.stop_process()
+        self.excuse(process.name)
+        self._world.time.after(self._world.draw.uniform(*WHILE_S), lambda: loop.dead or loop.go_on())
+        return True
+
+    def _drain(self) -> bool:
+        replica = self._replica()
+        if not replica.alive or replica.backend.draining:
+            return False
+        replica.backend.draining = True
+        self.excuse(replica.name)
+        loop = replica.loop
+        self._world.time.after(self._world.draw.uniform(0.2, 1.0), lambda: loop.dead or replica.kill())
+        return True
+
+    def _remove(self) -> bool:
+        """The fleet no longer says where it is; it runs on."""
+        gone, world = self._replica(), self._world
+        self.excuse(gone.name)
+        for router in world.routers:
+            if router.alive:
+                router.router.place({n: a for n, a in world.addresses().items() if n != gone.name})
+        world.time.after(world.draw.choice((0.0, world.draw.uniform(*WHILE_S))), world.place)
+        return True
+
+    # -- engines ----------------------------------------------------------------------------------
+
+    def _hang(self) -> bool:
+        replica = self._replica().replica
+        replica.hung = True
+        self.excuse(replica.loop.name, seconds=30.0)
+        self._world.time.after(self._world.draw.uniform(1.0, 14.0), lambda: setattr(replica, "hung", False))
+        return True
+
+    def _compile(self) -> bool:
+        """It says so, and is silent a while later, for less than the router's patience."""
+        process, world = self._replica(), self._world
+        loop, seconds = process.loop, world.draw.uniform(0.3, 4.0)
+        process.replica.compiles = world.time.now + seconds + 0.2
+        world.time.after(0.2, lambda: loop.dead or loop.stop_process())
+        world.time.after(0.2 + seconds, lambda: loop.dead or loop.go_on())
+        self.excuse(process.name)
+        return True
+
+    def _fail(self) -> bool:
+        self._replica().replica.fails = Unavailable("a step has failed")
+        return True
+
+    # -- adapters and clients -----------------------------------------------------------------------
+
+    def _replace(self) -> bool:
+        world = self._world
+        name = world.draw.choice([f"a{i}" for i in range(3)])
+        version = world.adapters.load(name)
+        for ask in world.asks:
+            if ask.request.adapter == name and not ask.over and not ask.held:
+                ask.digests.append(version.digest)
+        return True
+
+    def _unload(self) -> bool:
+        world = self._world
+        names = list(world.adapters.current)
+        if not names:
+            return False
+        name = world.draw.choice(names)
+        world.adapters.unload(name)
+        return True
+
+    def _flood(self) -> bool:
+        """Clients who leave at once, while a replica reads nothing."""
+        replica, world = self._replica(), self._world
+        loop = replica.loop
+        if loop.dead or loop.stopped:
+            return False
+        loop.stop_process()
+        self.excuse(replica.name)
+        world.time.after(0.4, lambda: loop.dead or loop.go_on())
+        return self._burst(True)
+
+    def _burst(self, hasty: bool) -> bool:
+        """From one router's clients, within a moment."""
+        world, router = self._world, self._router()
+        draw = world.draw
+        for _ in range(draw.randint(10, 60)):
+            at = draw.uniform(0.0, 0.3)
+            world.time.after(at, lambda: router.alive and world.ask(router, hasty=hasty))
+        return True

@@ -1,0 +1,199 @@
+"""A whole service under faults: routers and replicas, each a process with the product's own router and link.
+
+A seed draws processes, clients, adapters and faults. Time is virtual, the network carries the product's messages as
+bytes, and a replica's tokens are exact (`model`). After the last step everything heals; then every request has ended
+as its client was promised, and nothing of it is left.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.session import SessionSticky
+from jlora.sim.world.cluster import checks
+from jlora.sim.world.cluster.adapters import Adapters, ModelDirectory
+from jlora.sim.world.cluster.asks import Ask, Violation
+from jlora.sim.world.cluster.faults import Faults
+from jlora.sim.world.cluster.heard import Heard
+from jlora.sim.world.cluster.loop import Time
+from jlora.sim.world.cluster.members import Grounds, ReplicaProcess, RouterProcess
+from jlora.sim.world.cluster.model import VOCAB, Disk, info
+from jlora.sim.world.cluster.net import Net
+from jlora.sim.world.cluster.sites import SITES
+from jlora.sim.world.report import Journal
+from jlora.sim.world.sites import Sites
+from jlora.types import Request, SamplingParams
+
+STEP_S = 0.02  # of virtual time
+SETTLE_S = 90.0  # in which every request must end once nothing is wrong any more
+PROBE_S = 20.0  # in which a healed service answers
+ASKS = 0.12  # requests that come with a step
+
+
+class World:
+    """One seed."""
+
+    def __init__(self, seed: int, journal: Journal):
+        self.draw = draw = random.Random(seed)
+        self.journal = journal
+        self.sites = Sites(SITES, random.Random(draw.getrandbits(64)))
+        self.time = Time(random.Random(draw.getrandbits(64)))
+        self.net = Net(self.time, random.Random(draw.getrandbits(64)))
+        self.disk = Disk()
+        self.grounds = Grounds(self.net, self.disk, self.sites, draw, info(draw.randint(2, 6), draw.choice((2, 8, 64))))
+        self.adapters = Adapters(self.disk, draw)
+        self.replicas = [ReplicaProcess(f"r{i}", self.grounds) for i in range(draw.randint(2, 3))]
+        policy = draw.choice((LeastLoaded, SessionSticky))
+        self.routers = [RouterProcess(f"router{i}", self.grounds, policy) for i in range(draw.choice((1, 1, 2)))]
+        self.asks: list[Ask] = []
+        self.heard = Heard(self)
+        self.faults = Faults(self)
+
+    # -- the service ----------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        for i in range(self.draw.randint(1, 3)):
+            self.adapters.load(f"a{i}")
+        for replica in self.replicas:
+            replica.start()
+        for router in self.routers:
+            self.start_router(router)
+
+    def start_router(self, router: RouterProcess) -> None:
+        directory: Any = ModelDirectory(self.adapters, router.name)
+        router.start(directory, self.addresses())
+
+    def addresses(self) -> dict[str, str]:
+        """Where the fleet says that replicas are."""
+        return {replica.name: replica.address for replica in self.replicas if replica.alive}
+
+    def place(self) -> None:
+        """Tells every router where replicas are now."""
+        for router in self.routers:
+            if router.alive:
+                router.router.place(self.addresses())
+
+    # -- clients ----------------------------------------------------------------------------------
+
+    def ask(self, router: RouterProcess, plain: bool = False, hasty: bool = False) -> Ask:
+        """A client sends a request; a plain one is never left or stopped, a hasty one soon."""
+        draw, now = self.draw, self.time.now
+        name = draw.choice([None, *self.adapters.current])
+        sampling = SamplingParams(
+            max_tokens=draw.randint(1, 24), n=draw.choice((1, 1, 1, 2)), seed=draw.getrandbits(63)
+        )
+        request = Request(
+            id=f"q{len(self.asks)}",
+            prompt=tuple(draw.randrange(VOCAB) for _ in range(draw.randint(1, 40))),
+            sampling=sampling,
+            adapter=name,
+            priority=draw.choice((0, 0, 1)),
+            tenant=draw.choice(("", "t")),
+            deadline=None if plain or draw.random() < 0.8 else now + draw.uniform(0.02, 3.0),
+        )
+        digest = "base" if name is None else self.adapters.current[name].digest
+        ask = Ask(request, [digest], self.time, router)
+        self.asks.append(ask)
+        self.journal.write(f"{now:.6f} {router.name} is asked {request.id} for {name}")
+        ask.submitted = router.router.submit(request, ask.hear)
+        ask.submitted.add_done_callback(ask.answered)
+        if hasty:
+            self.time.after(draw.uniform(0.0, 0.2), lambda: self._abort(ask, "name"))
+        elif not plain:
+            self._leave(ask)
+        return ask
+
+    def _leave(self, ask: Ask) -> None:
+        """Some clients go away, at any moment, or stop a completion."""
+        draw = self.draw
+        chance = draw.random()
+        if chance < 0.15:
+            self.time.after(draw.uniform(0.0, 1.0), lambda: self._abort(ask, draw.choice(("handle", "name", "future"))))
+        elif chance < 0.25:
+            self.time.after(draw.uniform(0.05, 0.8), lambda: self._stop(ask))
+
+    def _abort(self, ask: Ask, how: str) -> None:
+        if ask.over:
+            return
+        router = ask.router.router
+        self.journal.write(f"{self.time.now:.6f} the client of {ask.request.id} leaves by {how}")
+        ask.left = True
+        if how == "name":
+            router.abort_named(ask.request.id, ask.request.tenant)
+        elif ask.accepted is not None:
+            router.abort(ask.accepted)
+        elif ask.submitted is not None:
+            ask.submitted.cancel()
+
+    def _stop(self, ask: Ask) -> None:
+        if ask.over or ask.accepted is None:
+            return
+        index = self.draw.randrange(ask.request.sampling.n)
+        ask.stops[index] = len(ask.tokens[index])
+        ask.router.router.stop(ask.accepted, index, ask.stops[index])
+
+    # -- play -------------------------------------------------------------------------------------
+
+    def play(self, steps: int) -> None:
+        self.begin()
+        for _ in range(steps):
+            up = [router for router in self.routers if router.alive]
+            while up and self.draw.random() < ASKS:
+                self.ask(self.draw.choice(up))
+            self.faults.step()
+            self._run(STEP_S)
+            checks.often(self)
+        self.settle()
+
+    def settle(self) -> None:
+        """Heals everything, waits until all has ended, and looks whether anything is left."""
+        self.sites.heal()
+        self.faults.heal()
+        limit = self.time.now + SETTLE_S
+        while not all(ask.over for ask in self.asks) and self.time.now < limit:
+            self._run(0.25)
+            checks.often(self)
+        self._await(self.asks, "has not ended")
+        for ask in self.asks:
+            ask.explain(bool(self.sites.fired))
+        probes = [self.ask(router, plain=True) for router in self.routers for _ in self.replicas]
+        limit = self.time.now + PROBE_S
+        self.time.run(limit, lambda: all(ask.over for ask in probes))
+        self._await(probes, "is not served by a healed service")
+        for ask in probes:
+            ask.explain(False)
+        self._run(1.0)
+        checks.at_end(self)
+
+    def _await(self, asks: list[Ask], what: str) -> None:
+        for ask in asks:
+            if not ask.over:
+                raise Violation(f"{ask.name} {what}: {ask.tokens} {ask.reasons}")
+
+    def _run(self, seconds: float) -> None:
+        self.time.run(self.time.now + seconds)
+        self.heard.check()
+
+    def close(self) -> None:
+        """Ends what is left, unseen."""
+        for process in (*self.replicas, *self.routers):
+            for loop in process.buried:
+                loop.bury()
+
+
+def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
+    """Plays a seed; what fired, by site. Raises what it finds."""
+    world = World(seed, journal)
+    with world.heard:
+        try:
+            world.play(steps)
+        finally:
+            world.close()
+    for ask in world.asks:
+        journal.write(f"{ask.name}: {ask.tokens} {ask.reasons} {ask.refused}")
+    journal.write(f"{world.time.now:.6f} {world.time.events} events")
+    return Counter(world.sites.fired)
