@@ -3,7 +3,7 @@
 PYTHON := .venv/bin/python
 PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
 
-.PHONY: demo demo-cluster test test-all setup lint bench soak train-demo proto clean
+.PHONY: demo demo-cluster test test-all setup lint bench soak train-demo proto supply lock sbom audit release clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
@@ -37,5 +37,20 @@ train-demo: setup  ## train the embedded model and its adapters from scratch
 proto: setup  ## the generated gRPC code, after a change of jlora.proto
 	$(PYTHON) -m tools.proto
 
+supply: setup
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --editable ".[supply]"
+
+lock: supply  ## pin every package again, with hashes, for each Python
+	$(PYTHON) -m tools.lock
+
+sbom: supply  ## dist/: a bill of materials for each Python
+	$(PYTHON) -m tools.sbom
+
+audit: supply  ## known vulnerabilities of the pinned packages
+	$(PYTHON) -m tools.audit
+
+release: supply  ## dist/: the wheel, built twice with the same bytes, its sha256 and its bill of materials
+	$(PYTHON) -m tools.release
+
 clean:
-	rm -rf .venv .venv-oracle build *.egg-info
+	rm -rf .venv .venv-oracle build dist *.egg-info

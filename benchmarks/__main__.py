@@ -4,6 +4,7 @@
     llama                        R2; --llama-server adds llama.cpp
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     refusals                     what a full queue costs: time to a refusal, refusals per second of a core
+    abuse                        what idle connections and rapid resets cost a good client and the server's memory
     catalogue                    what a registered adapter costs: seconds of a start, bytes of memory and registry
     fronts                       the server's processor time per token, HTTP against gRPC
     lora                         adapters by active blocks against dense slots
@@ -47,6 +48,7 @@ STUDIES: Mapping[str, str] = {
     "host": "benchmarks.micro.host",
     "cache": "benchmarks.micro.cache",
     "refusals": "benchmarks.micro.refusals",
+    "abuse": "benchmarks.micro.abuse",
     "catalogue": "benchmarks.micro.catalogue",
     "fronts": "benchmarks.micro.fronts",
     "router": "benchmarks.micro.router",

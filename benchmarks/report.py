@@ -38,6 +38,7 @@ PAGES: Mapping[str, Page] = {
     "host": Page("host-*.jsonl"),
     "fronts": Page("fronts-*.jsonl"),
     "refusals": Page("refusals-*.jsonl"),
+    "abuse": Page("abuse-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),

@@ -131,6 +131,23 @@ def refusals(study: Study) -> pd.DataFrame:
     return made
 
 
+def abuse(study: Study) -> pd.DataFrame:
+    """What a good client and the server's memory see of each attack."""
+    made = []
+    for row in study.rows.to_dict("records"):
+        calm, attacked = row["calm_p99_s"], row["attack_p99_s"]
+        made.append({
+            "attack": row["side"],
+            "connections and calls": ", ".join(f"{n} {what}" for what, n in row["ends"].items()),
+            "p99 ms, calm": f"{1e3 * calm:.0f}",
+            "p99 ms, attacked": f"{1e3 * attacked:.0f}",
+            "ratio": f"{attacked / calm:.2f}",
+            "MB grown": f"{row['rss_grown'] / 1e6:.0f}",
+            "calls on new connections": ", ".join(f"{n} {code}" for code, n in row["others"].items()),
+        })  # fmt: skip
+    return pd.DataFrame(made)
+
+
 def failures(study: Study) -> pd.DataFrame:
     """Goodput of both phases, what was wrong, and the pauses that clients saw."""
     made = []

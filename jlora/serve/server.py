@@ -42,6 +42,8 @@ SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 BACKLOG = 16_384
 CONNECTIONS = 4096
 METADATA_BYTES = 16 << 10  # of one call
+HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2
+IDLE_S = 300.0  # without a call, after which a connection gives its place to others; clients open another unasked
 # Adds services beside the server's own. They check their callers themselves.
 Service = Callable[[Backend, grpc.aio.Server], None]
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
@@ -74,6 +76,8 @@ class GrpcServer:
                 ("grpc.max_metadata_size", METADATA_BYTES // 2),  # from here on more and more are refused
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS),
+                ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1e3)),
+                ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
             ],
             maximum_concurrent_rpcs=BACKLOG,
         )

@@ -65,6 +65,13 @@ def test_refusals_are_counted_and_timed(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_hostile_connections_are_counted_and_a_good_client_is_served(tmp_path: Path):
+    sides = {line["side"]: line for line in study(tmp_path, "abuse")}
+    assert set(sides) == {"silent", "idle", "resets"} and sides["resets"]["ends"]["resets"] > 100
+    assert all(line["calls"] > 0 < line["others"]["OK"] for line in sides.values())
+
+
+@pytest.mark.slow
 def test_no_token_is_lost_or_doubled_while_replicas_are_killed(tmp_path: Path):
     lines = study(tmp_path, "failures")
     totals = [line for line in lines if line["side"] in ("clean in all", "killed in all")]

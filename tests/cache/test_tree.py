@@ -51,6 +51,21 @@ def test_a_branch_marks_everything_above_it_as_shared_and_nothing_below(tree: Tr
     assert [node.shared for node in first] == [True, True, False] and not second[2].shared
 
 
+class Colliding(str):
+    """A salt whose hash is that of all others."""
+
+    def __hash__(self) -> int:
+        return 1
+
+
+def test_equal_hashes_are_no_match(tree: Tree, adapter: AdapterNode):
+    salts = [Colliding(f"tenant {i}") for i in range(5)]
+    assert len({hash((salt, b"")) for salt in salts}) == 1
+    paths = [grown(tree, adapter, [1] * 8, tenant=salt) for salt in salts[:4]]
+    assert [tree.match(Origin(adapter, salt), [1] * 9, limit=8) for salt in salts] == [*paths, []]
+    assert len({id(path[0]) for path in paths}) == 4
+
+
 def test_tenants_and_adapters_have_trees_of_their_own(tree: Tree, adapter: AdapterNode):
     other = AdapterNode(uid=2, size=2)
     grown(tree, adapter, [1] * 8, tenant="a")

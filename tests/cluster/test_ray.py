@@ -17,8 +17,9 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from tests import _make
 from tests.cluster import _processes
-from tests.cluster._processes import Service, Stream, service
+from tests.cluster._processes import Service, Stream, descendants, service
 from tests.cluster._wait import until
+from tests.serve._server import listening
 
 pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -84,6 +85,13 @@ def disturbed(running: Service, asked: list[pb.GenerateRequest], disturb: Callab
 
 def test_undisturbed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
     assert disturbed(both, asked, lambda: None) == expected
+
+
+def test_every_port_is_on_loopback(both: Service):
+    """Also those of Ray, which runs any code that it is sent: a router that starts it starts it for itself."""
+    ports = [one for pid in (both.process.pid, *descendants(both.process.pid)) for one in listening(pid)]
+    assert both.address in ports and len(ports) >= 3
+    assert [one for one in ports if not one.startswith(("127.", "::1:"))] == []
 
 
 def test_a_replica_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):

@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from jlora.cluster.attach import Terms
+from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.serve.client import Login
@@ -155,6 +156,16 @@ def test_errors_are_those_of_one_engine(two: Cluster, asked: pb.GenerateRequest)
         two.served.generate(asked)
     if asked.model != "missing":  # near names are the directory's affair
         assert routed.value.details().replace("@1", "") == alone.value.details()
+
+
+def test_a_router_that_is_wrong_about_caches_changes_no_answer(two: Cluster, monkeypatch: pytest.MonkeyPatch):
+    """Its hashes choose a replica, and the replica compares tokens: here all prompts are one to the router."""
+    monkeypatch.setattr(Prefixes, "chain", lambda *_: [25] * 3)
+    for i in range(4):
+        asked = request([300 + i, *PROMPT], 8, logprobs=1, tenant=f"tenant {i % 2}")
+        got = two.served.generate(asked)
+        same(got, two.alone.generate(asked))
+        assert got.usage.cached_tokens == 0
 
 
 def test_abort_ends_a_request_wherever_it_runs(two: Cluster):

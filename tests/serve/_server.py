@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
@@ -179,6 +180,15 @@ def serving(backend: Backend, config: ServeConfig = PATIENT, http_port: int = 0)
         loop.call_soon_threadsafe(loop.stop)
         thread.join(10)
         loop.close()
+
+
+def listening(pid: int) -> list[str]:
+    """ADDRESS:PORT of every port that a process listens on; none if it has ended."""
+    try:
+        found = psutil.Process(pid).net_connections("inet")
+    except psutil.NoSuchProcess:
+        return []
+    return [f"{one.laddr.ip}:{one.laddr.port}" for one in found if one.status == psutil.CONN_LISTEN]
 
 
 def request(prompt: Any = (5, 6, 7), max_tokens: int | None = 8, **fields: Any) -> pb.GenerateRequest:

@@ -85,6 +85,7 @@ BAD = {
     "logit_bias": [{VOCAB: 1.0}, {5: math.nan}, {t: 1.0 for t in range(1025)}],
     "request_id": ["é"],
     "tenant": [HUGE],
+    "cache_salt": ["x" * 257, HUGE],
     "model": ["base:", "x" * 129, "base:" + HUGE],
 }
 
@@ -122,6 +123,7 @@ GOOD = {
     "request_id": ["x" * 256, "!~"],
     "bypass_prefix_cache": [True],
     "tenant": ["x" * 256, "Zoë & Söhne"],
+    "cache_salt": ["x" * 256, "\0", "../..", "%s{}\n\r", "\U0010ffff" * 256],
 }
 
 

@@ -29,7 +29,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
-from tests.serve._server import SMALL, refused, request, wait_until
+from tests.serve._server import SMALL, listening, refused, request, wait_until
 
 CODE = grpc.StatusCode
 ROOT = Path(__file__).resolve().parents[2]
@@ -193,7 +193,9 @@ def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
 def test_http_answers_and_drains_as_grpc_does(text_model: Path, quick: list[str]):
     body = {"prompt": "Hello", "max_tokens": 1500, "ignore_eos": True, "stream": True}
     with process(["--model", str(text_model), "--port", "0", "--http-port", "0", *quick]) as server:
-        with httpx.Client(base_url=f"http://{ready(server)['http']}", timeout=60) as http:
+        line = ready(server)
+        assert set(listening(server.pid)) == {line[1], line["http"]}  # and no other port
+        with httpx.Client(base_url=f"http://{line['http']}", timeout=60) as http:
             wait_until(lambda: http.get("/health").status_code == 200)
             with http.stream("POST", "/v1/completions", json=body) as answer:
                 lines = answer.iter_lines()

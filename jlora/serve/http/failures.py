@@ -61,7 +61,7 @@ def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[
         return 500, body(500, opaque(error, where)), {}
     said = shortened(str(error))
     found = _FIELD.match(said)
-    field = None if found is None else _NAMES.get(found[1], found[1])
+    field = None if found is None else _named(found[1])
     message = said if found is None else f"{field}{said[found.end() :]}"
     headers = {}
     if failure.retry:
@@ -69,6 +69,12 @@ def answer(error: BaseException, where: str) -> tuple[int, dict[str, Any], dict[
     if isinstance(error, errors.Unauthenticated):
         headers["www-authenticate"] = "Bearer"
     return failure.status, body(failure.status, message, field, failure.code), headers
+
+
+def _named(field: str) -> str:
+    """The field of a body that the shared code calls by another name: `token_ids[3]` is `tokens[3]`."""
+    name, bracket, place = field.partition("[")
+    return _NAMES.get(name, name) + bracket + place
 
 
 def body(status: int, message: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -220,6 +221,22 @@ def test_one_prompt_refused_and_none_runs(served: Served, http: httpx.Client):
         refused(http.post("/v1/completions", json={"prompt": [[5, 6], [7, 8], bad], "max_tokens": 3000}), 400)
     served.check_idle()
     assert served.stats().generated_tokens == before
+
+
+def test_our_own_bug_is_500_with_an_id_that_the_log_has(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def broken(*_: object) -> None:
+        raise RuntimeError("secret prompt in /secret/path")
+
+    with monkeypatch.context() as patch, caplog.at_level(logging.ERROR, "jlora"):
+        patch.setattr(served.replica, "submit", broken)
+        for path, body in (("completions", COMPLETION), ("chat/completions", CHAT)):
+            answer = http.post(f"/v1/{path}", json=body)
+            error = refused(answer, 500, "internal error")
+            assert "secret" not in answer.text and error["type"] == "server_error"
+            assert error["message"].split()[2].strip(":") in caplog.records[-1].getMessage()
+    assert http.post("/v1/completions", json=COMPLETION).status_code == 200
 
 
 def test_while_the_model_loads_all_is_503():

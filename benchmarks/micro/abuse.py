@@ -1,0 +1,212 @@
+"""What hostile connections cost a good client and the server's memory (C25 of docs/security.md).
+
+The server is a process of the product with the built-in model. Attackers are tasks of a second process, which send
+bytes on raw sockets. A good client asks for four tokens ten times a second, on one connection that was there
+before; others try to connect during the attack. The goal is a p99 below twice that of the calm, and less than
+200 MB of additional memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import multiprocessing
+import os
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import grpc
+import numpy as np
+
+from benchmarks.runner import Options
+from jlora.demo import assets
+from jlora.loadgen.rounds import Sample, Side
+from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as rpc
+
+CONNECTIONS, SECONDS = 10_000, 60.0
+GAP_S = 0.1  # between two calls of the good client
+AT_ONCE = 200  # connections that are being opened
+RESETTERS = 8  # connections that reset their calls
+BATCH = 64  # calls that are begun and reset before the attacker waits for the socket
+SETTINGS = {"engine.max_seqs": 4, "engine.max_step_tokens": 64, "engine.layers": "scan"}
+
+# HTTP/2 by hand: the preface with empty settings and their acknowledgement, and a call of Generate.
+HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4\0\0\0\0\0" + b"\0\0\0\4\1\0\0\0\0"
+PATH = b"/jlora.v1.Inference/Generate"
+HEADERS = b"".join((
+    b"\x83\x86",  # :method POST, :scheme http
+    b"\x04", bytes([len(PATH)]), PATH,
+    b"\x01\x09localhost",
+    b"\x0f\x10\x10application/grpc",
+    b"\x00\x02te\x08trailers",
+))  # fmt: skip
+
+Attack = Callable[[str, float, int], Coroutine[Any, Any, Counter[str]]]
+
+
+async def silent(address: str, seconds: float, count: int) -> Counter[str]:
+    """Connections that say nothing."""
+    return await _held(address, seconds, count, b"")
+
+
+async def idle(address: str, seconds: float, count: int) -> Counter[str]:
+    """Connections that speak HTTP/2 and ask nothing."""
+    return await _held(address, seconds, count, HELLO)
+
+
+async def _held(address: str, seconds: float, count: int, hello: bytes) -> Counter[str]:
+    host, port = address.rsplit(":", 1)
+    ends, end, room = Counter[str](), time.monotonic() + seconds, asyncio.Semaphore(AT_ONCE)
+
+    async def one() -> None:
+        try:
+            async with room:
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(hello)
+            ends["opened"] += 1
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + end - time.monotonic()):
+                while await reader.read(4096):
+                    pass
+            ends["closed by the server"] += 1
+        except TimeoutError:
+            ends["held"] += 1
+        except OSError:
+            ends["closed by the server"] += 1
+        else:
+            writer.close()
+
+    await asyncio.gather(*(one() for _ in range(count)))
+    return ends
+
+
+async def resets(address: str, seconds: float, count: int) -> Counter[str]:
+    """Calls that are reset as soon as they have begun, as many as the sockets take. `count` is not used."""
+    del count
+    host, port = address.rsplit(":", 1)
+    ends, end = Counter[str](), time.monotonic() + seconds
+
+    async def one() -> None:
+        while time.monotonic() < end:
+            with contextlib.suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                ends["opened"] += 1
+                writer.write(HELLO)
+                reading = asyncio.create_task(_drop(reader))
+                call = 1
+                while time.monotonic() < end and not reading.done():
+                    writer.write(b"".join(map(_begun_and_reset, range(call, call + 2 * BATCH, 2))))
+                    await writer.drain()
+                    await asyncio.sleep(0)
+                    call += 2 * BATCH
+                    ends["resets"] += BATCH
+                reading.cancel()
+                writer.close()
+
+    await asyncio.gather(*(one() for _ in range(RESETTERS)))
+    return ends
+
+
+def _begun_and_reset(call: int) -> bytes:
+    head = len(HEADERS).to_bytes(3) + b"\1\4" + call.to_bytes(4) + HEADERS
+    return head + b"\0\0\4\3\0" + call.to_bytes(4) + b"\0\0\0\x08"
+
+
+async def _drop(reader: asyncio.StreamReader) -> None:
+    with contextlib.suppress(OSError):
+        while await reader.read(1 << 16):
+            pass
+
+
+ATTACKS: dict[str, Attack] = {"silent": silent, "idle": idle, "resets": resets}
+
+
+def run(options: Options) -> None:
+    """Each attack against a server of its own."""
+    seconds, count = (2.0, 50) if options.quick else (options.seconds or SECONDS, CONNECTIONS)
+    records = options.records("abuse-python", {"seconds": seconds, "connections": count})
+    sides = [Side(name, lambda name=name: asyncio.run(_measure(name, seconds, count))) for name in ATTACKS]
+    records.measure("rounds", sides, options.budget(1, quick=1))
+
+
+async def _measure(name: str, seconds: float, count: int) -> Sample:
+    server = await asyncio.to_thread(ServerProcess, ["--model", str(assets.MODEL), *flags_of({}, SETTINGS)])
+    try:
+        async with grpc.aio.insecure_channel(server.address) as channel:
+            stub = rpc.InferenceStub(channel)
+            await _ask(stub, 2.0)  # not counted: programs that compile
+            calm, before = await _ask(stub, seconds), _rss(server.pid)
+            loop = asyncio.get_running_loop()
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
+                attack = loop.run_in_executor(attackers, _attack, name, server.address, seconds, count)
+                (attacked, peak), others = await asyncio.gather(
+                    _until(attack, stub, server.pid), _others(server.address, attack)
+                )
+            ends = await attack
+    finally:
+        await asyncio.to_thread(server.stop)
+    quantiles = {
+        f"{phase}_{q}_s": float(np.percentile(times or [0.0], p))
+        for phase, times in (("calm", calm), ("attack", attacked))
+        for q, p in (("p50", 50), ("p99", 99))
+    }
+    grown = {"rss_before": before, "rss_grown": peak - before}
+    return {**quantiles, **grown, "calls": len(attacked), "others": others, "ends": dict(ends)}
+
+
+def _attack(name: str, address: str, seconds: float, count: int) -> Counter[str]:
+    """Runs in the second process."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    return asyncio.run(ATTACKS[name](address, seconds, count))
+
+
+async def _until(attack: asyncio.Future[Counter[str]], stub: rpc.InferenceStub, pid: int) -> tuple[list[float], int]:
+    """The good client's seconds per call while the attack lasts, and the most memory."""
+    times, peak = [], 0
+    while not attack.done():
+        times += await _ask(stub, GAP_S)
+        peak = max(peak, _rss(pid))
+    return times, peak
+
+
+async def _others(address: str, attack: asyncio.Future[Counter[str]]) -> dict[str, int]:
+    """How calls on new connections ended while the attack lasted: one each second."""
+    ends: Counter[str] = Counter()
+    while not attack.done():
+        own = [("grpc.use_local_subchannel_pool", 1)]
+        async with grpc.aio.insecure_channel(address, options=own) as channel:
+            try:
+                await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
+                ends["OK"] += 1
+            except grpc.aio.AioRpcError as e:
+                ends[e.code().name] += 1
+        await asyncio.sleep(1.0)
+    return dict(ends)
+
+
+async def _ask(stub: rpc.InferenceStub, seconds: float) -> list[float]:
+    """Seconds of each call; an error ends the study."""
+    times, end = [], time.monotonic() + seconds
+    asked = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=range(5, 20)),
+        sampling=pb.Sampling(temperature=0.0),
+        stopping=pb.Stopping(max_tokens=4, ignore_eos=True),
+    )
+    while time.monotonic() < end:
+        began = time.perf_counter()
+        await stub.Generate(asked, timeout=60)
+        times.append(time.perf_counter() - began)
+        await asyncio.sleep(GAP_S)
+    return times
+
+
+def _rss(pid: int) -> int:
+    """Bytes of memory that a process holds."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,78 @@
+"""Connections of the gRPC port: those that say nothing, and those that ask nothing, give their places to others."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+
+import grpc
+import pytest
+
+from jlora.serve import server
+from tests.serve._server import Served, request, serving, wait_until
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame
+GOAWAY = 7
+CODE = grpc.StatusCode
+
+
+def connect(front: Served) -> socket.socket:
+    host, port = front.address.split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def frames(said: bytes) -> list[int]:
+    """The types of the frames that the server has sent."""
+    found, at = [], 0
+    while at + 9 <= len(said):
+        found.append(said[at + 3])
+        at += 9 + int.from_bytes(said[at : at + 3])
+    return found
+
+
+def until_closed(raw: socket.socket) -> bytes:
+    """What the server sends until it closes the connection; the socket's timeout fails the test."""
+    said = b""
+    try:
+        while piece := raw.recv(4096):
+            said += piece
+    except ConnectionResetError:
+        pass
+    return said
+
+
+@pytest.fixture(scope="module")
+def front(served: Served) -> Iterator[Served]:
+    """The shared engine behind a server that waits for nothing long."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "HELLO_S", 0.5)
+        patch.setattr(server, "IDLE_S", 1.0)
+        with serving(served.backend) as running:
+            yield running
+
+
+@pytest.mark.parametrize("sent", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "part", "http"])
+def test_a_connection_that_does_not_speak_http2_is_closed(front: Served, sent: bytes):
+    with connect(front) as raw:
+        raw.sendall(sent)
+        until_closed(raw)
+    assert front.generate(request()).usage.completion_tokens == 8
+
+
+def test_a_connection_without_a_call_is_closed_in_good_order(front: Served):
+    with connect(front) as raw:
+        raw.sendall(PREFACE + SETTINGS)
+        assert GOAWAY in frames(until_closed(raw))
+
+
+def test_a_client_that_was_idle_calls_on(front: Served):
+    """Its library opens another connection, and a call under way is no idleness."""
+    with grpc.insecure_channel(front.address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
+        states: list[grpc.ChannelConnectivity] = []
+        channel.subscribe(states.append)
+        generate = channel.unary_unary("/jlora.v1.Inference/Generate")
+        message = request("Hello", 4).SerializeToString()
+        generate(message, timeout=60)
+        wait_until(lambda: grpc.ChannelConnectivity.IDLE in states[states.index(grpc.ChannelConnectivity.READY) :])
+        generate(message, timeout=60)
