@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of control groups of version 1
+UNLIMITED = 1 << 60  # bytes: version 1 has a number for no limit
 PACKAGES = ("jlora", "jax", "jaxlib", "flax", "numpy", "grpcio")
 
 
@@ -77,16 +79,49 @@ def resident_bytes() -> int:
 
 
 def available_bytes() -> int:
-    """Memory that the machine can give without swapping (Linux; elsewhere its free pages)."""
+    """Memory that machine and container can give without swapping (Linux; elsewhere the machine's free pages)."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    machine = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    return min([machine, *container_bytes()])
+
+
+def container_bytes(system: Path = Path("/")) -> list[int]:
+    """What each control group around this process can still give, versions 1 and 2; none where nothing limits it.
+
+    File pages that the kernel can drop count as free. Within a container its own group may be the root.
+    """
+    try:
+        lines = (system / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    found: list[int] = []
+    for _, controllers, place in (line.split(":", 2) for line in lines):
+        if controllers in ("", "memory"):
+            root = system / "sys/fs/cgroup" / controllers
+            names = ("memory.max", "memory.current") if not controllers else V1_NAMES
+            groups = {root, *(root / part for part in (place[1:], *map(str, Path(place[1:]).parents)))}
+            found += [spare for group in groups if (spare := _spare(group, names)) is not None]
+    return found
+
+
+def _spare(group: Path, names: tuple[str, str]) -> int | None:
+    """Of one control group; None without a limit."""
+    try:
+        limit, used = ((group / name).read_text().strip() for name in names)
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+    except OSError:
+        return None
+    if limit == "max" or int(limit) >= UNLIMITED:
+        return None
+    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+    return max(0, int(limit) - int(used) + droppable)
 
 
 def spare_bytes() -> int:
-    """Memory that this process may still take: of the machine, and of its own limit of address space."""
+    """Memory that this process may still take: of machine and container, and of its own limit of address space."""
     most, statm = resource.getrlimit(resource.RLIMIT_AS)[0], Path("/proc/self/statm")
     if most == resource.RLIM_INFINITY or not statm.exists():
         return available_bytes()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -71,7 +70,7 @@ def choose_host_blocks(config: Config, layout: PoolLayout, adapters: Sequence[in
         ConfigError: the largest adapter does not fit, or the tier is larger than the memory.
     """
     cache = config.cache
-    room = min(available_bytes(), _cgroup_limit()) // layout.block_bytes
+    room = available_bytes() // layout.block_bytes
     asked = int(cache.host_gib * 2**30) // layout.block_bytes
     if cache.host_gib and not asked:
         raise ConfigError(
@@ -99,13 +98,4 @@ def free_memory(device: Any) -> int:
     stats = device.memory_stats() if device.platform != "cpu" else None
     if stats and "bytes_limit" in stats:
         return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    return min(available_bytes(), _cgroup_limit())
-
-
-def _cgroup_limit() -> int:
-    """Bytes that a container's limit leaves; 2^63 where there is none."""
-    root = Path("/sys/fs/cgroup")
-    try:
-        return int((root / "memory.max").read_text()) - int((root / "memory.current").read_text())
-    except (OSError, ValueError):  # no cgroup v2 here, or "max"
-        return 2**63
+    return available_bytes()

@@ -1,0 +1,55 @@
+"""What memory is left: of the machine, and of the container around this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from jlora import machine
+
+MIB = 1 << 20
+
+
+def group(folder: Path, limit: str, used: int, stat: str, names: tuple[str, str]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 1\n{stat}\n")
+
+
+def told(system: Path, lines: str) -> list[int]:
+    (system / "proc/self").mkdir(parents=True)
+    (system / "proc/self/cgroup").write_text(lines)
+    return sorted(machine.container_bytes(system))
+
+
+def test_every_group_above_the_process_limits_it_and_droppable_pages_are_free(tmp_path: Path):
+    names, root = ("memory.max", "memory.current"), tmp_path / "sys/fs/cgroup"
+    group(root / "pods", str(64 * MIB), 60 * MIB, f"inactive_file {MIB}", names)
+    group(root / "pods/jlora", str(32 * MIB), 16 * MIB, f"inactive_file {2 * MIB}", names)
+    group(root / "pods/jlora/serve", "max", 16 * MIB, "inactive_file 0", names)
+    assert told(tmp_path, "0::/pods/jlora/serve\n") == [5 * MIB, 18 * MIB]
+
+
+def test_in_a_container_the_own_group_is_the_root(tmp_path: Path):
+    group(tmp_path / "sys/fs/cgroup", str(8 * MIB), 9 * MIB, "inactive_file 0", ("memory.max", "memory.current"))
+    assert told(tmp_path, "0::/\n") == [0]
+
+
+def test_groups_of_version_1_count_too_and_their_number_for_no_limit_does_not(tmp_path: Path):
+    names, root = ("memory.limit_in_bytes", "memory.usage_in_bytes"), tmp_path / "sys/fs/cgroup/memory"
+    group(root, str(2**63 - 4096), 99 * MIB, "total_inactive_file 0", names)
+    group(root / "docker/1", str(16 * MIB), 6 * MIB, f"inactive_file 0\ntotal_inactive_file {MIB}", names)
+    assert told(tmp_path, "9:cpu:/\n4:memory:/docker/1\n0::/\n") == [11 * MIB]
+
+
+def test_a_machine_without_groups_has_no_limit(tmp_path: Path):
+    assert machine.container_bytes(tmp_path) == []
+
+
+def test_what_is_available_is_the_least_of_machine_and_container(monkeypatch: pytest.MonkeyPatch):
+    whole = machine.available_bytes()
+    monkeypatch.setattr(machine, "container_bytes", lambda: [MIB, whole * 2])
+    assert machine.available_bytes() == MIB
+    assert machine.spare_bytes() <= MIB
