@@ -30,7 +30,7 @@ POLICIES = (
 )  # fmt: skip
 # Every routing policy by name (`jlora.cluster.routing.routes`).
 ROUTINGS = (
-    "sticky", "jlora", "caraserve", "least-loaded", "most-idle", "first-fit", "round-robin", "random",
+    "sticky", "jlora", "caraserve", "dlora", "least-loaded", "most-idle", "first-fit", "round-robin", "random",
 )  # fmt: skip
 
 
@@ -210,8 +210,8 @@ class ClusterConfig:
         start_timeout_s: seconds that a replica may take to load.
         suspect_s: seconds without a message after which a replica's requests go on elsewhere; the router
             waits longer where steps take long.
-        routing: chooses a replica for each request (see `ROUTINGS`). "jlora" and "caraserve" predict from
-            `engine.step_model`.
+        routing: chooses a replica for each request (see `ROUTINGS`). "jlora", "caraserve" and "dlora" predict
+            from `engine.step_model`.
         slo_s: seconds that a decode step may take, for routing that predicts; 0: no limit.
     """
 

@@ -7,6 +7,8 @@ come to its time, so a router sees exactly the messages that have reached it.
     start    the request reaches the replica, `delay_s` later
     wake     the replica steps, or tends its idle cache
     place    a time step of the placement ends; look: adapters may have come to their new places
+    balance  the router plans moves; move: a plan is solved, or an adapter may have come to where a request moves
+    cancel   a request that has moved leaves its old replica
     message  a step's tokens and the replica's state reach the router, `delay_s` after the step
 """
 
@@ -16,11 +18,13 @@ import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from jlora.cluster.balance import Balancer, Job, Move, Plan, Terms
 from jlora.cluster.books import Books
 from jlora.cluster.prefixes import Prefixes
+from jlora.cluster.requests import Routed, Table
 from jlora.cluster.routing import policy as routing
 from jlora.cluster.view import ReplicaView
 from jlora.errors import ResourceExhausted
@@ -29,21 +33,55 @@ from jlora.sim.member import Member
 from jlora.sim.placing import LOOK_S, Placing
 from jlora.sim.replay import Ask, Pass, request_of, seed_of
 from jlora.sim.trace import Trace, Turn
-from jlora.types import TokenEvent
+from jlora.types import Request, TokenEvent
 
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
-MESSAGE, TURN, START, WAKE, PLACE, LOOK = range(6)  # in this order, of those at one time
+ARRIVE_S = 10.0  # that a move waits for its adapter
+MESSAGE, TURN, START, WAKE, PLACE, LOOK, CANCEL, BALANCE, MOVE = range(9)  # in this order, of those at one time
 
 
 @dataclass(slots=True)
 class Live:
-    """A request that the router has sent and that has not ended. `begun`: its first token has come back."""
+    """A request that the router has sent and that has not ended.
+
+    Attributes:
+        routed: the router's own record: what it has delivered, and the attempt under way.
+        asked: of that attempt; outputs: tokens that it has delivered, None before the first.
+    """
 
     turn: Turn
     ask: Ask
+    routed: Routed
+    chain: Sequence[int]
     asked: routing.Ask
-    replica: str
-    begun: bool = False
+    outputs: int | None = None
+
+    @property
+    def name(self) -> str:
+        """The request's at its replica."""
+        return f"{self.routed.request.id}+{self.routed.rid}"
+
+
+@dataclass(frozen=True, slots=True)
+class Balance:
+    """Moves of requests between replicas.
+
+    Attributes:
+        every_s: between two plans; solve_s: from a view to its moves, whatever the solver has taken.
+    """
+
+    terms: Terms = Terms(limit_s=math.inf)
+    every_s: float = 1.0
+    solve_s: float = 0.2
+
+
+@dataclass(frozen=True, slots=True)
+class Moves:
+    """Moves of a plan that wait for their adapters. `asked`: the adapters have been asked for."""
+
+    moves: Sequence[Move]
+    until: float
+    asked: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,22 +93,25 @@ class Wires:
         delay_s: of a message, each way.
         placing: moves adapters between the replicas.
         every_s: between two of its time steps.
+        balance: moves requests between them; None: never.
     """
 
     ranks: Sequence[int]
     delay_s: float = 0.0
     placing: Placing | None = None
     every_s: float = 60.0
+    balance: Balance | None = None
 
 
 @dataclass(slots=True)
 class Side:
-    """What the fleet keeps of one replica."""
+    """What the fleet keeps of one replica. `names`: its requests by name, `handles`: as its engine knows them."""
 
     member: Member
     wakes: float = math.inf  # the valid one of its wakes in the heap
     spoke: float = -math.inf
     names: dict[str, Live] = field(default_factory=dict)
+    handles: dict[str, int] = field(default_factory=dict)
 
 
 class Fleet(Pass):
@@ -85,7 +126,15 @@ class Fleet(Pass):
         self._moved = self._start
         self._books = Books()
         self._prefixes = Prefixes(members[0].spec.sizes.block_tokens)
-        self._live = 0
+        self._table = Table()
+        self._lives: dict[int, Live] = {}  # by handle
+        self._balancer = Balancer(
+            wires.balance.terms if wires.balance is not None else Terms(),
+            members[0].spec.sizes.block_tokens,
+            lambda job: self._prefixes.cached(self._lives[job.key].chain),
+        )
+        self.plans: list[Plan] = []
+        self.moved = 0  # requests
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         for side in self._sides.values():
@@ -93,6 +142,8 @@ class Fleet(Pass):
             self._sleep(side)
         if wires.placing is not None:
             self._put(self._start + wires.every_s, PLACE, wires.placing)
+        if wires.balance is not None:
+            self._put(self._start + wires.balance.every_s, BALANCE, wires.balance)
 
     @property
     def members(self) -> Mapping[str, Member]:
@@ -100,12 +151,12 @@ class Fleet(Pass):
 
     def _until(self, end: float) -> None:
         stop = self._start + end
-        while self._live or self._script:
+        while self._lives or self._script:
             due = self._script.next_due()
             at = math.inf if due is None else self._start + due
             if self._heap and self._heap[0][:2] < (at, TURN):
                 at, kind, _, what = self._heap[0]
-                if at >= stop or (self._live and at - self._moved > self._patience):
+                if at >= stop or (self._lives and at - self._moved > self._patience):
                     self.now = min(at, stop) - self._start
                     return
                 heapq.heappop(self._heap)
@@ -129,6 +180,12 @@ class Fleet(Pass):
         elif kind == WAKE:
             if what.wakes == at:
                 self._wake(what, at)
+        elif kind == CANCEL:
+            self._cancel(at, *what)
+        elif kind == BALANCE:
+            self._plan(at, what)
+        elif kind == MOVE:
+            self._move(at, what)
         else:
             self._place(at, kind, what)
 
@@ -148,61 +205,123 @@ class Fleet(Pass):
     # -- the router -------------------------------------------------------------------------
 
     def _send(self, turn: Turn, due: float) -> None:
-        prompt, ranks = self._script.prompt(turn), self._wires.ranks
+        prompt, at = self._script.prompt(turn), self._start + due
         ask = Ask(turn, due)
         self.asks.append(ask)
         chain = self._prefixes.chain(prompt, (turn.adapter, turn.tenant))
+        routed = self._table.add(request_of(turn, prompt), None, _nowhere, at - self._start)
+        live = self._lives[routed.handle] = Live(turn, ask, routed, chain, self._asked(turn, routed.request, chain))
+        self._moved = at
+        name = self._policy.choose(self._books.view, live.asked, at)
+        assert name is not None, "no replica is up"
+        self._attempt(live, name, at)
+
+    def _asked(self, turn: Turn, request: Request, chain: Sequence[int]) -> routing.Ask:
+        """What a policy knows of a request."""
         adapter = turn.adapter
-        asked = routing.Ask(
+        return routing.Ask(
             None if adapter is None else str(adapter),
-            0 if adapter is None else ranks[adapter],
-            len(prompt),
+            0 if adapter is None else self._wires.ranks[adapter],
+            len(request.prompt) + sum(len(done.tokens) for done in request.done),
             str(turn.session),
             self._prefixes.cached(chain),
         )
-        at = self._start + due
-        name = self._policy.choose(self._books.view, asked, at)
-        assert name is not None, "no replica is up"
-        self._books.sent(name, asked)
-        self._prefixes.sent(name, chain)
-        self._live += 1
-        self._moved = at
-        live = Live(turn, ask, asked, name)
-        self._put(at + self._wires.delay_s, START, (self._sides[name], live, request_of(turn, prompt)))
+
+    def _attempt(self, live: Live, name: str, at: float) -> None:
+        """Sends a request to a replica, with what it has got elsewhere."""
+        routed = live.routed
+        request = routed.resumed()
+        self._books.sent(name, live.asked)
+        self._prefixes.sent(name, live.chain)
+        self._table.begin(routed, name, at - self._start)
+        self._put(at + self._wires.delay_s, START, (self._sides[name], live, replace(request, id=live.name)))
 
     def _hear(self, at: float, side: Side, events: Sequence[TokenEvent], seen: ReplicaView) -> None:
         now = at - self._start
-        self._books.told(side.member.name, len(events))
         for event in events:
-            live = side.names[event.request_id]
-            ask = live.ask
-            if not live.begun:
-                live.begun, ask.first = True, now
-                self._books.began(live.replica, live.asked)
-            if event.usage is not None:
-                ask.usage, ask.timing = event.usage, event.timing
-                del side.names[event.request_id]
-                told = answer(seed_of(live.turn), event.usage.prompt_tokens, event.usage.completion_tokens)
-                self._ended(live, told, now)
-        if events:
+            live = side.names.get(event.request_id)
+            if live is None:  # it has moved
+                continue
             self._moved = at
+            self._take(live, live.routed.deliver(event, now), now)
+            if event.usage is not None:
+                del side.names[event.request_id], side.handles[event.request_id]
         self._books.heard(seen)
 
+    def _take(self, live: Live, event: TokenEvent, now: float) -> None:
+        """A token of a request, or its end."""
+        replica, ask = live.routed.replica, live.ask
+        if live.outputs is None:
+            live.outputs, ask.first = 0, min(ask.first, now)
+            self._books.began(replica, live.asked)
+        live.outputs += 1
+        self._books.told(replica, 1)
+        if event.usage is not None and event.timing is not None:
+            ask.usage, ask.timing = event.usage, event.timing
+            self._balancer.pace.served(live.asked.adapter, event.usage, event.timing)
+            told = answer(seed_of(live.turn), event.usage.prompt_tokens, event.usage.completion_tokens)
+            self._ended(live, told, now)
+
     def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
-        self._books.ended(live.replica, live.asked, len(told) if live.begun else None)
-        self._live -= 1
+        self._books.ended(live.routed.replica, live.asked, live.outputs)
+        self._table.end(live.routed)
+        del self._lives[live.routed.handle]
         if self._wires.placing is not None and live.turn.adapter is not None and told:
-            self._wires.placing.served(live.turn.adapter, live.asked.prompt + len(told))
+            self._wires.placing.served(live.turn.adapter, len(live.routed.request.prompt) + len(told))
         self._script.answered(live.turn, told, now)
+
+    # -- balance ----------------------------------------------------------------------------
+
+    def _plan(self, at: float, balance: Balance) -> None:
+        now = at - self._start
+        plan = self._balancer.plan(self._books.view, [self._job(live, now) for live in self._lives.values()])
+        self.plans.append(plan)
+        if plan.moves:
+            self._put(at + balance.solve_s, MOVE, Moves(plan.moves, at + ARRIVE_S))
+        self._put(at + balance.every_s, BALANCE, balance)
+
+    def _job(self, live: Live, now: float) -> Job:
+        waited = now - live.routed.sent if live.outputs is None else 0.0
+        tokens = live.asked.prompt + (live.outputs or 0)
+        return Job(live.routed.handle, live.routed.replica, live.asked.adapter, tokens, waited)
+
+    def _move(self, at: float, moves: Moves) -> None:
+        """Requests go when the adapter that they need is there; the rest is looked at again."""
+        waiting = []
+        for move in moves.moves:
+            live, target = self._lives.get(move.key), self._sides[move.target]
+            if live is None or live.routed.replica != move.source:
+                continue
+            if move.adapter is None or target.member.has(int(move.adapter)):
+                self._migrate(at, live, move.target)
+                continue
+            waiting.append(move)
+            if not moves.asked:
+                self._fetch(at, target, int(move.adapter))
+        if waiting and at < moves.until:
+            self._put(at + LOOK_S, MOVE, Moves(waiting, moves.until, asked=True))
+
+    def _migrate(self, at: float, live: Live, target: str) -> None:
+        """The router's own path: the old attempt is cancelled, and the next one goes on behind its tokens."""
+        old = self._sides[live.routed.replica]
+        old.names.pop(live.name, None)
+        self._put(at + self._wires.delay_s, CANCEL, (old, live.name))
+        self._books.ended(old.member.name, live.asked, live.outputs)
+        self._table.lose(live.routed, at - self._start)
+        live.asked, live.outputs = self._asked(live.turn, live.routed.resumed(), live.chain), None
+        self._attempt(live, target, at)
+        self.moved += 1
 
     # -- the replicas -----------------------------------------------------------------------
 
-    def _begin(self, at: float, side: Side, live: Live, request: Any) -> None:
+    def _begin(self, at: float, side: Side, live: Live, request: Request) -> None:
         member = side.member
         if at > member.clock.now:  # it sleeps
             member.idle(at)
+        if request.id != live.name:  # it has moved meanwhile
+            return
         try:
-            member.submit(request, at)
+            side.handles[request.id] = member.submit(request, at)
         except ResourceExhausted:
             live.ask.refused = True
             self._ended(live, (), at - self._start)
@@ -210,6 +329,25 @@ class Fleet(Pass):
         side.names[request.id] = live
         if side.wakes > member.clock.now:
             self._wake_at(side, member.clock.now)
+
+    def _cancel(self, at: float, side: Side, name: str) -> None:
+        handle = side.handles.pop(name, None)
+        if handle is None:
+            return
+        if at > side.member.clock.now:  # it sleeps
+            side.member.idle(at)
+        side.member.engine.abort(handle)
+        if side.wakes > side.member.clock.now:
+            self._wake_at(side, side.member.clock.now)
+
+    def _fetch(self, at: float, side: Side, adapter: int) -> None:
+        """Brings an adapter in; a replica that sleeps wakes up and begins."""
+        asleep = not side.member.busy
+        if asleep:
+            side.member.idle(at)
+        side.member.ask(adapter)
+        if asleep:
+            self._wake_at(side, at)
 
     def _wake(self, side: Side, at: float) -> None:
         member = side.member
@@ -235,3 +373,7 @@ class Fleet(Pass):
         side.wakes = at
         if not math.isinf(at):
             self._put(at, WAKE, side)
+
+
+def _nowhere(events: list[TokenEvent]) -> None:
+    """The sink of requests whose events the fleet takes itself."""

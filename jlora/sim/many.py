@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from jlora.cluster.routing.routes import ROUTES
 from jlora.errors import ConfigError
+from jlora.sim.fleet import Balance
 from jlora.sim.kernels import KERNELS
 from jlora.sim.placing import PLACES
 from jlora.sim.service import Service, check_route
@@ -25,6 +26,7 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
     "KV device": ("cache", "kv_device_hits", 1, 2),
     "adapters": ("service", "adapters_most", 1, 0),
     "GB fetched": ("service", "bytes_fetched", 1e-9, 1),
+    "moved": ("service", "moved", 1, 0),
     "unfinished": ("summary", "unfinished", 1, 0),
 }
 
@@ -40,6 +42,8 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--place", choices=PLACES, default="", help="place adapters, and route by the placement's table")
     many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
     many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
+    many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
+    many.add_argument("--migrate-s", type=float, default=1.0, help="between two plans of moves (default: 1)")
 
 
 def check(args: argparse.Namespace) -> None:
@@ -53,6 +57,8 @@ def check(args: argparse.Namespace) -> None:
         check_route(route)
     if args.place and len(args.route) > 1:
         raise ConfigError(f"--place {args.place}: routes by its own table; leave --route out")
+    if args.migrate and args.migrate_s <= 0:
+        raise ConfigError(f"--migrate-s {args.migrate_s:g}: must be more than 0")
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
 
@@ -62,4 +68,5 @@ def service_of(args: argparse.Namespace, ranks: Sequence[int]) -> Service:
     return Service(
         args.replicas, tuple(ranks), args.kernel, delay_s=1e-3 * args.delay_ms, fetch_gbps=args.fetch_gbps,
         slo_s=1e-3 * args.slo_ms, seed=args.seed, place=args.place, place_s=args.place_s, ahead=not args.late,
+        balance=Balance(every_s=args.migrate_s) if args.migrate else None,
     )  # fmt: skip

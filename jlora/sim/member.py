@@ -89,11 +89,11 @@ class Member(Replica):
         self._ranks = by_index, {}
         return self._ranks[1]
 
-    def submit(self, request: Request, at: float) -> None:
+    def submit(self, request: Request, at: float) -> int:
         if request.adapter is not None:
             self.learn(int(request.adapter))
         self.received += 1
-        super().submit(request, at)
+        return super().submit(request, at)
 
     def step(self, until: float) -> list[TokenEvent]:
         return super().step(min(until, self._fetch()))

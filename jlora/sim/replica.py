@@ -97,8 +97,9 @@ class Replica:
         """Until the monitor's next round that an idle engine needs."""
         return self.spec.cache.monitor_s * (IDLE_ROUNDS if self._settled else 1)
 
-    def submit(self, request: Request, at: float) -> None:
-        self.engine.submit(request, at)
+    def submit(self, request: Request, at: float) -> int:
+        """Queues a request that came at `at`; its handle."""
+        return self.engine.submit(request, at)
 
     def hint(self, request: Request) -> None:
         self._settled = False

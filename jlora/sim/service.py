@@ -17,7 +17,7 @@ from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known, load_s
 from jlora.errors import ConfigError
 from jlora.sim import outcome
-from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.fleet import Balance, Fleet, Wires
 from jlora.sim.kernels import Kernel, RankedKernel, costs_of, without_adapters
 from jlora.sim.member import Member
 from jlora.sim.placing import Place, Placed, Placing
@@ -42,6 +42,7 @@ class Service:
         outputs: tokens of a mean answer, as the policies believe.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
             table, every `place_s` seconds a new one; `ahead`: see `jlora.sim.placing.Placed`.
+        balance: moves requests between the replicas; None: they stay where they were sent.
     """
 
     replicas: int
@@ -56,6 +57,7 @@ class Service:
     place: Place = ""
     place_s: float = 60.0
     ahead: bool = True
+    balance: Balance | None = None
 
     def fetch_s(self, size: int) -> float:
         """Seconds of fetching so many bytes."""
@@ -96,7 +98,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
         "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
-        "service": told(asks, end, service) | stored(members, block_bytes),
+        "service": told(asks, end, service) | stored(members, block_bytes) | moved(fleet),
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
     return outcome.rounded(result)
@@ -127,16 +129,17 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     host_s = per_rank / block_bytes * spec.link.block_s
     fetch_s = per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0
     tiers = load_s(host_s, fetch_s)
-    known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, tiers)
+    known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, tiers, scenario.engine.max_seqs)
     members = [member(number) for number in range(service.replicas)]
+    wires = Wires(service.ranks, service.delay_s, balance=service.balance)
     if not service.place:
-        return Fleet(members, work.trace, ROUTES[route](known), Wires(service.ranks, service.delay_s))
+        return Fleet(members, work.trace, ROUTES[route](known), wires)
     slo_s = service.slo_s or POINT * costs.step_s({})
     points = operating_points(costs, service.ranks, slo_s, CONTEXT)
     s = service
     placed = Placed(s.place, s.ranks, work.sizes, points, s.place_s, s.ahead, s.seed)
     placing = Placing(placed, members)
-    return Fleet(members, work.trace, placing.table, Wires(service.ranks, service.delay_s, placing, service.place_s))
+    return Fleet(members, work.trace, placing.table, replace(wires, placing=placing, every_s=service.place_s))
 
 
 def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
@@ -173,6 +176,12 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
         "requests": sent,
         "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),
     }
+
+
+def moved(fleet: Fleet) -> dict[str, int]:
+    """What the balance has done: plans with moves, those of them that the solver did not find, and requests moved."""
+    plans = [plan for plan in fleet.plans if plan.moves]
+    return {"plans": len(plans), "greedy": sum(not plan.solved for plan in plans), "moved": fleet.moved}
 
 
 def _joined(key: str, values: Sequence[float]) -> float:

@@ -59,7 +59,7 @@ def test_every_policy_routes_a_live_router(name: str, steps: str):
         assert [client.wait().tokens() for client in clients] == [answer(one) for one in asked]
 
 
-@pytest.mark.parametrize("name", ["jlora", "caraserve"])
+@pytest.mark.parametrize("name", ["jlora", "caraserve", "dlora"])
 def test_what_predicts_needs_a_step_model_before_anything_starts(name: str, tmp_path: Path):
     static = {"cluster.fleet": "static", "cluster.addresses": "127.0.0.1:1"}
     without = config(name, **static)

@@ -50,7 +50,7 @@ def test_every_turn_is_answered_once_and_equal_runs_are_equal(delay_s: float):
         fleet.run()
         runs.append(times(fleet.asks))
         assert len(fleet.asks) == len(chats(30, 3).turns) and all(ask.usage for ask in fleet.asks)
-        assert not fleet._live and not any(side.names for side in fleet._sides.values())
+        assert not fleet._lives and not any(side.names or side.handles for side in fleet._sides.values())
         assert all(view.sent == 0 for view in fleet._books.view.values())
     assert runs[0] == runs[1]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from jlora.cluster.routing.caraserve import CaraServe
 from jlora.cluster.routing.costs import Costs
+from jlora.cluster.routing.dlora import DLora
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
@@ -32,6 +33,7 @@ class Known:
         slo_s: of a decode step.
         outputs: mean tokens of an answer.
         load_s: seconds per rank from a tier to the device.
+        batch: sequences that a replica runs at once.
     """
 
     steps: Costs | None = None
@@ -39,6 +41,7 @@ class Known:
     outputs: float = 64.0
     seed: int = 0
     load_s: Mapping[str, float] = field(default_factory=dict)
+    batch: int = 64
 
     @property
     def costs(self) -> Costs:
@@ -56,6 +59,7 @@ ROUTES: Mapping[str, Callable[[Known], Policy]] = {
     "least-loaded": lambda known: LeastLoaded(),
     "sticky": lambda known: SessionSticky(),
     "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
+    "dlora": lambda known: DLora(known.costs, known.outputs, known.batch, known.load_s),
     "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, tiers=known.load_s),
 }
 
@@ -67,7 +71,9 @@ def policy_of(config: Config) -> Policy:
         if not path:
             return ROUTES[name](Known(slo_s=slo_s, seed=config.model.seed))
         steps = FittedSteps.read(Path(path))
-        return ROUTES[name](Known(steps, slo_s, seed=config.model.seed, load_s=tiers_of(steps)))
+        return ROUTES[name](
+            Known(steps, slo_s, seed=config.model.seed, load_s=tiers_of(steps), batch=config.engine.max_seqs)
+        )
     except ConfigError as e:
         raise ConfigError(f"cluster.routing = {name}: {e}") from e
 

@@ -1,0 +1,237 @@
+"""Balance between replicas, as dLoRA keeps it (Wu et al., OSDI 2024, section 5).
+
+`preload` says which adapters to bring where before requests come. `Balancer` says which requests move, with their
+adapters, while some replicas are behind and others are not. A request moves as its tokens: the replica that takes it
+computes them again, except those in its prefix cache, and the plan weighs that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
+from jlora.cluster.placement import LEAST, Wanted
+from jlora.cluster.view import ReplicaView, View
+from jlora.types import Timing, Usage
+
+NEW = 0.2  # weight of the newest answer in a mean
+FIRST_S = 5.0  # of an answer, before one has ended
+MOVE_S = 1e-3  # of any move
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A request at a replica.
+
+    Attributes:
+        key: the router's name for it.
+        adapter: the key of its version; None is the base.
+        tokens: prompt and answer so far.
+        waited_s: since it was sent, without a token; 0 once it has one, and its replica has its KV.
+    """
+
+    key: int
+    replica: str
+    adapter: str | None
+    tokens: int
+    waited_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A request leaves a replica for another one, which has its adapter first."""
+
+    key: int
+    source: str
+    target: str
+    adapter: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """When to move, and how much.
+
+    Attributes:
+        queue_s: a replica is behind when a request has waited there for longer,
+        memory: or when its requests fill more than this share of its blocks.
+        replicas: of each side in a plan: dLoRA's K.
+        jobs: of one replica that may move; the cheapest.
+        gain: share of the time until all are done that a plan must save.
+        affinity_s: of bringing an adapter to one more replica, beside its load: dLoRA's η.
+        limit_s, nodes: bounds of the solver; if it finds nothing, the plan is the greedy one.
+    """
+
+    queue_s: float = 0.5
+    memory: float = 0.9
+    replicas: int = 4
+    jobs: int = 128
+    gain: float = 0.1
+    affinity_s: float = 0.0
+    limit_s: float = 0.2
+    nodes: int = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to do. `before_s`, `after_s`: until its busiest replica is done; `solved`: the solver had an answer."""
+
+    moves: tuple[Move, ...] = ()
+    before_s: float = 0.0
+    after_s: float = 0.0
+    solved: bool = False
+
+
+@dataclass(slots=True)
+class Pace:
+    """What answers have taken, as means over the last ones. All times are seconds.
+
+    Attributes:
+        answers: by adapter, from the first step to the last token; answer: of any adapter.
+        token: of a prompt token that is computed.
+        load: of an adapter's way to the device, where it took one.
+    """
+
+    answers: dict[str | None, float] = field(default_factory=dict)
+    answer: float = 0.0
+    token: float = 0.0
+    load: float = 0.0
+
+    def served(self, adapter: str | None, usage: Usage, timing: Timing) -> None:
+        """A request has ended."""
+        seconds = timing.prefill + timing.tpot * max(0, usage.completion_tokens - 1)
+        self.answers[adapter] = _mean(self.answers.get(adapter, seconds), seconds)
+        self.answer = _mean(self.answer, seconds)
+        if (computed := usage.prompt_tokens - usage.cached_tokens) > 0:
+            self.token = _mean(self.token, timing.prefill / computed)
+        if timing.adapter_cold_start > 0:
+            self.load = _mean(self.load, timing.adapter_cold_start)
+
+    def of(self, adapter: str | None) -> float:
+        """Of an answer."""
+        return self.answers.get(adapter, self.answer) or FIRST_S
+
+
+def _mean(old: float, new: float) -> float:
+    return old + NEW * (new - old) if old else new
+
+
+class Balancer:
+    """Plans moves from a view and the router's own requests. It reads no clock.
+
+    Attributes:
+        block_tokens: of a block of the replicas' pools.
+        cached: replica -> tokens of a request that the router believes to be in its prefix cache.
+    """
+
+    def __init__(self, terms: Terms, block_tokens: int, cached: Callable[[Job], Mapping[str, int]] = lambda job: {}):
+        self.pace = Pace()
+        self._terms = terms
+        self._block_tokens = block_tokens
+        self._cached = cached
+
+    def plan(self, view: View, jobs: Sequence[Job]) -> Plan:
+        """The moves with which the busiest and the idlest replicas are done soonest: the solver's, or greedy ones."""
+        problem = self.problem(view, jobs)
+        if problem is None:
+            return Plan()
+        places, found = greedy(problem), solve(problem, self._terms.limit_s, self._terms.nodes)
+        solved = found is not None
+        if found is not None and problem.end_s(found) < problem.end_s(places):
+            places = found
+        before, after = problem.end_s([None] * len(places)), problem.end_s(places)
+        if after > (1 - self._terms.gain) * before:
+            return Plan((), before, before, solved)
+        moves = tuple(
+            Move(one.key, one.source, problem.targets[place].name, one.adapter)
+            for one, place in zip(problem.candidates, places, strict=True)
+            if place is not None
+        )
+        return Plan(moves, before, after, solved)
+
+    def problem(self, view: View, jobs: Sequence[Job]) -> Problem | None:
+        """The replicas that are behind and the idlest others; None if nothing has to move, or can."""
+        terms, pace = self._terms, self.pace
+        here: dict[str, list[Job]] = {name: [] for name, seen in view.items() if seen.health == "up"}
+        for job in jobs:
+            if job.replica in here:
+                here[job.replica].append(job)
+        # A replica that is behind runs as many at once as it can, so this is what each one can run.
+        slots = max((view[name].running for name in here), default=0) or 1
+        sides = {name: self._side(view[name], group, slots) for name, group in here.items()}
+        order = sorted(here, key=lambda name: (sides[name].seconds, name))
+        late = [name for name in order if self._late(sides[name], here[name])]
+        idle = [name for name in order if name not in late][: terms.replicas]
+        behind = late[::-1][: terms.replicas]
+        movable = [job for name in behind for job in sorted(here[name], key=_cost)[: terms.jobs]]
+        if not movable or not idle:
+            return None
+        candidates = [
+            Candidate(
+                one.key, one.replica, one.adapter, one.tokens, pace.of(one.adapter) / slots, self._again(one, idle)
+            )
+            for one in movable
+        ]
+        load = max(MOVE_S, pace.load) + terms.affinity_s
+        loads: dict[tuple[str | None, int], float] = {
+            (adapter, u): load
+            for adapter in dict.fromkeys(job.adapter for job in movable if job.adapter is not None)
+            for u, name in enumerate(idle)
+            if view[name].tiers.get(adapter) != "HBM"
+        }
+        return Problem(candidates, [sides[name] for name in behind], [sides[name] for name in idle], loads, pace.token)
+
+    def _side(self, seen: ReplicaView, group: Sequence[Job], slots: int) -> Side:
+        seconds = sum(self.pace.of(job.adapter) for job in group) / slots
+        return Side(seen.name, seconds, sum(job.tokens for job in group), seen.blocks * self._block_tokens)
+
+    def _late(self, side: Side, group: Sequence[Job]) -> bool:
+        waited = max((job.waited_s for job in group), default=0.0)
+        return waited > self._terms.queue_s or side.tokens > self._terms.memory * side.room
+
+    def _again(self, job: Job, targets: Sequence[str]) -> tuple[float, ...]:
+        """What a move costs at each target: KV that is here, and not there."""
+        known = self._cached(job)
+        here = known.get(job.replica, 0) if job.waited_s else job.tokens
+        return tuple(MOVE_S + max(0, here - known.get(name, 0)) * self.pace.token for name in targets)
+
+
+def _cost(job: Job) -> tuple[float, int, int]:
+    """Who has waited longest first, then who has the fewest tokens to compute again."""
+    return -job.waited_s, job.tokens, job.key
+
+
+def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, list[str]]:
+    """Adapter -> replicas that should have it, such that the least burst tolerance is as large as it gets.
+
+    The tolerance of an adapter is the room that is left where it is, over its load. The one with the least goes to
+    one more replica, the emptiest, until that lowers the least tolerance. An adapter that nobody asks for, or for
+    which there is no room, gets no replica.
+
+    Args:
+        rooms: replica -> blocks for adapters and KV.
+        adapters: `rate` is the mean load, `size` the blocks.
+    """
+    names, asked = list(rooms), [adapter for adapter in adapters if adapter.rate > LEAST]
+    if not names or not asked:
+        return {}
+    left = np.array([rooms[name] for name in names], float)
+    rates, sizes = (np.array([getattr(adapter, field) for adapter in asked], float) for field in ("rate", "size"))
+    here = np.zeros((len(asked), len(names)), bool)
+    least = 0.0
+    while True:
+        first = int((here @ left / rates).argmin())
+        free = np.where(here[first] | (left < sizes[first]), -1.0, left)
+        to = int(free.argmax())
+        if free[to] < 0:
+            break
+        here[first, to] = True
+        left[to] -= sizes[first]
+        tolerance = float((here @ left / rates).min())
+        if tolerance < least:
+            here[first, to] = False
+            break
+        least = tolerance
+    return {adapter.key: [names[j] for j in np.flatnonzero(row)] for adapter, row in zip(asked, here, strict=True)}

@@ -1,0 +1,91 @@
+"""Requests that move between simulated replicas: each resumes exactly, and equal runs are equal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from jlora import cli
+from jlora.cache import inspect
+from jlora.cluster.balance import Terms
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.view import View
+from jlora.sim.fleet import Balance, Fleet, Live, Wires
+from jlora.sim.member import Member
+from tests.sim._sim import SPEC, chats, policy_of
+
+RANKS = (8, 16, 8)
+BALANCE = Balance(Terms(queue_s=0.05, limit_s=float("inf")), every_s=0.2, solve_s=0.02)
+
+
+class Crowding:
+    """Sends everything to the first replica."""
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        return next(iter(view))
+
+
+class Checked(Fleet):
+    """Looks at every answer."""
+
+    exact = resumed = 0
+
+    def _migrate(self, at: float, live: Live, target: str) -> None:
+        self.resumed += live.outputs is not None
+        super()._migrate(at, live, target)
+
+    def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
+        assert live.routed.resumed().done[0].tokens == tuple(told)
+        assert live.ask.usage is None or live.ask.usage.completion_tokens == live.turn.output
+        self.exact += 1
+        super()._ended(live, told, now)
+
+
+def crowded(balance: Balance | None, fetch_s: float = 0.0) -> Checked:
+    spec = replace(SPEC, engine=replace(SPEC.engine, max_seqs=4))
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(3)]
+    fleet = Checked(members, chats(30, 2, rate=40.0), Crowding(), Wires(RANKS, 0.002, balance=balance))
+    fleet.run()
+    return fleet
+
+
+@pytest.mark.parametrize("fetch_s", [0.0, 0.1])
+def test_moved_requests_go_on_behind_what_they_have(fetch_s: float):
+    fleet, alone = crowded(BALANCE, fetch_s), crowded(None, fetch_s)
+    assert fleet.exact == len(fleet.asks) == len(alone.asks) and all(ask.usage for ask in fleet.asks)
+    assert fleet.moved > 5 and alone.moved == 0
+    mean, other = (sum(ask.first - ask.sent for ask in one.asks) for one in (fleet, alone))
+    assert mean < 0.7 * other
+    assert not any(side.names or side.handles for side in fleet._sides.values())
+    assert all(view.sent == 0 and not view.held.context for view in fleet._books.view.values())
+    for member in fleet.members.values():
+        while member.busy:
+            member.step(member.clock.now + 1.0)
+        inspect.check_integrity(member.manager)
+
+
+def test_some_move_in_the_middle_of_their_answers_and_the_solver_plans_it():
+    fleet = crowded(BALANCE)
+    assert fleet.resumed > 0
+    assert all(plan.solved and plan.after_s < 0.9 * plan.before_s for plan in fleet.plans if plan.moves)
+
+
+def test_equal_runs_are_equal():
+    runs = [
+        [(ask.turn.session, ask.turn.turn, ask.first, ask.usage, ask.timing) for ask in crowded(BALANCE).asks]
+        for _ in range(2)
+    ]
+    assert runs[0] == runs[1]
+
+
+def test_a_command_line_moves_requests(tmp_path: Path):
+    out = tmp_path / "out.json"
+    argv = ["sim", "--workload", "W2", "--seconds", "4", "--rate", "60", "--adapters", "5"]
+    argv += ["--replicas", "3", "--hbm-gb", "9", "--host-gb", "12", "--route", "first-fit", "--migrate", "--migrate-s"]
+    assert cli.main([*argv, "0.5", "--set", "engine.max_seqs=8", "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["summary"]["unfinished"] == 0 and run["service"]["moved"] > 0
