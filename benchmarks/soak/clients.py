@@ -10,8 +10,9 @@ import json
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import grpc
 import httpx
@@ -27,6 +28,9 @@ GUESTS = 8  # names of adapters that come and go
 ANSWER_S = 300.0  # a guard against hanging
 STALL_S = 5.0  # serve.stall_s
 OK = "OK"
+NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))  # a window that does not grow
+
+Act = Callable[[], Coroutine[Any, Any, None]]
 
 # What a client does next, and how often.
 KINDS: Mapping[str, int] = {
@@ -78,6 +82,7 @@ class Clients:
         self._texts = [" ".join(self._rng.sample(words, 2 + i % 5)) for i in range(texts)]
         self._channel = grpc.aio.insecure_channel(server.grpc)
         self._inference = rpc.InferenceStub(self._channel)
+        self._narrow = grpc.aio.insecure_channel(server.grpc, options=NARROW)
         self._adapters, self._control = rpc.AdaptersStub(self._channel), rpc.ControlStub(self._channel)
         self._http = httpx.AsyncClient(
             base_url=f"http://{server.http}", timeout=ANSWER_S, limits=httpx.Limits(max_keepalive_connections=8)
@@ -89,6 +94,7 @@ class Clients:
     async def close(self) -> None:
         """Closes all connections."""
         await self._channel.close()
+        await self._narrow.close()
         await self._http.aclose()
 
     async def learn(self) -> None:
@@ -105,7 +111,7 @@ class Clients:
         """Keeps so many requests in flight for so long; a share of them is read slowly or not at all."""
         self.heard = Heard()
         slow = max(1, streams // 32)
-        tasks: list[Callable[[], Awaitable[None]]] = [self._slow] * slow + [self._stalled] * max(1, slow // 4)
+        tasks: list[Act] = [*([self._slow] * slow), *([self._stalled] * max(1, slow // 4))]
         tasks += [self._any] * (streams - len(tasks))
         loops = [self._repeat(task, seconds) for task in (*tasks, self._change)]
         await asyncio.gather(*loops)
@@ -119,7 +125,7 @@ class Clients:
         """The server's blocks."""
         return await self._control.GetCacheState(pb.GetCacheStateRequest(), metadata=self._admin, timeout=ANSWER_S)
 
-    async def _repeat(self, act: Callable[[], Awaitable[None]], seconds: float) -> None:
+    async def _repeat(self, act: Act, seconds: float) -> None:
         while time.monotonic() - self.heard.began < seconds:
             try:
                 await act()
@@ -229,8 +235,8 @@ class Clients:
 
     async def _stalled(self) -> None:
         """Reads nothing of a long answer until the server has given it up, or all of it lies in buffers."""
-        asked = chat("", self._rng.choice(self._texts), 600, logprobs=20)
-        call = self._inference.GenerateStream(asked, metadata=self._key(), timeout=ANSWER_S)
+        asked = chat("", self._rng.choice(self._texts), 900, logprobs=20)
+        call = rpc.InferenceStub(self._narrow).GenerateStream(asked, metadata=self._key(), timeout=ANSWER_S)
         await asyncio.sleep(2 * STALL_S)
         status = OK
         try:
