@@ -10,10 +10,13 @@ import pytest
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Version
 from jlora.cluster.dispatch import Dispatcher
-from jlora.cluster.requests import Routed
+from jlora.cluster.requests import Routed, Table
+from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound
-from tests.cluster._links import INFO, Client, Service, request, service, submit, wait_for
+from tests.cluster._links import INFO, Client, Service, answer, request, service, submit, wait_for
 from tests.cluster.test_router import whole
 
 
@@ -60,6 +63,38 @@ def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: py
     for client in clients:
         client.wait()
     assert [n for n in sent if n] == [3, 3, 2]
+
+
+@pytest.mark.parametrize("policy", [LeastLoaded(), SessionSticky()])
+def test_the_requests_of_a_lost_replica_go_on_spread_and_some_at_a_time(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jlora.cluster.dispatch.SENDS", 3)
+    pump, begin, sent = Dispatcher._pump, Table.begin, [0]
+
+    def pumped(self: Dispatcher) -> None:
+        sent.append(0)
+        pump(self)
+
+    def begun(self: Table, routed: Routed, replica: str, now: float) -> None:
+        sent[-1] += 1
+        begin(self, routed, replica, now)
+
+    with service(3, policy=policy, paused=True) as made:
+        asked = [request(f"r{i}", max_tokens=2) for i in range(18)]
+        clients = [submit(made, one) for one in asked]
+        dead, *others = made.replicas
+        before = [len(one.started) for one in others]
+        assert len(dead.started) == 6
+        monkeypatch.setattr(Dispatcher, "_pump", pumped)
+        monkeypatch.setattr(Table, "begin", begun)
+        made.kill(dead)
+        wait_for(lambda: sum(len(one.started) for one in others) == sum(before) + 6)
+        assert [len(one.started) - had for one, had in zip(others, before, strict=True)] == [3, 3]
+        assert max(sent) <= 3 and sum(sent) == 6
+        for one in others:
+            one.paused = False
+        assert [client.wait().tokens() for client in clients] == [answer(one) for one in asked]
 
 
 @pytest.mark.parametrize("error", [NotFound("no such directory"), DataLoss("files have changed")])
