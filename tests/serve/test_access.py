@@ -127,9 +127,13 @@ def test_no_call_of_either_front_is_forgotten(guarded: Guarded):
 
 
 def test_metadata_is_bounded(guarded: Guarded):
-    large = (*guarded.meta("acme"), ("x-large", "y" * 20_000))
+    def generate(size: int) -> pb.GenerateResponse:
+        metadata = (*guarded.meta("acme"), ("x-large", "y" * size))
+        return guarded.served.inference.Generate(request(), metadata=metadata, timeout=20)
+
+    assert generate(7000).usage.completion_tokens == 8
     with refused(CODE.RESOURCE_EXHAUSTED):
-        guarded.served.inference.Generate(request(), metadata=large, timeout=20)
+        generate(20_000)
 
 
 def test_open_calls_without_a_key_end_when_others_come(guarded: Guarded, monkeypatch: pytest.MonkeyPatch):
