@@ -188,7 +188,8 @@ def listening(pid: int) -> list[str]:
         found = psutil.Process(pid).net_connections("inet")
     except psutil.NoSuchProcess:
         return []
-    return [f"{one.laddr.ip}:{one.laddr.port}" for one in found if one.status == psutil.CONN_LISTEN]
+    listens = [one.laddr for one in found if one.status == psutil.CONN_LISTEN]
+    return [f"{where.ip.removeprefix('::ffff:')}:{where.port}" for where in listens]  # gRPC's sockets take both stacks
 
 
 def request(prompt: Any = (5, 6, 7), max_tokens: int | None = 8, **fields: Any) -> pb.GenerateRequest:
