@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -150,8 +151,9 @@ class Merger:
         """Merges the next piece."""
         self._collect()
         layer, names = self._piece(self.done)
-        for name in names:
-            self._change(layer, name, self._merged)
+        with self._anew_if_short():
+            for name in names:
+                self._change(layer, name, self._merged)
         self.done += 1
 
     def back(self) -> None:
@@ -159,9 +161,10 @@ class Merger:
         self._collect()
         self.done -= 1
         layer, names = self._piece(self.done)
-        for name in names:
-            self._change(layer, name, self._unmerged)
-            self._checks.append(((layer, name), self._digest(layer, name)))
+        with self._anew_if_short():
+            for name in names:
+                self._change(layer, name, self._unmerged)
+                self._checks.append(((layer, name), self._digest(layer, name)))
 
     def whole(self) -> bool:
         """Whether everything taken out has left the base's bits. If not, the weights are loaded anew."""
@@ -250,12 +253,25 @@ class Merger:
             self.moved += self._lost[where].nbytes
         self._coming = []
 
+    @contextmanager
+    def _anew_if_short(self) -> Iterator[None]:
+        """Where memory ends in the middle of a piece, nobody knows what it has changed: the weights are loaded anew."""
+        try:
+            yield
+        except Exception as error:
+            short = as_shortage(error)
+            if not isinstance(short, MemoryError):
+                raise
+            log.error("memory ended while weights were changed; loading all anew")
+            self._reload()
+            raise short from error
+
     def _reload(self) -> None:
         self.reloads += 1
         for leaf in jax.tree.leaves(self._holder.weights.params):
             leaf.delete()
         self._holder.swap_weights(self._base.pristine())
-        self._lost, self._coming, self.done = {}, [], 0
+        self._lost, self._coming, self._checks, self.done = {}, [], [], 0
         wrong = [where for where in self._places() if int(self._digest(*where)) != self._digests[where]]
         if wrong:
             raise RuntimeError(f"the checkpoint's weights have changed since the start in {len(wrong)} projections")

@@ -193,7 +193,8 @@ class Merger(Protocol):
         pieces: pieces of the weights.
         done: the first so many are merged.
         piece_s: seconds that a piece takes.
-        reloads: times that the weights were loaded anew, because taking an adapter out had left others.
+        reloads: times that the weights were loaded anew, because taking an adapter out had left others, or memory
+            ended in the middle of a piece.
         host_bytes: what the merged adapter takes of the host.
     """
 
@@ -216,11 +217,11 @@ class Merger(Protocol):
         ...
 
     def forward(self) -> None:
-        """Merges the next piece."""
+        """Merges the next piece. Raises MemoryError if memory ends; nothing is merged any more then."""
         ...
 
     def back(self) -> None:
-        """Takes the last merged piece out."""
+        """Takes the last merged piece out. Raises as `forward`."""
         ...
 
     def whole(self) -> bool:

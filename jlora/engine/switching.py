@@ -6,6 +6,7 @@ act in the other pieces only. Nobody else runs until everything is taken out and
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from jlora.adapters.registry import AdapterRegistry
@@ -81,10 +82,10 @@ class Switching(Turns):
         """Goes on with the switch under way for about the time of a usual step.
 
         Returns:
-            False if taking an adapter out left other weights than the base's: they have been loaded anew.
+            False if the weights have been loaded anew: taking an adapter out left others, or memory ended.
         """
         self.moved = False
-        merger, node = self._merger, self._target
+        merger, node, reloads = self._merger, self._target, self._merger.reloads
         count = max(1, int(max(usual_s, IDLE_S) / max(merger.piece_s, 1e-6)))
         if merger.done and node is not self._node:
             return self._take_out(count)
@@ -98,13 +99,12 @@ class Switching(Turns):
                     return True
                 self._read(node)  # anew: what the merger has may be old
                 self.switches += 1
-        except MemoryError as error:  # nothing is merged yet, and all goes on without it
+            for _ in range(min(count, merger.pieces - merger.done)):
+                self.moved = True
+                merger.forward()
+        except MemoryError as error:  # nothing is merged, and all goes on without it
             self._forgo(node, error)
-            return True
-        for _ in range(min(count, merger.pieces - merger.done)):
-            merger.forward()
-        self.moved = True
-        return True
+        return merger.reloads == reloads
 
     def state(self) -> MergeState:
         """What is merged now."""
@@ -133,16 +133,17 @@ class Switching(Turns):
     # -- inside -----------------------------------------------------------------------------
 
     def _take_out(self, count: int) -> bool:
-        for _ in range(min(count, self._merger.done)):
-            self._merger.back()
-        self.moved = True
+        reloads, self.moved = self._merger.reloads, True
+        with contextlib.suppress(MemoryError):  # then everything is taken out
+            for _ in range(min(count, self._merger.done)):
+                self._merger.back()
         if self._merger.done:
             return True
         log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
         self._losses = {node: loss for node, loss in self._losses.items() if not (node.dying or node.gone)}
         self.policy.refused = {node for node in self.policy.refused if not (node.dying or node.gone)}
         self._short &= self.policy.refused
-        return self._merger.whole()
+        return self._merger.whole() and self._merger.reloads == reloads
 
     def _measured(self, node: AdapterNode) -> bool:
         """Whether the adapter's factors are there and its loss is known and small; goes on with finding out."""

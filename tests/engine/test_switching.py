@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jlora.engine import switching as module
@@ -227,6 +228,38 @@ def test_without_memory_to_merge_the_engine_goes_on_unmerged(
     info = {found.name: found for found in service.adapters()}["large"]
     assert not info.merged and info.merge_refusal == "memory was too short for it"
     assert not service.replica.failure.done()
+    with service.paused():
+        monkeypatch.undo()
+        switching.policy.refused.clear()
+    settle(service, 1.0)
+
+
+@pytest.mark.parametrize("way", ["_merged", "_unmerged"])
+def test_memory_that_ends_in_the_middle_of_a_piece_costs_the_merge_and_not_the_engine(
+    service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, way: str
+):
+    switching, merger = of(service), merger_of(service)
+    settle(service, 1.0)
+    before, change, left = merger.reloads, getattr(merger, way), 5
+
+    def short(*words: Any) -> Any:  # within a piece: q, k and v are one, and o, and gate and up
+        nonlocal left
+        left -= 1
+        if left:
+            return change(*words)
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
+
+    with service.paused():
+        monkeypatch.setattr(merger, way, short)
+    got = serve(service, mixed())  # others take it out, and once they have ended it is merged again
+    assert {name: tokens(events) for name, events in got.items()} == expected
+    while merger.reloads == before:
+        pass
+    with service.paused():
+        merger.audit()
+    got = serve(service, mixed())
+    assert {name: tokens(events) for name, events in got.items()} == expected
+    assert not service.replica.failure.done() and merger.reloads == before + 1
     with service.paused():
         monkeypatch.undo()
         switching.policy.refused.clear()
