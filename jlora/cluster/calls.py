@@ -1,14 +1,17 @@
-"""The calls of jlora.v1.Adapters at replicas, by address. An answer's error is the replica's own `JloraError`."""
+"""The calls of a controller at replicas, by address. An answer's error is the replica's own `JloraError`."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc
 
+from jlora.cluster.directory import Version
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.proto import link_pb2_grpc as links
 from jlora.errors import JloraError, Unavailable
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
@@ -88,6 +91,11 @@ class Calls:
     def get(self, address: str, key: str) -> Answer:
         return Answer(address, self._stub(address).GetAdapter.future(pb.GetAdapterRequest(name=key), timeout=CALL_S))
 
+    def hold(self, address: str, version: Version, peers: Sequence[str]) -> Answer:
+        """Has a replica read a version into its host tier."""
+        message = link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers)
+        return Answer(address, links.PeerStub(self._channel(address)).Keep.future(message, timeout=CALL_S))
+
     def keep(self, addresses: Collection[str]) -> None:
         """Closes the channels to all other replicas."""
         with self._lock:
@@ -99,7 +107,10 @@ class Calls:
         self.keep(())
 
     def _stub(self, address: str) -> Any:
+        return rpc.AdaptersStub(self._channel(address))
+
+    def _channel(self, address: str) -> grpc.Channel:
         with self._lock:
             if address not in self._channels:
                 self._channels[address] = self._login.channel(address)
-            return rpc.AdaptersStub(self._channels[address])
+            return self._channels[address]

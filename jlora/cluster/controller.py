@@ -136,7 +136,7 @@ class Controller(Directory):
         )
         tried: set[str] = set()
         error: JloraError | None = None
-        while (member := next((m for m in self._by_room() if m.name not in tried), None)) is not None:
+        while (member := next((m for m in self.by_room() if m.name not in tried), None)) is not None:
             tried.add(member.name)
             try:
                 answer = self.calls.load(member.address, message)
@@ -312,7 +312,7 @@ class Controller(Directory):
             except JloraError as e:
                 log.debug("replica %s: %s", member.name, e)
 
-    def _by_room(self) -> list[Member]:
+    def by_room(self) -> list[Member]:
         """Replicas that are up, those with the fewest adapters in memory first."""
         return sorted(self.members(), key=lambda m: sum(tier != "DISK" for tier in m.tiers.values()))
 

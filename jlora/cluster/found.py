@@ -82,10 +82,11 @@ class Found:
         if not inside or not os.path.isdir(inside):
             return []
         known = [row for row in rows if row.path.startswith(inside)]
-        gone = [row for row in known if self._is_gone(row.path)]
+        gone = [row for row in known if self.is_gone(row.path)]
         return gone if len(gone) < len(known) else []
 
-    def _is_gone(self, path: str) -> bool:
+    def is_gone(self, path: str) -> bool:
+        """Whether a directory's files are gone; one that cannot be read now is not."""
         try:
             self._files.stamp(path, FILES)
         except (FileNotFoundError, NotADirectoryError):

@@ -1,8 +1,8 @@
 """Adapters from one replica's host tier to another's, in their packed form.
 
-    servicer = PeerServicer(engine, secret)      # gives what this replica has
-    fetcher = Fetcher(engine, login)             # takes what others have
-    await fetcher.adopt(version)                 # registers a version; its weights come when a request needs them
+    fetcher = Fetcher(engine, login)                          # takes what others have
+    await fetcher.adopt(version)                              # registers it; its weights come with its first request
+    servicer = PeerServicer(engine, secret, fetcher.adopt)    # gives what this replica has, keeps what it is told
 
 A version is known by its path and by the peers that have it, and is read from whichever is predicted to be
 sooner. The path is the truth: whatever goes wrong with a peer, the next one is tried and then the path.
@@ -14,7 +14,7 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -30,7 +30,10 @@ from jlora.cluster.secret import Secret
 from jlora.engine.loading import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
 from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, Unavailable
+from jlora.serve import convert
 from jlora.serve.client import Login
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.status import status_of
 
 if TYPE_CHECKING:  # it imports jax
     from jlora.engine.local import LocalReplica
@@ -49,6 +52,7 @@ KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
 
+Adopt = Callable[[link.Version], Awaitable[None]]
 Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
 
 
@@ -106,9 +110,20 @@ class Head(msgspec.Struct, frozen=True):
 class PeerServicer(rpc.PeerServicer):
     """Serves `jlora.cluster.v1.Peer` from the host tier of this process's engine."""
 
-    def __init__(self, engine: Engine, secret: Secret):
+    def __init__(self, engine: Engine, secret: Secret, adopt: Adopt):
         self._engine = engine
         self._secret = secret
+        self._adopt = adopt
+
+    async def Keep(self, request: link.Version, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
+        await self._secret.check(context)
+        try:
+            await self._adopt(request)
+            return convert.adapter_info(await asyncio.wrap_future(self._engine().keep(request.key)))
+        except JloraError as e:
+            code, details = status_of(e, "Peer/Keep")
+            await context.abort(code, details)
+            raise
 
     async def Fetch(self, request: link.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[link.Chunk]:
         await self._secret.check(context)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 from jlora.adapters.names import is_key
 from jlora.cluster.controller import Controller, key_of
@@ -127,11 +128,31 @@ class Upkeep:
     def _look(self) -> None:
         """Directories that have come and gone."""
         self._controller.add(self._found.look(self._controller.registry))
-        held = {key for member in self._controller.members() for key, tier in member.tiers.items() if tier != "DISK"}
+        members = self._controller.members()
+        held = Counter(key for member in members for key, tier in member.tiers.items() if tier != "DISK")
+        self._save([key for key, holders in held.items() if holders == 1])
         for row in self._found.gone(self._controller.registry.all()):
             if key_of(row) not in held:  # otherwise a replica can still serve it
                 log.info("adapter %s is not known any more: its files are gone", row.name)
                 self._controller.unload(row.name)
+
+    def _save(self, lonely: Sequence[str]) -> None:
+        """Has a second replica keep each version that one has in memory, and whose files are gone."""
+        members = self._controller.by_room()
+        for key in lonely:
+            row = self._controller.registry.find(key.rpartition("@")[0])
+            if row is None or key_of(row) != key or not self._found.is_gone(row.path):
+                continue
+            other = next((m for m in members if m.tiers.get(key, "DISK") == "DISK"), None)
+            if other is not None:
+                self._begin(("keep", other.name, other.address, key), self._clock(), self._keep)
+
+    def _keep(self, task: Task) -> None:
+        _, name, address, key = task
+        version = self._controller.current(key.rpartition("@")[0])
+        if version.key == key:
+            peers = self._controller.peers(version, name)
+            self._controller.calls.hold(address, version, peers).result(lambda: not self._ended.is_set())
 
     def _begin(self, task: Task, now: float, run: Callable[[Task], None]) -> None:
         """Runs a task, unless it has begun a short time ago."""

@@ -56,7 +56,7 @@ def program(config: Config) -> Program:
         fetcher = Fetcher(lambda: engine(backend), login(config, secret.token))
         link = LinkServicer(backend, name, secret, fetcher.adopt, lambda: engine(backend).records())
         rpc.add_LinkServicer_to_server(link, server)
-        rpc.add_PeerServicer_to_server(PeerServicer(lambda: engine(backend), secret), server)
+        rpc.add_PeerServicer_to_server(PeerServicer(lambda: engine(backend), secret, fetcher.adopt), server)
 
     return dataclasses.replace(launcher.ENGINE, name=COMMAND, services=(add,), token=secret.token)
 

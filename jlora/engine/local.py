@@ -192,6 +192,18 @@ class LocalReplica(Replica):
         """Makes an adapter servable that is read when a request needs it. Fails as `Adapters.register`."""
         return self.between_steps(lambda: self._engine.adapters.register(new))
 
+    def keep(self, name: str) -> Future[AdapterInfo]:
+        """Reads an adapter that is on the disk only into memory, when there is room. Fails with NotFound."""
+
+        def hint() -> AdapterInfo:
+            adapters = self._engine.adapters
+            info = adapters.get(name)
+            if info.tier == "DISK":
+                adapters.hint(info.uid)
+            return info
+
+        return self.between_steps(hint)
+
     def read_with(self, read: Read) -> None:
         """Has registered adapters read by `read` from now on."""
         self._loaders.read = read

@@ -48,7 +48,7 @@ def channel() -> Iterator[grpc.Channel]:
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
         link_pb2_grpc.add_LinkServicer_to_server(LinkServicer(backend, "one", SECRET), server)
-        link_pb2_grpc.add_PeerServicer_to_server(PeerServicer(away, SECRET), server)
+        link_pb2_grpc.add_PeerServicer_to_server(PeerServicer(away, SECRET, away), server)
         directory_pb2_grpc.add_DirectoryServicer_to_server(DirectoryServicer(away, SECRET), server)
 
     async def start() -> tuple[GrpcServer, int]:

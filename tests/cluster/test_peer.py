@@ -39,8 +39,8 @@ Damage = Callable[[link.Chunk], link.Chunk]
 class Servicer(PeerServicer):
     """One whose chunks a test may change, and which counts what it is asked."""
 
-    def __init__(self, engine: LocalReplica):
-        super().__init__(lambda: engine, SECRET)
+    def __init__(self, engine: LocalReplica, fetcher: Fetcher):
+        super().__init__(lambda: engine, SECRET, fetcher.adopt)
         self.damage: Damage = lambda chunk: chunk
         self.offsets: list[int] = []
 
@@ -85,7 +85,8 @@ def loop() -> Iterator[Loop]:
 def side(loop: Loop, model: Path, **settings: Any) -> Side:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
     engine = LocalReplica.start(configuration.load(None, {**SMALL, "model.path": str(model), **keys}), progress=False)
-    servicer = Servicer(engine)
+    fetcher = Fetcher(lambda: engine, Login(SECRET.token))
+    servicer = Servicer(engine, fetcher)
 
     async def start() -> str:
         server = grpc.aio.server()
@@ -97,7 +98,6 @@ def side(loop: Loop, model: Path, **settings: Any) -> Side:
 
     stops: list[grpc.aio.Server] = []
     address = loop.run(start())
-    fetcher = Fetcher(lambda: engine, Login(SECRET.token))
     return Side(engine, servicer, address, fetcher, lambda: loop.run(stops[0].stop(0)))
 
 

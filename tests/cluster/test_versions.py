@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -59,7 +60,7 @@ class Whole(Seat):
         def add(backend: Backend, server: grpc.aio.Server) -> None:
             servicer = LinkServicer(backend, self.name, SECRET, self.fetcher.adopt, self.engine.records)
             rpc.add_LinkServicer_to_server(servicer, server)
-            rpc.add_PeerServicer_to_server(PeerServicer(lambda: self.engine, SECRET), server)
+            rpc.add_PeerServicer_to_server(PeerServicer(lambda: self.engine, SECRET, self.fetcher.adopt), server)
 
         async def start() -> None:
             self.grpc = GrpcServer(self.backend, PATIENT, services=[add])
@@ -119,7 +120,7 @@ def world(text_model: Path) -> Iterator[World]:
             seat.start()
             opened.callback(seat.kill)
         registry, found = Registry("", system.threads), Found(config, system)
-        controller = Controller(registry, found, Calls(), system)
+        controller = Controller(registry, found, Calls(Login(SECRET.token)), system)
         controller.uses = Uses(hold_s=0)
         upkeep = Upkeep(controller, found, system)
 
@@ -233,3 +234,29 @@ def test_a_load_in_the_midst_of_which_its_replica_dies_is_anothers(
     wait_for(lambda: len(world.router.replicas) == 2)
     assert len(world.ask("v").read()) == 64
     world.router.unload_adapter("v").result(60)
+
+
+def test_a_version_whose_files_are_gone_gets_a_second_home(world: World, tmp_path: Path):
+    path = _make.make_adapter(tmp_path / "lost", text_spec(), seed=6, r=4)
+    world.controller.load(Load("lost", str(path))).result(60)
+    key = world.controller.current("lost").key
+    (holder,) = (seat for seat in world.seats if key in {record.name for record in seat.engine.records()})
+    (other,) = (seat for seat in world.seats if seat is not holder)
+    wait_for(lambda: world.controller.peers(world.controller.current("lost"), other.name))
+    world.upkeep._look()
+    assert key not in {record.name for record in other.engine.records()}, "its files are there"
+    shutil.rmtree(path)
+    expected = world.ask("lost").read()
+    wait_for(lambda: world.upkeep._look() or tier(other, key) in ("HOST", "HBM"))
+    assert other.fetcher.fetched == 1
+    holder.kill()
+    wait_for(lambda: len(world.router.replicas) == 1)
+    assert world.ask("lost").read() == expected
+    holder.start()
+    world.router.place({seat.name: seat.address for seat in world.seats})
+    wait_for(lambda: len(world.router.replicas) == 2)
+
+
+def tier(seat: Whole, key: str) -> str:
+    """Of a version at a replica; "DISK" also if it has not heard of it."""
+    return next((info.tier for info in seat.engine.adapters().result(20) if info.name == key), "DISK")

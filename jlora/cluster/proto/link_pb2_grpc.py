@@ -6,6 +6,7 @@ import grpc
 import warnings
 
 from jlora.cluster.proto import link_pb2 as jlora_dot_cluster_dot_proto_dot_link__pb2
+from jlora.serve.proto import jlora_pb2 as jlora_dot_serve_dot_proto_dot_jlora__pb2
 
 GRPC_GENERATED_VERSION = '1.85.1'
 GRPC_VERSION = grpc.__version__
@@ -118,6 +119,11 @@ class PeerStub:
                 request_serializer=jlora_dot_cluster_dot_proto_dot_link__pb2.FetchRequest.SerializeToString,
                 response_deserializer=jlora_dot_cluster_dot_proto_dot_link__pb2.Chunk.FromString,
                 _registered_method=True)
+        self.Keep = channel.unary_unary(
+                '/jlora.cluster.v1.Peer/Keep',
+                request_serializer=jlora_dot_cluster_dot_proto_dot_link__pb2.Version.SerializeToString,
+                response_deserializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.AdapterInfo.FromString,
+                _registered_method=True)
 
 
 class PeerServicer:
@@ -132,6 +138,13 @@ class PeerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Keep(self, request, context):
+        """Makes a version known, and reads it into the host tier as soon as there is room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_PeerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -139,6 +152,11 @@ def add_PeerServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=jlora_dot_cluster_dot_proto_dot_link__pb2.FetchRequest.FromString,
                     response_serializer=jlora_dot_cluster_dot_proto_dot_link__pb2.Chunk.SerializeToString,
+            ),
+            'Keep': grpc.unary_unary_rpc_method_handler(
+                    servicer.Keep,
+                    request_deserializer=jlora_dot_cluster_dot_proto_dot_link__pb2.Version.FromString,
+                    response_serializer=jlora_dot_serve_dot_proto_dot_jlora__pb2.AdapterInfo.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -169,6 +187,33 @@ class Peer:
             '/jlora.cluster.v1.Peer/Fetch',
             jlora_dot_cluster_dot_proto_dot_link__pb2.FetchRequest.SerializeToString,
             jlora_dot_cluster_dot_proto_dot_link__pb2.Chunk.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Keep(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/jlora.cluster.v1.Peer/Keep',
+            jlora_dot_cluster_dot_proto_dot_link__pb2.Version.SerializeToString,
+            jlora_dot_serve_dot_proto_dot_jlora__pb2.AdapterInfo.FromString,
             options,
             channel_credentials,
             insecure,
