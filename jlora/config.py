@@ -213,6 +213,8 @@ class ClusterConfig:
         routing: chooses a replica for each request (see `ROUTINGS`). "jlora", "caraserve" and "dlora" predict
             from `engine.step_model`.
         slo_s: seconds that a decode step may take, for routing that predicts; 0: no limit.
+        balance: moves requests between replicas: "off", or "dlora" (from those that are behind to the idlest).
+        balance_s: between two plans of moves.
     """
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,62}\Z", description="a plain name")] = "jlora"
@@ -233,6 +235,8 @@ class ClusterConfig:
     suspect_s: Annotated[float, Meta(gt=0, lt=1e6)] = 0.5
     routing: Annotated[str, _one_of(*ROUTINGS)] = "sticky"
     slo_s: Annotated[float, Meta(ge=0, lt=1e6)] = 0.0
+    balance: Annotated[str, _one_of("off", "dlora")] = "off"
+    balance_s: Annotated[float, Meta(gt=0, lt=1e6)] = 1.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -103,6 +103,7 @@ NO_JAX = {
     "sim",
     "cluster.attach",
     "cluster.balance",
+    "cluster.balancing",
     "cluster.books",
     "cluster.calls",
     "cluster.child",

@@ -126,17 +126,25 @@ class Balancer:
         cached: replica -> tokens of a request that the router believes to be in its prefix cache.
     """
 
-    def __init__(self, terms: Terms, block_tokens: int, cached: Callable[[Job], Mapping[str, int]] = lambda job: {}):
-        self.pace = Pace()
+    def __init__(
+        self,
+        terms: Terms,
+        block_tokens: int,
+        cached: Callable[[Job], Mapping[str, int]] = lambda job: {},
+        pace: Pace | None = None,
+    ):
+        self.pace = pace or Pace()
         self._terms = terms
         self._block_tokens = block_tokens
         self._cached = cached
 
     def plan(self, view: View, jobs: Sequence[Job]) -> Plan:
-        """The moves with which the busiest and the idlest replicas are done soonest: the solver's, or greedy ones."""
+        """The moves with which the busiest and the idlest replicas are done soonest."""
         problem = self.problem(view, jobs)
-        if problem is None:
-            return Plan()
+        return Plan() if problem is None else self.solution(problem)
+
+    def solution(self, problem: Problem) -> Plan:
+        """The better of the solver's plan and the greedy one; no moves if they save little. Any thread may call."""
         places, found = greedy(problem), solve(problem, self._terms.limit_s, self._terms.nodes)
         solved = found is not None
         if found is not None and problem.end_s(found) < problem.end_s(places):

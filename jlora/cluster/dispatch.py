@@ -18,6 +18,7 @@ from types import MappingProxyType
 from jlora.adapters.invocation import last_occurrence
 from jlora.cluster import merged, wire
 from jlora.cluster.attach import Attached, Terms
+from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Directory, Member, Version
 from jlora.cluster.prefixes import Prefixes
@@ -39,7 +40,7 @@ SENDS = 512  # of requests that wait, at once: the event loop has more to do
 
 
 @dataclass(slots=True)
-class _Entry:
+class Entry:
     """What the dispatcher knows of a request beside the table.
 
     Attributes:
@@ -64,6 +65,8 @@ class Dispatcher:
     Attributes:
         names: the submissions that have not ended, by tenant and id; any thread may add one.
         up_at: when a replica was last up.
+        pace: what answers have taken.
+        entries: of the live requests, by handle.
     """
 
     directory: Directory
@@ -75,10 +78,11 @@ class Dispatcher:
     links: dict[str, Attached] = field(default_factory=dict)
     names: dict[tuple[str, str], Future[int]] = field(default_factory=dict)
     up_at: float = field(init=False)
-    _entries: dict[int, _Entry] = field(default_factory=dict)
+    pace: Pace = field(default_factory=Pace)
+    entries: dict[int, Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
-    _prefixes: Prefixes | None = None  # of replicas with blocks of the same size
+    prefixes: Prefixes | None = None  # of replicas with blocks of the same size
     _ticked: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -139,7 +143,7 @@ class Dispatcher:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
         routed = self.table.add(request, version, sink, self.terms.clock())
-        self._entries[routed.handle] = _Entry(submitted, self._chain(request, version))
+        self.entries[routed.handle] = Entry(submitted, self._chain(request, version))
         self._handles[routed.name] = routed.handle
         self._dispatch(routed)
 
@@ -205,7 +209,7 @@ class Dispatcher:
             if why := merged.difference(info, attached.info):
                 raise Broken(f"it does not serve what the others do: {why}")
         self._info = merged.info(infos)
-        self._prefixes = self._prefixes or Prefixes(self._info.block_tokens)
+        self.prefixes = self.prefixes or Prefixes(self._info.block_tokens)
         self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         self._pump()
@@ -224,6 +228,8 @@ class Dispatcher:
                 if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
                     continue
                 event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
+                if event.usage is not None and event.timing is not None:
+                    self.pace.served(None if routed.version is None else routed.version.key, event.usage, event.timing)
                 batches.setdefault(routed.handle, (routed, []))[1].append(event)
         finally:  # also before a token that breaks the protocol: what is taken is never sent again
             for routed, events in batches.values():
@@ -239,8 +245,8 @@ class Dispatcher:
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
-        if self._prefixes is not None:
-            self._prefixes.left(attached.name)
+        if self.prefixes is not None:
+            self.prefixes.left(attached.name)
         for routed in self.table.at(attached.name):
             with self._alone(routed):
                 self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
@@ -294,6 +300,23 @@ class Dispatcher:
                 self._cancel(routed)
                 self._lose(routed, Unavailable(f"replica {name} drains"))
 
+    # -- balance --------------------------------------------------------------------------------
+
+    def migrate(self, move: Move) -> bool:
+        """Moves a request, if it is where the plan saw it and the target takes it; whether it has gone."""
+        routed, seen = self.table.get(move.key), self.books.view.get(move.target)
+        if routed is None or routed.replica != move.source or seen is None or seen.health != "up":
+            return False
+        if not self._has_room(seen):
+            return False
+        with self._alone(routed):
+            self._cancel(routed)
+            self._settle(routed)
+            if events := self.table.lose(routed, self.terms.clock(), moved=True):
+                self._give(routed, events)
+            return bool(routed.open) and self._send(routed, self.links[move.target])
+        return False
+
     # -- attempts -------------------------------------------------------------------------------
 
     def choose(self, ask: Ask, avoid: str = "") -> Attached | None:
@@ -330,15 +353,15 @@ class Dispatcher:
             return self._send(routed)
         return True
 
-    def _send(self, routed: Routed) -> bool:
-        request, version, entry = routed.resumed(), routed.version, self._entries[routed.handle]
-        cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
+    def _send(self, routed: Routed, to: Attached | None = None) -> bool:
+        request, version, entry = routed.resumed(), routed.version, self.entries[routed.handle]
+        cached = self.prefixes.cached(entry.chain) if self.prefixes is not None else {}
         ask = ask_of(request, version, cached)
-        to = self.choose(ask, routed.avoid)
+        to = to or self.choose(ask, routed.avoid)
         if to is None:
             return False
-        if self._prefixes is not None:
-            self._prefixes.sent(to.name, entry.chain)
+        if self.prefixes is not None:
+            self.prefixes.sent(to.name, entry.chain)
         now = self.terms.clock()
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
@@ -348,15 +371,15 @@ class Dispatcher:
         return True
 
     def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
-        if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
+        if self.prefixes is None or self._info is None or request.bypass_prefix_cache:
             return ()
         tokens = request.prompt[: BLOCKS * self._info.block_tokens]
-        return self._prefixes.chain(tokens, (request.salt, None if version is None else version.key))
+        return self.prefixes.chain(tokens, (request.salt, None if version is None else version.key))
 
     def _begin(self, routed: Routed, outputs: int) -> None:
         """Its attempt has delivered so many tokens more."""
         self._answer(routed)
-        entry = self._entries[routed.handle]
+        entry = self.entries[routed.handle]
         if entry.ask is None:
             return
         if entry.outputs is None:
@@ -367,7 +390,7 @@ class Dispatcher:
 
     def _settle(self, routed: Routed) -> None:
         """The attempt is over, for the books."""
-        entry = self._entries[routed.handle]
+        entry = self.entries[routed.handle]
         ask, entry.ask = entry.ask, None
         if ask is not None:
             self.books.ended(routed.replica, ask, entry.outputs)
@@ -388,7 +411,7 @@ class Dispatcher:
 
     def _may_read(self, routed: Routed, error: Exception) -> bool:
         """Whether another replica may read the adapter that this one cannot; one other is asked."""
-        entry = self._entries[routed.handle]
+        entry = self.entries[routed.handle]
         if entry.unread or entry.outputs is not None or routed.version is None:
             return False
         entry.unread = isinstance(error, NotFound | DataLoss)
@@ -407,7 +430,7 @@ class Dispatcher:
         if not routed.open:
             return
         if full:  # it waits until it is due
-            if routed.refusals >= MOST_LOSSES and self._entries[routed.handle].submitted is not None:
+            if routed.refusals >= MOST_LOSSES and self.entries[routed.handle].submitted is not None:
                 self._fail(routed, why)
         elif routed.given_up:
             log.warning("request %s has been given up: %s", routed.request.id, why)
@@ -415,7 +438,7 @@ class Dispatcher:
 
     def _fail(self, routed: Routed, error: Exception) -> None:
         """Ends a request with an error: of its submission, while nobody has answered that."""
-        entry = self._entries[routed.handle]
+        entry = self.entries[routed.handle]
         events = routed.end("abort", error)
         if entry.submitted is None:
             self._give(routed, events)
@@ -426,7 +449,7 @@ class Dispatcher:
 
     def _answer(self, routed: Routed) -> None:
         """A replica has the request: tells who submitted it."""
-        entry = self._entries[routed.handle]
+        entry = self.entries[routed.handle]
         submitted, entry.submitted = entry.submitted, None
         if submitted is not None and submitted.set_running_or_notify_cancel():
             submitted.set_result(routed.handle)
@@ -452,14 +475,14 @@ class Dispatcher:
             except Exception:
                 log.exception("the router has failed at the end of request %s", routed.request.id)
         self.table.end(routed)
-        del self._entries[routed.handle], self._handles[routed.name], self.names[routed.name]
+        del self.entries[routed.handle], self._handles[routed.name], self.names[routed.name]
 
     def _remember(self, routed: Routed) -> None:
         """The next turn of a chat begins with this prompt and its answer."""
-        if self._prefixes is not None and routed.rid:
+        if self.prefixes is not None and routed.rid:
             for done in routed.resumed().done[:1]:
                 whole = replace(routed.request, prompt=routed.request.prompt + done.tokens)
-                self._prefixes.sent(routed.replica, self._chain(whole, routed.version))
+                self.prefixes.sent(routed.replica, self._chain(whole, routed.version))
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:

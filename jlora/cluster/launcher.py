@@ -78,7 +78,8 @@ def login(config: Config, token: str) -> Login:
 
 async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
     terms = Terms(f"router-{uuid.uuid4().hex[:12]}", login(config, parts.token), config.cluster.suspect_s)
-    router = Router(parts.directory, parts.policy, terms, config.model.seed)
+    balance_s = config.cluster.balance_s if config.cluster.balance == "dlora" else 0.0
+    router = Router(parts.directory, parts.policy, terms, config.model.seed, balance_s)
     starting = asyncio.ensure_future(asyncio.to_thread(parts.fleet.start, router.place))
     try:
         began = time.monotonic()

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -243,6 +243,8 @@ class Stream:
             match message.WhichOneof("what"):
                 case "start":
                     self._start(message.start)
+                case "fetch":
+                    self._keep(self._fetch(message.fetch))
                 case "cancel":
                     if (live := self._live.get(message.cancel.rid)) is not None:
                         self._give_up(live)
@@ -290,6 +292,24 @@ class Stream:
             error = RuntimeError(opaque(error, "Link/Attach"))
         self._refused.append(wire.failure(rid, error, elsewhere=isinstance(error, Unavailable)))
         self._wake.set()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+        """Runs beside the stream, and ends with it."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _fetch(self, fetch: link.Fetch) -> None:
+        """Brings an adapter version in. Whatever fails, its first request will tell."""
+        hint = Request(fetch.adapter.key, tuple(fetch.prompt), adapter=fetch.adapter.key)
+        try:
+            try:
+                await asyncio.wrap_future(self._replica.prefetch(hint))
+            except NotFound:
+                await self._adopted(fetch.adapter)
+                await asyncio.wrap_future(self._replica.prefetch(hint))
+        except JloraError as e:
+            log.debug("adapter %s does not come ahead: %s", hint.adapter, e)
 
     async def _adopt(self, live: _Live, version: link.Version) -> None:
         """Makes the adapter's version known, then submits the request again."""
@@ -357,9 +377,7 @@ class Stream:
     def _not_begun(self, live: _Live, error: Exception) -> None:
         version, live.version = live.version, None  # it is adopted once
         if isinstance(error, NotFound) and version is not None:
-            task = asyncio.create_task(self._adopt(live, version))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._keep(self._adopt(live, version))
             return
         del self._live[live.rid]
         self._refuse(live.rid, error)

@@ -145,12 +145,17 @@ class Routed:
         """Ends the completions that run; their last events."""
         return [self._last(i, reason, error) for i, part in enumerate(self._parts) if not part.ended]
 
-    def lose(self, refused: bool = False) -> list[TokenEvent]:
-        """The attempt has ended without its last events, or a full replica has refused it; see `stopped`."""
+    def lose(self, refused: bool = False, moved: bool = False) -> list[TokenEvent]:
+        """The attempt has ended without its last events; see `stopped`.
+
+        `refused`: by a full replica; `moved`: the router itself has ended it.
+        """
         if refused:
             self.refusals += 1
-        else:
-            self.losses = 0 if self._fruitful else self.losses + 1
+        elif self._fruitful:
+            self.losses = 0
+        elif not moved:
+            self.losses += 1
         self._fruitful = False
         return self.stopped()
 
@@ -225,12 +230,12 @@ class Table:
         routed.rid, routed.replica, routed.sent = next(self._rids), replica, now
         self._attempts[routed.rid] = routed
 
-    def lose(self, routed: Routed, now: float, refused: bool = False) -> list[TokenEvent]:
+    def lose(self, routed: Routed, now: float, refused: bool = False, moved: bool = False) -> list[TokenEvent]:
         """The attempt is over, and the request waits for a replica; see `Routed.lose`."""
         self._attempts.pop(routed.rid, None)
         routed.avoid = routed.replica
         routed.rid, routed.replica, routed.since = 0, "", now
-        return routed.lose(refused)
+        return routed.lose(refused, moved)
 
     def end(self, routed: Routed) -> None:
         """Forgets a request; what its attempt still sends is old."""

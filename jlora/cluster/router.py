@@ -27,6 +27,7 @@ import grpc
 
 from jlora.cluster import merged, wire
 from jlora.cluster.attach import Attached, Terms
+from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Directory
 from jlora.cluster.dispatch import Dispatcher, ask_of
 from jlora.cluster.routing.policy import Policy
@@ -52,7 +53,8 @@ LOST = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
 class Router(Replica):
     """Create it on the event loop that runs its links; any thread may call the methods of `Replica`."""
 
-    def __init__(self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0):
+    def __init__(self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0, balance_s: float = 0.0):
+        """`balance_s`: between two plans of moves; 0: requests stay where they are sent."""
         self._loop = asyncio.get_running_loop()
         self._directory = directory
         self._terms = terms
@@ -62,7 +64,10 @@ class Router(Replica):
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []
         self._ready = asyncio.Event()
-        self._ticking = asyncio.create_task(self._tick(), name="router")
+        self._tasks = [asyncio.create_task(self._tick(), name="router")]
+        self.balancing = Balancing(self._dispatcher, balance_s)
+        if balance_s:
+            self._tasks.append(asyncio.create_task(self.balancing.run(), name="balance"))
 
     # -- the service ------------------------------------------------------------------------------
 
@@ -267,8 +272,9 @@ class Router(Replica):
         self._dispatcher.end_all(Unavailable("the server has stopped"))
         ending = [one.stop() for one in self._dispatcher.links.values()]
         self._dispatcher.links.clear()
-        self._ticking.cancel()
-        await asyncio.gather(self._ticking, *ending, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, *ending, return_exceptions=True)
 
     async def _tick(self) -> None:
         try:

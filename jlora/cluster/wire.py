@@ -35,6 +35,16 @@ def check_protocol(theirs: int, who: str) -> None:
         )
 
 
+def named(version: Version, peers: Iterable[str] = ()) -> link.Version:
+    """What a replica needs to make a version known."""
+    return link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers)
+
+
+def fetch(version: Version, peers: Iterable[str]) -> link.Fetch:
+    """A hint that requests for this version come soon."""
+    return link.Fetch(adapter=named(version, peers), prompt=version.alora_invocation_tokens or (0,))
+
+
 def start(
     rid: int, request: Request, version: Version | None, peers: Iterable[str] = (), now: float | None = None
 ) -> link.Start:
@@ -44,7 +54,7 @@ def start(
     """
     message = link.Start(rid=rid, request=generate(request))
     if version is not None:
-        message.adapter.CopyFrom(link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers))
+        message.adapter.CopyFrom(named(version, peers))
     for done in request.done:
         message.done.add(tokens=done.tokens, ended=done.ended)
     if request.deadline is not None:

@@ -307,7 +307,7 @@ class Fleet(Pass):
         old.names.pop(live.name, None)
         self._put(at + self._wires.delay_s, CANCEL, (old, live.name))
         self._books.ended(old.member.name, live.asked, live.outputs)
-        self._table.lose(live.routed, at - self._start)
+        self._table.lose(live.routed, at - self._start, moved=True)
         live.asked, live.outputs = self._asked(live.turn, live.routed.resumed(), live.chain), None
         self._attempt(live, target, at)
         self.moved += 1

@@ -47,7 +47,8 @@ class Seat:
         self.backend = Backend(self.engine)
 
         def add(backend: Backend, server: grpc.aio.Server) -> None:
-            rpc.add_LinkServicer_to_server(LinkServicer(backend, self.name, SECRET), server)
+            link = LinkServicer(backend, self.name, SECRET, records=self.engine.records)
+            rpc.add_LinkServicer_to_server(link, server)
 
         async def start() -> None:
             self._server = GrpcServer(self.backend, PATIENT, services=[add])

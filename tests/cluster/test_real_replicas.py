@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +13,14 @@ import grpc
 import httpx
 import pytest
 
+from jlora.cluster import balance
 from jlora.cluster.attach import Terms
+from jlora.cluster.balancing import Balancing
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.view import View
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Request, SamplingParams
@@ -134,6 +140,51 @@ def test_many_at_once_over_both_fronts_are_what_one_engine_says(two: Cluster):
     futures = [two.served.inference.Generate.future(one, timeout=60) for one in asked]
     for one, future in zip(asked, futures, strict=True):
         same(future.result(), two.alone.generate(one))
+
+
+class Crowding:
+    """Sends everything to the first replica."""
+
+    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+        return next((name for name, seen in view.items() if seen.health == "up"), None)
+
+
+@contextmanager
+def balanced(two: Cluster, terms: balance.Terms) -> Iterator[Balancing]:
+    """A router that sends all to one replica, and moves requests off it again."""
+    dispatcher, loop = two.router._dispatcher, two.seats[0].loop
+    usual, dispatcher.policy = dispatcher.policy, Crowding()
+    balancing = Balancing(dispatcher, 0.05, terms)
+
+    async def start() -> asyncio.Task[None]:
+        return asyncio.create_task(balancing.run())
+
+    async def stop(task: asyncio.Task[None]) -> None:
+        task.cancel()
+        await asyncio.wait((task,))
+
+    task = loop.run(start())
+    try:
+        yield balancing
+    finally:
+        loop.run(stop(task))
+        dispatcher.policy = usual
+
+
+def test_requests_and_their_adapters_move_under_load_and_no_token_changes(two: Cluster):
+    models = ("", "wide", "upper", "check")
+    asked = [
+        request((*PROMPT[: 10 + i], *INVOCATION, 9), 100, model=models[i % 4], seed=i, temperature=0.7)
+        for i in range(24)
+    ]
+    alone = [two.alone.generate(one) for one in asked]
+    with balanced(two, balance.Terms(queue_s=0.01, gain=0.01, limit_s=5.0)) as balancing:
+        futures = [two.served.inference.Generate.future(one, timeout=120) for one in asked]
+        for future, expected in zip(futures, alone, strict=True):
+            same(future.result(), expected)
+    assert balancing.moved > 0
+    assert {"wide@1", "upper@1", "check@1"} & set(two.router._dispatcher.books.view["r1"].tiers)
+    assert not len(two.router._dispatcher.table) and not two.router._dispatcher.entries
 
 
 @pytest.mark.parametrize(

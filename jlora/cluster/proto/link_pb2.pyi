@@ -10,16 +10,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class ToReplica(_message.Message):
-    __slots__ = ("hello", "start", "cancel", "stop")
+    __slots__ = ("hello", "start", "cancel", "stop", "fetch")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     STOP_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     start: Start
     cancel: Cancel
     stop: Stop
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ...) -> None: ...
+    fetch: Fetch
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., start: _Optional[_Union[Start, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stop: _Optional[_Union[Stop, _Mapping]] = ..., fetch: _Optional[_Union[Fetch, _Mapping]] = ...) -> None: ...
 
 class FromReplica(_message.Message):
     __slots__ = ("hello", "tokens", "failures", "state", "begun")
@@ -94,6 +96,14 @@ class Cancel(_message.Message):
     RID_FIELD_NUMBER: _ClassVar[int]
     rid: int
     def __init__(self, rid: _Optional[int] = ...) -> None: ...
+
+class Fetch(_message.Message):
+    __slots__ = ("adapter", "prompt")
+    ADAPTER_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    adapter: Version
+    prompt: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, adapter: _Optional[_Union[Version, _Mapping]] = ..., prompt: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Stop(_message.Message):
     __slots__ = ("rid", "index", "outputs")

@@ -38,8 +38,8 @@ def _tables(router: RouterProcess) -> None:
         )
     if dispatcher.table.completions != sum(routed.request.sampling.n for routed in live):
         raise Violation(f"{router.name}: counts {dispatcher.table.completions} completions")
-    if dispatcher._entries.keys() != {routed.handle for routed in live}:
-        raise Violation(f"{router.name}: entries of {sorted(dispatcher._entries)}")
+    if dispatcher.entries.keys() != {routed.handle for routed in live}:
+        raise Violation(f"{router.name}: entries of {sorted(dispatcher.entries)}")
     sent = Counter(routed.replica for routed in live if routed.rid)
     for name, seen in dispatcher.books.view.items():
         if seen.held.count != sent[name]:
@@ -78,7 +78,7 @@ def at_end(world: World) -> None:
         left = {
             "requests": list(dispatcher.table.all()),
             "attempts": dispatcher.table._attempts,
-            "entries": dispatcher._entries,
+            "entries": dispatcher.entries,
             "handles": dispatcher._handles,
             "names": dispatcher.names,
             "books": [seen.held for seen in dispatcher.books.view.values() if seen.held != Held()],
