@@ -14,6 +14,7 @@
     router                       what a router adds between a client and its replicas
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     failures                     R9: what replicas deliver while one of them is killed every minute
+    faults                       F1 to F19 of docs/reliability.md on real processes, at their full counts
     soak                         an hour of all that users do to a server: memory, threads, TTFT, wrong answers
     merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
     startup                      seconds until a server is ready, with and without compiled programs
@@ -64,6 +65,7 @@ STUDIES: Mapping[str, str] = {
     "caraserve": "benchmarks.studies.caraserve",
     "cluster-routing": "benchmarks.studies.cluster_routing",
     "failures": "benchmarks.failures.study",
+    "faults": "benchmarks.faults.study",
     "soak": "benchmarks.soak.study",
     "merging": "benchmarks.studies.merging",
     "report": "benchmarks.report",

@@ -1,0 +1,41 @@
+"""The faults of docs/reliability.md that a study injects, in small: every promise holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.faults.study import KNOWN
+from jlora.cli import main
+
+AT_A_SERVER = ("F3", "F5", "F8", "F10", "F11", "F13", "F19")
+
+
+def injected(tmp_path: Path, *names: str) -> dict[str, dict[str, Any]]:
+    """What was found of each fault."""
+    out = tmp_path / "out"
+    words = ["bench", "faults", "--quick", "--out", str(out), "--work", str(tmp_path / "work"), "--only", *names]
+    assert main(words) == 0
+    lines = (out / "faults-real.jsonl").read_text().splitlines()[1:]
+    return {line["cell"]: line for line in map(json.loads, lines)}
+
+
+def test_a_server_holds_under_damaged_adapters_cancels_deadlines_bursts_and_ids(tmp_path: Path):
+    found = injected(tmp_path, *AT_A_SERVER)
+    assert {name: line["side"] for name, line in found.items()} == dict.fromkeys(AT_A_SERVER, "holds")
+    assert found["F3"]["injected"] > 100 and found["F3"]["neighbour_same"]
+    assert found["F11"]["OK"] >= 100 and found["F11"]["RESOURCE_EXHAUSTED"] > 0
+    assert all(line["zombie_tokens"] == line["blocks_left"] == 0 for line in found.values() if "blocks_left" in line)
+
+
+@pytest.mark.slow
+def test_every_way_to_end_a_server_is_as_promised(tmp_path: Path):
+    assert injected(tmp_path, "F14")["F14"]["injected"] == 4
+
+
+def test_an_unknown_fault_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["bench", "faults", "--quick", "--out", str(tmp_path), "--only", "F99"]) == 1
+    assert "--only F99: must be of " + ", ".join(KNOWN) in capsys.readouterr().err
