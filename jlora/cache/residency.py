@@ -314,11 +314,12 @@ class Residency:
             node.coming = node.saving = False
             self._settle(node)
         for node in reversed((*copy.nodes, *below)):
+            leaves = copy.direction == "in" or node.standing == LEAVING  # and so may what it depends on
             if copy.direction == "out":
                 self._leave_host(node)
                 self._stay(node)
                 self.candidates.offer(node)
-            else:
+            if leaves:
                 self.counters.blocks_lost += 0 if node.host else node.size
                 self._leave_device(node)
                 self._prune(node)

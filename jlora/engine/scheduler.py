@@ -285,9 +285,7 @@ class Scheduler:
             untouched = not (sequence.in_flight or lease.streamed)
             again = untouched and isinstance(error, MemoryError)
             again |= lease.helped and not lease.streamed  # no step has read any of the copy that is wrong
-            if again and sequence.setbacks <= SETBACKS:
-                self._preempt(sequence)
-            else:
+            if not (again and sequence.setbacks <= SETBACKS and self._gives_way(sequence)):
                 events += self.fail(sequence.handle, error, now)
         return events
 
@@ -419,6 +417,14 @@ class Scheduler:
         self.queue.enqueue(sequence)  # first: its want may be all that keeps its adapter version
         self._leave(sequence)
         self.preemptions += 1
+
+    def _gives_way(self, sequence: Sequence) -> bool:
+        """Preempts it; False if memory is too short even for that."""
+        try:
+            self._preempt(sequence)
+        except MemoryError:
+            return False
+        return True
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:

@@ -58,6 +58,20 @@ def test_a_request_that_comes_while_its_kv_is_written_out_keeps_it():
     assert cache.tiers([1] * 52) == "d" * 6 + "b" * 7 and cache.ready(lease)
 
 
+def test_kv_whose_way_out_fails_is_dropped_since_its_prefix_may_have_left():
+    """The copy of the prefix lands, the one of what is behind it does not."""
+    cache = Cache(device=20, policy="vllm")
+    cache.run([1] * 64)
+    assert cache.lease([9] * 4) is None  # its one block is to come from the end of the prompt
+    (last,) = cache.copies()
+    assert cache.lease([9] * 40) is None
+    before = [copy for copy in cache.copies() if copy is not last]
+    cache.land(*before)
+    assert cache.manager.lost(last)
+    check_idle(cache.manager)
+    assert cache.tiers([1] * 64) == "d" * 6 + "h" * 9 and cache.manager.counters.blocks_lost == 1
+
+
 def test_vllm_fair_evicts_cleanly_within_its_shares():
     cache = Cache(device=20, policy="vllm-fair")
     cache.run([1] * 64)

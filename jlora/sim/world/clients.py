@@ -62,6 +62,7 @@ class Call:
     open: set[int] = field(default_factory=set)
     stops: dict[int, int] = field(default_factory=dict)  # completion -> the tokens that its front kept
     cancelled: bool = False
+    aborted: bool = False  # its end has been carried out
     deaf: bool = False  # its receiver has failed
     refused: bool = False
     submitted: Future[int] | None = None
@@ -123,6 +124,8 @@ class Clients:
             self._command("abort", replica.abort_named(call.request.id, call.request.tenant))
         else:
             self._command("abort", replica.abort(call.handle))
+        # Commands go in order: when this one is answered, the abort has been carried out.
+        self._command("after abort", replica.adapters("", 0), lambda _: self._ceases(call))
 
     def stop(self) -> None:
         """A front has found a stop string."""
@@ -218,9 +221,10 @@ class Clients:
         draw = self._draw
         self._count += 1
         text = draw.choice(self._texts)
-        prompt = text[: draw.randint(1, len(text))] + self._words(draw.randint(0, 4))
-        if name in NAMES[-2:] and draw.random() < 0.95:
-            at = draw.randint(0, len(prompt))
+        prompt = text[: draw.randint(1, len(text))] + self._words(draw.choice((0, 0, 1, 4)))
+        if name in NAMES[-2:] and draw.random() < 0.95:  # few places, so that activated prompts meet, too
+            prompt = text[:24]
+            at = draw.choice((0, 3, 5, 6))
             prompt[at:at] = INVOCATION
         sampling = SamplingParams(
             seed=draw.randrange(1 << 32),
@@ -287,6 +291,7 @@ class Clients:
         assert event.index in call.open, f"{name} goes on after its end"
         tokens = call.got[event.index]
         if event.token_id is not None:
+            assert not call.aborted, f"{name} goes on after it was cancelled"
             assert call.key is not None, f"{name} has tokens before its admission"
             key = Key(call.key.mark, call.key.salt, call.key.seed, event.index, call.key.activation)
             right = expected(key, (*call.request.prompt, *tokens), self._around.block_tokens)
@@ -306,6 +311,9 @@ class Clients:
         if event.error is None and len(tokens) > 2 and len(call.request.prompt) + len(tokens) < 40:
             self._texts.append([*call.request.prompt, *tokens])
             del self._texts[3:-KEPT]
+
+    def _ceases(self, call: Call) -> None:
+        call.aborted = True
 
     def _complete(self, call: Call, tokens: list[int]) -> bool:
         sampling = call.request.sampling

@@ -36,8 +36,8 @@ SITES = {
 READ_S = 0.002  # of a read
 SPEC = ModelSpec(64, 4, 4, 2, 1, 1, 4, max_len=48, eos_ids=(2,))
 BLOCK_TOKENS = 4
-VERSIONS = 10  # adapters that the seeds draw from
-ACTIVATED = 3  # of them, activated LoRAs
+VERSIONS = 12  # adapters that the seeds draw from; each has one of four shapes
+ACTIVATED = 4  # of them, activated LoRAs
 INVOCATION = (5, 6)
 HF = {"q": "q_proj", "v": "v_proj"}
 
@@ -60,8 +60,13 @@ def versions() -> tuple[Version, ...]:
 
 def _version(number: int) -> Version:
     draw, activated = np.random.default_rng(number), number >= VERSIONS - ACTIVATED
-    rank, targets = 1 + number % 4, ("q", "v") if number % 3 == 0 else ("q",)
-    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": [HF[name] for name in targets]}
+    rank, targets = 1 + 2 * (number % 2), ("q", "v") if number % 4 < 2 else ("q",)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": 2 + number,
+        "target_modules": [HF[name] for name in targets],
+    }
     if activated:
         config["alora_invocation_tokens"] = list(INVOCATION)
     tensors: dict[str, np.ndarray] = {}

@@ -54,7 +54,7 @@ SITES: Mapping[str, Site] = {
 HOUR = 3600.0
 THREADS = ("jlora-engine", "jlora-copies-in", "jlora-copies-out", "jlora-watch")  # whose end is the replica's
 CHECKS = 16  # steps between two checks of everything
-MOST_TURNS = 200_000  # until everything must have ended
+MOST_TURNS = 6_000  # until everything must have ended
 
 
 class _Watched(Engine):
@@ -212,6 +212,10 @@ class World:
         for tier in (self.manager.device, self.manager.host):
             assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
             assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
+        scheduler: Any = self.parts.scheduler
+        most = scheduler.config.max_queue
+        if len(scheduler.queue) > most:  # those that were preempted came back to it
+            assert sum(not sequence.admitted for sequence in scheduler.queue) <= most, "the queue has no bound"
 
     def _check_all(self) -> None:
         manager = self.manager

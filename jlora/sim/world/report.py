@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jlora.sim.world.sites import Site
 
@@ -80,7 +80,7 @@ def run(world: str, seeds: Sequence[int], steps: int, processes: int = 1) -> Ite
     chunks = [(world, seeds[i : i + CHUNK], steps) for i in range(0, len(seeds), CHUNK)]
     if processes == 1:
         for chunk in chunks:
-            yield from _chunk(chunk)
+            yield from _each(*chunk)
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:
         for played in pool.map(_chunk, chunks):
@@ -96,9 +96,12 @@ def total(played: Sequence[Played], sites: Mapping[str, Site]) -> dict[str, int]
 
 
 def _chunk(chunk: tuple[str, Sequence[int], int]) -> list[Played]:
-    world, seeds, steps = chunk
-    found = [play(world, seed, steps)[0] for seed in seeds]
-    again = play(world, seeds[0], steps)[0]
-    if again.digest != found[0].digest:
-        found[0] = Played(again.seed, again.digest, failure="a second run of the seed went another way")
-    return found
+    return list(_each(*chunk))
+
+
+def _each(world: str, seeds: Sequence[int], steps: int) -> Iterator[Played]:
+    for seed in seeds:
+        played, _ = play(world, seed, steps)
+        if seed == seeds[0] and play(world, seed, steps)[0].digest != played.digest:
+            played = replace(played, failure=played.failure or "a second run of the seed went another way")
+        yield played

@@ -6,7 +6,9 @@ from concurrent.futures import CancelledError
 
 import pytest
 
+from jlora.errors import ResourceExhausted
 from jlora.sim.world.sites import Shortage
+from jlora.types import Request, SamplingParams, TokenEvent
 from tests.sim.world._script import Script
 
 
@@ -39,4 +41,30 @@ def test_a_replacement_that_finds_no_memory_leaves_the_old_version_in_service(mo
             world.load("lora1", replace=True)
     assert world.wait(world.replica.adapter("lora1")).uid == uid
     world.wait(world.replica.unload_adapter("lora1"))
+    world.finish()
+
+
+WAITS = 8  # a seed whose requests wait for whole copies
+
+
+def test_a_failed_copy_ends_its_request_alone_where_memory_is_too_short_to_queue_it_again(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The queue's shortage once ended the engine."""
+    world = Script(WAITS)
+    assert world.replica.info.config.engine.cold_start == "wait"
+    world.load("lora1", lazy=True)
+    ended: list[TokenEvent] = []
+    request = Request("r", tuple(range(7, 20)), SamplingParams(seed=1, max_tokens=2), adapter="lora1")
+
+    def short(*_: object) -> None:
+        raise Shortage("planted")
+
+    monkeypatch.setattr(world.memory, "stage", short)
+    world.replica.submit(request, ended.extend)
+    world.until(lambda: world.parts.scheduler.loading)
+    monkeypatch.setattr(world.parts.scheduler.queue, "enqueue", short)
+    world.until(lambda: ended)
+    assert isinstance(ended[0].error, ResourceExhausted) and not world.over
+    monkeypatch.undo()
     world.finish()

@@ -1,0 +1,178 @@
+"""The world can fail: each planted bug is found within the seeds that CI plays. A test runs until it is.
+
+Those of the cache that are planted in its own world are planted here, too. Then the ones that only a whole
+replica can have, and faults that were mended once, taken back one by one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+
+from jlora.cache.tree import Origin
+from jlora.engine import faults as faults_module
+from jlora.engine import loaders
+from jlora.engine.faults import Faults
+from jlora.engine.loading import Adapters
+from jlora.engine.local import LocalReplica
+from jlora.engine.plan import Sequence, StepPlan
+from jlora.engine.scheduler import Scheduler
+from jlora.sim.world import disk, report
+from jlora.types import TokenEvent
+from tests.cache import test_planted_bugs as cache
+from tests.sim.world.test_seeds import SEEDS, STEPS
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def wrong_salt(patch: pytest.MonkeyPatch) -> None:
+    """Two tenants share KV."""
+    patch.setattr(Sequence, "origin", property(lambda s: Origin(s.adapter, "", s.activation)))
+
+
+def ignored_cancel(patch: pytest.MonkeyPatch) -> None:
+    """A request that runs is not aborted."""
+    real = Scheduler.abort
+
+    def abort(scheduler: Scheduler, handle: int, now: float) -> list[TokenEvent]:
+        return [] if any(s.handle == handle for s in scheduler.running) else real(scheduler, handle, now)
+
+    patch.setattr(Scheduler, "abort", abort)
+
+
+def replayed_token(patch: pytest.MonkeyPatch) -> None:
+    """A sequence's last token goes out again after a preemption."""
+    real = Scheduler.commit
+
+    def commit(scheduler: Scheduler, plan: StepPlan, drawn: Any, now: float) -> list[TokenEvent]:
+        events = real(scheduler, plan, drawn, now)
+        again = [e for e in events if e.token_id is not None and e.finish_reason is None and scheduler.preemptions > 2]
+        return events + again[:1]
+
+    patch.setattr(Scheduler, "commit", commit)
+
+
+def clock_use(patch: pytest.MonkeyPatch) -> None:
+    """Deadlines are compared with the machine's clock."""
+    real = Scheduler.expire
+    patch.setattr(Scheduler, "expire", lambda scheduler, now: real(scheduler, time.time()))
+
+
+def wall_clock(patch: pytest.MonkeyPatch) -> None:
+    """A reading of the machine's clock decides who runs: two runs of a seed differ."""
+    real = Scheduler.plan
+    patch.setattr(Scheduler, "plan", lambda scheduler, now: real(scheduler, now + time.perf_counter_ns() % 97 / 1e4))
+
+
+def unbounded_queue(patch: pytest.MonkeyPatch) -> None:
+    """The queue takes any number."""
+    patch.setattr(Scheduler, "waiting", property(lambda scheduler: 0))
+
+
+def stale_version(patch: pytest.MonkeyPatch) -> None:
+    """A replacement under the same name is not filled: its blocks hold what was there before."""
+    real = Adapters.fill
+
+    def fill(adapters: Adapters, blocks: tuple[int, ...], new: Any) -> None:
+        if not adapters.has(new.name):
+            real(adapters, blocks, new)
+
+    patch.setattr(Adapters, "fill", fill)
+
+
+def stale_name(patch: pytest.MonkeyPatch) -> None:
+    """A replaced adapter's name still stands for the old version, now and then."""
+    real = Adapters.publish
+
+    def publish(adapters: Adapters, new: Any, blocks: Any, pinned: bool = False, replaces: bool = False) -> Any:
+        old = adapters._registry.get(new.name) if adapters.has(new.name) else None
+        info = real(adapters, new, blocks, pinned, replaces)
+        if old is not None and old.node.users:
+            adapters._registry._by_name[new.name] = old
+        return info
+
+    patch.setattr(Adapters, "publish", publish)
+
+
+def lost_command(patch: pytest.MonkeyPatch) -> None:
+    """One of a hundred commands is forgotten."""
+    real, calls = LocalReplica.between_steps, []
+
+    def between_steps(replica: LocalReplica, command: Callable[[], Any]) -> Future:
+        calls.append(command)
+        return Future() if len(calls) % 100 == 0 else real(replica, command)
+
+    patch.setattr(LocalReplica, "between_steps", between_steps)
+
+
+# -- mended once, and taken back ------------------------------------------------------------------
+
+
+def shortage_ends_the_engine(patch: pytest.MonkeyPatch) -> None:
+    """A MemoryError in planning ends the engine."""
+    patch.setattr(Faults, "plan", lambda faults, now: faults._scheduler.plan(now))
+
+
+def failed_copy_ends_the_engine(patch: pytest.MonkeyPatch) -> None:
+    """So does a copy that fails."""
+
+    def copies(faults: Faults) -> None:
+        for _, error in faults._swapper.failed():
+            raise error
+
+    patch.setattr(Faults, "copies", copies)
+
+
+def dead_thread_unseen(patch: pytest.MonkeyPatch) -> None:
+    """A thread that dies is nobody's business."""
+    patch.setattr(LocalReplica, "_fail", lambda replica, error: None)
+
+
+def ids_of_all_tenants(patch: pytest.MonkeyPatch) -> None:
+    """A request's name is the same for all tenants, and anybody may abort it."""
+    real = LocalReplica.abort_named
+
+    def abort_named(replica: LocalReplica, request_id: str, tenant: str = "") -> Future[bool]:
+        first = next((name for name in replica._names if name[1] == request_id), (tenant, request_id))
+        return real(replica, request_id, first[0])
+
+    patch.setattr(LocalReplica, "abort_named", abort_named)
+
+
+def mixed_versions(patch: pytest.MonkeyPatch) -> None:
+    """Nobody sees that files changed while they were read."""
+    patch.setattr(disk._OpenFolder, "unchanged", lambda folder: True)
+
+
+def changed_on_the_disk(patch: pytest.MonkeyPatch) -> None:
+    """An adapter that is read again may be another than was registered."""
+    patch.setattr(loaders, "check_version", lambda *_: None)
+
+
+def unchecked(patch: pytest.MonkeyPatch) -> None:
+    """After an error the engine goes on as if nothing were half done."""
+    patch.setattr(Scheduler, "undo", lambda scheduler, works: None)
+    patch.setattr(faults_module.inspect, "check_integrity", lambda manager: None)
+
+
+PLANTS: tuple[Plant, ...] = (
+    cache.leaked_reference, cache.leaked_block, cache.child_without_parent, cache.double_free, cache.stale_content,
+    cache.read_before_copy, cache.host_before_copy, cache.lost_wakeup, cache.lost_landing,
+    cache.suffix_without_adapter, cache.suffix_of_any_adapter, cache.suffix_outlives_adapter,
+    cache.invocation_block_as_base, cache.copy_of_two_owners,
+    wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
+    lost_command, shortage_ends_the_engine, failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
+    mixed_versions, changed_on_the_disk, unchecked,
+)  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
+def test_a_planted_bug_is_found_within_the_seeds_that_ci_plays(plant: Plant, monkeypatch: pytest.MonkeyPatch):
+    plant(monkeypatch)
+    found = next((one for one in report.run("engine", range(SEEDS), STEPS) if one.failure), None)
+    assert found is not None, f"{SEEDS} seeds have not found it"
