@@ -94,7 +94,7 @@ def a_wake_up_is_lost() -> list[Any]:
 
 
 def a_deadline_is_of_another_clock() -> list[Any]:
-    start = wire.start
+    start: Any = wire.start
     return [mock.patch.object(wire, "start", lambda *args: start(*args[:4], time.monotonic()))]
 
 

@@ -31,6 +31,7 @@ from jlora.types import Request, SamplingParams
 STEP_S = 0.02  # of virtual time
 SETTLE_S = 90.0  # in which every request must end once nothing is wrong any more
 PROBE_S = 20.0  # in which a healed service answers
+ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
 ASKS = 0.12  # requests that come with a step
 
 
@@ -167,6 +168,9 @@ class World:
         for ask in probes:
             ask.explain(False)
         self._run(1.0)
+        if not self.time.run(self.time.now + ATTACHED_S, lambda: checks.attached(self)):
+            raise Violation("a router has not found a replica again")
+        self.heard.check()
         checks.at_end(self)
 
     def _await(self, asks: list[Ask], what: str) -> None:
