@@ -17,7 +17,7 @@ import json
 import logging
 import sqlite3
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
 from typing import IO, Any
@@ -27,6 +27,7 @@ from jlora.ports import Threads
 
 log = logging.getLogger(__name__)
 
+Connect = Callable[..., sqlite3.Connection]  # as `sqlite3.connect`
 PATIENCE_S = 5.0  # that a write waits for a process that holds the file
 TABLE = """
 create table adapters (
@@ -106,14 +107,12 @@ class Catalogue:
     with ResourceExhausted if the disk is full.
     """
 
-    def __init__(self, path: str, threads: Threads, fits: str = ""):
+    def __init__(self, path: str, threads: Threads, fits: str = "", connect: Connect = sqlite3.connect):
         """Opens or makes the file; `fits` as of the rows of this process. Raises ConfigError."""
         self.fits = fits
         try:
             self._lock = _locked(f"{path}.lock") if path else None
-            self._table = sqlite3.connect(
-                path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None
-            )
+            self._table = connect(path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None)
             self._prepare()
         except (OSError, sqlite3.Error) as e:
             raise ConfigError(f"adapters.registry = {path!r}: {getattr(e, 'strerror', None) or e}") from e

@@ -7,11 +7,12 @@ is what requests see. It changes only when the file has: an adapter that a clien
 from __future__ import annotations
 
 import bisect
+import sqlite3
 import threading
 from collections.abc import Sequence
 from typing import NoReturn
 
-from jlora.adapters.catalogue import Catalogue, Row
+from jlora.adapters.catalogue import Catalogue, Connect, Row
 from jlora.adapters.near import NearNames
 from jlora.cluster.directory import Version
 from jlora.errors import NotFound
@@ -21,9 +22,9 @@ from jlora.ports import Threads
 class Registry:
     """The table. Any thread may call; only `put` and `remove` wait for the disk."""
 
-    def __init__(self, path: str, threads: Threads):
+    def __init__(self, path: str, threads: Threads, connect: Connect = sqlite3.connect):
         """Opens or makes the file; "" keeps the table in memory. Raises ConfigError."""
-        self._catalogue = Catalogue(path, threads)
+        self._catalogue = Catalogue(path, threads, connect=connect)
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._versions: dict[str, Version] = {}

@@ -71,6 +71,11 @@ def _strays(replica: ReplicaProcess, now: float) -> None:
             raise Violation(f"{replica.name}: request {request} runs on, and no router has it")
 
 
+def router_of(request: str) -> str:
+    """The router of a request, by the name that replicas give it."""
+    return request.partition("@")[2].rpartition(".")[0]
+
+
 def attached(world: World) -> bool:
     """Whether every router has every replica."""
     return all(len(router.router._dispatcher.attached) == len(world.replicas) for router in world.routers)
@@ -95,9 +100,35 @@ def at_end(world: World) -> None:
     for replica in world.replicas:
         known = [stream for stream in replica.streams if stream.router in routers]
         live = [live.rid for stream in known for live in stream._live.values()]
-        if live or replica.replica.live:
-            runs = [run.request.id for run in replica.replica.live.values()]
+        runs = [run.request.id for run in replica.replica.live.values() if router_of(run.request.id) in routers]
+        if live or runs:
             raise Violation(f"{replica.name}: requests {live} are left, and {runs} run")
-    for name, directory in world.adapters.directories.items():
-        if any(directory.uses.values()):
-            raise Violation(f"{name}: versions are in use: {dict(+directory.uses)}")
+    _registry(world)
+
+
+def _registry(world: World) -> None:
+    """The registry's file has what its controller says; what a client was told of is there."""
+    controller = world.adapters.controller
+    assert controller is not None
+    written = {row.name: row for row in controller.registry._catalogue.rows()}
+    both = (written, controller.registry._rows)
+    file, memory = ({n: (r.uid, r.digest, r.pinned) for n, r in rows.items()} for rows in both)
+    if file != memory:
+        raise Violation(f"the registry's file has {file}, and its controller {memory}")
+    for name, path, answer in world.faults.loads:
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            info, row = answer.result(), written.get(name)
+            if info.digest != world.disk.files[path]:
+                raise Violation(f"the load of {name} from {path} answers with the digest {info.digest}")
+            if row is None and name not in world.faults.unloaded:
+                raise Violation(f"adapter {name} was loaded as {info.uid}, and is not known any more")
+            if row is not None and row.uid < info.uid and name not in world.faults.unloaded:
+                raise Violation(f"adapter {name} was loaded as {info.uid}, and is {row.uid} now")
+
+
+def tidy(world: World) -> bool:
+    """Whether replicas have no version that nobody wants, and no request uses one."""
+    controller = world.adapters.controller
+    assert controller is not None
+    used = controller.uses.keys() or any(+router.directory.uses for router in world.routers[1:])
+    return not used and all(controller.wanted(key) for one in world.replicas for key in one.replica.adapters_here)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from jlora.errors import Unavailable
+from jlora.sim.world.cluster.adapters import NAMES
 from jlora.sim.world.cluster.members import ATTACH, ReplicaProcess, RouterProcess
+from jlora.types import AdapterInfo
 
 if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
@@ -38,13 +41,17 @@ class Faults:
             "router.lost": lambda: self._kill_router(True),
             "router.stopped": lambda: self._stop(self._router()),
             "fleet.removed": self._remove,
-            "adapter.replaced": self._replace,
+            "adapter.loaded": lambda: self.load(self._name()),
             "adapter.unloaded": self._unload,
+            "adapter.pinned": self._pin,
+            "adapter.changed": self._change,
             "clients.burst": lambda: self._burst(False),
             "clients.flood": self._flood,
         }
         self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
-        self.unreachable: set[tuple[str, str]] = set()
+        self._spoiled: dict[str, str] = {}  # path -> what was there
+        self.loads: list[tuple[str, str, Future[AdapterInfo]]] = []  # name, path and answer
+        self.unloaded: set[str] = set()
 
     def step(self) -> None:
         """What strikes now."""
@@ -58,6 +65,8 @@ class Faults:
     def heal(self) -> None:
         """From now on everything works."""
         world = self._world
+        for path in list(self._spoiled):
+            self._mend(path)
         for replica in world.replicas:
             self.excuse(replica.name, seconds=2.0)
             if replica.alive and replica.backend.draining:
@@ -229,23 +238,44 @@ class Faults:
 
     # -- adapters and clients -----------------------------------------------------------------------
 
-    def _replace(self) -> bool:
-        world = self._world
-        name = world.draw.choice([f"a{i}" for i in range(3)])
-        version = world.adapters.load(name)
-        for ask in world.asks:
-            if ask.request.adapter == name and not ask.over and not ask.held:
-                ask.digests.append(version.digest)
+    def load(self, name: str) -> bool:
+        """A client loads new weights under a name, which may be in use."""
+        adapters, router = self._world.adapters, self._world.routers[0]
+        if not router.alive:
+            return False
+        path = adapters.path(name)
+        self.loads.append((name, path, router.router.load_adapter(name, path, replace=True)))
         return True
 
+    def _name(self) -> str:
+        return self._world.draw.choice(NAMES)
+
     def _unload(self) -> bool:
+        router, name = self._world.routers[0], self._name()
+        if router.alive:
+            self.unloaded.add(name)
+            router.router.unload_adapter(name)
+        return router.alive
+
+    def _pin(self) -> bool:
+        router = self._world.routers[0]
+        if router.alive:
+            router.router.pin_adapter(self._name(), self._world.draw.random() < 0.7)
+        return router.alive
+
+    def _change(self) -> bool:
+        """The files of an adapter are others for a while."""
         world = self._world
-        names = list(world.adapters.current)
-        if not names:
-            return False
-        name = world.draw.choice(names)
-        world.adapters.unload(name)
+        path = world.draw.choice(sorted(world.disk.files))
+        if path not in self._spoiled:
+            self._spoiled[path] = world.disk.files[path]
+            world.disk.files[path] = "spoiled"
+            world.time.after(world.draw.uniform(*WHILE_S), lambda: self._mend(path))
         return True
+
+    def _mend(self, path: str) -> None:
+        if path in self._spoiled:
+            self._world.disk.files[path] = self._spoiled.pop(path)
 
     def _flood(self) -> bool:
         """Clients who leave at once, while a replica reads nothing."""

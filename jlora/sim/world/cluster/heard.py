@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 LOST = "replica %s at %s is lost: %s"
+UNWRITTEN = "the registry of adapters was not written"
 LEFT = "it has left the service"
 
 
@@ -41,6 +42,8 @@ class Heard(logging.Handler):
         if isinstance(loop, Loop) and not loop.watched:
             return
         self._world.journal.write(f"{self._world.time.now:.6f} {who}: {record.getMessage()}")
+        if record.msg == UNWRITTEN and self._world.sites.fired:
+            return
         if record.levelno >= logging.ERROR:
             error = record.exc_info[1] if record.exc_info else None
             self._found.append(f"{who} logs an error: {record.getMessage()} ({type(error).__name__}: {error})")

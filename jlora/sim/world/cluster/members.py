@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,8 @@ from jlora.cluster.secret import Secret
 from jlora.errors import ResourceExhausted
 from jlora.replica import ReplicaInfo
 from jlora.serve.backend import Backend
+from jlora.serve.proto import jlora_pb2_grpc as public
+from jlora.serve.services import AdaptersServicer
 from jlora.sim.world.cluster.loop import Loop
 from jlora.sim.world.cluster.model import STEP_S, Disk, ModelReplica
 from jlora.sim.world.cluster.net import Net, Server, Wires
@@ -71,6 +73,7 @@ class ReplicaProcess:
         self.servicer = LinkServicer(self.backend, self.name, Secret(), self._adopt, self.replica.records)
         server: Any = Server(self.loop)
         rpc.add_LinkServicer_to_server(self.servicer, server)
+        public.add_AdaptersServicer_to_server(AdaptersServicer(self.backend), server)
         grounds.net.listen(self.address, server)
 
     @property
@@ -109,21 +112,23 @@ class RouterProcess:
     life: int = 0
     loop: Loop = field(init=False)
     router: Router = field(init=False)
+    directory: Directory = field(init=False)
     buried: list[Loop] = field(default_factory=list)
     heads: dict[str, tuple[object, float]] = field(default_factory=dict)  # the message that waits, and since when
 
-    def start(self, directory: Directory, addresses: Mapping[str, str]) -> None:
+    def start(self, directory: Callable[[Loop], Directory], addresses: Mapping[str, str]) -> None:
         """Begins on its loop; requests may come once that has had a turn."""
         self.life += 1
         self.loop = Loop(self.name, self.grounds.net.time)
         self.buried.append(self.loop)
+        self.directory = directory(self.loop)
         wires = Wires(self.grounds.net, self.loop)
         engine = self.grounds.info.config.engine
         room = engine.max_seqs + engine.max_queue
         terms = Terms(self.id, wires, most_sends=2 * room, clock=self.loop.time)
         asyncio._set_running_loop(self.loop)
         try:
-            self.router = Router(directory, self.policy(), terms, seed=self.grounds.draw.getrandbits(31))
+            self.router = Router(self.directory, self.policy(), terms, seed=self.grounds.draw.getrandbits(31))
         finally:
             asyncio._set_running_loop(None)
         self.router.place(addresses)

@@ -19,6 +19,7 @@ from jlora.errors import AlreadyExists, DataLoss, NotFound, QueueFull
 from jlora.replica import ReplicaInfo, ReplicaState, Sink
 from jlora.sim.world.cluster.loop import Loop
 from jlora.types import (
+    AdapterInfo,
     CacheState,
     EngineStats,
     FinishReason,
@@ -32,6 +33,7 @@ from jlora.validation import Limits
 
 VOCAB = 1000
 STEP_S = (0.01, 0.06)
+LOAD_S = (0.005, 0.2)  # to read, check and copy an adapter
 BLOCKS = 64
 
 
@@ -65,7 +67,8 @@ class Held:
 
     name: str
     digest: str
-    tier: str = "HOST"
+    tier: Any = "HOST"
+    pinned: bool = False
     ranks: dict[str, int] = field(default_factory=lambda: {"q_proj": 8})
 
 
@@ -194,14 +197,50 @@ class ModelReplica:
             raise DataLoss(f"adapter {key!r}: its files have changed on the disk")
         self.adapters_here[key] = Held(key, here)
 
-    def drop(self, key: str) -> None:
-        """Unloads a version; what uses it runs on. Raises NotFound."""
-        if self.adapters_here.pop(key, None) is None:
-            raise NotFound(f"adapter {key!r} is not loaded")
+    def load_adapter(
+        self, name: str, path: str, pinned: bool = False, replace: bool = False, lazy: bool = False
+    ) -> Future[AdapterInfo]:
+        def load() -> AdapterInfo:
+            self.adapters_here.pop(name, None)
+            self.adopt(name, path, "")
+            self.adapters_here[name].pinned = pinned
+            return self._info(name)
+
+        return self._between_steps(load, self.draw.uniform(*LOAD_S))
+
+    def unload_adapter(self, name: str) -> Future[AdapterInfo]:
+        """What uses it runs on."""
+
+        def unload() -> AdapterInfo:
+            told = self._info(name)
+            del self.adapters_here[name]
+            return told
+
+        return self._between_steps(unload)
+
+    def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
+        def pin() -> AdapterInfo:
+            told = self._info(name)
+            self.adapters_here[name].pinned = pinned
+            self.adapters_here[name].tier = "HBM" if pinned else "HOST"
+            return told
+
+        return self._between_steps(pin)
+
+    def adapter(self, name: str) -> Future[AdapterInfo]:
+        return self._between_steps(lambda: self._info(name))
+
+    def _info(self, name: str) -> AdapterInfo:
+        if name not in self.adapters_here:
+            raise NotFound(f"adapter {name!r} is not loaded")
+        held = self.adapters_here[name]
+        return AdapterInfo(
+            name, 1, held.digest, 8, held.ranks, ("q_proj",), 1 << 20, 1, held.tier, held.pinned, 0, 0, 0, 0.0, 0.0
+        )  # fmt: skip
 
     # -- the engine's thread ----------------------------------------------------------------------
 
-    def _between_steps(self, command: Callable[[], Any]) -> Future[Any]:
+    def _between_steps(self, command: Callable[[], Any], seconds: float = 0.0) -> Future[Any]:
         answer: Future[Any] = Future()
 
         def settle() -> None:
@@ -212,7 +251,7 @@ class ModelReplica:
             except Exception as e:
                 answer.set_exception(e)
 
-        self.loop.call_later(self.draw.uniform(0.0, self.step_s), settle)
+        self.loop.call_later(seconds + self.draw.uniform(0.0, self.step_s), settle)
         return answer
 
     def _go_on(self) -> None:

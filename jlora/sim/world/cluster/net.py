@@ -20,7 +20,10 @@ from typing import Any
 
 import grpc
 
+from jlora.errors import JloraError
+from jlora.serve.access.caller import Caller
 from jlora.serve.client import Login
+from jlora.serve.status import status_of
 from jlora.sim.world.cluster.loop import Loop, Time
 
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,11 +60,12 @@ class Path:
 
 
 class Pipe:
-    """One direction of a stream. Items are bytes or a final `Status`."""
+    """One direction of a stream. Items are bytes or a final `Status`; a `listener` takes them as they come."""
 
     def __init__(self, net: Net, path: Path, reader: Loop):
         self.unread = 0
         self.broken = False
+        self.listener: Callable[[bytes | Status], None] | None = None
         self._net, self._path, self._reader = net, path, reader
         self._inbox: deque[bytes | Status] = deque()
         self._last = 0.0  # nothing sent arrives before
@@ -112,6 +116,9 @@ class Pipe:
 
     def _put(self, item: bytes | Status) -> None:
         if self._reader.dead:
+            return
+        if self.listener is not None:
+            self.listener(item)
             return
         self._inbox.append(item)
         waiting, self._waiting = self._waiting, None
@@ -194,6 +201,11 @@ class Context:
 
     def __init__(self, stream: Stream, handler: grpc.RpcMethodHandler, metadata: Sequence[tuple[str, str]]):
         self._stream, self._handler, self._metadata = stream, handler, metadata
+
+    @property
+    def caller(self) -> Caller:
+        """Everybody may do everything."""
+        return Caller(None, True, True)
 
     def invocation_metadata(self) -> Sequence[tuple[str, str]]:
         return self._metadata
@@ -318,10 +330,11 @@ class Net:
             stream.down.send(REFUSED)
             return
         handler = server.handlers[method]
+        serve = self._serve if handler.stream_stream is not None else self._answer
 
         def begin() -> None:
             if not stream.over:
-                work = self._serve(handler, stream, Context(stream, handler, metadata))
+                work = serve(handler, stream, Context(stream, handler, metadata))
                 stream.task = server.loop.create_task(work, name=method)
 
         server.loop.call_soon(begin)
@@ -338,6 +351,21 @@ class Net:
         except Exception as e:
             self.failures.append(f"{stream.server.name}: a handler has failed: {type(e).__name__}: {e}")
             stream.down.send((grpc.StatusCode.UNKNOWN, str(e)))
+        finally:
+            stream.over = True
+
+    async def _answer(self, handler: grpc.RpcMethodHandler, stream: Stream, context: Context) -> None:
+        """A call of one message each way; errors as the server's interceptor maps them."""
+        method: Any = handler.unary_unary
+        try:
+            answer = await method(await context.read(), context)
+            stream.down.send(handler.response_serializer(answer))  # pyright: ignore[reportOptionalCall]
+        except JloraError as e:
+            stream.down.send(status_of(e, "unary"))
+        except asyncio.CancelledError:
+            pass
+        except Exception as e:
+            self.failures.append(f"{stream.server.name}: a handler has failed: {type(e).__name__}: {e}")
         finally:
             stream.over = True
 

@@ -10,16 +10,19 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from jlora.cluster.directory import Directory
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.session import SessionSticky
+from jlora.errors import JloraError
 from jlora.sim.world.cluster import checks
-from jlora.sim.world.cluster.adapters import Adapters, ModelDirectory
+from jlora.sim.world.cluster.adapters import NAMES, Adapters, Follower
 from jlora.sim.world.cluster.asks import Ask, Violation
 from jlora.sim.world.cluster.faults import Faults
 from jlora.sim.world.cluster.heard import Heard
-from jlora.sim.world.cluster.loop import Time
+from jlora.sim.world.cluster.loop import Loop, Time
 from jlora.sim.world.cluster.members import Grounds, ReplicaProcess, RouterProcess
 from jlora.sim.world.cluster.model import VOCAB, Disk, info
 from jlora.sim.world.cluster.net import Net
@@ -31,6 +34,7 @@ from jlora.types import Request, SamplingParams
 STEP_S = 0.02  # of virtual time
 SETTLE_S = 90.0  # in which every request must end once nothing is wrong any more
 PROBE_S = 20.0  # in which a healed service answers
+TIDY_S = 30.0  # in which old versions leave the replicas: what has failed is tried again after a while
 ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
 ASKS = 0.12  # requests that come with a step
 
@@ -46,7 +50,7 @@ class World:
         self.net = Net(self.time, random.Random(draw.getrandbits(64)))
         self.disk = Disk()
         self.grounds = Grounds(self.net, self.disk, self.sites, draw, info(draw.randint(2, 6), draw.choice((2, 8, 64))))
-        self.adapters = Adapters(self.disk, draw)
+        self.adapters = Adapters(self.net, self.disk, self.sites, draw)
         self.replicas = [ReplicaProcess(f"r{i}", self.grounds) for i in range(draw.randint(2, 3))]
         policy = draw.choice((LeastLoaded, SessionSticky))
         self.routers = [RouterProcess(f"router{i}", self.grounds, policy) for i in range(draw.choice((1, 1, 2)))]
@@ -57,16 +61,29 @@ class World:
     # -- the service ----------------------------------------------------------------------------
 
     def begin(self) -> None:
-        for i in range(self.draw.randint(1, 3)):
-            self.adapters.load(f"a{i}")
         for replica in self.replicas:
             replica.start()
         for router in self.routers:
             self.start_router(router)
+        self._run(0.2)
+        for name in NAMES:
+            self.faults.load(name)
+        self.time.run(self.time.now + 1.0, lambda: all(answer.done() for *_, answer in self.faults.loads))
 
     def start_router(self, router: RouterProcess) -> None:
-        directory: Any = ModelDirectory(self.adapters, router.name)
+        def directory(loop: Loop) -> Any:
+            told = partial(self.current, router)
+            if router is self.routers[0]:
+                return self.adapters.begin(loop, told)
+            return Follower(self.adapters, self.net, loop, told)
+
         router.start(directory, self.addresses())
+
+    def current(self, router: RouterProcess, name: str, digest: str) -> None:
+        """A router's next requests for an adapter get these weights; so do those that it has not taken yet."""
+        for ask in self.asks:
+            if ask.router is router and ask.request.adapter == name and not (ask.over or ask.held):
+                ask.digests.append(digest)
 
     def addresses(self) -> dict[str, str]:
         """Where the fleet says that replicas are."""
@@ -83,7 +100,10 @@ class World:
     def ask(self, router: RouterProcess, plain: bool = False, hasty: bool = False) -> Ask:
         """A client sends a request; a plain one is never left or stopped, a hasty one soon."""
         draw, now = self.draw, self.time.now
-        name = draw.choice([None, *self.adapters.current])
+        name = draw.choice((None, *NAMES))
+        digest = "base" if name is None else _digest(router.directory, name)
+        if plain and not digest:
+            name, digest = None, "base"
         sampling = SamplingParams(
             max_tokens=draw.randint(1, 24), n=draw.choice((1, 1, 1, 2)), seed=draw.getrandbits(63)
         )
@@ -96,8 +116,7 @@ class World:
             tenant=draw.choice(("", "t")),
             deadline=None if plain or draw.random() < 0.8 else now + draw.uniform(0.02, 3.0),
         )
-        digest = "base" if name is None else self.adapters.current[name].digest
-        ask = Ask(request, [digest], self.time, router)
+        ask = Ask(request, [digest] if digest else [], self.time, router)
         self.asks.append(ask)
         self.journal.write(f"{now:.6f} {router.name} is asked {request.id} for {name}")
         ask.submitted = router.router.submit(request, ask.hear)
@@ -170,6 +189,10 @@ class World:
         self._run(1.0)
         if not self.time.run(self.time.now + ATTACHED_S, lambda: checks.attached(self)):
             raise Violation("a router has not found a replica again")
+        if not self.time.run(self.time.now + TIDY_S, lambda: checks.tidy(self)):
+            raise Violation(
+                f"replicas have versions that nobody wants: {[r.replica.adapters_here for r in self.replicas]}"
+            )
         self.heard.check()
         checks.at_end(self)
 
@@ -187,6 +210,15 @@ class World:
         for process in (*self.replicas, *self.routers):
             for loop in process.buried:
                 loop.bury()
+        self.adapters.bury()
+
+
+def _digest(directory: Directory, name: str) -> str:
+    """Of the version that a request gets now; "" if there is none."""
+    try:
+        return directory.current(name).digest
+    except JloraError:
+        return ""
 
 
 def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
