@@ -121,8 +121,14 @@ class LinkServicer(rpc.LinkServicer):
         task = self._adopting.get(version.key)
         if task is None:
             task = self._adopting[version.key] = asyncio.create_task(self._call_adopt(version))
-            task.add_done_callback(lambda _: self._adopting.pop(version.key))
+            task.add_done_callback(partial(self._has_adopted, version.key))
         await asyncio.shield(task)
+
+    def _has_adopted(self, key: str, task: asyncio.Task[None]) -> None:
+        """All who wanted it may have gone: then nobody else hears of an error."""
+        del self._adopting[key]
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.info("adapter %s is not adopted: %s", key, error)
 
     async def _call_adopt(self, version: link.Version) -> None:
         try:

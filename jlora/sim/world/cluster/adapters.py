@@ -178,6 +178,11 @@ class Follower:
     def uses(self) -> Counter[str]:
         return self._uses
 
+    @property
+    def over(self) -> bool:
+        """Whether its process is gone."""
+        return self._loop.dead
+
     def _look(self) -> None:
         """Takes what is new from the controller that lives, if it is reached, and says what is in use here."""
         if self._loop.dead:

@@ -12,7 +12,7 @@ from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
 if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
-STUCK_S = 0.3  # that a message waits in the router while nothing hinders it
+STUCK_S = 0.25  # that a message waits in the router while nothing hinders it
 STRAY_S = 0.5  # that a request may run on which no router's stream has: a few steps
 
 
@@ -52,10 +52,10 @@ def _sends(world: World, router: RouterProcess) -> None:
     for one in router.router._dispatcher.links.values():
         if len(one._sends) > one._terms.most_sends + 1:
             raise Violation(f"{router.name}: {len(one._sends)} messages wait for {one.name}")
-        if one._up and one._sends:
+        if one._up and one._sends and not world.faults.hinders(router.name, one.name):
             head, since = router.heads.get(one.name, (None, now))
             heads[one.name] = (one._sends[0], since if head is one._sends[0] else now)
-            if now - heads[one.name][1] > STUCK_S and not world.faults.excused(router.name, one.name):
+            if now - heads[one.name][1] > STUCK_S:
                 raise Violation(f"{router.name}: a message for {one.name} is not sent")
     router.heads = heads
 
@@ -115,20 +115,24 @@ def _registry(world: World) -> None:
     file, memory = ({n: (r.uid, r.digest, r.pinned) for n, r in rows.items()} for rows in both)
     if file != memory:
         raise Violation(f"the registry's file has {file}, and its controller {memory}")
-    for name, path, answer in world.faults.loads:
-        if answer.done() and not answer.cancelled() and answer.exception() is None:
-            info, row = answer.result(), written.get(name)
-            if info.digest != world.disk.files[path]:
-                raise Violation(f"the load of {name} from {path} answers with the digest {info.digest}")
-            if row is None and name not in world.faults.unloaded:
-                raise Violation(f"adapter {name} was loaded as {info.uid}, and is not known any more")
-            if row is not None and row.uid < info.uid and name not in world.faults.unloaded:
-                raise Violation(f"adapter {name} was loaded as {info.uid}, and is {row.uid} now")
+    by_path = {one.path: one for one in world.faults.loads}
+    for one in world.faults.loads:
+        if not one.loaded:
+            continue
+        info, row = one.answer.result(), written.get(one.name)
+        if info.digest != world.disk.files[one.path]:
+            raise Violation(f"the load of {one.path} answers with the digest {info.digest}")
+        if one.name in world.faults.unloaded:
+            continue
+        if row is None:
+            raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is not known any more")
+        if by_path[row.path].ended < one.begun:
+            raise Violation(f"adapter {one.name} was loaded as {info.uid}, and is {row.uid} again")
 
 
 def tidy(world: World) -> bool:
     """Whether replicas have no version that nobody wants, and no request uses one."""
     controller = world.adapters.controller
     assert controller is not None
-    used = controller.uses.keys() or any(+router.directory.uses for router in world.routers[1:])
+    used = controller.uses.keys() or any(+one.uses for one in world.followers)
     return not used and all(controller.wanted(key) for one in world.replicas for key in one.replica.adapters_here)

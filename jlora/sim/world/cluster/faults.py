@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from jlora.errors import Unavailable
 from jlora.sim.world.cluster.adapters import NAMES
 from jlora.sim.world.cluster.members import ATTACH, ReplicaProcess, RouterProcess
+from jlora.sim.world.cluster.net import DELAY_S
 from jlora.types import AdapterInfo
 
 if TYPE_CHECKING:
@@ -17,6 +20,22 @@ if TYPE_CHECKING:
 WHILE_S = (0.05, 2.5)  # that most faults last
 RESTART_S = (0.05, 1.0)
 EXCUSED_S = 13.0  # after a fault in which a replica may be lost
+
+
+@dataclass(slots=True)
+class Loading:
+    """A client's load, from `begun` to `ended`."""
+
+    name: str
+    path: str
+    begun: float
+    answer: Future[AdapterInfo]
+    ended: float = math.inf
+
+    @property
+    def loaded(self) -> bool:
+        """Whether its client was told so."""
+        return self.answer.done() and not self.answer.cancelled() and self.answer.exception() is None
 
 
 class Faults:
@@ -50,7 +69,7 @@ class Faults:
         }
         self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
         self._spoiled: dict[str, str] = {}  # path -> what was there
-        self.loads: list[tuple[str, str, Future[AdapterInfo]]] = []  # name, path and answer
+        self.loads: list[Loading] = []
         self.unloaded: set[str] = set()
 
     def step(self) -> None:
@@ -100,6 +119,13 @@ class Faults:
         if self._excused.get((router, replica), 0.0) > self._world.time.now:
             return True
         return any(one.name == replica and not one.alive for one in self._world.replicas)
+
+    def hinders(self, router: str, replica: str) -> bool:
+        """Whether messages may not arrive just now."""
+        world = self._world
+        path = world.net.path(router, replica)
+        lives = [one for one in (*world.routers, *world.replicas) if one.name in (router, replica)]
+        return path.cut or path.slow != DELAY_S or any(not one.alive or one.loop.stopped or one.fresh for one in lives)
 
     # -- the network ----------------------------------------------------------------------------
 
@@ -244,7 +270,9 @@ class Faults:
         if not router.alive:
             return False
         path = adapters.path(name)
-        self.loads.append((name, path, router.router.load_adapter(name, path, replace=True)))
+        loading = Loading(name, path, self._world.time.now, router.router.load_adapter(name, path, replace=True))
+        loading.answer.add_done_callback(lambda _: setattr(loading, "ended", self._world.time.now))
+        self.loads.append(loading)
         return True
 
     def _name(self) -> str:

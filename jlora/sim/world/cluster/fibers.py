@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 from greenlet import GreenletExit, getcurrent, greenlet
 
 from jlora.engine.futures import settle
-from jlora.ports import Threads
+from jlora.ports import Condition, Event, Threads
 from jlora.sim.world.cluster.loop import Loop, Time
 
 LATE_S = 0.001  # before a call that is submitted begins
@@ -43,6 +44,14 @@ class Fibers(Threads):
     def pool(self, name: str, size: int) -> Executor:
         """One that waits for nothing runs at once: its caller waits for it under a lock."""
         return Inline() if name == "jlora-catalogue" else Pool(self, name)
+
+    def event(self) -> Event:
+        """Nothing of a controller waits for one."""
+        return threading.Event()
+
+    def condition(self) -> Condition:
+        """Nor for one of these."""
+        return threading.Condition()
 
     def watch(self, failed: Callable[[str, BaseException], None]) -> None:
         """Fibers that fail raise in the world."""

@@ -27,6 +27,7 @@ from jlora.sim.world.cluster.net import Net, Server, Wires
 from jlora.sim.world.sites import Sites
 
 ADOPT_S = (0.002, 0.05)  # to read an adapter
+FRESH_S = 1.0
 SLOW_S = (0.5, 2.0)  # from a slow disk
 ATTACH = "/jlora.cluster.v1.Link/Attach"
 
@@ -79,6 +80,11 @@ class ReplicaProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it began a moment ago."""
+        return self.loop.time() - self.loop.began < FRESH_S
 
     @property
     def streams(self) -> list[Stream]:
@@ -141,6 +147,11 @@ class RouterProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
+
+    @property
+    def fresh(self) -> bool:
+        """Whether it began a moment ago."""
+        return self.loop.time() - self.loop.began < FRESH_S
 
     def kill(self, silent: bool = False) -> None:
         self.loop.kill()

@@ -29,7 +29,7 @@ from jlora.sim.world.cluster.loop import Loop, Time
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 WINDOW = 2 << 10  # as small as the traffic
 DELAY_S = (0.0001, 0.002)  # of a message, one way
-WRITE_S = (0.0001, 0.01)  # that some writes take
+WRITE_S = (0.0001, 0.02)  # that some writes take
 Status = tuple[grpc.StatusCode, str]
 RESET: Status = (grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
 REFUSED: Status = (grpc.StatusCode.UNAVAILABLE, "failed to connect: Connection refused")
@@ -100,7 +100,7 @@ class Pipe:
 
     async def room(self, writer: Loop) -> None:
         """Waits while too much is unread, and always for a moment."""
-        await asyncio.sleep(0.0 if self._net.draw.random() < 0.7 else self._net.draw.uniform(*WRITE_S))
+        await asyncio.sleep(0.0 if self._net.draw.random() < 0.5 else self._net.draw.uniform(*WRITE_S))
         while self.unread > WINDOW and not self.broken:
             self._room = writer.create_future()
             await self._room

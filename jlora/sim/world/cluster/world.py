@@ -55,6 +55,7 @@ class World:
         policy = draw.choice((LeastLoaded, SessionSticky))
         self.routers = [RouterProcess(f"router{i}", self.grounds, policy) for i in range(draw.choice((1, 1, 2)))]
         self.asks: list[Ask] = []
+        self.followers: list[Follower] = []
         self.heard = Heard(self)
         self.faults = Faults(self)
 
@@ -68,14 +69,17 @@ class World:
         self._run(0.2)
         for name in NAMES:
             self.faults.load(name)
-        self.time.run(self.time.now + 1.0, lambda: all(answer.done() for *_, answer in self.faults.loads))
+        self.time.run(self.time.now + 1.0, lambda: all(one.answer.done() for one in self.faults.loads))
+        self._run(0.25)  # until all routers know
 
     def start_router(self, router: RouterProcess) -> None:
         def directory(loop: Loop) -> Any:
             told = partial(self.current, router)
             if router is self.routers[0]:
                 return self.adapters.begin(loop, told)
-            return Follower(self.adapters, self.net, loop, told)
+            self.followers = [one for one in self.followers if not one.over]
+            self.followers.append(Follower(self.adapters, self.net, loop, told))
+            return self.followers[-1]
 
         router.start(directory, self.addresses())
 
