@@ -1,7 +1,8 @@
 # jlora: `make demo` and `make test` set up everything they need.
 
 PYTHON := .venv/bin/python
-PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile
+# In the order of the rooms: by their number of tests, the files of the longest tests would come last.
+PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-cluster test test-all setup lint bench soak train-demo proto supply lock sbom audit release clean
 

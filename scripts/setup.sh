@@ -80,7 +80,8 @@ fi
 
 rm -f "$stamp"
 echo "setup: installing packages into $venv (some minutes the first time)"
-pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@"; }
+# Python compiles a module when it is first imported: most of these packages' files never are.
+pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 # shellcheck disable=SC2086  # the lists are split on purpose
 if [ -n "$first" ]; then pip $first; fi
 # shellcheck disable=SC2086
