@@ -12,6 +12,8 @@ from jlora.demo.tasks import TASKS
 nbclient = pytest.importorskip("nbclient")
 nbformat = pytest.importorskip("nbformat")
 
+pytestmark = pytest.mark.slow  # the notebook runs as a whole, once
+
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOK = ROOT / "examples" / "quickstart.ipynb"
 TEXT = "the quick brown fox"
@@ -37,7 +39,6 @@ def executed():
     return printed(client.execute())
 
 
-@pytest.mark.slow
 def test_every_adapter_of_the_batch_answers_with_its_own_transform(executed: dict[str, str]):
     answers = dict(line.strip().split(": ", 1) for line in cell(executed, "question").splitlines())
     expected = {name: TASKS[name](TEXT) for name in ("upper", "rot13", "leet")}

@@ -190,6 +190,7 @@ def test_predicted_steps_are_kept_beside_what_they_took(tmp_path: Path):
     assert all(line["ours_s"] > 0 and min(line["seconds"]) > 0 for line in lines if line["side"] == "step")
 
 
+@pytest.mark.slow
 def test_a_page_comes_from_its_records_and_is_the_same_every_time(tmp_path: Path):
     study(tmp_path, "alora", "--rounds", "2")
     out = tmp_path / "out"

@@ -96,6 +96,7 @@ def test_both_verdicts_are_asked_for_about_equally_often(model: str):
     assert all(0.4 <= told.count(verdict) / COUNT <= 0.6 for verdict in CHECKS[model].verdicts)
 
 
+@pytest.mark.slow
 def test_server_is_as_exact_as_training_measured(answered: Answered):
     stages = json.loads((assets.ASSETS / "training.json").read_text())["stages"]
     for model, pairs in answered.items():

@@ -159,6 +159,7 @@ def test_models_made_now(live: Path, case: str, settings: str):
     check_case(live / case, SETTINGS[settings])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", ["chunk 512", "chunk 8, scan", "chunk 16, warm", "tp 2"])
 def test_activated_loras_in_every_setting(settings: str):
     """Beside a plain LoRA and the base in one batch; chunks of 8 and 16 end inside some invocations."""
@@ -195,7 +196,7 @@ def check_preempted(case: Path, settings: str) -> None:
         client.check_idle()
 
 
-@pytest.mark.parametrize("settings", ["chunk 16, no overlap", "tp 2"])
+@pytest.mark.parametrize("settings", ["chunk 16, no overlap", pytest.param("tp 2", marks=pytest.mark.slow)])
 def test_preemption_does_not_change_an_answer(settings: str):
     check_preempted(GOLDEN / "gqa", settings)
 
