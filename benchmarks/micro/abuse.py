@@ -101,7 +101,7 @@ async def resets(address: str, seconds: float, count: int) -> Counter[str]:
                 reading = asyncio.create_task(_drop(reader))
                 call = 1
                 while time.monotonic() < end and not reading.done():
-                    writer.write(b"".join(map(_begun_and_reset, range(call, call + 2 * BATCH, 2))))
+                    writer.write(b"".join(map(begun_and_reset, range(call, call + 2 * BATCH, 2))))
                     await writer.drain()
                     await asyncio.sleep(0)
                     call += 2 * BATCH
@@ -113,7 +113,8 @@ async def resets(address: str, seconds: float, count: int) -> Counter[str]:
     return ends
 
 
-def _begun_and_reset(call: int) -> bytes:
+def begun_and_reset(call: int) -> bytes:
+    """A call of Generate by its number, which is odd, and its reset."""
     head = len(HEADERS).to_bytes(3) + b"\1\4" + call.to_bytes(4) + HEADERS
     return head + b"\0\0\4\3\0" + call.to_bytes(4) + b"\0\0\0\x08"
 

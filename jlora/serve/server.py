@@ -38,8 +38,10 @@ HEALTH_PERIOD_S = 0.2
 LATE_S = 1.0  # a round of the health watch that comes later: the process was stopped, or the loop stood still
 GAP_PERIOD_S = 0.02
 SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
-# Calls that gRPC holds before a handler has them, and in handlers. It answers CANCELLED to those beyond.
-BACKLOG = 16_384
+# Calls that gRPC holds before a handler has them, and in handlers. It answers CANCELLED to those beyond. Each takes
+# up to 18 kB of memory, also one that its client has reset. A lower bound for each connection would not help: gRPC ends
+# busy connections at it (UNAVAILABLE).
+BACKLOG = 10_240
 CONNECTIONS = 4096
 METADATA_BYTES = 16 << 10  # of one call
 HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2

@@ -8,11 +8,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
+from benchmarks.micro.abuse import HELLO, begun_and_reset
 from jlora.serve import server
 from tests.serve._server import Served, request, serving, wait_until
 
-PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-SETTINGS = b"\0\0\0\4\0\0\0\0\0"  # an empty frame
 GOAWAY = 7
 CODE = grpc.StatusCode
 
@@ -52,7 +51,7 @@ def front(served: Served) -> Iterator[Served]:
             yield running
 
 
-@pytest.mark.parametrize("sent", [b"", PREFACE[:10], b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "part", "http"])
+@pytest.mark.parametrize("sent", [b"", HELLO[:10], b"GET / HTTP/1.1\r\n\r\n"], ids=["nothing", "part", "http"])
 def test_a_connection_that_does_not_speak_http2_is_closed(front: Served, sent: bytes):
     with connect(front) as raw:
         raw.sendall(sent)
@@ -62,8 +61,22 @@ def test_a_connection_that_does_not_speak_http2_is_closed(front: Served, sent: b
 
 def test_a_connection_without_a_call_is_closed_in_good_order(front: Served):
     with connect(front) as raw:
-        raw.sendall(PREFACE + SETTINGS)
+        raw.sendall(HELLO)
         assert GOAWAY in frames(until_closed(raw))
+
+
+def test_calls_that_are_reset_at_once_leave_nothing(front: Served):
+    """CVE-2023-44487: thousands of calls on one connection, each reset before it can be served."""
+    began = front.stats().generated_tokens
+    with connect(front) as raw:
+        raw.sendall(HELLO)
+        for call in range(1, 6001, 2):
+            raw.sendall(begun_and_reset(call))
+        assert front.generate(request()).usage.completion_tokens == 8
+    gate = front.backend.gate
+    wait_until(lambda: not (gate._calls.used or gate._completions.used or gate._bytes.used))
+    front.check_idle()
+    assert front.stats().generated_tokens == began + 8
 
 
 def test_a_client_that_was_idle_calls_on(front: Served):
