@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # In the order of the rooms: by their number of tests, the files of the longest tests would come last.
 PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo demo-cluster test test-all setup lint bench soak train-demo proto supply lock sbom audit release clean
+.PHONY: demo demo-cluster test test-all fuzz setup lint bench soak train-demo proto supply lock sbom audit release clean
 
 demo: setup  ## start a server on the embedded model and talk to it
 	@$(PYTHON) -m jlora.demo
@@ -17,6 +17,9 @@ test: setup  ## the tests that take less than 20 seconds each; TEST_FLAGS goes t
 
 test-all: setup  ## every test
 	@$(PYTEST) $(TEST_FLAGS)
+
+fuzz: setup  ## every parser of something from outside, 100,000 inputs each; FUZZ names targets and gives flags
+	@JAX_PLATFORMS=cpu $(PYTHON) -m tests.fuzz $(or $(FUZZ),all)
 
 setup:  ## .venv from the newest usable Python; instant when nothing changed
 	@sh scripts/setup.sh

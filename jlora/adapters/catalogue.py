@@ -20,7 +20,9 @@ import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, fields
-from typing import IO, Any
+from typing import IO, Annotated, Any
+
+import msgspec
 
 from jlora.errors import ConfigError, JloraError, ResourceExhausted, Unavailable
 from jlora.ports import Threads
@@ -28,6 +30,10 @@ from jlora.ports import Threads
 log = logging.getLogger(__name__)
 
 Connect = Callable[..., sqlite3.Connection]  # as `sqlite3.connect`
+MOST_RANKS = 1 << 20  # bytes of an adapter's ranks as JSON: some thousand modules
+Uid = Annotated[int, msgspec.Meta(ge=0, le=1 << 62)]
+# What reading a file raises that no catalogue has written. sqlite3's own messages may hold bytes that are no text.
+DAMAGE = (sqlite3.Error, zlib.error, ValueError, TypeError, RecursionError, MemoryError)
 PATIENCE_S = 5.0  # that a write waits for a process that holds the file
 TABLE = """
 create table adapters (
@@ -79,7 +85,7 @@ class Row:
     """
 
     name: str
-    uid: int
+    uid: Uid
     digest: str
     header: str
     base: str
@@ -109,25 +115,31 @@ class Catalogue:
 
     def __init__(self, path: str, threads: Threads, fits: str = "", connect: Connect = sqlite3.connect):
         """Opens or makes the file; `fits` as of the rows of this process. Raises ConfigError."""
-        self.fits = fits
+        self.fits, self._path = fits, path
         try:
             self._lock = _locked(f"{path}.lock") if path else None
             self._table = connect(path or ":memory:", timeout=PATIENCE_S, check_same_thread=False, isolation_level=None)
             self._prepare()
-        except (OSError, sqlite3.Error) as e:
+        except (OSError, *DAMAGE) as e:
             raise ConfigError(f"adapters.registry = {path!r}: {getattr(e, 'strerror', None) or e}") from e
         self._writer = threads.pool("jlora-catalogue", 1)
 
     def rows(self) -> list[Row]:
-        """All adapters, in order of name."""
-        found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters order by name")
-        return [Row(**_decoded(dict(zip(COLUMNS, row, strict=True)))) for row in found]
+        """All adapters, in order of name. Raises ConfigError if the file is damaged."""
+        try:
+            found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters order by name")
+            return [_row(dict(zip(COLUMNS, row, strict=True))) for row in found]
+        except DAMAGE as e:
+            raise self._damaged(e) from e
 
     @property
     def last_uid(self) -> int:
-        """The largest uid that any adapter ever had."""
-        ((last,),) = self._table.execute("select last from uids")
-        return last
+        """The largest uid that any adapter ever had. Raises ConfigError if the file is damaged."""
+        try:
+            ((last,),) = self._table.execute("select last from uids")
+            return msgspec.convert(last, Uid)
+        except DAMAGE as e:
+            raise self._damaged(e) from e
 
     def put(self, rows: Iterable[Row]) -> Future[None]:
         """Adds adapters, or takes the places of those of the same names."""
@@ -154,6 +166,9 @@ class Catalogue:
         self._table.close()
         if self._lock is not None:
             self._lock.close()
+
+    def _damaged(self, error: Exception) -> ConfigError:
+        return ConfigError(f"adapters.registry = {self._path!r}: is damaged ({str(error)[:200]}); restore or remove it")
 
     def _prepare(self) -> None:
         for pragma in ("journal_mode = wal", "synchronous = normal"):
@@ -207,6 +222,11 @@ def _encoded(row: Row) -> tuple[Any, ...]:
     return tuple(values.values())
 
 
-def _decoded(values: dict[str, Any]) -> dict[str, Any]:
+def _row(values: dict[str, Any]) -> Row:
+    """The inverse of `_encoded`. Raises one of `DAMAGE`."""
     values |= {name: json.loads(values[name]) for name in JSON}
-    return values | {"ranks": json.loads(zlib.decompress(values["ranks"])), "pinned": bool(values["pinned"])}
+    inflating = zlib.decompressobj()
+    ranks = inflating.decompress(values["ranks"], MOST_RANKS)
+    if not inflating.eof:
+        raise ValueError(f"the ranks of {values['name']!r} have more than {MOST_RANKS} bytes, or no end")
+    return msgspec.convert(values | {"ranks": json.loads(ranks), "pinned": bool(values["pinned"])}, Row)

@@ -23,6 +23,7 @@ LOOK_S = 0.1  # between two looks at whether an answer is still worth waiting fo
 LOAD_S = 600.0
 CALL_S = 60.0
 ERRORS: dict[grpc.StatusCode, type[Exception]] = {code: error for error, code in CODES.items()}
+TIERS = {number: name for name, number in pb.AdapterInfo.Tier.items()}  # a later one may have more
 # What the adapter's message has and its record has not, or the other way round, is left out.
 FIELDS = frozenset(pb.AdapterInfo.DESCRIPTOR.fields_by_name) & set(AdapterInfo.__dataclass_fields__)
 
@@ -63,7 +64,7 @@ def record(message: pb.AdapterInfo) -> AdapterInfo:
         "ranks": dict(message.ranks),
         "target_modules": tuple(message.target_modules),
         "alora_invocation_tokens": tuple(message.alora_invocation_tokens),
-        "tier": pb.AdapterInfo.Tier.Name(message.tier),
+        "tier": TIERS.get(message.tier, "DISK"),
     }
     return AdapterInfo(**values)
 

@@ -222,11 +222,14 @@ class Dispatcher:
         for rid in message.begun:
             if (routed := self.table.attempt(rid)) is not None:
                 self._answer(routed)
+        vocab = attached.info.limits.vocab if attached.info is not None else 0
         try:
             for token in message.tokens:
                 routed = self.table.attempt(token.rid)
                 if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
                     continue
+                if not 0 <= token.id < vocab:
+                    raise Broken(f"token {token.id} of a vocabulary of {vocab}")
                 event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
                 if event.usage is not None and event.timing is not None:
                     self.pace.served(None if routed.version is None else routed.version.key, event.usage, event.timing)

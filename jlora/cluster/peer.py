@@ -33,7 +33,7 @@ from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, Unavaila
 from jlora.serve import convert
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.serve.status import status_of
+from jlora.serve.status import shortened, status_of
 
 if TYPE_CHECKING:  # it imports jax
     from jlora.engine.local import LocalReplica
@@ -131,9 +131,9 @@ class PeerServicer(rpc.PeerServicer):
             async for chunk in self._chunks(request):
                 yield chunk
         except Unavailable as e:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, str(e))
+            await context.abort(grpc.StatusCode.UNAVAILABLE, shortened(str(e)))
         except JloraError as e:
-            await context.abort(grpc.StatusCode.NOT_FOUND, str(e))
+            await context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(e)))
 
     async def _chunks(self, request: link.FetchRequest) -> AsyncIterator[link.Chunk]:
         """The copy may leave the host tier meanwhile: then the transfer ends. One chunk is in memory at a time."""
@@ -324,7 +324,7 @@ def _head_of(chunk: link.Chunk, key: str, digest: str, reader: Reader) -> Head:
     """Raises DataLoss unless the chunk describes this version for this pool."""
     try:
         head = msgspec.json.decode(chunk.head, type=Head)
-    except msgspec.MsgspecError as e:
+    except (msgspec.MsgspecError, ValueError, RecursionError) as e:  # ValueError: no UTF-8
         raise DataLoss(f"its head cannot be read: {e}") from e
     if (head.key, head.digest) != (key, digest):
         raise DataLoss(f"it has sent adapter {head.key[:64]!r} with digest {head.digest[:12]}…")

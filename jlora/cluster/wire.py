@@ -9,18 +9,22 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 
 from jlora import errors
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.requests import Broken
 from jlora.replica import ReplicaInfo
 from jlora.serve import convert
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import Done, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
+from jlora.types import ColdStart, Done, FinishReason, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
+LONGEST_S = 1e9  # of a time that a replica may tell
+REASONS = ("", *get_args(FinishReason))
+STARTS = get_args(ColdStart)
 PROTOCOL = 1  # of `Hello`: grows when the two sides must speak the same; new fields do not make it grow
 
 _SAMPLING = frozenset(field.name for field in dataclasses.fields(SamplingParams))
@@ -96,10 +100,12 @@ def token(rid: int, position: int, event: TokenEvent) -> link.Token:
 
 
 def event(message: link.Token, request_id: str, handle: int) -> TokenEvent:
-    """The event of a `Token`, by the names that the request has at its receiver."""
+    """The event of a `Token`, by the names that the request has at its receiver. Raises Broken if it can be none."""
     if not message.finish_reason and not message.prompt_logprobs:  # nearly all of them
         logprob = _logprob(message.logprob) if message.HasField("logprob") else None
         return TokenEvent(request_id, message.index, message.id, logprob, handle=handle)
+    if message.finish_reason not in REASONS:
+        raise Broken(f"finish_reason = {message.finish_reason[:32]!r}")
     scored = message.prompt_logprobs
     return TokenEvent(
         request_id,
@@ -172,16 +178,22 @@ def _logprob(message: pb.TokenLogprob) -> TokenLogprob:
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.cached_tokens, message.completion_tokens, message.host_tokens)
+    counts = message.prompt_tokens, message.cached_tokens, message.completion_tokens, message.host_tokens
+    if min(counts) < 0:
+        raise Broken(f"usage = {counts}")
+    return Usage(*counts)
 
 
 def _timing(message: pb.Timing) -> Timing:
-    return Timing(
+    times = (
         message.queue_s,
         message.adapter_cold_start_s,
         message.kv_cold_start_s,
         message.prefill_s,
         message.ttft_s,
         message.tpot_s,
-        message.cold_start,  # pyright: ignore[reportArgumentType]
     )
+    if not all(0 <= time <= LONGEST_S for time in times):
+        raise Broken(f"timing = {times}")
+    start = message.cold_start if message.cold_start in STARTS else ""  # one of a later version
+    return Timing(*times, start)  # pyright: ignore[reportArgumentType]

@@ -13,21 +13,16 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import jinja2
-import jinja2.ext
-import jinja2.nodes
-import jinja2.parser
-import jinja2.sandbox
 import msgspec
 import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
 from jlora.serve.spans import chars_per_token
+from jlora.serve.template import Template
 
 LONG = 256  # ids
 
@@ -35,14 +30,6 @@ LONG = 256  # ids
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 _LLAMA_CLASSES = ("LlamaTokenizer", "LlamaTokenizerFast")
-
-
-class _Message(msgspec.Struct):
-    role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str
-
-
-_Messages = Annotated[list[_Message], msgspec.Meta(min_length=1)]
 
 
 class Tokenizer:
@@ -58,7 +45,7 @@ class Tokenizer:
         self._special_ids = frozenset(i for i, t in core.get_added_tokens_decoder().items() if t.special)
         self._byte_level, self._byte_fallback = _byte_scheme(core)
         self._bytes: dict[int, bytes | None] = {}
-        self._template = None if template is None else _compile(template)
+        self._template = None if template is None else Template(template)
 
     @classmethod
     def from_dir(cls, path: str | Path) -> Tokenizer | None:
@@ -120,19 +107,7 @@ class Tokenizer:
         """The conversation as the model's text, with the prompt for an answer if `ask`; errors as in `chat`."""
         if self._template is None:
             raise FailedPrecondition("chat: the model has no chat template; send text or token ids")
-        try:
-            msgspec.convert(messages, _Messages)
-        except msgspec.ValidationError as e:
-            problem, _, where = str(e).partition(" - at `$")
-            raise InvalidArgument(f"messages{where.rstrip('`')}: {problem[0].lower()}{problem[1:]}") from e
-        values = {"messages": [dict(m) for m in messages], "tools": None, "documents": None, **self._specials}
-        try:
-            return self._template.render(**values, add_generation_prompt=ask)
-        except jinja2.TemplateError as e:
-            raise InvalidArgument(f"chat: the model's chat template refuses the messages: {e}") from e
-        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as e:
-            # The template is a program of the model's author. These errors may quote a message's text.
-            raise InvalidArgument(f"chat: the model's chat template fails on the messages: {type(e).__name__}") from e
+        return self._template.render(messages, ask, self._specials)
 
     def is_silent(self, token_id: int) -> bool:
         """Whether the token has no text: it is special, or not in the tokenizer."""
@@ -225,35 +200,3 @@ def _find_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(found, list):
         found = next((t.get("template") for t in found if isinstance(t, Mapping) and t.get("name") == "default"), None)
     return found if isinstance(found, str) else None
-
-
-class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks the assistant's words for training; serving shows them as they are."""
-
-    tags = {"generation"}
-
-    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-
-def _compile(template: str) -> jinja2.Template:
-    environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
-    try:
-        return environment.from_string(template)
-    except jinja2.TemplateError as e:
-        raise InvalidArgument(f"chat_template: does not compile: {e}") from e
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    """Unlike jinja's own filter this does not escape HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
-
-
-def _raise_exception(message: str) -> None:
-    raise jinja2.TemplateError(message)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
@@ -88,6 +89,34 @@ def test_a_file_of_a_later_schema_is_refused(file: str):
     later.execute(f"pragma user_version = {catalogue.SCHEMA + 1}")
     later.close()
     with pytest.raises(ConfigError, match=f"version {catalogue.SCHEMA + 1}, and this jlora reads up to"):
+        Registry(file, OsThreads())
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ("update adapters set ranks = zeroblob(9)", "is damaged"),
+        ("update adapters set modules = '5'", "is damaged"),
+        ("update adapters set stamp = '[' ", "is damaged"),
+        ("update adapters set uid = -1", "is damaged"),
+        ("delete from uids", "is damaged"),
+        ("drop table adapters", "is damaged"),
+        ("bomb", f"more than {catalogue.MOST_RANKS} bytes"),
+    ],
+)
+def test_a_damaged_file_is_refused_by_its_name(file: str, change: str, said: str):
+    registry = Registry(file, OsThreads())
+    registry.put([row("a", registry.number())])
+    registry.close()
+    table = sqlite3.connect(file)
+    if change == "bomb":
+        bomb = zlib.compress(b"[" + b" " * catalogue.MOST_RANKS + b"]")
+        table.execute("update adapters set ranks = ?", (bomb,))
+    else:
+        table.execute(change)
+    table.commit()
+    table.close()
+    with pytest.raises(ConfigError, match=f"adapters.registry = '.*adapters.db': .*{said}"):
         Registry(file, OsThreads())
 
 

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Version
 from jlora.cluster.dispatch import Dispatcher
+from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import Routed, Table
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound
-from tests.cluster._links import INFO, Client, Service, answer, request, service, submit, wait_for
+from jlora.serve.proto import jlora_pb2 as pb
+from tests.cluster._links import (
+    INFO,
+    VOCAB,
+    Client,
+    FakeReplica,
+    Service,
+    answer,
+    request,
+    service,
+    submit,
+    wait_for,
+)
 from tests.cluster.test_router import whole
 
 
@@ -161,3 +176,38 @@ def test_a_replica_of_other_weights_under_the_same_name_is_not_used():
         one.place(*one.replicas)
         wait_for(lambda: len(other.epochs) >= 2 and len(one.router.replicas) == 2)
         assert {attached.name for attached in one.router.replicas} == {"r0", unknown.name}
+
+
+class Spoiler(FakeReplica):
+    """Each of its tokens also has these fields."""
+
+    spoils = link.Token()
+
+    def _step(self, running: dict[int, Any]) -> list[link.Token]:
+        tokens = super()._step(running)
+        for token in tokens:
+            token.MergeFrom(self.spoils)
+        return tokens
+
+
+@pytest.mark.parametrize(
+    "spoils",
+    [link.Token(id=VOCAB), link.Token(id=-1), link.Token(finish_reason="bored")]
+    + [link.Token(finish_reason="length", usage=pb.Usage(cached_tokens=-5))]
+    + [
+        link.Token(finish_reason="length", timing=timing)
+        for timing in (pb.Timing(ttft_s=math.nan), pb.Timing(tpot_s=-1.0))
+    ],
+)
+def test_a_replica_that_sends_what_no_engine_says_is_left_and_its_request_goes_on_elsewhere(spoils: link.Token):
+    with service(0) as made:
+        spoiler = Spoiler("a0")  # the first of two that are equal
+        spoiler.spoils = spoils
+        made.loop.run(spoiler.serve())
+        made.replicas.append(spoiler)
+        made.add("r0")
+        made.place(*made.replicas)
+        wait_for(lambda: len(made.router.replicas) == 2)
+        client = submit(made, request("whole", max_tokens=5)).wait()
+        assert spoiler.started and client.tokens() == answer(request("whole", max_tokens=5))
+        assert client.last.finish_reason == "length" and client.last.timing is not None

@@ -81,3 +81,10 @@ def test_a_replicas_constants_are_json():
     assert wire.info(newer) == info
     with pytest.raises(ValueError):
         wire.info(b"{}")
+
+
+def test_a_later_versions_kind_of_cold_start_is_none():
+    ends = TokenEvent("r", 0, 5, finish_reason="length", usage=Usage(1, 0, 1), timing=Timing(ttft=0.5))
+    message = wire.token(1, 0, ends)
+    message.timing.cold_start = "teleported"
+    assert wire.event(message, "r", -1) == ends
