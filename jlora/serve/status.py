@@ -288,7 +288,10 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method
     if isinstance(error, errors.Busy):  # the second is what gRPC's own retries read
         wait_s = error.retry_s
         hint = (("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(math.ceil(wait_s * 1e3))))
-    await context.abort(code, details, hint)
+    try:
+        await context.abort(code, details, hint)
+    except grpc.aio.InternalError as gone:  # the deadline has just passed, or the client left: nobody can be told
+        raise grpc.aio.AbortError(str(gone)) from error
 
 
 async def _write(response: Any, context: grpc.aio.ServicerContext, stall_s: float) -> None:

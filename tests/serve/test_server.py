@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
+from jlora.serve import status
 from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
@@ -109,6 +110,17 @@ def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
     with pytest.raises(DeadlineExceeded, match="had passed"):
         asyncio.run(InferenceServicer(served.backend).Generate(request(), Late()))  # type: ignore[arg-type]
     served.check_idle()
+
+
+def test_an_error_that_finds_its_call_ended_is_told_to_nobody():
+    """gRPC's library would log it as a failure of the handler."""
+
+    class Gone:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("the call has ended")
+
+    with pytest.raises(grpc.aio.AbortError):
+        asyncio.run(status._abort(Gone(), DeadlineExceeded("late"), "m"))  # type: ignore[arg-type]
 
 
 @pytest.fixture
