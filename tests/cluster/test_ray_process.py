@@ -11,9 +11,10 @@ import pytest
 
 from jlora import config as configuration
 from jlora.cluster.child import flags_of
-from jlora.cluster.ray_process import RayFleet
+from jlora.cluster.ray_process import RayFleet, environment
+from jlora.cluster.scratch import Scratch
 from jlora.config import Config
-from jlora.errors import Unavailable
+from jlora.errors import ConfigError, Unavailable
 from tests.cluster._wait import until
 
 RAY = {
@@ -41,6 +42,28 @@ def in_init(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def config(**cluster: object) -> Config:
     return configuration.load({"model": {"path": "m"}, "cluster": cluster})
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_ray_asks_for_a_token_whatever_the_operators_environment_says(
+    own: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """CVE-2023-48022: whoever reaches a Ray without one runs any code."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+    with pytest.raises(ConfigError, match="ray_token_file is not set"):
+        RayFleet(config(ray_address="10.0.0.1:6379"))
+    (tmp_path / "given").write_text("of these tests")
+    section = config(**({} if own else {"ray_address": "10.0.0.1:6379", "ray_token_file": str(tmp_path / "given")}))
+    scratch = Scratch() if own else None
+    try:
+        given = environment(section.cluster, scratch)
+        token = Path(given["RAY_AUTH_TOKEN_PATH"])
+        assert given["RAY_AUTH_MODE"] == "token" and len(token.read_text()) >= 14
+        assert not own or token.stat().st_mode & 0o077 == 0
+    finally:
+        if scratch is not None:
+            scratch.close()
 
 
 def test_a_ray_that_does_not_answer_is_one_error(in_init: Path):
