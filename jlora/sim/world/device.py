@@ -37,10 +37,10 @@ SITES = {
     "prefill.short": Site("the device has no memory for a launch of prompts"),
     "decode.short": Site("the device has no memory for a launch of decoding sequences", 0.05),
     "launch.fails": Site("a launch of one sequence fails", 0.05),
-    "launch.all": Site("a launch of many sequences fails", 0.01, ends=True, rare=0.3),
+    "launch.all": Site("a launch of many sequences fails", 0.06, ends=True, rare=0.4),
     "step.late": Site("a step takes up to a second", 0.05),
-    "step.fails": Site("the device fails in the middle of a step", 0.003, ends=True, rare=0.3),
-    "pool.lost": Site("a failed program takes the pool with it", 0.02, ends=True, rare=0.3),
+    "step.fails": Site("the device fails in the middle of a step", 0.015, ends=True, rare=0.4),
+    "pool.lost": Site("a failed program takes the pool with it", 0.15, ends=True, rare=0.4),
 }
 
 VOCAB = 64

@@ -28,7 +28,7 @@ SITES = {
     "disk.slow": Site("a read takes up to two seconds", 0.2),
     "disk.torn": Site("a read ends early", 0.05),
     "disk.error": Site("a read or an open fails with an I/O error", 0.05),
-    "disk.vanished": Site("a directory is gone when it is opened", 0.05),
+    "disk.vanished": Site("a directory is gone when it is opened", 0.08),
     "disk.changed": Site("a directory changes while it is read", 0.1),
     "disk.full": Site("the registry of adapters is on a full disk", 0.2),
 }

@@ -11,7 +11,7 @@ from jlora.sim.world.sites import Planted, Shortage, Site, Sites
 
 SITES = {
     "plan.grow": Site("memory is too short for a decoding sequence's next block", 0.02),
-    "plan.acquire": Site("memory is too short for a lease", 0.02),
+    "plan.acquire": Site("memory is too short for a lease", 0.06),
     "plan.streams": Site("memory is too short for the list of streamed copies", 0.02),
     "plan.copies": Site("memory is too short for the list of copies", 0.02),
     "plan.take": Site("memory is too short to take blocks", 0.02),
@@ -19,7 +19,7 @@ SITES = {
     "queue.enter": Site("memory is too short to queue a sequence", 0.02),
     "commit.publish": Site("an error in taking in a sequence's step", 0.01),
     "plan.guilty": Site("an error in planning a sequence", 0.005),
-    "plan.nobody": Site("an error in planning that is due to nobody", 0.001, ends=True, rare=0.3),
+    "plan.nobody": Site("an error in planning that is due to nobody", 0.006, ends=True, rare=0.4),
 }
 
 
