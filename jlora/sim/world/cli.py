@@ -11,7 +11,7 @@ import argparse
 import os
 import re
 
-from jlora.errors import ConfigError
+from jlora.errors import ConfigError, FailedPrecondition
 from jlora.sim.world import report
 
 DESCRIPTION = "Plays the service under faults that a seed draws, in virtual time, and checks every invariant."
@@ -28,9 +28,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Plays the seeds; 1 if one of them found something. Raises ConfigError."""
+    """Plays the seeds; 1 if one of them found something. Raises ConfigError, FailedPrecondition."""
     if args.steps < 1 or args.processes < 1:
         raise ConfigError("--steps and --processes: must be at least 1")
+    try:
+        sites = report.sites_of(args.world)
+    except ModuleNotFoundError as e:
+        raise FailedPrecondition(f"needs {e.name}: run `pip install 'jlora[faults]'`") from e
     if args.replay is not None:
         return _replay(args)
     match = re.fullmatch(r"(\d+):(\d+)", args.seeds)
@@ -43,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
         if one.failure:
             how = f"jlora sim faults --world {args.world} --steps {args.steps} --replay {one.seed}"
             print(f"seed {one.seed}: {one.failure}\n  {how}", flush=True)
-    for name, count in report.total(played, sites := report.sites_of(args.world)).items():
+    for name, count in report.total(played, sites).items():
         print(f"{count:>9}  {name:<18} {sites[name].what}")
     failed = sum(bool(one.failure) for one in played)
     print(f"{len(played)} seeds of {args.steps} steps, {failed} failed")
