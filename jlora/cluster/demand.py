@@ -43,14 +43,20 @@ def extrapolate(rates: Iterable[float]) -> float:
     return min(max(0.0, mean + slope * (count - middle)), GROWTH * max(known[-1], mean))
 
 
-def operating_points(costs: Costs, ranks: Iterable[int], slo_s: float, context: int) -> dict[int, float]:
-    """Tokens per second that a server decodes of each rank alone, with steps of at most `slo_s`.
+def operating_points(
+    costs: Costs, ranks: Iterable[int], slo_s: float, context: int, prompts: float = 0.0
+) -> dict[int, float]:
+    """Tokens per second, prompts and answers, that a server serves of each rank alone, with steps of at most `slo_s`.
 
-    `context`: tokens of a mean sequence. A server that is too slow for one sequence has the point of one sequence.
+    A server that is too slow for one sequence has the point of one sequence.
+
+    Args:
+        context: tokens of a mean sequence.
+        prompts: prompt tokens that are computed for each token of an answer.
     """
 
     def step(rank: int, count: int) -> float:
-        return costs.step_s({rank: count}, count * context)
+        return costs.step_s({rank: count}, count * context, round(count * prompts))
 
     points = {}
     for rank in set(ranks):
@@ -58,5 +64,5 @@ def operating_points(costs: Costs, ranks: Iterable[int], slo_s: float, context: 
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if step(rank, middle) <= slo_s else (low, middle - 1)
-        points[rank] = low / step(rank, low)
+        points[rank] = low * (1 + prompts) / step(rank, low)
     return points

@@ -10,6 +10,7 @@ from jlora.errors import ConfigError
 from jlora.sim.fleet import Balance
 from jlora.sim.kernels import KERNELS
 from jlora.sim.placing import PLACES
+from jlora.sim.service import TABLE as TABLE_ROUTE
 from jlora.sim.service import Service, check_route
 
 # Column of the table -> (part of a result, key, factor, digits).
@@ -34,12 +35,14 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
 def add_flags(many: argparse._ActionsContainer) -> None:
     """The flags."""
     many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
-    many.add_argument("--route", nargs="+", default=["jlora"], metavar="NAME", help=f"{', '.join(ROUTES)}")
+    many.add_argument("--route", nargs="+", metavar="NAME", help=f"{', '.join(ROUTES)}; table, with --place")
     many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
     many.add_argument("--fetch-gbps", type=float, default=0.0, help="to adapters elsewhere (default: all are here)")
-    many.add_argument("--place", choices=PLACES, default="", help="place adapters, and route by the placement's table")
+    many.add_argument(
+        "--place", choices=PLACES, default="", help="place adapters; requests follow its table unless --route"
+    )
     many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
     many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
     many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
@@ -55,8 +58,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
     for route in args.route:
         check_route(route)
-    if args.place and len(args.route) > 1:
-        raise ConfigError(f"--place {args.place}: routes by its own table; leave --route out")
+    if TABLE_ROUTE in args.route and not args.place:
+        raise ConfigError(f"--route {TABLE_ROUTE}: needs a placement (--place)")
     if args.migrate and args.migrate_s <= 0:
         raise ConfigError(f"--migrate-s {args.migrate_s:g}: must be more than 0")
     if args.replicas > 1 and args.hint_s:

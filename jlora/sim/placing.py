@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
+from jlora.cluster.balance import preload
 from jlora.cluster.demand import Demand
 from jlora.cluster.placement import Placement, Wanted, contiguous, loraserve, moves, random_placement
 from jlora.cluster.routing.table import Table
 from jlora.sim.member import Member
 
-Place = Literal["", "loraserve", "random", "contiguous"]
-PLACES: tuple[Place, ...] = ("loraserve", "random", "contiguous")
+Place = Literal["", "loraserve", "dlora", "random", "contiguous"]
+PLACES: tuple[Place, ...] = ("loraserve", "dlora", "random", "contiguous")
 LOOK_S = 0.1  # between two looks for adapters that have come
 
 
@@ -24,6 +25,8 @@ class Placed:
         points: tokens per second of a replica by rank.
         every_s: length of a time step.
         ahead: requests go to a new place when the adapter has come; else at once, and the first one fetches it.
+        loads: requests of each adapter over a long time, by index, for dLoRA's preload; empty: equal.
+        room: blocks of a replica's pool.
     """
 
     kind: Place
@@ -33,6 +36,8 @@ class Placed:
     every_s: float = 60.0
     ahead: bool = True
     seed: int = 0
+    loads: Mapping[int, float] = field(default_factory=dict)
+    room: int = 0
 
 
 class Placing:
@@ -98,4 +103,17 @@ class Placing:
             return random_placement(names, wanted, placed.seed)
         if placed.kind == "contiguous":
             return contiguous(names, wanted)
+        if placed.kind == "dlora":
+            return self._preloaded(names)
         return loraserve(names, wanted, placed.points, last)
+
+    def _preloaded(self, names: Sequence[str]) -> Placement:
+        """dLoRA's preload, in equal parts; an adapter that has no place by it gets one in turn."""
+        placed = self._placed
+        wanted = [
+            Wanted(str(i), rank, placed.loads.get(i, 0.0) if placed.loads else 1.0, size)
+            for i, (rank, size) in enumerate(zip(placed.ranks, placed.sizes, strict=True))
+        ]
+        found = preload(dict.fromkeys(names, placed.room), wanted)
+        homes = {one.key: found.get(one.key) or [names[i % len(names)]] for i, one in enumerate(wanted)}
+        return {key: dict.fromkeys(home, 1 / len(home)) for key, home in homes.items()}

@@ -13,7 +13,7 @@ import numpy as np
 from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cluster.demand import operating_points
-from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known, load_s
 from jlora.errors import ConfigError
 from jlora.sim import outcome
@@ -26,7 +26,7 @@ from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_s
 from jlora.step_model import FittedSteps
 
 POINT = 1.5  # without an objective: an operating point's step, over a step without adapters
-CONTEXT = 256  # tokens of the sequences of an operating point
+TABLE = "table"  # the route by the parts of the placement
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Service:
 
 def check_route(name: str) -> None:
     """Raises ConfigError if there is no such policy."""
-    if name not in ROUTES:
+    if name != TABLE and name not in ROUTES:
         near = configuration.nearest(name, ROUTES)
         raise ConfigError(f"route {name!r}: must be one of {', '.join(ROUTES)}; the nearest is {near!r}")
 
@@ -92,7 +92,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
     busy = [member.device.counts.busy_s / end for member in members]
     result = {
         "policy": policy,
-        "route": service.place or route,
+        "route": f"{service.place}, {route}" if service.place and route != TABLE else service.place or route,
         "setting": describe(scenario, members[0].spec) | {"replicas": service.replicas, "kernel": service.kernel},
         "summary": outcome.summary(asks, end)
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
@@ -134,12 +134,20 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     wires = Wires(service.ranks, service.delay_s, balance=service.balance)
     if not service.place:
         return Fleet(members, work.trace, ROUTES[route](known), wires)
+    placing = Placing(placed_of(service, work, costs, spec.sizes.device), members)
+    policy = placing.table if route == TABLE else ROUTES[route](known)
+    return Fleet(members, work.trace, policy, replace(wires, placing=placing, every_s=service.place_s))
+
+
+def placed_of(service: Service, work: Work, costs: Costs, room: int) -> Placed:
+    """What the placement needs to know. Operating points are of sequences like the trace's."""
+    prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
     slo_s = service.slo_s or POINT * costs.step_s({})
-    points = operating_points(costs, service.ranks, slo_s, CONTEXT)
-    s = service
-    placed = Placed(s.place, s.ranks, work.sizes, points, s.place_s, s.ahead, s.seed)
-    placing = Placing(placed, members)
-    return Fleet(members, work.trace, placing.table, replace(wires, placing=placing, every_s=service.place_s))
+    points = operating_points(costs, service.ranks, slo_s, round(work.facts.prompt[0] + output / 2), prompt / output)
+    return Placed(
+        service.place, service.ranks, work.sizes, points, service.place_s, service.ahead, service.seed,
+        work.trace.asked, room,
+    )  # fmt: skip
 
 
 def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:

@@ -1,0 +1,141 @@
+"""`jlora bench cluster-migration`: dLoRA's Figures 11, 12 and 15, simulated (Wu et al. 2024, section 7.4 and 7.5).
+
+Eight replicas of Llama-2-7B on A100s (the paper's A800 computes alike) and adapters of rank 8. Lengths follow
+ShareGPT's means with a long tail, arrivals come in bursts, and adapters follow Zipf's law.
+
+    rr               dLoRA's preload; requests go to the adapter's replicas by equal parts
+    dispatch         the preload, and the least estimated pending time (dLoRA's "proactive dispatch")
+    dlora            the same, and moves
+    jlora            jlora's routing; jlora, moves: the same with moves
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.runner import Options
+from jlora.cluster import balance
+from jlora.cluster.balance import Terms
+from jlora.config import EngineConfig
+from jlora.sim.fleet import Balance
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.scenario import Scenario, Work
+from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.trace import Trace, Turn, facts
+
+CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
+RANK = 8
+BATCH = 32  # sequences of a replica at once
+SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=BATCH, max_step_tokens=1024, max_queue=1 << 20))
+PROMPT, OUTPUT = 160, 210  # mean tokens
+POPULARITY = 0.9  # exponent of Zipf's law
+# Side -> (placement, route, whether requests move).
+SIDES = {
+    "rr": ("dlora", TABLE, False),
+    "dispatch": ("dlora", "dlora", False),
+    "dlora": ("dlora", "dlora", True),
+    "jlora": ("", "jlora", False),
+    "jlora, moves": ("", "jlora", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load. `longer`: all lengths over the usual; `burst`: coefficient of variation of the gaps."""
+
+    name: str
+    rate: float
+    adapters: int = 32
+    longer: float = 1.0
+    burst: float = 4.0
+    seconds: float = 12.0
+    replicas: int = 8
+
+
+CASES = (
+    Case("11a: 100 requests/s", 100.0),
+    Case("11a: 120 requests/s", 120.0),
+    Case("11b: lengths x 2", 55.0, longer=2.0),
+    Case("11b: lengths x 4", 28.0, longer=4.0),
+    Case("12: 8 adapters", 100.0, adapters=8),
+    Case("12: 128 adapters", 100.0, adapters=128),
+)
+QUICK = (Case("11a: 20 requests/s", 20.0, seconds=2.0, replicas=2),)
+SEEDS = (1, 2)  # nothing was tuned on the second one
+BALANCE = Balance(Terms(queue_s=0.2, limit_s=math.inf), every_s=0.5)
+
+
+def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, float]:
+    """The requests, and tokens of a mean answer."""
+    rng = np.random.default_rng(seed)
+    count, shape = round(case.rate * seconds), case.burst**-2
+    times = np.cumsum(rng.gamma(shape, 1 / (shape * case.rate), count))
+    weights = 1.0 / np.arange(1, case.adapters + 1) ** POPULARITY
+    adapters = rng.choice(case.adapters, count, p=weights / weights.sum())
+    spread = 1.0  # of the logarithm; the mean of such lengths is exp(spread ** 2 / 2) times their median
+    long = [mean * case.longer * rng.lognormal(-(spread**2) / 2, spread, count) for mean in (PROMPT, OUTPUT)]
+    prompts, outputs = (np.clip(lengths, 4, 1500).astype(int) for lengths in long)
+    turns = tuple(
+        Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), int(adapter))
+        for index, (at, prompt, output, adapter) in enumerate(zip(times, prompts, outputs, adapters, strict=True))
+    )
+    sizes = (CARD.adapter_blocks(RANK),) * case.adapters
+    trace = Trace(case.name, turns, tuple(map(str, range(case.adapters))))
+    return Work(trace, sizes, facts(trace, CARD.layout.block_tokens, sizes)), float(outputs.mean())
+
+
+def run(options: Options) -> None:
+    """Every case and side, with two seeds."""
+    records = options.records("cluster-migration-simulated", {"seconds": options.seconds, "batch": BATCH})
+    done = {(line["cell"], line["side"], line["round"]) for line in records.lines}
+    for number, seed in enumerate(SEEDS):
+        for case in QUICK if options.quick else CASES:
+            work, outputs = traffic(case, options.seconds or case.seconds, seed)
+            for side in SIDES:
+                if (case.name, side, number) not in done:
+                    records.add(case.name, side, number, measured(case, side, work, outputs))
+
+
+def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any]:
+    """One run; `solve_s` is what the solver took on this machine, which no result depends on."""
+    place, route, moves = SIDES[side]
+    service = Service(
+        case.replicas, (RANK,) * case.adapters, outputs=outputs, place=place, place_s=1e6,
+        balance=BALANCE if moves else None,
+    )  # fmt: skip
+    solved, took = balance.solve, []
+
+    def timed(*problem: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return solved(*problem)
+        finally:
+            took.append(time.perf_counter() - began)
+
+    balance.solve = timed
+    try:
+        result = simulate_service(SCENARIO, service, work, "jlora", route)
+    finally:
+        balance.solve = solved
+    summary, told = result["summary"], result["service"]
+    rows = result["requests"]["rows"]
+    columns = result["requests"]["columns"]
+    ttft, tpot, output = (columns.index(name) for name in ("ttft_s", "tpot_s", "output"))
+    ended = [row for row in rows if row[output] is not None]
+    latency = sum(row[ttft] + row[tpot] * (row[output] - 1) for row in ended) / max(1, sum(r[output] for r in ended))
+    return {
+        "latency_s": latency,
+        **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "queue_s")},
+        **{key: told[key] for key in ("goodput", "imbalance", "moved", "plans", "greedy")},
+        "seconds": result["device"]["seconds"],
+        "busy_s": sum(result["device"]["busy"]) * result["device"]["seconds"],
+        "output_tokens": sum(row[output] for row in ended),
+        "solves": len(took),
+        "solve_s": sum(took),
+        "solve_longest_s": max(took, default=0.0),
+    }
