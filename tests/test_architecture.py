@@ -118,6 +118,7 @@ NO_JAX = {
     "cluster.merged",
     "cluster.migration",
     "cluster.peer",
+    "cluster.plan",
     "cluster.prefixes",
     "cluster.ray_process",
     "cluster.link",

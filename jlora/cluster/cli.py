@@ -3,6 +3,7 @@
 jlora cluster --config configs/cluster.toml
 jlora cluster replica --model DIR --port 50052
 jlora cluster status 127.0.0.1:50051
+jlora cluster plan --trace mine.csv --slo-ms 50
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ Starts the replicas, then prints `jlora ready grpc=HOST:PORT ...` as `jlora serv
 SIGTERM or Ctrl-C lets running requests end, and ends the replicas that this command started.
 
   jlora cluster replica ...        one replica, for a static fleet; flags of `jlora serve`
-  jlora cluster status [ADDRESS]   the replicas behind a router"""
+  jlora cluster status [ADDRESS]   the replicas behind a router
+  jlora cluster plan ...           how many replicas a trace needs, by simulation"""
 
 # Configuration key, flag, metavar, help.
 FLAGS = (
@@ -55,6 +57,10 @@ def main(argv: Sequence[str]) -> int:
         from jlora.cluster import worker  # only a replica imports jax
 
         return worker.main(argv[1:])
+    if argv[:1] == ["plan"]:
+        from jlora.cluster import plan
+
+        return plan.main(argv[1:])
     if argv[:1] == ["status"]:
         return status(argv[1:])
     config = parse(argv)

@@ -135,8 +135,8 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     if not service.place:
         return Fleet(members, work.trace, ROUTES[route](known), wires)
     placing = Placing(placed_of(service, work, costs, spec.sizes.device), members)
-    policy = placing.table if route == TABLE else ROUTES[route](known)
-    return Fleet(members, work.trace, policy, replace(wires, placing=placing, every_s=service.place_s))
+    chosen = placing.table if route == TABLE else ROUTES[route](known)
+    return Fleet(members, work.trace, chosen, replace(wires, placing=placing, every_s=service.place_s))
 
 
 def placed_of(service: Service, work: Work, costs: Costs, room: int) -> Placed:

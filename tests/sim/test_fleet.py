@@ -129,6 +129,8 @@ def test_every_policy_serves_all_from_the_command_line(tmp_path):
     [
         (["--replicas", "0"], "--replicas 0: must be at least 1"),
         (["--replicas", "2", "--route", "idlest"], "the nearest is"),
+        (["--replicas", "2", "--route", "table"], "--route table: needs a placement"),
+        (["--replicas", "2", "--migrate", "--migrate-s", "0"], "--migrate-s 0: must be more than 0"),
         (["--replicas", "2", "--delay-ms", "-1"], "--delay-ms -1: must be at least 0"),
         (["--replicas", "2", "--hint-s", "1"], "--hint-s 1: must be 0"),
     ],

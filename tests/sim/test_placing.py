@@ -89,3 +89,23 @@ def test_a_placement_stores_less_than_every_adapter_everywhere(tmp_path):
     (run,) = json.loads(out.read_text())["runs"]
     assert run["route"] == "loraserve" and run["summary"]["unfinished"] == 0
     assert 3 <= run["service"]["adapters_most"] <= 12
+
+
+def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replicas():
+    spec = replace(SPEC, adapters=SIZES)
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: 0.3) for i in range(4)]
+    loads = {0: 80.0, 1: 10.0, 2: 5.0}
+    placing = Placing(Placed("dlora", RANKS, SIZES, POINTS, loads=loads, room=20), members)
+    places = {key: len(parts) for key, parts in placing.table.parts.items()}
+    assert places["0"] == 4 > places["2"] >= 1 and places["3"] == 1  # which nobody asks for
+    assert all(member.has(0) for member in members)
+
+
+@pytest.mark.parametrize("route", ["jlora", "table"])
+def test_a_placement_feeds_any_route(tmp_path, route: str):
+    out = tmp_path / "out.json"
+    argv = ["sim", "--workload", "W2", "--seconds", "3", "--rate", "6", "--adapters", "6", "--shrink", "8", "--route"]
+    argv += [route, "--replicas", "3", "--hbm-gb", "2", "--host-gb", "4", "--fetch-gbps", "10", "--place", "dlora"]
+    assert cli.main([*argv, "--json", str(out)]) == 0
+    (run,) = json.loads(out.read_text())["runs"]
+    assert run["route"] == ("dlora" if route == "table" else "dlora, jlora") and run["summary"]["unfinished"] == 0
