@@ -133,17 +133,22 @@ def refusals(study: Study) -> pd.DataFrame:
 
 def abuse(study: Study) -> pd.DataFrame:
     """What a good client and the server's memory see of each attack."""
+
+    def counted(counts: Mapping[str, int]) -> str:
+        return ", ".join(f"{n:,} {what}" for what, n in counts.items())
+
     made = []
     for row in study.rows.to_dict("records"):
         calm, attacked = row["calm_p99_s"], row["attack_p99_s"]
         made.append({
             "attack": row["side"],
-            "connections and calls": ", ".join(f"{n} {what}" for what, n in row["ends"].items()),
+            "what it did": counted(row["attack"]),
+            "calls of the good client": counted(row["calls"]),
             "p99 ms, calm": f"{1e3 * calm:.0f}",
             "p99 ms, attacked": f"{1e3 * attacked:.0f}",
             "ratio": f"{attacked / calm:.2f}",
             "MB grown": f"{row['rss_grown'] / 1e6:.0f}",
-            "calls on new connections": ", ".join(f"{n} {code}" for code, n in row["others"].items()),
+            "calls on new connections": counted(row["others"]),
         })  # fmt: skip
     return pd.DataFrame(made)
 

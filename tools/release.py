@@ -1,10 +1,10 @@
 """Builds the release: the wheel, twice and with the same bytes, its sha256 and its bills of materials.
 
-    python -m tools.release        # into dist/, from the last commit
+    python -m tools.release        # into dist/, from this checkout
 
 The two builds differ in what a build should not depend on: the directory, the time zone, and the order of Python's
-sets. Files have the time stamp of the commit and the modes of one umask. So whoever builds the commit again, with
-the same setuptools, gets the same bytes.
+sets. Files have the time stamp of the last commit and the modes of one umask. So whoever builds the commit again,
+with the same setuptools, gets the same bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from pathlib import Path
 from tools import sbom
 from tools.lock import ROOT
 
+SOURCES = ("pyproject.toml", "README.md", "LICENSE", "jlora")
 UMASK = 0o022
+EARLIEST = "315619200"  # 1980-01-02
 BUILDS: Mapping[str, Mapping[str, str]] = {
     "one": {"TZ": "UTC", "PYTHONHASHSEED": "1"},
     "another": {"TZ": "Asia/Kathmandu", "PYTHONHASHSEED": "2"},
@@ -31,7 +33,7 @@ BUILDS: Mapping[str, Mapping[str, str]] = {
 def main() -> int:
     """Writes dist/; returns the exit code, which is 1 if two builds differ."""
     with tempfile.TemporaryDirectory() as scratch:
-        one, other = (wheel(Path(scratch) / name, environment) for name, environment in BUILDS.items())
+        one, other = (wheel(Path(scratch) / name, environment, stamp()) for name, environment in BUILDS.items())
         data = one.read_bytes()
         if (one.name, data) != (other.name, other.read_bytes()):
             print(f"release: two builds of {one.name} differ", file=sys.stderr)
@@ -44,21 +46,30 @@ def main() -> int:
     return sbom.main()
 
 
-def wheel(folder: Path, environment: Mapping[str, str]) -> Path:
-    """Builds the last commit in a folder of its own."""
-    folder.mkdir()
-    archive = subprocess.run(["git", "archive", "HEAD"], cwd=ROOT, check=True, stdout=subprocess.PIPE)
-    unpack = ["tar", "-x", "--no-same-permissions"]
-    subprocess.run(unpack, cwd=folder, check=True, input=archive.stdout, umask=UMASK)
-    git = ["git", "log", "-1", "--format=%ct"]
-    committed = subprocess.run(git, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout.strip()
+def wheel(folder: Path, environment: Mapping[str, str], epoch: str) -> Path:
+    """Builds a copy of the package in a folder of its own."""
+    os.umask(UMASK)
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            leave = shutil.ignore_patterns("__pycache__")
+            shutil.copytree(ROOT / name, folder / name, ignore=leave, copy_function=shutil.copyfile)
+        else:
+            folder.mkdir(exist_ok=True)
+            shutil.copyfile(ROOT / name, folder / name)
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", "made"]
-    given = {**os.environ, **environment, "SOURCE_DATE_EPOCH": committed}
-    done = subprocess.run(build, cwd=folder, env=given, umask=UMASK, capture_output=True, text=True)
+    given = {**os.environ, **environment, "SOURCE_DATE_EPOCH": epoch}
+    done = subprocess.run(build, cwd=folder, env=given, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"release: cannot build: {done.stderr or done.stdout}")
     (made,) = (folder / "made").glob("*.whl")
     return made
+
+
+def stamp() -> str:
+    """Seconds of the last commit; where there is no git, those of $SOURCE_DATE_EPOCH, or zip's earliest day."""
+    command = ["git", "log", "-1", "--format=%ct"]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return said or os.environ.get("SOURCE_DATE_EPOCH", EARLIEST)
 
 
 if __name__ == "__main__":

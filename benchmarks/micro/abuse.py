@@ -132,9 +132,9 @@ def run(options: Options) -> None:
     """Each attack against a server of its own."""
     seconds, count = (2.0, 50) if options.quick else (options.seconds or SECONDS, CONNECTIONS)
     records = options.records("abuse-python", {"seconds": seconds, "connections": count})
-    names = ["resets"] if options.quick else ATTACKS
-    sides = [Side(name, lambda name=name: asyncio.run(_measure(name, seconds, count))) for name in names]
-    records.measure("rounds", sides, options.budget(1, quick=1))
+    for name in ["resets"] if options.quick else ATTACKS:
+        side = Side(name, lambda name=name: asyncio.run(_measure(name, seconds, count)))
+        records.measure(name, [side], options.budget(1, quick=1))
 
 
 async def _measure(name: str, seconds: float, count: int) -> Sample:
@@ -142,15 +142,17 @@ async def _measure(name: str, seconds: float, count: int) -> Sample:
     try:
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = rpc.InferenceStub(channel)
-            await _ask(stub, 2.0)  # not counted: programs that compile
-            calm, before = await _ask(stub, seconds), _rss(server.pid)
+            ends: Counter[str] = Counter()
+            await _ask(stub, 2.0, ends)  # not counted: programs that compile
+            calm, before = await _ask(stub, seconds, Counter()), _rss(server.pid)
+            ends.clear()
             loop = asyncio.get_running_loop()
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
                 attack = loop.run_in_executor(attackers, _attack, name, server.address, seconds, count)
                 (attacked, peak), others = await asyncio.gather(
-                    _until(attack, stub, server.pid), _others(server.address, attack)
+                    _until(attack, stub, server.pid, ends), _others(server.address, attack)
                 )
-            ends = await attack
+            done = await attack
     finally:
         await asyncio.to_thread(server.stop)
     quantiles = {
@@ -159,7 +161,7 @@ async def _measure(name: str, seconds: float, count: int) -> Sample:
         for q, p in (("p50", 50), ("p99", 99))
     }
     grown = {"rss_before": before, "rss_grown": peak - before}
-    return {**quantiles, **grown, "calls": len(attacked), "others": others, "ends": dict(ends)}
+    return {**quantiles, **grown, "calls": dict(ends), "others": others, "attack": dict(done)}
 
 
 def _attack(name: str, address: str, seconds: float, count: int) -> Counter[str]:
@@ -169,11 +171,13 @@ def _attack(name: str, address: str, seconds: float, count: int) -> Counter[str]
     return asyncio.run(ATTACKS[name](address, seconds, count))
 
 
-async def _until(attack: asyncio.Future[Counter[str]], stub: rpc.InferenceStub, pid: int) -> tuple[list[float], int]:
+async def _until(
+    attack: asyncio.Future[Counter[str]], stub: rpc.InferenceStub, pid: int, ends: Counter[str]
+) -> tuple[list[float], int]:
     """The good client's seconds per call while the attack lasts, and the most memory."""
     times, peak = [], 0
     while not attack.done():
-        times += await _ask(stub, GAP_S)
+        times += await _ask(stub, GAP_S, ends)
         peak = max(peak, _rss(pid))
     return times, peak
 
@@ -193,8 +197,8 @@ async def _others(address: str, attack: asyncio.Future[Counter[str]]) -> dict[st
     return dict(ends)
 
 
-async def _ask(stub: rpc.InferenceStub, seconds: float) -> list[float]:
-    """Seconds of each call; an error ends the study."""
+async def _ask(stub: rpc.InferenceStub, seconds: float, ends: Counter[str]) -> list[float]:
+    """Seconds of each call; `ends` counts how they end."""
     times, end = [], time.monotonic() + seconds
     asked = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=range(5, 20)),
@@ -203,7 +207,11 @@ async def _ask(stub: rpc.InferenceStub, seconds: float) -> list[float]:
     )
     while time.monotonic() < end:
         began = time.perf_counter()
-        await stub.Generate(asked, timeout=60)
+        try:
+            await stub.Generate(asked, timeout=60)
+            ends["OK"] += 1
+        except grpc.aio.AioRpcError as e:
+            ends[e.code().name] += 1
         times.append(time.perf_counter() - began)
         await asyncio.sleep(GAP_S)
     return times
