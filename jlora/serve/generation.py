@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -43,7 +44,7 @@ class Inbox:
     """
 
     def __init__(self, eager: bool, pause_s: float = 0.0):
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._eager = eager
         self._pause_s = pause_s
         self._pausing = False
@@ -58,7 +59,14 @@ class Inbox:
         urgent = (
             (self._eager and not self._pausing) or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
         )
-        if urgent and not self._woken and not self._loop.is_closed():
+        if urgent and not self._woken:
+            self._rouse()
+
+    def _rouse(self) -> None:
+        if threading.get_ident() == self._thread:  # a router's; the way round through the loop costs as much as a token
+            self._woken = True
+            self._wake.set()
+        elif not self._loop.is_closed():
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake.set)
 

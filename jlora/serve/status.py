@@ -14,7 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import AbstractContextManager, ExitStack, aclosing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 from urllib.parse import quote
 
 import grpc
@@ -265,12 +265,12 @@ class _Call:
                     entered.enter_context(self.enter(received.size))
                     responses = inner(received.parsed(), Context(context, self.caller))
                     del received  # as above
-                    async with aclosing(responses):
+                    async with aclosing(responses), _Patience(self.stall_s) as patience:
                         async for response in responses:
                             if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
                                 await context.send_initial_metadata(())
                                 begun = True
-                            await _write(response, context, self.stall_s)
+                            await patience.write(response, context)
             except ENDS:
                 raise
             except BaseException as e:
@@ -294,10 +294,44 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method
         raise grpc.aio.AbortError(str(gone)) from error
 
 
-async def _write(response: Any, context: grpc.aio.ServicerContext, stall_s: float) -> None:
-    """Sends a message once the client has read enough of those before it (HTTP/2's flow control)."""
-    try:
-        async with asyncio.timeout(stall_s):
+class _Patience:
+    """Ends a call whose client reads nothing for `serve.stall_s` seconds, for the task that enters it.
+
+    It has one timer for the whole call: one for each message would cost a tenth of the message.
+    """
+
+    def __init__(self, stall_s: float):
+        self._stall_s = stall_s
+        self._loop = asyncio.get_running_loop()
+        self._since: float | None = None  # when the write under way began
+        self._stalled = False
+
+    async def __aenter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self._timer = self._loop.call_later(self._stall_s, self._look)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._timer.cancel()
+
+    async def write(self, response: Any, context: grpc.aio.ServicerContext) -> None:
+        """Sends a message once the client has read enough of those before it (HTTP/2's flow control)."""
+        self._since = self._loop.time()
+        try:
             await context.write(response)
-    except TimeoutError:
-        raise errors.ResourceExhausted(f"the client has read nothing for serve.stall_s = {stall_s:g} s") from None
+        except asyncio.CancelledError:
+            if not self._stalled or self._task is None or self._task.uncancel():
+                raise
+            limit = f"serve.stall_s = {self._stall_s:g} s"
+            raise errors.ResourceExhausted(f"the client has read nothing for {limit}") from None
+        finally:
+            self._since = None
+
+    def _look(self) -> None:
+        now = self._loop.time()
+        since = now if self._since is None else self._since
+        if now - since < self._stall_s:
+            self._timer = self._loop.call_at(since + self._stall_s, self._look)
+        elif self._task is not None:
+            self._stalled = True
+            self._task.cancel()

@@ -13,6 +13,7 @@ import grpc
 import psutil
 import pytest
 
+from jlora.cluster.ray_process import LOOPBACK, SETTINGS
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from tests import _make
@@ -32,7 +33,7 @@ RAY_ALONE = "import ray; ray.init(address='local', num_cpus=1, include_dashboard
 def ray_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
     """Skips where Ray itself, without a line of jlora, does not start: some sandboxes forbid what it needs."""
     home = str(tmp_path_factory.mktemp("home"))  # where Ray writes a token
-    alone = {**os.environ, "HOME": home, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}
+    alone = {**os.environ, **SETTINGS, **LOOPBACK, "HOME": home}
     try:
         subprocess.run([sys.executable, "-c", RAY_ALONE], env=alone, check=True, capture_output=True, timeout=180)
     except subprocess.SubprocessError as e:
