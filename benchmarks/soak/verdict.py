@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -29,14 +30,14 @@ class Limits:
 
     Attributes:
         rss_mib_per_h: slope of a line through the memory after the warm-up.
-        threads, descriptors: by how many the last part's most may exceed the first's. gRPC's own pool of threads
+        threads, descriptors: by how many the last part's median may exceed the first's. gRPC's own pool of threads
             follows the load, and clients open and close connections.
         ttft_ratio: the last part's time to the first token (p99) over the first's.
     """
 
     rss_mib_per_h: float = 5.0
     threads: int = 2
-    descriptors: int = 16
+    descriptors: int = 8
     ttft_ratio: float = 1.1
 
 
@@ -87,7 +88,7 @@ def judge(run: Run, limits: Limits) -> list[Finding]:
         seen = [sample for sample in run.samples if sample.process == process]
         found.append(Finding(f"{process}: memory, MiB per hour", slope(run, seen) * 3600, limits.rss_mib_per_h))
         for what, most in (("threads", limits.threads), ("descriptors", limits.descriptors)):
-            first, last = (_most(seen, what, run.part(number)) for number in (0, -1))
+            first, last = (_usual(seen, what, run.part(number)) for number in (0, -1))
             found.append(Finding(f"{process}: more {what} at the end", last - first, most))
     first, last = (ttft(run, number, 99) for number in (0, -1))
     ratio = last / first if first else math.nan
@@ -112,5 +113,6 @@ def ttft(run: Run, number: int, percentile: float) -> float:
     return float(np.percentile(values, percentile)) if values else math.nan
 
 
-def _most(seen: Sequence[Sample], what: str, part: tuple[float, float]) -> float:
-    return max((getattr(sample, what) for sample in seen if part[0] <= sample.at_s < part[1]), default=math.nan)
+def _usual(seen: Sequence[Sample], what: str, part: tuple[float, float]) -> float:
+    values = [getattr(sample, what) for sample in seen if part[0] <= sample.at_s < part[1]]
+    return statistics.median(values) if values else math.nan

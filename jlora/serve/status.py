@@ -290,8 +290,8 @@ async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method
         hint = (("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(math.ceil(wait_s * 1e3))))
     try:
         await context.abort(code, details, hint)
-    except grpc.aio.InternalError as gone:  # the deadline has just passed, or the client left: nobody can be told
-        raise grpc.aio.AbortError(str(gone)) from error
+    except grpc.aio.InternalError:  # the deadline has just passed, or the client left: nobody can be told
+        raise asyncio.CancelledError from error
 
 
 class _Patience:

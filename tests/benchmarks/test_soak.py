@@ -38,7 +38,7 @@ def test_memory_that_fills_its_caches_in_the_warm_up_holds():
     ("run", "what"),
     [
         (changed(lambda s: {"rss_mib": 500 + s.at_s * 6 / HOUR}), ["server: memory, MiB per hour"]),
-        (changed(lambda s: {"threads": 40 + 3 * (s.at_s > 3300)}), ["server: more threads at the end"]),
+        (changed(lambda s: {"threads": 40 + 3 * (s.at_s > 3200)}), ["server: more threads at the end"]),
         (changed(lambda s: {"descriptors": 30 + int(s.at_s) // 100}), ["server: more descriptors at the end"]),
         (replace(WELL, ttft=[(at, s * (1 + at / HOUR)) for at, s in WELL.ttft]), ["TTFT p99, last part over first"]),
         (replace(WELL, counts={"wrong answers": 1}), ["wrong answers"]),

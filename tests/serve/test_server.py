@@ -112,15 +112,20 @@ def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
     served.check_idle()
 
 
-def test_an_error_that_finds_its_call_ended_is_told_to_nobody():
+def test_an_error_that_finds_its_call_ended_is_told_to_nobody(served: Served, caplog: pytest.LogCaptureFixture):
     """gRPC's library would log it as a failure of the handler."""
 
     class Gone:
         async def abort(self, *_: object) -> None:
             raise grpc.aio.InternalError("the call has ended")
 
-    with pytest.raises(grpc.aio.AbortError):
+    with pytest.raises(asyncio.CancelledError):
         asyncio.run(status._abort(Gone(), DeadlineExceeded("late"), "m"))  # type: ignore[arg-type]
+    with caplog.at_level(logging.ERROR, "grpc"):
+        calls = [served.inference.Generate.future(request("Hello"), timeout=i % 10 / 1000) for i in range(300)]
+        assert {call.code() for call in calls} <= {CODE.OK, CODE.DEADLINE_EXCEEDED, CODE.RESOURCE_EXHAUSTED}
+        served.check_idle()
+    assert not caplog.records
 
 
 @pytest.fixture
