@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -23,6 +24,7 @@ from jlora.layout import PoolLayout
 from jlora.ports import File, Files, Folder, Stamp
 from tests import _make
 from tests.fuzz._engine import Target, status
+from tests.fuzz._structure import of_json
 
 SPEC = _make.tiny_spec(layers=3)
 MAX_RANK = 8
@@ -93,7 +95,7 @@ def config() -> Target:
     def run(data: bytes) -> str:
         return status(lambda: scan_adapter("a", "/a", reader({CONFIG: data, WEIGHTS: weights})))
 
-    return Target("config", run, seeds, words)
+    return Target("config", run, seeds, words, of_json)
 
 
 def weights() -> Target:
@@ -110,7 +112,14 @@ def weights() -> Target:
         configuration = larger_config if b"down_proj" in content else plain
         return status(lambda: _read(configuration, content))
 
-    return Target("weights", run, seeds, words)
+    return Target("weights", run, seeds, words, _change_header)
+
+
+def _change_header(data: bytes, draw: random.Random) -> bytes:
+    """Another header before the same tensors."""
+    end = data.rfind(b"}") + 1
+    header = of_json(data[9:end], draw)
+    return FITTED + len(header).to_bytes(8, "little") + header + data[end:]
 
 
 def _read(configuration: bytes, content: bytes) -> None:

@@ -7,6 +7,7 @@ stream before a handler sees it.
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ from tests.fuzz._adapters import reader
 from tests.fuzz._double import Aborted, Context, Double, adapter_info
 from tests.fuzz._engine import Target, status
 from tests.fuzz._fronts import run
+from tests.fuzz._structure import Change, of_list, of_message
 
 M = TypeVar("M", bound=Message)
 
@@ -47,20 +49,38 @@ OPEN = Secret()
 def joined(messages: Iterable[Message | bytes]) -> bytes:
     """Messages as one input."""
     parts = [one if isinstance(one, bytes) else one.SerializeToString() for one in messages]
-    return b"".join(len(part).to_bytes(2, "little") + part for part in parts)
+    return b"".join(len(part).to_bytes(2, "little") + part for part in parts if len(part) < 1 << 16)
+
+
+def parts(data: bytes) -> list[bytes]:
+    """The messages of an input as bytes."""
+    found, at = [], 0
+    while at + 2 <= len(data):
+        size = int.from_bytes(data[at : at + 2], "little")
+        found.append(data[at + 2 : at + 2 + size])
+        at += 2 + size
+    return found
 
 
 def split(data: bytes, kind: type[M]) -> list[M]:
     """The messages of an input."""
-    found, at = [], 0
-    while at + 2 <= len(data):
-        size = int.from_bytes(data[at : at + 2], "little")
+    found = []
+    for part in parts(data):
         try:
-            found.append(kind.FromString(data[at + 2 : at + 2 + size]))
+            found.append(kind.FromString(part))
         except DecodeError:
             pass
-        at += 2 + size
     return found
+
+
+def changing(kind: type[Message], skip: int = 0) -> Change:
+    """Changes messages of that kind behind the first bytes of an input."""
+
+    def change(data: bytes, draw: random.Random) -> bytes:
+        changed = of_list(parts(data[skip:]), lambda part, draw: of_message(part, kind, draw), draw)
+        return data[:skip] + joined(changed)
+
+    return change
 
 
 class _Slow(Context):
@@ -89,7 +109,13 @@ def link_replica() -> Target:
             return "INTERNAL"
         return "OK" if context.code is None else context.code.name
 
-    return Target("link-replica", lambda data: run(attach(data)), list(_starts()), (b"sql@1", b"router", b"base"))
+    return Target(
+        "link-replica",
+        lambda data: run(attach(data)),
+        list(_starts()),
+        (b"sql@1", b"router", b"base"),
+        changing(link.ToReplica),
+    )
 
 
 async def _adopt(version: link.Version) -> None:
@@ -171,9 +197,12 @@ def directory() -> Target:
         b"\x03" + joined([pb.GetAdapterRequest(name="old")]),
         b"\x04" + joined([directory_proto.Using(router="r", epoch=e, keys=["old@1", "x@2"]) for e in (0, 1, 5)]),
     ]
-    return Target(
-        "directory", lambda data: run(ask(data)), seeds, (b"old", b"old@1", b"sql", b"../x", b"x@" + b"9" * 40)
-    )
+
+    def change(data: bytes, draw: random.Random) -> bytes:
+        return changing(calls[data[0] % len(calls)][1], 1)(data, draw) if data else data
+
+    words = (b"old", b"old@1", b"sql", b"../x", b"x@" + b"9" * 40)
+    return Target("directory", lambda data: run(ask(data)), seeds, words, change)
 
 
 def _controller() -> Controller:
@@ -228,7 +257,7 @@ def table() -> Target:
         joined([full(epoch=1, whole=True, entries=entries), full(epoch=2, gone=["sql"]), full(epoch=2)]),
         joined([full(epoch=1, whole=True, more=True, entries=entries), full(epoch=1, entries=entries), full(epoch=1)]),
     ]
-    return Target("table", follow, seeds, (b"sql", b"old"))
+    return Target("table", follow, seeds, (b"sql", b"old"), changing(directory_proto.Table))
 
 
 class _Login:
@@ -278,7 +307,12 @@ def peer() -> Target:
 
     requests = [link.FetchRequest(key="sql@1", digest="d" * 64, offset=offset) for offset in (0, -1, 5)]
     seeds = [b"\x01" + joined(chunks), b"\x00" + joined(requests)]
-    return Target("peer", ask, seeds, (b"sql@1", b"d" * 64, b'"projections":', b'"bytes":', b'"ranks":{', b'"q"'))
+
+    def change(data: bytes, draw: random.Random) -> bytes:
+        return changing(link.Chunk if data[:1] == b"\x01" else link.FetchRequest, 1)(data, draw)
+
+    words = (b"sql@1", b"d" * 64, b'"projections":', b'"bytes":', b'"ranks":{', b'"q"')
+    return Target("peer", ask, seeds, words, change)
 
 
 class _Engine:

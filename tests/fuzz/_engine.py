@@ -44,12 +44,14 @@ class Target:
         run: takes an input and returns the status that its sender would get. What it raises is a crash.
         seeds: valid inputs.
         words: what the mutator also inserts.
+        change: makes another input that keeps the form.
     """
 
     name: str
     run: Callable[[bytes], str]
     seeds: Sequence[bytes]
     words: Sequence[bytes] = ()
+    change: Callable[[bytes, random.Random], bytes] | None = None
 
 
 @dataclass(slots=True)
@@ -122,7 +124,10 @@ def fuzz(target: Target, inputs: int, seed: int, known: Collection[bytes] = (), 
             if time.monotonic() > until:
                 break
             parent = draw.choice(pool[-16:] if draw.random() < 0.3 else pool)
-            data = mutated(parent, draw, pool, target.words)[:MOST]
+            if target.change is not None and draw.getrandbits(1):
+                data = target.change(parent, draw)[:MOST]
+            else:
+                data = mutated(parent, draw, pool, target.words)[:MOST]
             report.take(target, data)
             if len(lines) > seen:
                 seen = len(lines)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 from collections.abc import Coroutine, Iterator
 from functools import cache
 from types import SimpleNamespace
@@ -26,6 +27,7 @@ from jlora.serve.tokenizer import Tokenizer
 from tests.cluster._links import VOCAB
 from tests.fuzz._double import Aborted, Context, Double
 from tests.fuzz._engine import Target
+from tests.fuzz._structure import of_json, of_message
 from tests.serve import _tokenizers
 
 LOST_S = 60.0  # of waiting: the call has hung
@@ -107,7 +109,18 @@ def protobuf() -> Target:
         _check_at_rest(backend)
         return "OK" if context.code is None else context.code.name
 
-    return Target("protobuf", lambda data: run(call(data)), list(_messages(methods)), WORDS)
+    def change(data: bytes, draw: random.Random) -> bytes:
+        kind = type(_asked_by(methods[data[0] % len(methods) if data else 0]))
+        return data[:1] + of_message(data[1:], kind, draw)
+
+    return Target("protobuf", lambda data: run(call(data)), list(_messages(methods)), WORDS, change)
+
+
+def _asked_by(method: str) -> Any:
+    """An empty message of the method."""
+    service, _, name = method.removeprefix("/jlora.v1.").partition("/")
+    kind = pb.DESCRIPTOR.services_by_name[service].methods_by_name[name].input_type
+    return getattr(pb, kind.name)()
 
 
 WORDS = (
@@ -237,7 +250,10 @@ def http() -> Target:
         for body in bodies
     ]
     keys = sorted({key for _, _, bodies in ROUTES for body in bodies if isinstance(body, dict) for key in body})
-    return Target("http", lambda data: run(call(data)), seeds, [*WORDS, *(json.dumps(key).encode() for key in keys)])
+    words = [*WORDS, *(json.dumps(key).encode() for key in keys)]
+    return Target(
+        "http", lambda data: run(call(data)), seeds, words, lambda data, draw: data[:1] + of_json(data[1:], draw)
+    )
 
 
 def _scope(method: str, path: str, query: bytes, headers: dict[str, bytes]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from jlora.serve.observed import Ended, Observed
 from jlora.serve.stream import Answer
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 from tests.cluster._links import INFO, VOCAB, FakeDirectory
-from tests.fuzz._cluster import joined, split
+from tests.fuzz._cluster import changing, joined, split
 from tests.fuzz._engine import Target
 from tests.fuzz._fronts import run
 
@@ -165,4 +165,5 @@ def link_router() -> Target:
         lambda data: run(_played(split(data, link.FromReplica))),
         [joined([hello, *messages]) for messages in seeds],
         words,
+        changing(link.FromReplica),
     )
