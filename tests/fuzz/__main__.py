@@ -27,6 +27,17 @@ LIBRARIES = ("protobuf", "msgspec", "jinja2", "google-re2", "tokenizers", "starl
 
 
 def main() -> int:
+    args = parsed()
+    names = list(TARGETS) if "all" in args.targets else args.targets
+    codes = []
+    for name in names:
+        until = time.monotonic() + args.seconds
+        codes.append(ended(fuzz(TARGETS[name](), args.inputs, args.seed, _corpus.load(name), until), args))
+    return max(codes)
+
+
+def parsed() -> argparse.Namespace:
+    """The command line. Also bounds this process's memory."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__.splitlines()[0])
     parser.add_argument("targets", nargs="+", choices=[*TARGETS, "all"])
     parser.add_argument("--inputs", type=int, default=100_000, help="for each target, beside its corpus")
@@ -35,22 +46,18 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a file of JSON lines to add to")
     parser.add_argument("--found", type=Path, default=Path("build/fuzz"), help="where inputs go that found something")
     parser.add_argument("--keep", action="store_true", help="add inputs that reach new lines to the corpus")
-    args = parser.parse_args()
     resource.setrlimit(resource.RLIMIT_DATA, (MEMORY, MEMORY))
-    logging.disable()  # the tests look at messages; here they only cost time
-    names = list(TARGETS) if "all" in args.targets else args.targets
-    return max(run(name, args) for name in names)
+    logging.disable()  # a line for each refusal costs more than the refusal
+    return parser.parse_args()
 
 
-def run(name: str, args: argparse.Namespace) -> int:
-    """Fuzzes one target; 1 if it found a fault."""
-    target = TARGETS[name]()
-    report = fuzz(target, args.inputs, args.seed, _corpus.load(name), time.monotonic() + args.seconds)
+def ended(report: Report, args: argparse.Namespace) -> int:
+    """Prints and keeps what a run has found; 1 if that is a fault."""
     for data in (*report.crashes.values(), *report.hangs, report.slowest):
         args.found.mkdir(parents=True, exist_ok=True)
-        (args.found / f"{name}-{name_of(data)}").write_bytes(data)
+        (args.found / f"{report.target}-{name_of(data)}").write_bytes(data)
     if args.keep:
-        _corpus.keep(name, report.new)
+        _corpus.keep(report.target, report.new)
     line = json.dumps(record(report))
     print(line, flush=True)
     if args.out:
@@ -63,6 +70,7 @@ def record(report: Report) -> dict[str, object]:
     """The report as JSON."""
     return {
         "target": report.target,
+        "engine": report.engine,
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seed": report.seed,
         "inputs": report.inputs,

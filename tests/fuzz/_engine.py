@@ -67,6 +67,7 @@ class Report:
 
     target: str
     seed: int
+    engine: str = "own"
     inputs: int = 0
     seconds: float = 0.0
     statuses: Counter[str] = field(default_factory=Counter)
