@@ -10,16 +10,56 @@ FLAG = "--xla_force_host_platform_device_count"
 if FLAG not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAG}=4".strip()
 
+import functools  # noqa: E402
+import inspect  # noqa: E402
 import signal  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from dataclasses import replace  # noqa: E402
 from pathlib import Path  # noqa: E402
 
+import jax  # noqa: E402
 import pytest  # noqa: E402
 
+from jlora.engine.compile_cache import use  # noqa: E402
+from jlora.layout import PoolLayout  # noqa: E402
+from jlora.model import step  # noqa: E402
 from jlora.model.spec import ModelSpec  # noqa: E402
+from jlora.pallas.ops import Ops  # noqa: E402
+from jlora.pallas.reference import CPU, XLA  # noqa: E402
 from tests import _make  # noqa: E402
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a run in a shell's background, whose children inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def compile_cache(request: pytest.FixtureRequest) -> None:
+    """Programs of the same shapes compile once: for all workers and the processes they start, and for the next run."""
+    os.environ["XDG_CACHE_HOME"] = str(request.config.cache.mkdir("home"))
+    use("auto")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def shared_programs() -> Iterator[None]:
+    """Engines of one shape have the same jitted programs: a worker traces, lowers and loads each once."""
+    build, made = step.build, {}
+
+    @functools.wraps(build)
+    def shared(spec: ModelSpec, layout: PoolLayout, mesh: jax.sharding.Mesh, stacked: bool, ops: Ops = XLA):
+        if ops not in (XLA, CPU):  # kernels
+            return build(spec, layout, mesh, stacked, ops)
+        key = repr((replace(spec, name=""), layout)), mesh, stacked, ops
+        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(step, "build", shared)
+        yield
+
+
+@pytest.fixture
+def own_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines of this test have no program that another engine has compiled."""
+    monkeypatch.setattr(step, "build", inspect.unwrap(step.build))
 
 
 @pytest.fixture(scope="session")

@@ -23,13 +23,12 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory, pytestconfig: pytest.Config) -> Iterator[Served]:
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """A server of a random model "base" and one adapter "upper"."""
     root = tmp_path_factory.mktemp("cli")
     spec = _server.write_text_model(root / "base", max_len=256)
     adapter = _make.make_adapter(root / "upper", spec, seed=3)
-    cache = str(pytestconfig.cache.mkdir("xla"))
-    settings = {"engine.warmup": False, "serve.compile_cache": cache, "adapters.paths.upper": str(adapter)}
+    settings = {"engine.warmup": False, "adapters.paths.upper": str(adapter)}
     with _server.serve(root / "base", settings) as running:
         yield running
 

@@ -1,7 +1,7 @@
-"""The tiny model with a tokenizer that the servers' tests use, and their compiled programs."""
+"""The tiny model with a tokenizer that the servers' tests use."""
 
 from __future__ import annotations
 
-from tests.serve.conftest import compiled_programs, text_model
+from tests.serve.conftest import text_model
 
-__all__ = ["compiled_programs", "text_model"]
+__all__ = ["text_model"]

@@ -5,12 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
+
+import pytest
 
 from jlora.cache.manager import CacheManager
 from jlora.config import Config
+from jlora.engine import build as assembly
 from jlora.engine.build import Built, build
 from jlora.engine.local import LocalReplica
+from jlora.layout import PoolLayout
 from jlora.ports import System
 from jlora.replica import Replica, Sink
 from jlora.types import AdapterInfo, CacheState, EngineStats, PrefetchResult, Request
@@ -66,11 +71,23 @@ class Waiting:
 
 
 class Running(Waiting):
-    """A local replica and what it was built from; `warm`: every program is compiled, and nothing runs beside it."""
+    """A local replica and what it was built from.
 
-    def __init__(self, config: Config, system: System | None = None, warm: bool = True):
+    Args:
+        warm: every program is compiled, and nothing runs beside it.
+        blocks: so many of the pool's blocks are used, so that caches of every size run the same programs.
+    """
+
+    def __init__(self, config: Config, system: System | None = None, warm: bool = True, blocks: int | None = None):
         system = system or System()
-        self.built: Built = build(config, progress=False, system=system)
+        make = assembly.make_manager
+
+        def of_a_part(config: Config, layout: PoolLayout, *rest: Any) -> CacheManager:
+            return make(config, replace(layout, blocks=1 + (blocks or layout.blocks - 1)), *rest)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(assembly, "make_manager", of_a_part)
+            self.built: Built = build(config, progress=False, system=system)
         self.local = LocalReplica(self.built, system)
         self.layout = self.built.reader.layout
         self.parts: Any = self.built.parts

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from pathlib import Path
@@ -60,11 +60,11 @@ class Counted(PythonGarbage):
 Served = tuple[Running, Held]
 
 
-@pytest.fixture(params=[1, 2], ids=["one device", "two devices"])
-def served(request: pytest.FixtureRequest, tiny_model: Path, tiny_spec, tmp_path: Path) -> Iterator[Served]:
+@pytest.fixture
+def served(request: pytest.FixtureRequest, own_programs, tiny_model: Path, tiny_spec, tmp_path: Path):
     path = _make.make_adapter(tmp_path / "a", tiny_spec, seed=9, r=4, targets=("q", "v", "o"))
     threads = HeldThreads()
-    sizes = {"engine.max_seqs": 8, "engine.max_step_tokens": 128, "model.tp": request.param}
+    sizes = {"engine.max_step_tokens": 64, "model.tp": getattr(request, "param", 1)}
     settings = {**BASE, **sizes, "model.path": str(tiny_model), "adapters.paths.a": str(path)}
     replica = Running(config.load(None, settings), System(threads=threads, garbage=Counted()), warm=False)
     yield replica, threads.compiler
@@ -89,6 +89,7 @@ def answers(replica: Running, name: str) -> list[list[int]]:
     return alone + [tokens(together[r.id]) for r in traffic(name + "t")]
 
 
+@pytest.mark.parametrize("served", [1, 2], indirect=True, ids=["one device", "two devices"])
 def test_the_largest_programs_serve_everything_until_the_others_are_there(served: Served):
     replica, compiler = served
     left = len(compiler.calls)

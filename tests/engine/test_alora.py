@@ -29,7 +29,7 @@ from tests.engine.test_exactness import poisoned
 
 CHECK, REWRITE = (90, 91, 92), (93, 94)  # invocations
 TALK = tuple(3 + i * 7 % 80 for i in range(43))  # five blocks and three tokens
-TIGHT: dict[str, Any] = {"cache__hbm_blocks": 64, "cache__monitor_s": 0.001}
+TIGHT: dict[str, Any] = {"blocks": 64, "cache__monitor_s": 0.001}
 
 
 @pytest.fixture(scope="module")
@@ -91,9 +91,9 @@ def test_every_adapter_answers_in_its_own_way_and_where_it_is_invoked_matters(ex
     [
         {},
         {"cache__policy": "fastlibra-wom"},
-        {"cache__policy": "vllm", "cache__hbm_blocks": 110},
+        {"cache__policy": "vllm", "blocks": 110},
         {"cache__link_gbps": 0.01},
-        {"cache__hbm_blocks": 42},  # preemption too
+        {"blocks": 42},  # preemption too
         {"model__tp": 2, "engine__overlap": False},
         {"engine__max_step_tokens": 5, "engine__layers": "unroll"},  # chunks end inside the invocations
     ],
@@ -145,7 +145,7 @@ def test_in_a_pipeline_history_is_never_computed_again_and_an_answer_once(tiny_m
 @pytest.fixture
 def caught(tiny_model: Path, adapters: dict[str, Path]) -> Iterator[Running]:
     """A service with room for everything, whose monitor moves nothing."""
-    with running(tiny_model, adapters, cache__hbm_blocks=300, cache__monitor_s=60) as service:
+    with running(tiny_model, adapters, cache__monitor_s=60) as service:
         yield service
 
 
@@ -179,7 +179,7 @@ def test_a_prompt_is_computed_up_to_its_invocation_while_its_adapter_is_on_its_w
 ):
     """The adapter's blocks hold NaN meanwhile: whoever read them would answer with it."""
     (long,) = (r for r in requests() if r.id == "check, long")
-    settings = {"cache__hbm_blocks": 100, "cache__monitor_s": 60, "cache__link_gbps": 5e-4}  # 4 ms a block
+    settings = {"blocks": 100, "cache__monitor_s": 60, "cache__link_gbps": 5e-4}  # 4 ms a block
     with poisoned(tiny_model, adapters, **settings, engine__max_step_tokens=32) as service:
         while service.cache_state().in_flight:
             pass

@@ -77,7 +77,7 @@ def check_dtypes(service: Running) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"model__tp": 2}, {"cache__hbm_blocks": 30}],
+    [{}, {"model__tp": 2}, {"blocks": 30}],
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default",
 )
 def test_answers_agree_alone_and_mixed_in_bfloat16(
@@ -91,7 +91,7 @@ def test_answers_agree_alone_and_mixed_in_bfloat16(
             assert len(differences) > 0.8 * sum(map(len, expected.values()))  # few answers meet a near tie
             assert max(differences) < TOLERANCE and np.mean(differences) < MEAN
         assert service.cache_state().kv_hit_tokens > 0
-        if "cache__hbm_blocks" in settings:  # KV and adapters went out and came back
+        if "blocks" in settings:  # KV and adapters went out and came back
             assert service.stats().preemptions > 0
             assert service.cache_state().bytes_swapped_in > service.layout.block_bytes * 30
 

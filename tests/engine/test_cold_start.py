@@ -77,7 +77,7 @@ def cold(service: Running) -> Iterator[HeldLink]:
 
 @pytest.fixture(scope="module")
 def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
-    with poisoned(tiny_model, tiny_adapters, **HELP, cache__hbm_blocks=160) as running:
+    with poisoned(tiny_model, tiny_adapters, **HELP) as running:
         yield running
 
 
@@ -98,7 +98,7 @@ def start_of(events: list[TokenEvent]) -> str:
     [
         {"engine__layers": "unroll", "engine__max_step_tokens": 5},
         pytest.param(
-            {"model__tp": 2, "engine__overlap": False, "cache__hbm_blocks": 30, "cache__link_gbps": 0.01},
+            {"model__tp": 2, "engine__overlap": False, "blocks": 30, "cache__link_gbps": 0.01},
             marks=pytest.mark.slow,
         ),  # preemption too
     ],
@@ -108,7 +108,7 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
     settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     kinds = set()
-    with poisoned(tiny_model, tiny_adapters, **{**HELP, **TIGHT, "cache__link_gbps": 1e-3, **settings}) as service:
+    with poisoned(tiny_model, tiny_adapters, **{**TIGHT, **HELP, "cache__link_gbps": 1e-3, **settings}) as service:
         for _ in range(2):
             got = serve(service, mixed())
             assert {name: tokens(events) for name, events in got.items()} == expected

@@ -38,10 +38,10 @@ TABLES = SamplingParams(
 
 
 @contextmanager
-def running(model: Path, adapters: Mapping[str, Path], **settings: Any) -> Iterator[Running]:
+def running(model: Path, adapters: Mapping[str, Path], blocks: int | None = None, **settings: Any) -> Iterator[Running]:
     keys = {key.replace("__", "."): value for key, value in settings.items()}
     paths = {f"adapters.paths.{name}": str(path) for name, path in adapters.items()}
-    service = Running(config.load(None, {**BASE, "model.path": str(model), **paths, **keys}))
+    service = Running(config.load(None, {**BASE, "model.path": str(model), **paths, **keys}), blocks=blocks)
     try:
         yield service
         service.check_integrity()
@@ -92,7 +92,7 @@ def mixed() -> list[Request]:
     ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()) or "default",
 )
 def test_answers_are_the_same_alone_and_mixed(
-    settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+    settings: dict[str, Any], own_programs, tiny_model: Path, tiny_adapters: dict[str, Path], expected
 ):
     with running(tiny_model, tiny_adapters, **settings) as service:
         for _ in range(2):  # the second time most prompts are in the prefix cache
@@ -120,22 +120,11 @@ def test_answers_are_the_same_where_launches_without_adapters_have_their_own_pro
 def test_answers_are_the_same_when_memory_forces_preemption_and_adapter_reloads(
     tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
-    with running(tiny_model, tiny_adapters, cache__hbm_blocks=30) as service:
+    with running(tiny_model, tiny_adapters, blocks=30) as service:
         got = serve(service, mixed())
         assert {name: tokens(events) for name, events in got.items()} == expected
         assert service.stats().preemptions > 0
         assert service.cache_state().bytes_swapped_in > service.layout.block_bytes * 30
-
-
-def test_four_devices_answer_like_one(tmp_path: Path):
-    spec = _make.make_model(tmp_path / "model", kv_heads=4)
-    adapters = {"a": _make.make_adapter(tmp_path / "a", spec, seed=5, r=6, targets=tuple(_make.MODULES))}
-    requests = [Request(f"r{i}", (3, 4 + i, 5), GREEDY, adapter=(None, "a")[i % 2]) for i in range(4)]
-    answers = []
-    for tp in (1, 4):
-        with running(tmp_path / "model", adapters, model__tp=tp, engine__max_seqs=2) as service:
-            answers.append({name: tokens(events) for name, events in serve(service, requests).items()})
-    assert answers[0] == answers[1] and len({tuple(t) for t in answers[0].values()}) > 2
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +227,7 @@ def test_an_adapter_that_overflows_leaves_nothing_behind_for_others(service: Run
 
 
 def test_unset_max_tokens_is_what_pool_and_adapter_leave(tiny_model: Path, tiny_adapters: dict[str, Path]):
-    with running(tiny_model, tiny_adapters, cache__hbm_blocks=26, engine__max_seqs=2) as service:
+    with running(tiny_model, tiny_adapters, blocks=26) as service:
         size = service.adapter("large").blocks
         params = SamplingParams(temperature=0, ignore_eos=True)
         request = service.check(Request("x", (3, 4), params, "large"))
@@ -286,7 +275,7 @@ def test_an_adapter_that_never_fits_is_refused_before_its_weights_are_read(servi
 
 
 def test_a_stopped_service_says_so(tiny_model: Path):
-    with running(tiny_model, {}, engine__warmup=False, engine__max_seqs=2) as service:
+    with running(tiny_model, {}, engine__warmup=False) as service:
         pass
     with pytest.raises(Unavailable):
         service.submit(Request("x", (3,), GREEDY), lambda events: None)

@@ -28,7 +28,7 @@ from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, UNBOUND, mixed, running, serve, tokens
 
 # Small enough that the adapters and the prompts of one batch never fit together.
-TIGHT: dict[str, Any] = {"cache__hbm_blocks": 60, "cache__monitor_s": 0.001}
+TIGHT: dict[str, Any] = {"blocks": 60, "cache__monitor_s": 0.001}
 # Nothing moves but what requests move, so that what a test evicts stays out.
 UNMOVED: dict[str, Any] = {"cache__monitor_s": 60}
 
@@ -85,7 +85,7 @@ def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping
     policy: str, tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     # The adapters' part of a split must hold the largest one, and not all of them.
-    settings = {**TIGHT, "cache__hbm_blocks": 105} if policy.startswith("vllm") else TIGHT
+    settings = {**TIGHT, "blocks": 105} if policy.startswith("vllm") else TIGHT
     with poisoned(tiny_model, tiny_adapters, cache__policy=policy, **settings) as service:
         state = check(service, 2, expected)
         assert state.policy == policy
@@ -101,7 +101,7 @@ def test_answers_do_not_depend_on_the_policy_in_a_pool_that_never_stops_swapping
         {"cache__prefix_reuse": False},
         {"cache__link_gbps": 0.01},  # every copy takes many steps
         {"cache__link_gbps": 0.05, "engine__layers": "unroll"},
-        {"cache__hbm_blocks": 30},  # preemption too
+        {"blocks": 30},  # preemption too
         {"model__tp": 2},
         {"engine__overlap": False},
         {"engine__max_step_tokens": 5},
@@ -139,7 +139,7 @@ def test_an_adapter_reloaded_under_its_name_answers_as_the_new_one_at_once(tmp_p
             wanted.append({r.id: tokens(serve(service, [r])[r.id]) for r in requests})
     assert len({str(w) for w in wanted}) == len(wanted)  # each version answers in its own way
     for policy in ("jlora", "fastlibra-wom", "vllm-fair"):
-        settings = {"cache__hbm_blocks": 40, "cache__monitor_s": 0.001, "cache__policy": policy}
+        settings = {"blocks": 40, "cache__monitor_s": 0.001, "cache__policy": policy}
         with poisoned(tiny_model, {"x": paths[0]}, **settings) as service:
             for version in (0, 1, 2, 3, 0, 2):
                 service.load_adapter("x", str(paths[version]), replace=True)
@@ -167,7 +167,7 @@ def test_two_tenants_with_equal_prompts_get_equal_answers_and_share_nothing(tiny
 def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapters: dict[str, Path]):
     prompt = tuple(range(3, 67))
     first, other = Request("first", prompt, GREEDY, adapter="large"), Request("other", prompt, GREEDY, adapter="middle")
-    with poisoned(tiny_model, tiny_adapters, **UNMOVED, cache__hbm_blocks=100, cache__link_gbps=0.02) as service:
+    with poisoned(tiny_model, tiny_adapters, **UNMOVED, blocks=100, cache__link_gbps=0.02) as service:
         serve(service, [first])
         while service.cache_state().in_flight:  # its KV is being written to the host
             pass
@@ -192,9 +192,7 @@ def test_a_step_that_starts_before_its_last_layers_have_arrived_answers_the_same
     prompt = tuple(3 + i % 80 for i in range(100))
     settings = {"engine__layers": layers, "model__tp": tp, "engine__max_step_tokens": 64, **UNMOVED}
     long = Request("long", prompt, GREEDY, adapter="large")
-    with poisoned(
-        tiny_model, tiny_adapters, **settings, cache__hbm_blocks=100, cache__link_gbps=5e-4
-    ) as service:  # 4 ms a block
+    with poisoned(tiny_model, tiny_adapters, **settings, blocks=100, cache__link_gbps=5e-4) as service:  # 4 ms a block
         manager = service.manager
         wanted = tokens(serve(service, [replace(long, bypass_prefix_cache=True)])["long"])
         serve(service, [replace(long, prompt=prompt[:48])])

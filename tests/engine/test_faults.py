@@ -25,7 +25,7 @@ BAD = "bad"  # the guilty request
 @pytest.fixture(scope="module")
 def shared(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Running]:
     paths = {f"adapters.paths.{name}": str(path) for name, path in tiny_adapters.items()}
-    one = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "cache.hbm_blocks": 40, **paths}))
+    one = Running(config.load(None, {**BASE, "model.path": str(tiny_model), **paths}), blocks=40)
     yield one
     one.stop()
 

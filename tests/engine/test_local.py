@@ -188,7 +188,7 @@ def test_a_command_that_its_caller_cancels_first_does_not_run(replica: Running):
 
 def test_a_drain_refuses_at_once_and_ends_with_the_last_request(tiny_model: Path):
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
-    with running(tiny_model, {}, engine__max_seqs=2) as replica:
+    with running(tiny_model, {}) as replica:
         replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
         assert not replica.replica.drain(timeout_s=0).result(60)
         with pytest.raises(Unavailable, match="draining"):
@@ -199,7 +199,7 @@ def test_a_drain_refuses_at_once_and_ends_with_the_last_request(tiny_model: Path
 
 def test_a_drain_with_a_huge_timeout_ends_with_the_last_request(tiny_model: Path):
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
-    with running(tiny_model, {}, engine__max_seqs=2) as replica:
+    with running(tiny_model, {}) as replica:
         replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
         drains = [replica.replica.drain(seconds) for seconds in (1e10, 1e300, math.inf, math.nan)]
         assert all(drain.result(60) for drain in drains)

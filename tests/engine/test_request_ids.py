@@ -9,6 +9,7 @@ from jlora import config
 from jlora.errors import AlreadyExists
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests.engine._replica import Running
+from tests.engine.test_engine import BASE
 
 
 class Sink:
@@ -25,8 +26,7 @@ class Sink:
 
 
 def test_tenants_share_ids_and_a_request_on_its_way_can_be_aborted_by_its_own(tiny_model: Path):
-    settings = {"model.path": str(tiny_model), "engine.max_seqs": 2, "engine.warmup": False}
-    service = Running(config.load(None, settings))
+    service = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "engine.warmup": False}))
     long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
     sinks = {tenant: Sink() for tenant in ("red", "blue")}
     try:
@@ -51,13 +51,7 @@ def test_tenants_share_ids_and_a_request_on_its_way_can_be_aborted_by_its_own(ti
 
 
 def test_an_id_used_again_right_after_its_abort_disturbs_nobody(tiny_model: Path):
-    settings = {
-        "model.path": str(tiny_model),
-        "engine.max_seqs": 2,
-        "engine.max_step_tokens": 16,
-        "engine.warmup": False,
-    }
-    service = Running(config.load(None, settings))
+    service = Running(config.load(None, {**BASE, "model.path": str(tiny_model), "engine.warmup": False}))
     try:
         neighbour = Sink()
         long = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)

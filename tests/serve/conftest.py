@@ -5,22 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import jax
 import pytest
 
 from tests import _make
 from tests.serve import _server
 
 ADAPTERS = {"upper": (4, ("q", "v")), "lower": (2, ("down",)), "wide": (8, tuple(_make.MODULES))}
-
-
-@pytest.fixture(scope="session", autouse=True)
-def compiled_programs(request: pytest.FixtureRequest) -> None:
-    """Servers of the same shapes compile once: for all workers, and for the next run."""
-    directory = request.config.cache.mkdir("xla")
-    jax.config.update("jax_compilation_cache_dir", str(directory))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
 
 @pytest.fixture(scope="session")
