@@ -72,12 +72,9 @@ def compares_a_secret(node: ast.AST) -> bool:
 
 
 def environments(node: ast.AST) -> bool:
-    """A jinja environment that is no sandbox."""
-    return (
-        isinstance(node, ast.Call)
-        and ast.unparse(node.func).endswith(("Environment", "jinja2.Template"))
-        and ("ImmutableSandboxedEnvironment" not in ast.unparse(node.func))
-    )
+    """A way to jinja without its sandbox, or with the one whose templates may change what they are given."""
+    free = {"jinja2.Environment", "jinja2.Template", "jinja2.sandbox.SandboxedEnvironment"}
+    return bool(free & set(imported(node))) or (isinstance(node, ast.Attribute) and ast.unparse(node) in free)
 
 
 RULES: dict[str, tuple[Rule, set[str], str]] = {
