@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 HELLO_S = 5.0  # until a replica has answered the first message
 PAUSES_S = (0.1, 2.0)  # before attaching again: the first, doubled up to the last
 LONGEST = 3.0  # times the longest pause between two messages of the last minute: then silence is death
+BEAT_S = 1.0  # between two messages to a replica, at most: it takes a long silence for the router's end
 COMPILING_S = 10.0  # of silence while a step compiles
 # A connection of its own for each channel, and at once.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
@@ -122,6 +123,7 @@ class Attached:
         self._said = ""  # to the log: why it cannot be used
         self._heard = _Heard()
         self._up = False  # the receiver was told that it is attached
+        self._beaten = 0.0  # when the last empty message was sent
         self._sends: deque[link.ToReplica] = deque()
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -164,9 +166,12 @@ class Attached:
         )
 
     def look(self, now: float) -> None:
-        """Gives the stream up if it has been silent, or its engine has stood, for too long."""
+        """Gives the stream up if it has been silent, or its engine has stood, for too long; else says that it lives."""
         if not self._up:
             return
+        if now - self._beaten >= BEAT_S:
+            self._beaten = now
+            self.send(link.ToReplica())
         heard = self._heard
         silent, bound = now - heard.at, max(self._terms.suspect_s, LONGEST * heard.gaps.longest())
         if heard.state.compiling:
@@ -204,7 +209,7 @@ class Attached:
             call: Any = rpc.LinkStub(channel).Attach(metadata=self._terms.login.metadata)
             # Also beyond those of an earlier link of this router to the address. The clock of the wall may go back.
             self._epoch = max(self._epoch + 1, int(1e9 * self._terms.clock()))
-            hello = link.Hello(router=self._terms.router, epoch=self._epoch, protocol=wire.PROTOCOL)
+            hello = link.Hello(router=self._terms.router, epoch=self._epoch, protocol=wire.PROTOCOL, beat_s=BEAT_S)
             async with asyncio.timeout(HELLO_S):
                 await call.write(link.ToReplica(hello=hello))
                 first = await call.read()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from concurrent.futures import Future
@@ -43,6 +44,8 @@ log = logging.getLogger(__name__)
 
 IDLE_S = 0.1  # between two messages of an idle replica
 HELLO_S = 10.0  # until a router has said who it is
+BEATS = 10  # of a router that may be missing, before it counts as gone
+LOOK_S = 0.5  # between two looks at whether it is
 MOST = 1 << 16  # batches of events that a router may leave unread
 SLICE = 2048  # batches of events in one message
 SCORES = 1024  # prompt log-probabilities that become a message in one turn of the loop; more, on a thread
@@ -182,12 +185,15 @@ class Stream:
         self._state: ReplicaState | None = None
         self._asked: Future[ReplicaState] = self._replica.state()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._silence_s = BEATS * hello.beat_s if hello.beat_s > 0 else math.inf
+        self._heard = self._looked = self._loop.time()
 
     async def run(self, hello: link.HelloBack) -> None:
         """Talks to the router until either side ends the stream."""
         await self._write(link.FromReplica(hello=hello))
         reading = asyncio.create_task(self._read())
         reading.add_done_callback(lambda _: self._wake.set())
+        self._look()
         try:
             while not (self._over or reading.done()):
                 idle = await self._idle()
@@ -210,6 +216,23 @@ class Stream:
         self._wake.clear()
         self._woken = False
         return False
+
+    def _look(self) -> None:
+        """Ends what the stream began if the router is silent: no connection closes when its machine is gone.
+
+        Time in which this process stood still does not count.
+        """
+        now = self._loop.time()
+        late, self._looked = now - self._looked, now
+        if late > 2 * LOOK_S:
+            self._heard += late
+        if self._over:
+            return
+        if now - self._heard > self._silence_s:
+            log.warning("router %s has said nothing for %.1f s: its requests end", self.router, now - self._heard)
+            self.end()
+        else:
+            self._loop.call_later(LOOK_S, self._look)
 
     def end(self) -> None:
         """Ends what the stream began, and the stream."""
@@ -246,6 +269,7 @@ class Stream:
 
     async def _read(self) -> None:
         while (message := await self._context.read()) is not EOF:
+            self._heard = self._loop.time()
             match message.WhichOneof("what"):
                 case "start":
                     self._start(message.start)
@@ -377,7 +401,9 @@ class Stream:
         return message
 
     def _take(self) -> Iterator[tuple[_Live, Told]]:
-        for _ in range(min(len(self._told), SLICE)):
+        for _ in range(SLICE):
+            if not self._told:  # also if the stream has ended meanwhile
+                return
             yield self._told.popleft()
 
     def _not_begun(self, live: _Live, error: Exception) -> None:

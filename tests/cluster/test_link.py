@@ -139,7 +139,7 @@ def test_a_router_with_newer_fields_and_messages_is_welcome(links: tuple[Linked,
     """Within one protocol, a side that is upgraded first says more than the other one knows."""
     with links[0].attach() as router:
         router.send()  # a message of a kind that is not known here
-        start = wire.start(1, Request("r", PROMPT, GREEDY))
+        start = wire.start(1, Request("r", PROMPT, GREEDY), None)
         router.send(start=link.Start.FromString(start.SerializeToString() + NEWER))
         assert len(router.whole(1)) == 12
 

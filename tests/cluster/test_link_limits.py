@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import gc
+import math
 import threading
+from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -15,10 +19,11 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.config import Config
 from jlora.engine.futures import done, running
-from jlora.errors import Unauthenticated
+from jlora.errors import ResourceExhausted, Unauthenticated
 from jlora.replica import ReplicaInfo, Sink
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Need
+from jlora.serve.backend import Backend
 from jlora.types import Request, SamplingParams, TokenEvent
 from jlora.validation import Limits
 from tests.cluster._link import SECRET, linked
@@ -58,6 +63,13 @@ class Flood:
         return 0.0
 
 
+class Idle(Flood):
+    """An engine that never gives its request anything."""
+
+    def _play(self, sink: Sink) -> None:
+        self.aborted.wait(60)
+
+
 def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST", 4096)
     flood: Any = Flood()
@@ -77,6 +89,60 @@ def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
                 pass
         assert e.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # pyright: ignore[reportAttributeAccessIssue]
         sent.set()
+
+
+def test_the_requests_of_a_router_that_falls_silent_end(monkeypatch: pytest.MonkeyPatch):
+    """Its machine is gone, or the way to it: nothing closes the connection."""
+    monkeypatch.setattr(module, "LOOK_S", 0.02)
+    idle: Any = Idle()
+    with linked(idle) as one, one.attach(beat_s=0.02) as router:
+        router.start(1, Request("r", (1,), ENDLESS))
+        assert idle.aborted.wait(60)
+        router.until_ended()
+        until(lambda: not one.servicer._streams, "the stream has ended")
+
+
+def test_a_router_of_before_may_be_silent():
+    idle: Any = Idle()
+    with linked(idle) as one, one.attach() as router:
+        router.until(lambda router: router.messages)
+        assert one.servicer._streams["r"]._silence_s == math.inf
+
+
+def test_what_nobody_waits_for_any_more_may_fail_unheard():
+    """Found by a seed: the stream that wanted an adapter had ended before it could not be read."""
+    unheard: list[Any] = []
+
+    async def play() -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: unheard.append(context))
+        read = asyncio.Event()
+
+        async def adopt(version: link.Version) -> None:
+            await read.wait()
+            raise ResourceExhausted("host memory is short")
+
+        servicer = module.LinkServicer(Backend(), "one", SECRET, adopt)
+        stream = asyncio.create_task(servicer._adopted(link.Version(key="x@1")))
+        await asyncio.sleep(0)
+        stream.cancel()
+        await asyncio.wait((stream,))
+        read.set()
+        while servicer._adopting:
+            await asyncio.sleep(0)
+        gc.collect()
+
+    asyncio.run(play())
+    assert not unheard
+
+
+def test_a_stream_that_ends_while_a_message_is_made_has_nothing_more_to_tell():
+    stream = object.__new__(module.Stream)
+    told: Any = [(None, None)] * 3
+    stream._told = deque(told)
+    taken = stream._take()
+    next(taken)
+    stream._told.clear()
+    assert list(taken) == []
 
 
 def test_the_token_opens_a_replicas_public_services_and_nothing_else_does():

@@ -128,6 +128,10 @@ def what_waits_for_a_replica_has_no_bound() -> list[Any]:
     return [mock.patch.object(attach.Attached, "send", send)]
 
 
+def a_lost_routers_requests_run_on() -> list[Any]:
+    return [mock.patch.object(link.Stream, "_look", lambda self: None)]
+
+
 PLANTED: list[Callable[[], list[Any]]] = [
     a_token_is_replayed,
     a_dead_attempt_is_heard,
@@ -138,6 +142,7 @@ PLANTED: list[Callable[[], list[Any]]] = [
     silence_is_of_the_wall_clock,
     an_old_epoch_is_accepted,
     what_waits_for_a_replica_has_no_bound,
+    a_lost_routers_requests_run_on,
 ]
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from jlora.cluster.attach import BEAT_S
+from jlora.cluster.link import BEATS, LOOK_S
 from jlora.cluster.view import Held
 from jlora.sim.world.cluster.asks import Violation
 from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
@@ -13,6 +16,7 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 STUCK_S = 0.25  # that a message waits in the router while nothing hinders it
+LOST_S = BEATS * BEAT_S + 2 * LOOK_S + 0.5  # that the requests of a router that is gone may run on
 STRAY_S = 0.5  # that a request may run on which no router's stream has: a few steps
 
 
@@ -25,6 +29,15 @@ def often(world: World) -> None:
     for replica in world.replicas:
         if replica.alive and not replica.loop.stopped:
             _strays(replica, world.time.now)
+            for request, since in orphans(replica, world.gone):
+                if world.time.now - since > LOST_S:
+                    raise Violation(f"{replica.name}: {request} runs on, and its router is gone since {since:.3f}")
+
+
+def orphans(replica: ReplicaProcess, gone: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Requests that run for a router that is gone, and since when it is."""
+    live = [run.request.id for run in replica.replica.live.values()]
+    return [(request, gone[router_of(request)]) for request in live if router_of(request) in gone]
 
 
 def _tables(router: RouterProcess) -> None:

@@ -70,6 +70,7 @@ class Faults:
         self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
         self._spoiled: dict[str, str] = {}  # path -> what was there
         self.loads: list[Loading] = []
+        self._going: list[Callable[[], object]] = []  # routers that are about to be gone
         self.unloaded: set[str] = set()
 
     def step(self) -> None:
@@ -84,6 +85,7 @@ class Faults:
     def heal(self) -> None:
         """From now on everything works."""
         world = self._world
+        self._go()
         for path in list(self._spoiled):
             self._mend(path)
         for replica in world.replicas:
@@ -201,14 +203,29 @@ class Faults:
 
     def _kill_router(self, silent: bool) -> bool:
         router, world = self._router(), self._world
-        if not router.alive:
+        if not router.alive or router.loop.stopped:
             return False
-        self.excuse(router.name)
+        if silent:  # what runs for long would run on
+            for _ in range(2):
+                world.ask(router, plain=True, long=True)
+        self.excuse(router.name, seconds=EXCUSED_S + 0.5)
+        life = router.life
+        self._going += [lambda: router.life == life and router.alive and self._router_is_gone(router, silent)]
+        world.time.after(0.5 if silent else 0.0, self._go)
+        return True
+
+    def _go(self) -> None:
+        for gone in self._going:
+            gone()
+        self._going = []
+
+    def _router_is_gone(self, router: RouterProcess, silent: bool) -> None:
+        world = self._world
+        world.gone[router.id] = world.time.now
         router.kill(silent)
         for ask in world.asks:
             ask.lost |= ask.router is router and not ask.over
         world.time.after(world.draw.uniform(*RESTART_S), lambda: router.alive or world.start_router(router))
-        return True
 
     def _stop(self, process: ReplicaProcess | RouterProcess) -> bool:
         if not process.alive or process.loop.stopped:

@@ -37,11 +37,11 @@ LOAD_S = (0.005, 0.2)  # to read, check and copy an adapter
 BLOCKS = 64
 
 
-def info(max_seqs: int, max_queue: int) -> ReplicaInfo:
+def info(max_seqs: int, max_queue: int, stall_s: float) -> ReplicaInfo:
     """The constants of every replica of a world."""
     config = Config()
     engine = replace(config.engine, max_seqs=max_seqs, max_queue=max_queue)
-    config = replace(config, serve=replace(config.serve, stall_s=2.0, heartbeat_s=4.0))
+    config = replace(config, serve=replace(config.serve, stall_s=stall_s, heartbeat_s=4.0))
     return ReplicaInfo(
         "base", "float32", Limits(VOCAB, 4096, 4096), (2,), 16, 4096, "cpu", ("cpu:0",), replace(config, engine=engine)
     )  # fmt: skip

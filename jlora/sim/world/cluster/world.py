@@ -36,6 +36,7 @@ SETTLE_S = 90.0  # in which every request must end once nothing is wrong any mor
 PROBE_S = 20.0  # in which a healed service answers
 TIDY_S = 30.0  # in which old versions leave the replicas: what has failed is tried again after a while
 ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
+LONG = 4000  # tokens: more than a world has time for
 ASKS = 0.12  # requests that come with a step
 
 
@@ -49,13 +50,20 @@ class World:
         self.time = Time(random.Random(draw.getrandbits(64)))
         self.net = Net(self.time, random.Random(draw.getrandbits(64)))
         self.disk = Disk()
-        self.grounds = Grounds(self.net, self.disk, self.sites, draw, info(draw.randint(2, 6), draw.choice((2, 8, 64))))
+        self.grounds = Grounds(
+            self.net,
+            self.disk,
+            self.sites,
+            draw,
+            info(draw.randint(2, 6), draw.choice((2, 8, 64)), draw.choice((2.0, 60.0))),
+        )
         self.adapters = Adapters(self.net, self.disk, self.sites, draw)
         self.replicas = [ReplicaProcess(f"r{i}", self.grounds) for i in range(draw.randint(2, 3))]
         policy = draw.choice((LeastLoaded, SessionSticky))
         self.routers = [RouterProcess(f"router{i}", self.grounds, policy) for i in range(draw.choice((1, 1, 2)))]
         self.asks: list[Ask] = []
         self.followers: list[Follower] = []
+        self.gone: dict[str, float] = {}  # lives of routers, and when they ended
         self.heard = Heard(self)
         self.faults = Faults(self)
 
@@ -101,7 +109,7 @@ class World:
 
     # -- clients ----------------------------------------------------------------------------------
 
-    def ask(self, router: RouterProcess, plain: bool = False, hasty: bool = False) -> Ask:
+    def ask(self, router: RouterProcess, plain: bool = False, hasty: bool = False, long: bool = False) -> Ask:
         """A client sends a request; a plain one is never left or stopped, a hasty one soon."""
         draw, now = self.draw, self.time.now
         name = draw.choice((None, *NAMES))
@@ -109,7 +117,9 @@ class World:
         if plain and not digest:
             name, digest = None, "base"
         sampling = SamplingParams(
-            max_tokens=draw.randint(1, 24), n=draw.choice((1, 1, 1, 2)), seed=draw.getrandbits(63)
+            max_tokens=LONG if long else draw.randint(1, 24),
+            n=1 if plain else draw.choice((1, 1, 1, 2)),
+            seed=draw.getrandbits(63),
         )
         request = Request(
             id=f"q{len(self.asks)}",
@@ -199,6 +209,15 @@ class World:
             )
         self.heard.check()
         checks.at_end(self)
+        self._run_out()
+
+    def _run_out(self) -> None:
+        """Requests of routers that are gone end in time."""
+        if self.gone:
+            limit = max(self.gone.values()) + checks.LOST_S
+            self.time.run(limit, lambda: not any(checks.orphans(one, self.gone) for one in self.replicas))
+            checks.often(self)
+            self.heard.check()
 
     def _await(self, asks: list[Ask], what: str) -> None:
         for ask in asks:
