@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -16,12 +19,13 @@ from jlora.sim.world import report
 from jlora.sim.world.cluster.sites import SITES
 from jlora.types import Request
 
-SEEDS = range(600)
+SEEDS = range(500)
 STEPS = 200
 LEAST = 100  # times that each site strikes within the seeds
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_the_seeds_hold_and_every_site_strikes():
     played = list(report.run("cluster", SEEDS, STEPS, processes=2))
     assert [one for one in played if one.failure] == []
@@ -29,9 +33,18 @@ def test_the_seeds_hold_and_every_site_strikes():
     assert not rare
 
 
-def test_a_seed_is_played_the_same_again():
-    first, second = (report.play("cluster", 3, STEPS)[0] for _ in range(2))
-    assert first == second and not first.failure and first.fired
+def test_a_few_seeds_hold():
+    played = list(report.run("cluster", range(10), STEPS))
+    assert [one.failure for one in played if one.failure] == [] and any(one.fired for one in played)
+
+
+def test_a_seed_goes_the_same_way_whatever_python_hashes_by():
+    code = "from jlora.sim.world import report; print(*(report.play('cluster', s, 200)[0].digest for s in (3, 5)))"
+    runs = {
+        subprocess.check_output([sys.executable, "-c", code], env={**os.environ, "PYTHONHASHSEED": seed}, text=True)
+        for seed in ("1", "2")
+    }
+    assert len(runs) == 1
 
 
 # -- bugs that are planted, each as it might be written ------------------------------------------------

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 STUCK_S = 0.25  # that a message waits in the router while nothing hinders it
-LOST_S = BEATS * BEAT_S + 2 * LOOK_S + 0.5  # that the requests of a router that is gone may run on
+# That the requests of a router that is gone may run on. Its last message may be late, and the replica may stand still.
+LOST_S = BEATS * BEAT_S + 2 * LOOK_S + 6.0
 STRAY_S = 0.5  # that a request may run on which no router's stream has: a few steps
 
 
@@ -65,7 +66,12 @@ def _sends(world: World, router: RouterProcess) -> None:
     for one in router.router._dispatcher.links.values():
         if len(one._sends) > one._terms.most_sends + 1:
             raise Violation(f"{router.name}: {len(one._sends)} messages wait for {one.name}")
-        if one._up and one._sends and not world.faults.hinders(router.name, one.name):
+        if (
+            one._up
+            and one._sends
+            and not one._heard.state.compiling
+            and not world.faults.hinders(router.name, one.name)
+        ):
             head, since = router.heads.get(one.name, (None, now))
             heads[one.name] = (one._sends[0], since if head is one._sends[0] else now)
             if now - heads[one.name][1] > STUCK_S:

@@ -311,8 +311,8 @@ class Faults:
     def _change(self) -> bool:
         """The files of an adapter are others for a while."""
         world = self._world
-        path = world.draw.choice(sorted(world.disk.files))
-        if path not in self._spoiled:
+        path = world.draw.choice([one.path for one in self.loads if one.loaded] or [""])
+        if path and path not in self._spoiled:
             self._spoiled[path] = world.disk.files[path]
             world.disk.files[path] = "spoiled"
             world.time.after(world.draw.uniform(*WHILE_S), lambda: self._mend(path))
