@@ -31,13 +31,16 @@ if TYPE_CHECKING:
     from jlora.engine.local import LocalReplica
 
 COMMAND = "jlora cluster replica"
+DESCRIPTION = """Serves one replica of a service of many, for the routers that have its token.
+
+Takes the flags of `jlora serve`. Keys, the HTTP port and the names of adapters are the routers'."""
 # A request that goes on carries its output: up to `jlora.validation.MAX_ENTRIES` tokens of three bytes.
 LEAST_MIB = 16.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a replica until a signal, with the flags of `jlora serve`; returns the process's exit code."""
-    config = flags.parse(argv)
+    config = parse(argv)
     mib = max(config.serve.max_request_mib, LEAST_MIB)
     config = configuration.replace(config, {**ROUTERS, "serve.max_request_mib": mib})
     try:
@@ -45,6 +48,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     except JloraError as e:
         print(f"{COMMAND}: cannot start: {e}", file=sys.stderr, flush=True)
         return 1
+
+
+def parse(argv: Sequence[str] | None) -> Config:
+    """The configuration of a command line. An error exits with code 2 and one line on stderr."""
+    made = flags.parser(COMMAND, DESCRIPTION)
+    made.add_argument(
+        "--token-file", metavar="FILE", help="the secret that routers and replicas share [cluster.token_file]"
+    )
+    args = made.parse(sys.argv[1:] if argv is None else argv)
+    if args.token_file is not None:
+        args.set.append(f"cluster.token_file={args.token_file}")
+    try:
+        return flags.config_of(args)
+    except JloraError as e:
+        made.error(str(e))
 
 
 def program(config: Config) -> Program:

@@ -161,7 +161,7 @@ def test_a_static_replica_reads_the_file_of_the_router(monkeypatch: pytest.Monke
     token.write_text("0123456789abcdef")
     shared = [
         "adapters.registry=/nowhere/a.db", "serve.keys=/nowhere/keys", "serve.http_port=8000",
-        "serve.host=0.0.0.0", "serve.port=0", f"cluster.token_file={token}", f"adapters.dir={tmp_path}",
+        "serve.host=0.0.0.0", "serve.port=0", f"adapters.dir={tmp_path}",
     ]  # fmt: skip
     loaded = []
 
@@ -170,7 +170,7 @@ def test_a_static_replica_reads_the_file_of_the_router(monkeypatch: pytest.Monke
         raise Unavailable("as far as this test goes")
 
     monkeypatch.setattr(launcher, "ENGINE", dataclasses.replace(launcher.ENGINE, load=load))
-    assert worker.main(["--model", "m", "--set", *shared]) == 1
+    assert worker.main(["--model", "m", "--token-file", str(token), "--set", *shared]) == 1
     assert [c.adapters for c in loaded] == [Config().adapters]
     assert [(c.serve.keys, c.serve.http_port, c.serve.host) for c in loaded] == [("", -1, "0.0.0.0")]
 
