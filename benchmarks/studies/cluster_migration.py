@@ -53,7 +53,7 @@ class Case:
     adapters: int = 32
     longer: float = 1.0
     burst: float = 4.0
-    seconds: float = 12.0
+    seconds: float = 8.0
     replicas: int = 8
 
 
@@ -66,7 +66,7 @@ CASES = (
     Case("12: 128 adapters", 100.0, adapters=128),
 )
 QUICK = (Case("11a: 20 requests/s", 20.0, seconds=2.0, replicas=2),)
-SEEDS = (1, 2)  # nothing was tuned on the second one
+SEEDS = (1, 2)  # nothing was tuned on the second one, which the first case alone plays
 BALANCE = Balance(Terms(queue_s=0.2, limit_s=math.inf), every_s=0.5)
 
 
@@ -94,7 +94,7 @@ def run(options: Options) -> None:
     records = options.records("cluster-migration-simulated", {"seconds": options.seconds, "batch": BATCH})
     done = {(line["cell"], line["side"], line["round"]) for line in records.lines}
     for number, seed in enumerate(SEEDS):
-        for case in QUICK if options.quick else CASES:
+        for case in QUICK if options.quick else CASES[: 1 if number else None]:
             work, outputs = traffic(case, options.seconds or case.seconds, seed)
             for side in SIDES:
                 if (case.name, side, number) not in done:

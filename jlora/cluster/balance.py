@@ -68,7 +68,7 @@ class Terms:
     memory: float = 0.9
     replicas: int = 4
     jobs: int = 128
-    gain: float = 0.1
+    gain: float = 0.02
     affinity_s: float = 0.0
     limit_s: float = 0.2
     nodes: int = 100
