@@ -1,0 +1,125 @@
+"""`jlora bench cluster-placement`: LoRAServe's Figures 17 to 22 in reduced form, simulated.
+
+Four servers (A100s with Llama-2-7B and padded kernels) and 100 adapters of ranks 8 to 128. The paper's own trace is
+private; lengths are drawn around 512 tokens of prompt and 128 of answer, and arrivals are Poisson's.
+
+    random, contiguous   placed once ("S-LoRA Random" and "Contiguous")
+    toppings             CaraServe's router with every adapter on every host, as LoRAServe ran it; "any rank": the same,
+                         but blind to ranks
+    loraserve            Algorithm 1, fetch before the switch; loraserve, late: fetch with the first request (the paper)
+    loraserve, jlora     the placement brings adapters, jlora's policy routes
+    jlora                jlora's policy alone: an adapter comes with its first request
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from benchmarks.runner import Options
+from jlora.config import EngineConfig
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.scenario import Scenario, Work
+from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.trace import Trace, Turn, facts
+
+CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
+SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20))
+RANKS = (8, 16, 32, 64, 128)
+STEP_S = 2.0  # of the placement; the paper's is a minute, in traces of an hour
+SLO_S = 0.05  # per token
+FETCH_GBPS = 1.0
+EVERYWHERE = ("toppings", "toppings, any rank")  # sides whose hosts all have all adapters
+# Side -> (placement, route, adapters come before the switch).
+SIDES = {
+    "random": ("random", TABLE, True),
+    "contiguous": ("contiguous", TABLE, True),
+    "toppings": ("", "caraserve", True),
+    "toppings, any rank": ("", "most-idle", True),
+    "loraserve, late": ("loraserve", TABLE, False),
+    "loraserve": ("loraserve", TABLE, True),
+    "loraserve, jlora": ("loraserve", "jlora", True),
+    "jlora": ("", "jlora", True),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One load. `skew`: how requests spread over ranks: "uniform", "shifting" or "exponential"."""
+
+    name: str
+    skew: str
+    rate: float
+    servers: int = 4
+    adapters: int = 100
+    seconds: float = 16.0
+
+
+CASES = (
+    Case("17, 18: uniform", "uniform", 40.0),
+    Case("19: shifting skew", "shifting", 40.0),
+    Case("20: exponential", "exponential", 40.0),
+    Case("21: 25 adapters", "uniform", 40.0, adapters=25),
+    Case("22: 8 servers", "shifting", 80.0, servers=8, seconds=12.0),
+)
+QUICK = (Case("17, 18: uniform", "uniform", 8.0, servers=2, adapters=10, seconds=2.0),)
+
+
+def traffic(case: Case, seconds: float, seed: int = 1) -> tuple[Work, tuple[int, ...], float]:
+    """The requests, the ranks, and tokens of a mean answer."""
+    rng = np.random.default_rng(seed)
+    count = round(case.rate * seconds)
+    times = np.cumsum(rng.exponential(1 / case.rate, count))
+    ranks = tuple(RANKS[i % len(RANKS)] for i in range(case.adapters))
+    prompts, outputs = (np.clip(mean * rng.lognormal(-0.18, 0.6, count), 4, 1900).astype(int) for mean in (512, 128))
+    turns = []
+    for index, (at, prompt, output) in enumerate(zip(times, prompts, outputs, strict=True)):
+        weights = shares(case.skew, at / seconds)
+        rank = int(rng.choice(len(RANKS), p=weights))
+        adapter = rank + len(RANKS) * int(rng.integers(case.adapters // len(RANKS)))
+        turns.append(Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), adapter))
+    sizes = tuple(map(CARD.adapter_blocks, ranks))
+    trace = Trace(case.name, tuple(turns), tuple(map(str, range(case.adapters))))
+    return Work(trace, sizes, facts(trace, CARD.layout.block_tokens, sizes)), ranks, float(outputs.mean())
+
+
+def shares(skew: str, part: float) -> list[float]:
+    """Of each rank in the requests after this part of the run. Shifting: half of them from rank 128 to rank 8."""
+    if skew == "uniform":
+        return [1 / len(RANKS)] * len(RANKS)
+    if skew == "exponential":
+        halves = [0.5**i for i in range(len(RANKS))]
+        return [half / sum(halves) for half in halves]
+    moved = min(max(part, 0.0), 1.0)
+    return [0.125 + 0.375 * moved, 0.125, 0.125, 0.125, 0.5 - 0.375 * moved]
+
+
+def run(options: Options) -> None:
+    """Every case under every side."""
+    records = options.records("cluster-placement-simulated", {"seconds": options.seconds, "slo_s": SLO_S})
+    done = {(line["cell"], line["side"]) for line in records.lines}
+    for case in QUICK if options.quick else CASES:
+        work, ranks, outputs = traffic(case, options.seconds or case.seconds)
+        for side in SIDES:
+            if (case.name, side) not in done:
+                records.add(case.name, side, 0, measured(case, side, (work, ranks, outputs)))
+
+
+def measured(case: Case, side: str, load: tuple[Work, tuple[int, ...], float]) -> dict[str, Any]:
+    """One run."""
+    work, ranks, outputs = load
+    place, route, ahead = SIDES[side]
+    service = Service(
+        case.servers, ranks, "padded", fetch_gbps=0.0 if side in EVERYWHERE else FETCH_GBPS, slo_s=SLO_S, outputs=outputs, place=place, place_s=STEP_S,
+        ahead=ahead,
+    )  # fmt: skip
+    result = simulate_service(SCENARIO, service, work, "jlora", route)
+    summary, told = result["summary"], result["service"]
+    if side in EVERYWHERE:
+        told |= {"adapters_most": case.adapters}
+    return {
+        **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s")},
+        **{key: told[key] for key in ("attainment", "goodput", "imbalance", "adapters_most", "bytes_fetched")},
+    }
