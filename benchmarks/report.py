@@ -49,6 +49,8 @@ PAGES: Mapping[str, Page] = {
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
     "cluster-routing": Page("cluster-routing-*.jsonl"),
+    "cluster-migration": Page("cluster-migration-*.jsonl"),
+    "cluster-placement": Page("cluster-placement-*.jsonl"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }
 

@@ -387,3 +387,56 @@ def routes(study: Study, kernel: str) -> pd.DataFrame:
                 }
             )
     return pd.DataFrame(made)
+
+
+def migrations(study: Study) -> pd.DataFrame:
+    """Every way to balance replicas in every case."""
+    made = []
+    for (cell, side), group in study.rows.groupby(["cell", "side"], sort=False):
+        mean = group.mean(numeric_only=True)
+        made.append(
+            {
+                "case": cell,
+                "side": side,
+                "queue ms": f"{1e3 * mean['queue_s']:.0f}",
+                "TTFT ms": f"{1e3 * mean['ttft_s']:.0f}",
+                "p99": f"{1e3 * mean['ttft_p99_s']:.0f}",
+                "latency per token ms": f"{1e3 * mean['latency_s']:.2f}",
+                "tokens/s": f"{mean['output_tokens'] / mean['seconds']:.0f}",
+                "moved": f"{mean['moved'] / mean['requests']:.1%}",
+                "seeds": len(group),
+            }
+        )
+    return pd.DataFrame(made)
+
+
+def migration_cost(study: Study) -> pd.DataFrame:
+    """What the solver takes beside the replicas' own seconds, on the machine of the run."""
+    made = []
+    for cell, group in study.rows[study.rows["side"] == "dlora"].groupby("cell", sort=False):
+        total = group.sum(numeric_only=True)
+        row = {"case": cell, "programs": f"{total['solves']:.0f}"}
+        row["mean ms"] = f"{1e3 * total['solve_s'] / max(1, total['solves']):.0f}"
+        row["longest ms"] = f"{1e3 * group['solve_longest_s'].max():.0f}"
+        made.append({**row, "of the replicas' busy time": f"{total['solve_s'] / total['busy_s']:.2%}"})
+    return pd.DataFrame(made)
+
+
+def placements(study: Study) -> pd.DataFrame:
+    """Every placement in every case."""
+    made = []
+    for row in study.rows.to_dict("records"):
+        made.append(
+            {
+                "case": row["cell"],
+                "side": row["side"],
+                "TTFT ms": f"{1e3 * row['ttft_s']:.0f}",
+                "p99": f"{1e3 * row['ttft_p99_s']:.0f}",
+                "TPOT ms": f"{1e3 * row['tpot_s']:.1f}",
+                "attained": f"{row['attainment']:.1%}",
+                "busiest / mean": f"{row['imbalance']:.2f}",
+                "adapters stored": int(row["adapters_most"]),
+                "GB fetched": f"{row['bytes_fetched'] / 1e9:.1f}",
+            }
+        )
+    return pd.DataFrame(made)

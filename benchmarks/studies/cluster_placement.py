@@ -111,9 +111,10 @@ def measured(case: Case, side: str, load: tuple[Work, tuple[int, ...], float]) -
     """One run."""
     work, ranks, outputs = load
     place, route, ahead = SIDES[side]
+    fetch_gbps = 0.0 if side in EVERYWHERE else FETCH_GBPS
     service = Service(
-        case.servers, ranks, "padded", fetch_gbps=0.0 if side in EVERYWHERE else FETCH_GBPS, slo_s=SLO_S, outputs=outputs, place=place, place_s=STEP_S,
-        ahead=ahead,
+        case.servers, ranks, "padded", fetch_gbps=fetch_gbps, slo_s=SLO_S, outputs=outputs, place=place,
+        place_s=STEP_S, ahead=ahead,
     )  # fmt: skip
     result = simulate_service(SCENARIO, service, work, "jlora", route)
     summary, told = result["summary"], result["service"]

@@ -13,6 +13,7 @@ from benchmarks.__main__ import GROUPS, STUDIES
 from benchmarks.micro.cold_bounds import Bytes, table
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
+from benchmarks.studies import cluster_migration, cluster_placement
 from benchmarks.studies.cluster_routing import SIDES
 from jlora.cli import BENCH, main
 
@@ -234,3 +235,13 @@ def test_routing_is_played_with_both_kernels_under_every_policy(tmp_path: Path):
     assert render("cluster-routing", tmp_path / "out", draw=False)
     page = (tmp_path / "out" / "cluster-routing.md").read_text()
     assert "## Padded kernels" in page and "| Figure 20 | jlora |" in page
+
+
+@pytest.mark.parametrize("name", ["cluster-migration", "cluster-placement"])
+def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name: str):
+    lines = study(tmp_path, name)
+    sides = cluster_migration.SIDES if name == "cluster-migration" else cluster_placement.SIDES
+    assert {line["side"] for line in lines} == set(sides) and all(line["unfinished"] == 0 for line in lines)
+    assert render(name, tmp_path / "out", draw=False)
+    page = (tmp_path / "out" / f"{name}.md").read_text()
+    assert all(f"| {side} |" in page for side in sides)
