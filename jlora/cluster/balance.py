@@ -7,7 +7,7 @@ computes them again, except those in its prefix cache, and the plan weighs that 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,6 +31,7 @@ class Job:
         adapter: the key of its version; None is the base.
         tokens: prompt and answer so far.
         waited_s: since it was sent, without a token; 0 once it has one, and its replica has its KV.
+        cached: replica -> tokens that the router believed to be in its prefix cache when it sent the request.
     """
 
     key: int
@@ -38,6 +39,7 @@ class Job:
     adapter: str | None
     tokens: int
     waited_s: float = 0.0
+    cached: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +124,13 @@ class Balancer:
     """Plans moves from a view and the router's own requests. It reads no clock.
 
     Attributes:
-        block_tokens: of a block of the replicas' pools.
-        cached: replica -> tokens of a request that the router believes to be in its prefix cache.
+        pace: what answers have taken.
     """
 
-    def __init__(
-        self,
-        terms: Terms,
-        block_tokens: int,
-        cached: Callable[[Job], Mapping[str, int]] = lambda job: {},
-        pace: Pace | None = None,
-    ):
+    def __init__(self, terms: Terms, block_tokens: int, pace: Pace | None = None):
         self.pace = pace or Pace()
         self._terms = terms
         self._block_tokens = block_tokens
-        self._cached = cached
 
     def plan(self, view: View, jobs: Sequence[Job]) -> Plan:
         """The moves with which the busiest and the idlest replicas are done soonest."""
@@ -201,9 +195,8 @@ class Balancer:
 
     def _again(self, job: Job, targets: Sequence[str]) -> tuple[float, ...]:
         """What a move costs at each target: KV that is here, and not there."""
-        known = self._cached(job)
-        here = known.get(job.replica, 0) if job.waited_s else job.tokens
-        return tuple(MOVE_S + max(0, here - known.get(name, 0)) * self.pace.token for name in targets)
+        here = job.cached.get(job.replica, 0) if job.waited_s else job.tokens
+        return tuple(MOVE_S + max(0, here - job.cached.get(name, 0)) * self.pace.token for name in targets)
 
 
 def _cost(job: Job) -> tuple[float, int, int]:
@@ -226,7 +219,7 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
     if not names or not asked:
         return {}
     left = np.array([rooms[name] for name in names], float)
-    rates, sizes = (np.array([getattr(adapter, field) for adapter in asked], float) for field in ("rate", "size"))
+    rates, sizes = (np.array([getattr(adapter, what) for adapter in asked], float) for what in ("rate", "size"))
     here = np.zeros((len(asked), len(names)), bool)
     least = 0.0
     while True:

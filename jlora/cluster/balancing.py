@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from jlora.cluster import wire
 from jlora.cluster.balance import Balancer, Job, Move, Terms
@@ -51,7 +51,7 @@ class Balancing:
         dispatcher = self._dispatcher
         if dispatcher.info is None:
             return ()
-        balancer = Balancer(self._terms, dispatcher.info.block_tokens, self._cached, dispatcher.pace)
+        balancer = Balancer(self._terms, dispatcher.info.block_tokens, dispatcher.pace)
         problem = balancer.problem(dispatcher.books.view, self._jobs())
         if problem is None:
             return ()
@@ -90,13 +90,9 @@ class Balancing:
             if entry.ask is not None:
                 waited = now - routed.sent if entry.outputs is None else 0.0
                 tokens = entry.ask.prompt + (entry.outputs or 0)
-                found.append(Job(routed.handle, routed.replica, entry.ask.adapter, tokens, waited))
+                ask = entry.ask
+                found.append(Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached))
         return found
-
-    def _cached(self, job: Job) -> Mapping[str, int]:
-        """Replica -> tokens of its prompt that are believed to be there."""
-        prefixes = self._dispatcher.prefixes
-        return {} if prefixes is None else prefixes.cached(self._dispatcher.entries[job.key].chain)
 
     def _fetch(self, move: Move) -> None:
         """Brings the adapter of a move to its target."""

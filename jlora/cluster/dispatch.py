@@ -82,7 +82,7 @@ class Dispatcher:
     entries: dict[int, Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
-    prefixes: Prefixes | None = None  # of replicas with blocks of the same size
+    _prefixes: Prefixes | None = None  # of replicas with blocks of the same size
     _ticked: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -209,7 +209,7 @@ class Dispatcher:
             if why := merged.difference(info, attached.info):
                 raise Broken(f"it does not serve what the others do: {why}")
         self._info = merged.info(infos)
-        self.prefixes = self.prefixes or Prefixes(self._info.block_tokens)
+        self._prefixes = self._prefixes or Prefixes(self._info.block_tokens)
         self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         self._pump()
@@ -248,8 +248,8 @@ class Dispatcher:
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
-        if self.prefixes is not None:
-            self.prefixes.left(attached.name)
+        if self._prefixes is not None:
+            self._prefixes.left(attached.name)
         for routed in self.table.at(attached.name):
             with self._alone(routed):
                 self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
@@ -358,13 +358,13 @@ class Dispatcher:
 
     def _send(self, routed: Routed, to: Attached | None = None) -> bool:
         request, version, entry = routed.resumed(), routed.version, self.entries[routed.handle]
-        cached = self.prefixes.cached(entry.chain) if self.prefixes is not None else {}
+        cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
         ask = ask_of(request, version, cached)
         to = to or self.choose(ask, routed.avoid)
         if to is None:
             return False
-        if self.prefixes is not None:
-            self.prefixes.sent(to.name, entry.chain)
+        if self._prefixes is not None:
+            self._prefixes.sent(to.name, entry.chain)
         now = self.terms.clock()
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
@@ -374,10 +374,10 @@ class Dispatcher:
         return True
 
     def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
-        if self.prefixes is None or self._info is None or request.bypass_prefix_cache:
+        if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
             return ()
         tokens = request.prompt[: BLOCKS * self._info.block_tokens]
-        return self.prefixes.chain(tokens, (request.salt, None if version is None else version.key))
+        return self._prefixes.chain(tokens, (request.salt, None if version is None else version.key))
 
     def _begin(self, routed: Routed, outputs: int) -> None:
         """Its attempt has delivered so many tokens more."""
@@ -482,10 +482,10 @@ class Dispatcher:
 
     def _remember(self, routed: Routed) -> None:
         """The next turn of a chat begins with this prompt and its answer."""
-        if self.prefixes is not None and routed.rid:
+        if self._prefixes is not None and routed.rid:
             for done in routed.resumed().done[:1]:
                 whole = replace(routed.request, prompt=routed.request.prompt + done.tokens)
-                self.prefixes.sent(routed.replica, self._chain(whole, routed.version))
+                self._prefixes.sent(routed.replica, self._chain(whole, routed.version))
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:

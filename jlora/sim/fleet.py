@@ -128,11 +128,8 @@ class Fleet(Pass):
         self._prefixes = Prefixes(members[0].spec.sizes.block_tokens)
         self._table = Table()
         self._lives: dict[int, Live] = {}  # by handle
-        self._balancer = Balancer(
-            wires.balance.terms if wires.balance is not None else Terms(),
-            members[0].spec.sizes.block_tokens,
-            lambda job: self._prefixes.cached(self._lives[job.key].chain),
-        )
+        terms = wires.balance.terms if wires.balance is not None else Terms()
+        self._balancer = Balancer(terms, members[0].spec.sizes.block_tokens)
         self.plans: list[Plan] = []
         self.moved = 0  # requests
         self._heap: list[tuple[float, int, int, Any]] = []
@@ -283,7 +280,7 @@ class Fleet(Pass):
     def _job(self, live: Live, now: float) -> Job:
         waited = now - live.routed.sent if live.outputs is None else 0.0
         tokens = live.asked.prompt + (live.outputs or 0)
-        return Job(live.routed.handle, live.routed.replica, live.asked.adapter, tokens, waited)
+        return Job(live.routed.handle, live.routed.replica, live.asked.adapter, tokens, waited, live.asked.cached)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""

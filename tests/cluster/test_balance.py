@@ -85,11 +85,11 @@ def test_full_memory_also_counts_as_behind():
 def test_a_plan_weighs_what_is_computed_again_and_finds_it_in_a_cache():
     view, jobs = crowd()
     jobs = [replace(job, tokens=130, waited_s=0.0) for job in jobs[:11]] + jobs[11:]  # all but one have begun
-    known = Balancer(Terms(), 16, lambda job: {"r1": 130})
-    for balancer in (costly := Balancer(Terms(), 16), known):
-        balancer.pace.served("x", Usage(40, 0, 11), Timing(prefill=40.0, tpot=0.2))  # a second for a token
-    assert {move.key for move in costly.plan(view, jobs).moves} <= {11}  # which has no KV yet
-    assert {move.target for move in known.plan(view, jobs).moves if move.key != 11} == {"r1"}
+    balancer = Balancer(Terms(), 16)
+    balancer.pace.served("x", Usage(40, 0, 11), Timing(prefill=40.0, tpot=0.2))  # a second for a token
+    assert {move.key for move in balancer.plan(view, jobs).moves} <= {11}  # which has no KV yet
+    known = [replace(job, cached={"r1": 130}) for job in jobs]
+    assert {move.target for move in balancer.plan(view, known).moves if move.key != 11} == {"r1"}
 
 
 def test_an_adapter_goes_where_it_is_or_once_where_it_is_not():
