@@ -358,6 +358,13 @@ class Adapters:
         record = self._registry.by_uid(uid)
         return record.node.size if self.shelf.hint(record) else 0
 
+    def keep(self, name: str) -> AdapterInfo:
+        """Hints at an adapter that is on the disk only. Raises NotFound."""
+        info = self.get(name)
+        if info.tier == "DISK":
+            self.hint(info.uid)
+        return info
+
     def arrive(self, reading: Reading, new: NewAdapter) -> bool:
         """The adapter is in its host blocks, and its digest is pinned; False if nobody waits for it any more."""
         record, node = reading.record, reading.node

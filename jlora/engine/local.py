@@ -194,15 +194,7 @@ class LocalReplica(Replica):
 
     def keep(self, name: str) -> Future[AdapterInfo]:
         """Reads an adapter that is on the disk only into memory, when there is room. Fails with NotFound."""
-
-        def hint() -> AdapterInfo:
-            adapters = self._engine.adapters
-            info = adapters.get(name)
-            if info.tier == "DISK":
-                adapters.hint(info.uid)
-            return info
-
-        return self.between_steps(hint)
+        return self.between_steps(lambda: self._engine.adapters.keep(name))
 
     def read_with(self, read: Read) -> None:
         """Has registered adapters read by `read` from now on."""
