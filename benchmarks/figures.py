@@ -121,3 +121,13 @@ def failures(study: Study, path: Path) -> None:
         axes.axvspan(kill.at_s, kill.back_s, color="0.85")
     axes.set(xlabel="seconds", ylabel="tokens per second (mean of 5 s)", ylim=(0, None))
     _finish(figure, path)
+
+
+def soak(study: Study, path: Path) -> None:
+    """Memory of each process over time."""
+    rows = study.rows[study.rows["cell"] == "samples"]
+    figure, (axes,) = _grid(1, 1, (9, 3.5))
+    for name, group in rows.groupby("side", sort=False):
+        axes.plot(group["at_s"] / 60, group["rss_mib"], label=name, linewidth=1)
+    axes.set(xlabel="minutes", ylabel="MiB of resident memory", ylim=(0, None))
+    _finish(figure, path)

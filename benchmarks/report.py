@@ -48,6 +48,8 @@ PAGES: Mapping[str, Page] = {
     "switches": Page("switches-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
+    "soak": Page("soak-serve.jsonl", figures.soak, "soak.png"),
+    "faults": Page("faults-real.jsonl"),
     "cluster-routing": Page("cluster-routing-*.jsonl"),
     "cluster-migration": Page("cluster-migration-*.jsonl"),
     "cluster-placement": Page("cluster-placement-*.jsonl"),

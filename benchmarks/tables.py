@@ -170,6 +170,45 @@ def failures(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def soak(study: Study) -> pd.DataFrame:
+    """The verdict, line by line."""
+    rows = study.rows[study.rows["cell"] == "verdict"]
+    columns = {"": rows["what"], "found": rows["value"].map("{:.4g}".format), "limit": rows["limit"].map("{:g}".format)}
+    return pd.DataFrame({**columns, "holds": rows["holds"].map({True: "yes", False: "**no**"})})
+
+
+def soak_parts(study: Study) -> pd.DataFrame:
+    """Time to the first token in each part of the run."""
+    rows = study.rows[study.rows["cell"] == "ttft"]
+    times = {f"TTFT {name}, s": rows[f"{name}_s"].map("{:.2f}".format) for name in ("p50", "p99")}
+    minutes = [f"{row.begin_s / 60:.1f}–{row.end_s / 60:.1f}" for row in rows.itertuples()]
+    return pd.DataFrame({"minutes": minutes, "streams": rows["streams"].map("{:.0f}".format), **times})
+
+
+def soak_ends(study: Study) -> str:
+    """How many requests ended how."""
+    rows = study.rows[study.rows["cell"] == "ends"]
+    return ", ".join(f"{end} {count:,.0f}" for end, count in zip(rows["side"], rows["count"], strict=True))
+
+
+def faults(study: Study) -> pd.DataFrame:
+    """The last run of each fault: how often it was injected, and what was found."""
+    last = study.rows.groupby("cell", sort=False).tail(1)
+    made = []
+    for row in sorted(last.to_dict("records"), key=lambda row: int(row["cell"][1:])):
+        known = ("cell", "side", "round", "injected", "holds")
+        figures = {key: value for key, value in row.items() if key not in known and value == value and value != ""}
+        found = "; ".join(f"{key.replace('_', ' ')} {_told(value)}" for key, value in figures.items())
+        made.append({"fault": row["cell"], "injected": f"{row['injected']:,.0f}", "found": found, "": row["side"]})
+    return pd.DataFrame(made)
+
+
+def _told(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if value % 1 else f"{value:,.0f}"
+
+
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]

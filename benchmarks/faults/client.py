@@ -24,7 +24,9 @@ class Client:
     """Stubs over one channel."""
 
     def __init__(self, address: str):
-        self.channel = grpc.aio.insecure_channel(address)
+        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
+        self.channel = grpc.aio.insecure_channel(address, options=own)
+        self.address = address
         self.inference = rpc.InferenceStub(self.channel)
         self.adapters = rpc.AdaptersStub(self.channel)
         self.control = rpc.ControlStub(self.channel)

@@ -27,7 +27,7 @@ def test_a_server_holds_under_damaged_adapters_cancels_deadlines_bursts_and_ids(
     found = injected(tmp_path, *AT_A_SERVER)
     assert {name: line["side"] for name, line in found.items()} == dict.fromkeys(AT_A_SERVER, "holds")
     assert found["F3"]["injected"] > 100 and found["F3"]["neighbour_same"]
-    assert found["F11"]["OK"] >= 100 and found["F11"]["RESOURCE_EXHAUSTED"] > 0
+    assert found["F11"]["RESOURCE_EXHAUSTED"] > 180
     assert all(line["zombie_tokens"] == line["blocks_left"] == 0 for line in found.values() if "blocks_left" in line)
 
 

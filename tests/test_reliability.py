@@ -1,0 +1,35 @@
+"""docs/reliability.md names tests and studies that exist, and has every fault of the list."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+from benchmarks.__main__ import STUDIES
+from benchmarks.faults.study import KNOWN
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "reliability.md").read_text()
+
+
+def names(path: Path) -> set[str]:
+    """The tests of a file."""
+    return {node.name for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef)}
+
+
+def test_every_test_that_the_page_names_exists():
+    named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", PAGE)
+    missing = [f"{file}::{test}" for file, test in named if test not in names(ROOT / file)]
+    assert len(named) > 40 and not missing, missing
+
+
+def test_every_study_that_the_page_names_exists():
+    assert set(re.findall(r"`jlora bench ([a-z-]+)", PAGE)) <= STUDIES.keys()
+
+
+def test_every_fault_has_a_row_that_names_what_injects_it():
+    rows = {row[0]: row for row in re.findall(r"^\| (F\d+) \|(.*)$", PAGE, re.MULTILINE)}
+    assert list(rows) == [f"F{i}" for i in range(1, 20)]
+    assert all("::" in row or "jlora " in row for _, row in rows.values())
+    assert all(f"| {fault} |" in PAGE for fault in KNOWN)
