@@ -64,6 +64,7 @@ def soaked(tmp_path: Path, *flags: str) -> Sequence[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()[1:]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flags", [[], ["--leak"]], ids=["well", "leak"])
 def test_only_the_server_that_leaks_fails(tmp_path: Path, flags: list[str]):
     lines = soaked(tmp_path, *flags)
