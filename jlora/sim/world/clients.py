@@ -86,6 +86,7 @@ class Clients:
         self._floors: dict[str, int] = {}  # name -> smallest uid that a new request may get
         self._texts = [self._words(40) for _ in range(3)]  # what prompts begin with
         self._count = 0
+        self._last = NAMES[0]
         self._operations = list(OPERATIONS)
         self._weights = list(OPERATIONS.values())
 
@@ -141,13 +142,13 @@ class Clients:
 
     def prefetch(self) -> None:
         """Says what will be asked."""
-        self._command("prefetch", self._around.replica.prefetch(self._request(self._draw.choice(NAMES))))
+        self._command("prefetch", self._around.replica.prefetch(self._request(self._name())))
 
     # -- adapters -----------------------------------------------------------------------------------
 
     def load(self) -> None:
         """Loads an adapter, often in the place of another of its name."""
-        draw, name = self._draw, self._draw.choice(NAMES)
+        draw, name = self._draw, self._name()
         if draw.random() < 0.6:
             self.write(name)
         pinned, replace, lazy = draw.random() < 0.1, draw.random() < 0.7, draw.random() < 0.4
@@ -159,18 +160,18 @@ class Clients:
 
     def unload(self) -> None:
         """Unloads an adapter."""
-        name = self._draw.choice(NAMES)
+        name = self._name()
         gone = self._around.replica.unload_adapter(name)
         self._command(f"unload {name}", gone, lambda info: self._raise(name, info.uid + 1))
 
     def pin(self) -> None:
         """Pins an adapter, or unpins it."""
-        name, on = self._draw.choice(NAMES), self._draw.random() < 0.3
+        name, on = self._name(), self._draw.random() < 0.5
         self._command(f"pin {name} {on}", self._around.replica.pin_adapter(name, on))
 
     def write(self, name: str = "") -> None:
         """Another version takes a directory's place."""
-        name = name or self._draw.choice(NAMES)
+        name = name or self._name()
         activated = name in NAMES[-2:]
         version = self._draw.choice([v for v in self._around.versions if v.activated == activated])
         self._around.disk.put(name, version)
@@ -178,7 +179,7 @@ class Clients:
 
     def erase(self) -> None:
         """A directory goes."""
-        name = self._draw.choice(NAMES)
+        name = self._name()
         self._around.disk.remove(name)
         self._say(f"erase {name}")
 
@@ -193,6 +194,15 @@ class Clients:
     def flush(self) -> None:
         """Drops the cache."""
         self._command("flush", self._around.replica.flush_cache())
+
+    def heed(self, done: Future[Any]) -> None:
+        """A command has ended, which may be the product's own."""
+        error = None if done.cancelled() else done.exception()
+        try:
+            if error is not None:
+                self._mapped("a command", error)
+        except AssertionError as e:
+            self.found.append(e)
 
     def check(self) -> None:
         """What was answered since the last time, and what has ended."""
@@ -210,6 +220,12 @@ class Clients:
     def _any(self) -> Call | None:
         live = [call for call in self.calls if not call.over and not call.cancelled]
         return self._draw.choice(live) if live else None
+
+    def _name(self) -> str:
+        """An adapter's name, often the last one: so that what is done to one adapter meets."""
+        if self._draw.random() < 0.6:
+            self._last = self._draw.choice(NAMES)
+        return self._last
 
     def _say(self, line: str) -> None:
         self._around.journal.write(f"{self._around.now():.6f} {line}")
@@ -352,6 +368,6 @@ class Clients:
 
 # What clients do, and how often.
 OPERATIONS: Mapping[str, int] = {
-    "submit": 40, "cancel": 7, "stop": 3, "prefetch": 2, "load": 7, "unload": 2, "pin": 2, "write": 1, "erase": 1,
+    "submit": 40, "cancel": 7, "stop": 3, "prefetch": 2, "load": 7, "unload": 2, "pin": 4, "write": 1, "erase": 1,
     "look": 2, "flush": 1,
 }  # fmt: skip

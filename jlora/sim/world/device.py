@@ -31,7 +31,7 @@ SITES = {
     "copy.fails": Site("a copy fails on its way"),
     "copy.short": Site("memory is too short for a copy on its way"),
     "copy.late": Site("a copy takes up to two seconds", 0.2),
-    "copy.placed": Site("memory is too short to make a copy visible"),
+    "copy.placed": Site("memory is too short to make a copy visible", 0.2),
     "copy.out": Site("memory is too short for the snapshot of a copy to the host"),
     "host.short": Site("the host has no memory for an adapter's master copy", 0.2),
     "prefill.short": Site("the device has no memory for a launch of prompts"),
@@ -39,8 +39,8 @@ SITES = {
     "launch.fails": Site("a launch of one sequence fails", 0.05),
     "launch.all": Site("a launch of many sequences fails", 0.06, ends=True, rare=0.4),
     "step.late": Site("a step takes up to a second", 0.05),
-    "step.fails": Site("the device fails in the middle of a step", 0.015, ends=True, rare=0.4),
-    "pool.lost": Site("a failed program takes the pool with it", 0.15, ends=True, rare=0.4),
+    "step.fails": Site("the device fails in the middle of a step", 0.015, ends=True, rare=0.5),
+    "pool.lost": Site("a failed program takes the pool with it", 0.3, ends=True, rare=0.5),
 }
 
 VOCAB = 64

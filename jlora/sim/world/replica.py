@@ -9,6 +9,7 @@ import logging
 import random
 import sqlite3
 from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,6 +23,7 @@ from jlora.cache.transfer import Meter
 from jlora.config import AdaptersConfig, CacheConfig, Config, EngineConfig
 from jlora.engine.built import Built
 from jlora.engine.engine import Engine, Shape
+from jlora.engine.futures import Commands
 from jlora.engine.local import LocalReplica
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
@@ -118,6 +120,7 @@ class World:
             built.parts.registry.get, self._where, lambda: self.clock.now, BLOCK_TOKENS, self.sites, journal,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))
+        self._heed(self.replica._commands)
 
     def round(self) -> None:
         """Clients act, and some tasks go on."""
@@ -184,6 +187,17 @@ class World:
             BLOCK_TOKENS, layout.block_bytes, "model", ("model 0",), config,
         )  # fmt: skip
         return Built(watched, parts, runner, info, reader, catalogue)
+
+    def _heed(self, commands: Commands) -> None:
+        """Looks at the ends of the product's own commands, too: nobody waits for some of them."""
+        put = commands.put
+
+        def heeded(command: Callable[[], Any]) -> Future[Any]:
+            future = put(command)
+            future.add_done_callback(self.clients.heed)
+            return future
+
+        vars(commands)["put"] = heeded
 
     def _now(self) -> float:
         return self._wall + self.clock.now

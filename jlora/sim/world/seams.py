@@ -19,7 +19,7 @@ SITES = {
     "queue.enter": Site("memory is too short to queue a sequence", 0.02),
     "commit.publish": Site("an error in taking in a sequence's step", 0.01),
     "plan.guilty": Site("an error in planning a sequence", 0.005),
-    "plan.nobody": Site("an error in planning that is due to nobody", 0.006, ends=True, rare=0.4),
+    "plan.nobody": Site("an error in planning that is due to nobody", 0.01, ends=True, rare=0.5),
 }
 
 
