@@ -398,6 +398,7 @@ class LocalReplica(Replica):
         for wait in self._waits:
             if not wait.future.done():
                 wait.future.set_exception(self._refusal())
+        self._engine.adapters.shelf.abandon(self._refusal())
         ended, self._live = self._live, {}
         for live in ended.values():
             del self._names[live.name]

@@ -114,6 +114,14 @@ class Shelf:
         self._manager.cancel(reading.blocks)
         self._forget(reading)
 
+    def abandon(self, error: Exception) -> None:
+        """The engine is gone: those who wait for the disk get the error."""
+        for reading in self._readings.values():
+            reading.cancelled = True
+            for future, _ in reading.then:
+                if not future.done():
+                    future.set_exception(error)
+
     def _cancel_unwanted(self) -> None:
         for reading in [reading for reading in self._readings.values() if not reading.wanted]:
             log.info("adapter %s is not read: nobody waits for it any more", reading.record.name)

@@ -239,7 +239,7 @@ class Clients:
         text = draw.choice(self._texts)
         prompt = text[: draw.randint(1, len(text))] + self._words(draw.choice((0, 0, 1, 4)))
         if name in NAMES[-2:] and draw.random() < 0.95:  # few places, so that activated prompts meet, too
-            prompt = text[:24]
+            prompt = self._texts[0][:24]
             at = draw.choice((0, 3, 5, 6))
             prompt[at:at] = INVOCATION
         sampling = SamplingParams(

@@ -37,10 +37,10 @@ SITES = {
     "prefill.short": Site("the device has no memory for a launch of prompts"),
     "decode.short": Site("the device has no memory for a launch of decoding sequences", 0.05),
     "launch.fails": Site("a launch of one sequence fails", 0.05),
-    "launch.all": Site("a launch of many sequences fails", 0.06, ends=True, rare=0.4),
+    "launch.all": Site("a launch of many sequences fails", 0.1, ends=True, rare=0.6),
     "step.late": Site("a step takes up to a second", 0.05),
-    "step.fails": Site("the device fails in the middle of a step", 0.015, ends=True, rare=0.5),
-    "pool.lost": Site("a failed program takes the pool with it", 0.3, ends=True, rare=0.5),
+    "step.fails": Site("the device fails in the middle of a step", 0.04, ends=True, rare=0.5),
+    "pool.lost": Site("a failed program takes the pool with it", 0.5, ends=True, rare=0.6),
 }
 
 VOCAB = 64

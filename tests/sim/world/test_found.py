@@ -6,7 +6,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 
-from jlora.errors import ResourceExhausted
+from jlora.errors import ResourceExhausted, Unavailable
 from jlora.sim.world.sites import Shortage
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests.sim.world._script import Script
@@ -25,6 +25,17 @@ def test_an_unload_under_a_pin_that_waits_for_the_disk_gives_the_reader_back():
     world.until(lambda: not world.shelf._under_way)
     assert not world.manager.reserved and world.manager.host.free == world.manager.host.total
     world.finish()
+
+
+def test_a_pin_that_waits_for_the_disk_ends_with_the_engine():
+    """It once waited for ever."""
+    world = Script()
+    world.load("lora1", lazy=True)
+    pinned = world.replica.pin_adapter("lora1", True)
+    world.until(lambda: world.shelf._under_way)
+    closing = world.tasks.start("close", world.replica.close)
+    world.until(lambda: closing.ended and not world.tasks.live)
+    assert isinstance(pinned.exception(0), Unavailable)
 
 
 def test_a_replacement_that_finds_no_memory_leaves_the_old_version_in_service(monkeypatch: pytest.MonkeyPatch):
