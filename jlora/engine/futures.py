@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from jlora.errors import Unavailable
@@ -47,6 +48,24 @@ class Commands:
     def _drop(self, ended: Future) -> None:
         if ended.cancelled():
             self._waiting.pop(ended, None)
+
+
+@dataclass(slots=True)
+class Wait:
+    """A future that a look on the engine's thread answers once it finds something."""
+
+    look: Callable[[], object | None]
+    future: Future
+
+    def answered(self) -> bool:
+        try:
+            found = self.look()
+        except Exception as e:
+            self.future.set_exception(e)
+            return True
+        if found is not None:
+            self.future.set_result(found)
+        return found is not None
 
 
 def done(result: T) -> Future[T]:

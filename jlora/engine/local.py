@@ -24,7 +24,7 @@ from jlora.adapters.registry import Record
 from jlora.config import Config
 from jlora.engine.built import Built
 from jlora.engine.engine import Engine
-from jlora.engine.futures import Commands, chained, done, failed, running, settle
+from jlora.engine.futures import Commands, Wait, chained, done, failed, running, settle
 from jlora.engine.loaders import Loaders, Read
 from jlora.engine.loading import NewAdapter
 from jlora.engine.profiling import Profiler
@@ -59,7 +59,7 @@ class LocalReplica(Replica):
         self._engine: Engine = built.engine
         self._system = system
         self._commands = Commands()
-        self._waits: list[_Wait] = []
+        self._waits: list[Wait] = []
         self._live: dict[int, _Live] = {}  # by handle; only the engine's thread
         self._names: dict[tuple[str, str], _Live] = {}  # by tenant and id, from the submission on; any thread
         self._work = system.threads.event()
@@ -442,7 +442,7 @@ class LocalReplica(Replica):
         future = running()
 
         def begin() -> Future[T]:
-            self._waits.append(_Wait(look, future))
+            self._waits.append(Wait(look, future))
             return future
 
         return chained(self.between_steps(begin), lambda waiting: waiting)
@@ -468,24 +468,6 @@ class _Live:
     open: set[int]  # completions that have not ended
     handle: int | None = None  # None: the engine does not have it yet
     abort: Future[bool] | None = None  # the last one asked for by name
-
-
-@dataclass(slots=True)
-class _Wait:
-    """A future that a look on the engine's thread answers once it finds something."""
-
-    look: Callable[[], object | None]
-    future: Future
-
-    def answered(self) -> bool:
-        try:
-            found = self.look()
-        except Exception as e:
-            self.future.set_exception(e)
-            return True
-        if found is not None:
-            self.future.set_result(found)
-        return found is not None
 
 
 def _deliver(sink: Sink, events: list[TokenEvent]) -> bool:
