@@ -271,14 +271,16 @@ class CacheManager:
             return _coming(adapter, path)
         for node in (adapter, *path):  # the room is not made of the nodes that the hint names
             cells.lock(node)
-        room = cells.make_room(need, len(missing), gently=True)
-        log.debug("hint for adapter %d: %d blocks missing, room=%s", adapter.uid, need + len(missing), room)
-        if room:
-            cells.bring_adapter(adapter, demand=False)
-            cells.bring_path(origin, path, demand=False)
-            cells.visit((adapter, *path))
-        for node in (*reversed(path), adapter):
-            cells.unlock(node, used=False)
+        try:
+            room = cells.make_room(need, len(missing), gently=True)
+            log.debug("hint for adapter %d: %d blocks missing, room=%s", adapter.uid, need + len(missing), room)
+            if room:
+                cells.bring_adapter(adapter, demand=False)
+                cells.bring_path(origin, path, demand=False)
+                cells.visit((adapter, *path))
+        finally:
+            for node in (*reversed(path), adapter):
+                cells.unlock(node, used=False)
         return _coming(adapter, path)
 
     # -- copies -------------------------------------------------------------------------------

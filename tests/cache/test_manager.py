@@ -309,3 +309,17 @@ def test_a_leaked_block_is_caught():
     cache.leased(A).blocks.pop()
     with pytest.raises(AssertionError, match="leaked"):
         check_integrity(cache.manager)
+
+
+def test_a_hint_that_finds_no_memory_holds_nothing(monkeypatch: pytest.MonkeyPatch):
+    cache = Cache()
+    adapter = cache.adapter(1, 2)
+
+    def short(*_: object) -> None:
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(cache.cells.device, "take", short)
+        with pytest.raises(MemoryError):
+            cache.manager.hint(cache.origin(adapter), A)
+    check_idle(cache.manager)

@@ -50,7 +50,7 @@ SITES: Mapping[str, Site] = {
     **clients.SITES,
     "clock.stalls": Site("nothing runs for five seconds", 0.006),
     "clock.jumps": Site("the wall clock jumps by an hour or ten years", 0.01),
-    "thread.dies": Site("the engine's thread, a copies' lane or the watch of the files dies", 0.002, True, 0.4),
+    "thread.dies": Site("the engine's thread, a copies' lane or the watch of the files dies", 0.006, True, 0.5),
 }
 
 HOUR = 3600.0
