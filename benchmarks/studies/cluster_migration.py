@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from jlora.cluster.balance import Terms
 from jlora.config import EngineConfig
 from jlora.sim.fleet import Balance
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
 from jlora.sim.trace import Trace, Turn, facts
@@ -35,7 +37,7 @@ SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=BATCH, ma
 PROMPT, OUTPUT = 160, 210  # mean tokens
 POPULARITY = 0.9  # exponent of Zipf's law
 # Side -> (placement, route, whether requests move).
-SIDES = {
+SIDES: Mapping[str, tuple[Place, str, bool]] = {
     "rr": ("dlora", TABLE, False),
     "dispatch": ("dlora", "dlora", False),
     "dlora": ("dlora", "dlora", True),

@@ -13,6 +13,7 @@ private; lengths are drawn around 512 tokens of prompt and 128 of answer, and ar
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import numpy as np
 from benchmarks.runner import Options
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
 from jlora.sim.trace import Trace, Turn, facts
@@ -33,7 +35,7 @@ SLO_S = 0.05  # per token
 FETCH_GBPS = 1.0
 EVERYWHERE = ("toppings", "toppings, any rank")  # sides whose hosts all have all adapters
 # Side -> (placement, route, adapters come before the switch).
-SIDES = {
+SIDES: Mapping[str, tuple[Place, str, bool]] = {
     "random": ("random", TABLE, True),
     "contiguous": ("contiguous", TABLE, True),
     "toppings": ("", "caraserve", True),
