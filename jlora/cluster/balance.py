@@ -19,6 +19,7 @@ from jlora.types import Timing, Usage
 
 NEW = 0.2  # weight of the newest answer in a mean
 FIRST_S = 5.0  # of an answer, before one has ended
+KNOWN = 4096  # versions whose answers' times are remembered
 MOVE_S = 1e-3  # of any move
 
 
@@ -91,7 +92,7 @@ class Pace:
     """What answers have taken, as means over the last ones. All times are seconds.
 
     Attributes:
-        answers: by adapter, from the first step to the last token; answer: of any adapter.
+        answers: by adapter, from the first step to the last token, of those that ended last; answer: of any adapter.
         token: of a prompt token that is computed.
         load: of an adapter's way to the device, where it took one.
     """
@@ -104,7 +105,9 @@ class Pace:
     def served(self, adapter: str | None, usage: Usage, timing: Timing) -> None:
         """A request has ended."""
         seconds = timing.prefill + timing.tpot * max(0, usage.completion_tokens - 1)
-        self.answers[adapter] = _mean(self.answers.get(adapter, seconds), seconds)
+        self.answers[adapter] = _mean(self.answers.pop(adapter, seconds), seconds)  # the last one
+        if len(self.answers) > KNOWN:  # every load of an adapter makes a new version
+            del self.answers[next(iter(self.answers))]
         self.answer = _mean(self.answer, seconds)
         if (computed := usage.prompt_tokens - usage.cached_tokens) > 0:
             self.token = _mean(self.token, timing.prefill / computed)

@@ -67,8 +67,11 @@ class Balancing:
 
     async def _carry_out(self, moves: Sequence[Move]) -> None:
         dispatcher, left = self._dispatcher, list(moves)
-        for move in {(move.target, move.adapter): move for move in moves if not self._there(move)}.values():
-            self._fetch(move)
+        asked: set[tuple[str, str | None]] = set()
+        for move in moves:
+            where = move.target, move.adapter
+            if where not in asked and not self._there(move) and self._fetch(move):
+                asked.add(where)
         for _ in range(round(ARRIVE_S / LOOK_S)):
             self.moved += sum(dispatcher.migrate(move) for move in left if self._there(move))
             left = [move for move in left if not self._there(move)]
@@ -94,10 +97,12 @@ class Balancing:
                 found.append(Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached))
         return found
 
-    def _fetch(self, move: Move) -> None:
-        """Brings the adapter of a move to its target."""
+    def _fetch(self, move: Move) -> bool:
+        """Brings the adapter of a move to its target; False if its request has ended, and names no version."""
         dispatcher = self._dispatcher
         routed, to = dispatcher.table.get(move.key), dispatcher.links.get(move.target)
-        if routed is not None and routed.version is not None and to is not None:
-            hint = wire.fetch(routed.version, dispatcher.directory.peers(routed.version, to.name))
-            to.send(link.ToReplica(fetch=hint))
+        if routed is None or routed.version is None or to is None:
+            return False
+        hint = wire.fetch(routed.version, dispatcher.directory.peers(routed.version, to.name))
+        to.send(link.ToReplica(fetch=hint))
+        return True

@@ -49,7 +49,8 @@ def main(argv: Sequence[str]) -> int:
 
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
-    if args.slo_ms <= 0:
+    flags.check(args)
+    if not args.slo_ms > 0:
         raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0: a plan needs an objective")
     if not 0 < args.attain <= 1:
         raise ConfigError(f"--attain {args.attain:g}: must be more than 0 and at most 1")

@@ -53,15 +53,16 @@ def check(args: argparse.Namespace) -> None:
     """Checks the numbers and names. Raises ConfigError."""
     if args.replicas < 1:
         raise ConfigError(f"--replicas {args.replicas}: must be at least 1")
-    for name in ("slo_ms", "delay_ms", "fetch_gbps", "place_s"):
-        if getattr(args, name) < 0:
+    for name in ("slo_ms", "delay_ms", "fetch_gbps"):
+        if not getattr(args, name) >= 0:  # nan is not
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
+    for name in ("place_s", "migrate_s"):
+        if not getattr(args, name) > 0:
+            raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be more than 0")
     for route in args.route:
         check_route(route)
     if TABLE_ROUTE in args.route and not args.place:
         raise ConfigError(f"--route {TABLE_ROUTE}: needs a placement (--place)")
-    if args.migrate and args.migrate_s <= 0:
-        raise ConfigError(f"--migrate-s {args.migrate_s:g}: must be more than 0")
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
 

@@ -91,6 +91,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     started: list[link.Start] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     stopped: list[link.Stop] = field(default_factory=list)
+    fetched: list[str] = field(default_factory=list)
     metadata: list[tuple[str, str]] = field(default_factory=list)
     running: dict[int, _Running] = field(default_factory=dict)
     steps: int = 0
@@ -165,6 +166,8 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
             elif what == "cancel":
                 self.cancelled.append(message.cancel.rid)
                 running.pop(message.cancel.rid, None)
+            elif what == "fetch":
+                self.fetched.append(message.fetch.adapter.key)
             elif what == "stop":
                 stop = message.stop
                 self.stopped.append(stop)

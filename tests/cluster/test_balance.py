@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jlora.cluster import balance
-from jlora.cluster.balance import Balancer, Job, Terms, preload
+from jlora.cluster.balance import Balancer, Job, Pace, Terms, preload
 from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
 from jlora.cluster.placement import Wanted
 from jlora.cluster.view import ReplicaView
@@ -109,6 +109,14 @@ def test_a_plan_is_bounded_whatever_the_queue():
     assert problem is not None and len(problem.candidates) == 4 * 128 and len(problem.targets) == 4
     plan = balancer.plan(view, jobs)
     assert plan.moves and plan.after_s < 0.9 * plan.before_s
+
+
+def test_the_times_of_versions_that_are_long_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(balance, "KNOWN", 3)
+    pace = Pace()
+    for key in ("a@1", "b@1", "a@1", "c@1", "d@1"):
+        pace.served(key, Usage(4, 0, 1), Timing(prefill=1.0))
+    assert list(pace.answers) == ["a@1", "c@1", "d@1"]
 
 
 # -- preload -------------------------------------------------------------------------------------

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from jlora.cluster.balance import Move
+from jlora.cluster.balancing import Balancing
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Version
 from jlora.cluster.dispatch import Dispatcher
@@ -211,3 +213,23 @@ def test_a_replica_that_sends_what_no_engine_says_is_left_and_its_request_goes_o
         client = submit(made, request("whole", max_tokens=5)).wait()
         assert spoiler.started and client.tokens() == answer(request("whole", max_tokens=5))
         assert client.last.finish_reason == "length" and client.last.timing is not None
+
+
+def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
+    two: Service, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("jlora.cluster.balancing.ARRIVE_S", 0.1)
+    two.directory.versions["x"] = Version("x", 1, "/x", "abc")
+    for replica in two.replicas:
+        replica.paused = True
+    waits = submit(two, request("waits", adapter="x"))
+    wait_for(lambda: any(replica.running for replica in two.replicas))
+    source, target = sorted(two.replicas, key=lambda replica: not replica.running)
+    dispatcher = two.router._dispatcher
+    (live,) = dispatcher.table.all()
+    moves = [Move(key, source.name, target.name, "x@1") for key in (live.handle + 1, live.handle, live.handle + 2)]
+    two.loop.run(Balancing(dispatcher, 1.0)._carry_out(moves))
+    wait_for(lambda: target.fetched)
+    assert target.fetched == ["x@1"]
+    two.router.abort_named("waits")
+    waits.wait()
