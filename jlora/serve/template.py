@@ -92,6 +92,9 @@ _FAULTS = (
 )  # fmt: skip; NameError: jinja2 writes 1e999 as inf
 
 
+Size = Callable[..., int]  # of a result, from a filter's or method's arguments
+
+
 class _Bound(threading.local):
     """What is left to the template that runs on this thread."""
 
@@ -118,9 +121,12 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             extensions=[_Generation, jinja2.ext.loopcontrols],
             finalize=self._printed,
         )
+        for name in ("striptags", "urlize"):  # they search a long text again and again, and chats have no HTML
+            del self.filters[name]
         self.filters["tojson"] = _to_json
-        self.filters |= {name: _checked(self.filters[name], _SIZES[name]) for name in _SIZES.keys() & self.filters}
-        self.filters |= {_TURNS: self._turns, _JOINED: self._joined, _COMPARED: self._compared}
+        self.filters |= {name: self._checked(inner, _SIZES.get(name)) for name, inner in self.filters.items()}
+        self.filters |= {_TURNS: self._turns, _JOINED: self._joined, _COMPARED: self._compared, _SLICED: self._looked}
+        self.tests |= {name: self._checked(self.tests[name], _plain) for name in _COMPARISONS}
         del self.globals["lipsum"]
         self.globals["raise_exception"] = _raise_exception
         self.globals["strftime_now"] = lambda pattern: datetime.now().strftime(pattern)
@@ -163,8 +169,32 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _check_size(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Methods of numbers and bytes, and those that make bytes, have results of any size."""
+        bytes_like = isinstance(obj, int | float | bytes) or (isinstance(obj, str) and attr in ("encode", "translate"))
+        return not bytes_like and super().is_safe_attribute(obj, attr, value)
+
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        if isinstance(argument, tuple):  # its hash walks through it
+            _weight(argument)
+        return super().getitem(obj, argument)
+
+    def _checked(self, inner: Callable[..., Any], size: Size | None) -> Callable[..., Any]:
+        """The filter or test, asked first for the time and how long its result is."""
+        first = int(hasattr(inner, "jinja_pass_arg"))  # after the environment, if it takes that
+
+        @wraps(inner)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            self.look()
+            if size is not None:
+                _check_size(size(*args[first:], *kwargs.values()))
+            return inner(*args, **kwargs)
+
+        return checked
+
     def _printed(self, value: Any) -> Any:
         """`value`, which the template prints."""
+        self.look()
         self._bound.chars -= _weight(value)
         if self._bound.chars < 0:
             raise jinja2.TemplateRuntimeError(f"it prints more than {MOST_CHARS} characters")
@@ -181,16 +211,22 @@ class _Environment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, values))
 
     def _compared(self, value: Any) -> Any:
+        self.look()
         _weight(value)
+        return value
+
+    def _looked(self, value: Any) -> Any:
+        self.look()
         return value
 
 
 # Filters that templates cannot name.
-_TURNS, _JOINED, _COMPARED = "turns of a loop", "joined texts", "compared values"
+_TURNS, _JOINED, _COMPARED, _SLICED = "turns of a loop", "joined texts", "compared values", "sliced values"
+_COMPARISONS = "eq == equalto ne != gt > greaterthan ge >= lt < lessthan le <= in".split()  # tests by name
 
 
 class _Watched(jinja2.visitor.NodeTransformer):
-    """Sends what a loop goes through, what `~` joins and what is compared through filters of the environment."""
+    """Sends what a loop goes through, what `~` joins, and what is compared, hashed or sliced through filters."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)
@@ -208,6 +244,17 @@ class _Watched(jinja2.visitor.NodeTransformer):
             operand.expr = _filtered(operand.expr, _COMPARED)
         return node
 
+    def visit_Pair(self, node: jinja2.nodes.Pair) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        node.key = _filtered(node.key, _COMPARED)
+        return node
+
+    def visit_Getitem(self, node: jinja2.nodes.Getitem) -> jinja2.nodes.Node:
+        self.generic_visit(node)
+        if isinstance(node.arg, jinja2.nodes.Slice):
+            node.node = _filtered(node.node, _SLICED)
+        return node
+
 
 def _filtered(node: Any, name: str) -> jinja2.nodes.Filter:
     return jinja2.nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
@@ -223,7 +270,7 @@ def _weight(value: Any) -> int:
     total, left = 0, [value]
     while left:
         one = left.pop()
-        total += 1
+        total += 16  # to walk through a value takes time, too
         if isinstance(one, str):
             total += len(one)
         elif isinstance(one, Mapping):
@@ -239,21 +286,6 @@ def _weight(value: Any) -> int:
 def _check_size(size: int) -> None:
     if size > MOST_CHARS:
         raise jinja2.TemplateRuntimeError(f"a text or list has more than {MOST_CHARS} characters or entries")
-
-
-Size = Callable[..., int]  # of a result, from a filter's or method's arguments
-
-
-def _checked(inner: Callable[..., Any], size: Size) -> Callable[..., Any]:
-    """The filter, asked first how long its result is."""
-    first = int(hasattr(inner, "jinja_pass_arg"))  # after the environment, if it takes that
-
-    @wraps(inner)
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        _check_size(size(*args[first:], *kwargs.values()))
-        return inner(*args, **kwargs)
-
-    return checked
 
 
 def _plain(*values: Any) -> int:
@@ -292,6 +324,22 @@ def _formatted(text: Any, *values: Any) -> int:
     return len(text) + places * (_plain(*values) + widths)
 
 
+def _searched(text: Any, *others: Any) -> int:
+    """Every place of the text may be compared with all of the others."""
+    return _weight(text) * max(1, _plain(*others)) // 16
+
+
+def _rounded(value: Any, *options: Any) -> int:
+    if any(isinstance(digits, int) and abs(digits) > MOST_BITS // 4 for digits in options):
+        raise jinja2.TemplateRuntimeError(f"a number has more than {MOST_BITS} bits")
+    return _weight(value)
+
+
+def _summed(values: Any, *options: Any) -> int:
+    """Of numbers; a sum of lists copies what it has for each of them."""
+    return MOST_CHARS + 1 if any(isinstance(start, list | tuple) for start in options) else _weight(values)
+
+
 def _flat(values: Iterable[Any]) -> Iterator[Any]:
     for value in values:
         yield from value if isinstance(value, list | tuple) else (value,)
@@ -301,14 +349,17 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 _SIZES: Mapping[str, Size] = {
     **dict.fromkeys(("batch", "center", "expandtabs", "indent", "ljust", "rjust", "slice", "wordwrap", "zfill"), _wide),
     **dict.fromkeys(
-        "capitalize dictsort e escape filesizeformat forceescape groupby lower max min pprint sort string striptags "
-        "title trim truncate unique upper urlencode urlize wordcount xmlattr".split(),
+        "capitalize dictsort e escape filesizeformat forceescape groupby lower max min pprint sort string title "
+        "truncate unique upper urlencode wordcount xmlattr".split(),
         _plain,
     ),
+    **dict.fromkeys("lstrip rfind rindex rpartition rsplit rstrip strip trim".split(), _searched),
     "format": _formatted,
     "format_map": _formatted,
     "join": _joined,
     "replace": _replaced,
+    "round": _rounded,
+    "sum": _summed,
     "tojson": _wide,
 }
 

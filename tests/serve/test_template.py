@@ -69,12 +69,48 @@ def test_a_template_that_runs_for_hours_ends_by_its_bound(source: str, monkeypat
         "{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ x | string }}",
         "{% set x = [1] %}" + "{% set x = [x, x] %}" * 40 + "{{ [x, x] | sort }}",
         "{% set x = [1] %}{% set y = [1] %}" + "{% set x = [x, x] %}{% set y = [y, y] %}" * 40 + "{{ x == y }}",
+        "{% set x = [1] %}{% set y = [1] %}" + "{% set x = [x, x] %}{% set y = [y, y] %}" * 40 + "{{ x is eq(y) }}",
+        "{% set x = [1] %}{% set y = [1] %}"
+        + "{% set x = [x, x] %}{% set y = [y, y] %}" * 40
+        + "{{ [x]|select('eq', y)|list }}",
+        "{% set x = (1,) %}" + "{% set x = (x, x) %}" * 40 + "{{ {x: 1} }}",
+        "{% set x = (1,) %}" + "{% set x = (x, x) %}" * 40 + "{{ {}[x] }}",
+        "{{ 1 | round(9999999999, 'ceil') }}",
+        "{{ 1 | round(method='floor', precision=9999999999) }}",
+        "{{ 1 | round(-9999999999) }}",
+        "{{ [[0], [1]] | sum(start=[]) }}",
+        "{{ ('x' * 1000000).strip('y' * 1000000 ~ 'x') }}",
+        "{{ ('x' * 1000000) | trim('y' * 1000000 ~ 'x') }}",
+        "{{ ('x' * 1000000).rfind('xy' ~ 'x' * 500000) }}",
     ],
 )
 def test_a_text_that_would_take_all_memory_is_refused_before_it_is_made(source: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MOST_CHARS", 1 << 20)
     with pytest.raises(InvalidArgument, match=r"more than 1048576 characters|more than 1024 bits"):
         rendered(source)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["{{ 'x'.encode() }}", "{{ (5).to_bytes(9999999999) }}", "{{ 'x'.translate({120: 'xx'}) }}", "{{ 1.5.hex() }}"],
+)
+def test_methods_whose_results_have_no_bound_are_refused(source: str):
+    with pytest.raises(InvalidArgument, match=r"access to attribute .* is unsafe"):
+        rendered(source)
+
+
+@pytest.mark.parametrize("each", ["{% if x == 0 %}{% endif %}", "{{ x | first }}", "{% set y = x[:] %}", "{{ 0 }}"])
+def test_a_template_without_a_loop_has_its_bound_too(each: str, monkeypatch: pytest.MonkeyPatch):
+    now = 0.0
+
+    def ticking() -> float:
+        nonlocal now
+        now += 1e-3
+        return now
+
+    monkeypatch.setattr(time, "thread_time", ticking)
+    with pytest.raises(InvalidArgument, match=r"^chat: .* takes more than 0.5 s"):
+        rendered("{% set x = messages %}" + each * 1000)
 
 
 @pytest.mark.parametrize(
