@@ -218,7 +218,7 @@ def _adapters(now: Reading, most: int) -> list[RenderableType]:
         tier = pb.AdapterInfo.Tier.Name(a.tier) + (" pin" if a.pinned else "")
         used = _age(a.last_used_s) if a.last_used_s >= 0 else "never"
         counts = (str(n) for n in (a.rank, a.running, a.waiting, a.hits))
-        below = str(kv.get(a.uid, 0)) if now.cache.kv_whole else f"{kv.get(a.uid, 0)}+"
+        below = str(kv.get(a.uid, 0)) if now.cache.kv_whole else f"{kv[a.uid]}+" if a.uid in kv else ""
         table.add_row(Text(a.name), tier, *counts, used, _seconds(a.load_cost_s), str(a.blocks), below)
     parts.append(table)
     if len(recent) > most:

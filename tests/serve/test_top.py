@@ -200,6 +200,13 @@ def test_recent_times_are_of_the_last_minute_only():
     assert recent.summary() == (MOST, 1.0, 1.0)
 
 
+def test_kv_that_nobody_has_counted_is_not_shown():
+    now = reading(0.0, (pb.AdapterInfo(name="seen", uid=1), pb.AdapterInfo(name="unseen", uid=2, blocks=3)))
+    now.cache.kv[1] = 7
+    assert line(render(now, None), "seen").split()[-1] == "7+"
+    assert line(render(now, None), "unseen").split()[-1] == "3"
+
+
 def test_a_router_shows_its_replicas():
     now = reading()
     for name, health in (("r0", "up"), ("r1", "suspect")):
