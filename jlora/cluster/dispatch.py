@@ -25,7 +25,7 @@ from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
-from jlora.cluster.view import ReplicaView
+from jlora.cluster.view import ReplicaView, View
 from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
@@ -317,15 +317,15 @@ class Dispatcher:
             self._settle(routed)
             if events := self.table.lose(routed, self.terms.clock(), moved=True):
                 self._give(routed, events)
-            return bool(routed.open) and self._send(routed, self.links[move.target])
+            return bool(routed.open) and self._send(routed, {move.target: seen})
         return False
 
     # -- attempts -------------------------------------------------------------------------------
 
-    def choose(self, ask: Ask, avoid: str = "") -> Attached | None:
-        """Where a request would go now; to `avoid` only if no other replica is up."""
+    def choose(self, ask: Ask, avoid: str = "", among: View | None = None) -> Attached | None:
+        """Where a request would go now, of all replicas or some; to `avoid` only if no other one is up."""
         now = self.terms.clock()
-        view = {name: seen for name, seen in self.books.view.items() if self._has_room(seen)}
+        view = {name: seen for name, seen in (among or self.books.view).items() if self._has_room(seen)}
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
         name = self.policy.choose(others, ask, now)
         if name is None and others is not view:
@@ -356,11 +356,11 @@ class Dispatcher:
             return self._send(routed)
         return True
 
-    def _send(self, routed: Routed, to: Attached | None = None) -> bool:
+    def _send(self, routed: Routed, among: View | None = None) -> bool:
         request, version, entry = routed.resumed(), routed.version, self.entries[routed.handle]
         cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
         ask = ask_of(request, version, cached)
-        to = to or self.choose(ask, routed.avoid)
+        to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
         if to is None:
             return False
         if self._prefixes is not None:

@@ -317,7 +317,8 @@ def service(count: int, terms: Terms | None = None, policy: Policy | None = None
     loop, directory = Loop(), FakeDirectory()
 
     async def make() -> Router:
-        return Router(directory, policy or LeastLoaded(), terms or Terms("router", suspect_s=1.0), seed=3)
+        chosen = LeastLoaded() if policy is None else policy  # one without sessions yet is empty
+        return Router(directory, chosen, terms or Terms("router", suspect_s=1.0), seed=3)
 
     router = loop.run(make())
     made = Service(loop, router, directory, [])

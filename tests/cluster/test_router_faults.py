@@ -233,3 +233,26 @@ def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
     assert target.fetched == ["x@1"]
     two.router.abort_named("waits")
     waits.wait()
+
+
+def test_a_session_stays_where_a_move_has_brought_it():
+    with service(2, policy=SessionSticky()) as two:
+        for replica in two.replicas:
+            replica.paused = True
+        dispatcher = two.router._dispatcher
+        first = submit(two, request("first", session="chat"))
+        wait_for(lambda: any(replica.running for replica in two.replicas))
+        source, target = sorted(two.replicas, key=lambda replica: not replica.running)
+        (live,) = dispatcher.table.all()
+
+        async def move() -> bool:
+            return dispatcher.migrate(Move(live.handle, source.name, target.name, None))
+
+        assert two.loop.run(move())
+        wait_for(lambda: target.running)
+        second = submit(two, request("second", session="chat"))
+        wait_for(lambda: len(target.running) == 2)
+        assert not source.running
+        for client, name in ((first, "first"), (second, "second")):
+            two.router.abort_named(name)
+            client.wait()
