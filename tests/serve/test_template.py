@@ -35,9 +35,9 @@ def test_a_template_that_runs_for_hours_ends_by_its_bound(source: str, monkeypat
         return now
 
     monkeypatch.setattr(time, "thread_time", ticking)  # a look is 0.1 ms, whatever the machine
-    with pytest.raises(InvalidArgument, match=r"^chat: .* takes more than 0.5 s"):
+    with pytest.raises(InvalidArgument, match=r"^chat: .* takes more than 2 s"):
         rendered(source)
-    assert now < 2
+    assert now < 4 * module.RENDER_S
 
 
 @pytest.mark.parametrize(
@@ -105,11 +105,11 @@ def test_a_template_without_a_loop_has_its_bound_too(each: str, monkeypatch: pyt
 
     def ticking() -> float:
         nonlocal now
-        now += 1e-3
+        now += 1e-2
         return now
 
     monkeypatch.setattr(time, "thread_time", ticking)
-    with pytest.raises(InvalidArgument, match=r"^chat: .* takes more than 0.5 s"):
+    with pytest.raises(InvalidArgument, match=r"^chat: .* takes more than 2 s"):
         rendered("{% set x = messages %}" + each * 1000)
 
 
