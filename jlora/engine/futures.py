@@ -105,6 +105,8 @@ def settle(future: Future, command: Callable[[], object]) -> None:
         raise
     else:
         future.set_result(result)
+    finally:
+        del future, command  # the error's traceback holds this frame: a cycle
 
 
 def chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
@@ -112,8 +114,11 @@ def chained(first: Future[S], then: Callable[[S], Future[T]]) -> Future[T]:
     whole = running()
 
     def go_on(ended: Future[S]) -> None:
+        if (error := failure_of(ended)) is not None:
+            whole.set_exception(error)
+            return
         try:
-            follow(then(result_of(ended)), whole)
+            follow(then(ended.result()), whole)
         except Exception as e:
             whole.set_exception(e)
 
@@ -130,20 +135,26 @@ def follow(source: Future, target: Future) -> None:
     """Gives `target` the result of `source` when it is there."""
 
     def copy(ended: Future) -> None:
-        try:
-            result = result_of(ended)
-        except Exception as e:
-            target.set_exception(e)
+        if (error := failure_of(ended)) is not None:
+            target.set_exception(error)
         else:
-            target.set_result(result)
+            target.set_result(ended.result())
 
     source.add_done_callback(copy)
 
 
-def result_of(ended: Future[T]) -> T:
-    """The result of a future that has ended; raises what it failed with, an Exception in any case."""
+def failure_of(ended: Future) -> Exception | None:
+    """What a future that has ended failed with, an Exception in any case; None if it has a result.
+
+    Who passes it on does not raise it: its traceback would hold the frame, and the frame the next future, a cycle.
+    """
     if ended.cancelled():
-        raise Unavailable("the server has stopped")
-    if (error := ended.exception()) is not None:
-        raise error_of(error)
+        return Unavailable("the server has stopped")
+    return None if (error := ended.exception()) is None else error_of(error)
+
+
+def result_of(ended: Future[T]) -> T:
+    """The result of a future that has ended; raises `failure_of` it."""
+    if (error := failure_of(ended)) is not None:
+        raise error
     return ended.result()

@@ -6,6 +6,7 @@ They wait for the engine's thread (`between_steps`), never the other way round.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ import numpy as np
 
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
-from jlora.engine.futures import BetweenSteps, error_of, follow, result_of
+from jlora.engine.futures import BetweenSteps, error_of, failure_of, follow
 from jlora.engine.loading import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.sources import check_version, read_adapter
@@ -111,19 +112,20 @@ class Loaders:
         """Loads an adapter; done when `settled` says so. The caller can cancel it until requests can use it."""
         answer: Future[AdapterInfo] = Future()
         try:
-            loading = self.loads.submit(self._load, answer, load)
+            # The answer will hold an error whose traceback holds the frames of `_load`; held by them, it is a cycle.
+            loading = self.loads.submit(self._load, weakref.proxy(answer), load)
         except RuntimeError:  # the pool is shut down
             return self._between_steps(lambda: self._adapters.get(load.name))  # fails: the replica is closed
 
         def over(loaded: Future[AdapterInfo]) -> None:
-            try:
-                follow(settled(result_of(loaded)), answer)
-            except Exception as e:
-                if answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
-                    answer.set_exception(e)
+            if (error := failure_of(loaded)) is None:
+                follow(settled(loaded.result()), answer)
+            elif answer.running() or not answer.cancelled() and answer.set_running_or_notify_cancel():
+                answer.set_exception(error)
 
         loading.add_done_callback(over)
-        answer.add_done_callback(lambda answer: answer.cancelled() and loading.cancel())  # one that waits for a loader
+        waiting = weakref.ref(loading)  # the pool holds it while it waits for a loader; held here, it would be a cycle
+        answer.add_done_callback(lambda answer: answer.cancelled() and (found := waiting()) and found.cancel())
         return answer
 
     def _load(self, answer: Future[AdapterInfo], load: Load) -> AdapterInfo:
@@ -131,8 +133,12 @@ class Loaders:
         adapters, between_steps = self._adapters, self._between_steps
 
         def now(command: Callable[[], T]) -> T:
-            self._threads.wait(done := between_steps(command))
-            return done.result()
+            done = between_steps(command)
+            try:
+                self._threads.wait(done)
+                return done.result()
+            finally:
+                del done  # it holds its error, whose traceback holds this frame: a cycle
 
         def begin() -> None:
             _go_on(answer)

@@ -358,6 +358,7 @@ class LocalReplica(Replica):
             if (taken := self._commands.take()) is None:  # the last ones have just been cancelled
                 break
             settle(*taken)
+            taken = None  # the frames of a command's error lead here, and it is the command's future that holds them
             if self._system.clock() >= until:
                 break
         self._answer_waits()

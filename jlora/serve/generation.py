@@ -123,6 +123,8 @@ class Generation:
                 # The command may run by now: then it ends in an abort.
                 submitted.add_done_callback(self._abort_submitted)
                 raise
+            finally:
+                del submitted  # it holds its error, whose traceback holds this frame: a cycle
             self._leaving = refused.pop_all()
         self._bar = self._backend.strip.begin(self._model)
         return self
@@ -211,9 +213,11 @@ async def together(generations: Sequence[Generation]) -> AsyncIterator[None]:
     """Submits all at once; if one is refused, none runs. Leaving the context aborts those that have not ended."""
     try:
         # All answers are awaited, or an error would leave the others on their way.
-        for entered in await asyncio.gather(*(g.__aenter__() for g in generations), return_exceptions=True):
-            if isinstance(entered, BaseException):
-                raise entered
+        entered = await asyncio.gather(*(g.__aenter__() for g in generations), return_exceptions=True)
+        failed = [error for error in entered if isinstance(error, BaseException)]
+        del entered
+        if failed:
+            raise failed.pop(0)  # not kept here: its traceback holds this frame, a cycle
         yield
     finally:
         for generation in generations:

@@ -144,7 +144,10 @@ class AdaptersServicer(_Servicer, rpc.AdaptersServicer):
 
 
 async def _info(future: Future[AdapterInfo]) -> pb.AdapterInfo:
-    return convert.adapter_info(await asyncio.wrap_future(future))
+    try:
+        return convert.adapter_info(await asyncio.wrap_future(future))
+    finally:
+        del future  # it holds its error, whose traceback holds this frame: a cycle
 
 
 class ControlServicer(_Servicer, rpc.ControlServicer):

@@ -208,5 +208,8 @@ async def _while_here(call: Call, work: Awaitable[None]) -> None:
         working.cancel()
         gone.cancel()
         await asyncio.wait((working, gone))
-    if not working.cancelled():
-        working.result()
+    try:
+        if not working.cancelled():
+            working.result()
+    finally:
+        del working  # it holds its error, whose traceback holds this frame: a cycle
