@@ -112,12 +112,11 @@ def _spare(group: Path, names: tuple[str, str]) -> int | None:
     try:
         limit, used = ((group / name).read_text().strip() for name in names)
         stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except OSError:
+        droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+        bound = UNLIMITED if limit == "max" else int(limit)
+        return None if bound >= UNLIMITED else max(0, bound - int(used) + droppable)
+    except (OSError, ValueError):  # no such files, or not as the kernel writes them
         return None
-    if limit == "max" or int(limit) >= UNLIMITED:
-        return None
-    droppable = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
-    return max(0, int(limit) - int(used) + droppable)
 
 
 def spare_bytes() -> int:

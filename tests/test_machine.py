@@ -44,6 +44,12 @@ def test_groups_of_version_1_count_too_and_their_number_for_no_limit_does_not(tm
     assert told(tmp_path, "9:cpu:/\n4:memory:/docker/1\n0::/\n") == [11 * MIB]
 
 
+@pytest.mark.parametrize(("limit", "stat"), [("", "inactive_file 0"), ("many", "inactive_file 0"), ("9", "odd")])
+def test_a_group_of_another_form_limits_nothing(tmp_path: Path, limit: str, stat: str):
+    group(tmp_path / "sys/fs/cgroup", limit, 1, stat, ("memory.max", "memory.current"))
+    assert told(tmp_path, "0::/\n") == []
+
+
 def test_a_machine_without_groups_has_no_limit(tmp_path: Path):
     assert machine.container_bytes(tmp_path) == []
 

@@ -270,7 +270,10 @@ class Merger:
         self.reloads += 1
         for leaf in jax.tree.leaves(self._holder.weights.params):
             leaf.delete()
-        self._holder.swap_weights(self._base.pristine())
+        try:
+            self._holder.swap_weights(self._base.pristine())
+        except MemoryError as error:  # no weights are left: that is more than a merge
+            raise RuntimeError("no memory is left to load the weights anew") from error
         self._lost, self._coming, self._checks, self.done = {}, [], [], 0
         wrong = [where for where in self._places() if int(self._digest(*where)) != self._digests[where]]
         if wrong:

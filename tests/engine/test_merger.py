@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from pathlib import Path
 from typing import Any
@@ -91,3 +92,17 @@ def switch(world: World, times: int) -> None:
             merger.back()
         assert merger.whole() and world.bits() == before
     assert merger.moved > 0 and not merger.reloads
+
+
+def test_without_memory_to_load_the_weights_anew_nobody_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    world = World(tmp_path, "float32", 1, stacked=False)
+    merger = world.merger
+
+    def short(*_: Any) -> Any:
+        raise MemoryError("planted")
+
+    world.begin("some")
+    monkeypatch.setattr(merger, "_merged", short)
+    monkeypatch.setattr(merger, "_base", dataclasses.replace(merger._base, pristine=short))
+    with pytest.raises(RuntimeError, match="no memory is left to load the weights anew"):
+        merger.forward()
