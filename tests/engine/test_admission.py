@@ -63,10 +63,10 @@ def test_the_verdict_on_a_waiting_sequence(facts: Answers, step: dict[str, Any],
     assert judge(facts, Step([], [], **step)) is verdict
 
 
-def behind(link: bool = True, **config: int) -> Bench:
-    """A step takes a row of tokens; the host holds the KV of `HISTORY`; the link is busy with an adapter, or idle."""
+def behind(link: bool = True, tenant: str = "", **config: int) -> Bench:
+    """A step takes a row of tokens; the host holds a tenant's KV of `HISTORY`; the link copies an adapter, or idles."""
     bench = Bench(blocks=512, delay=60, step_s=0.02, max_step_tokens=ROW, **config)
-    bench.submit("before", HISTORY, max_tokens=1)
+    bench.submit("before", HISTORY, max_tokens=1, tenant=tenant)
     bench.finish()
     evict_all(bench.manager)
     if link:
@@ -75,7 +75,7 @@ def behind(link: bool = True, **config: int) -> Bench:
     return bench
 
 
-def fill(bench: Bench, name: str, **fields: int) -> None:
+def fill(bench: Bench, name: str, **fields: Any) -> None:
     """A request that finds all it needs, and takes a whole step."""
     bench.submit(name, [int(name[4:]) + 500] * ROW, max_tokens=1, **fields)
 
@@ -106,6 +106,20 @@ def test_nobody_is_passed_by_more_than_so_many():
         assert bench.manager.forecast.wait_s > 0.1, "the link is not behind any more: nothing is shown"
     started = [name for plan in bench.plans[seen:] for name in work(plan)]
     assert started == [f"warm{index}" for index in range(OVERTAKES + 1)]  # the last one after it, in the same step
+    bench.finish()
+
+
+def test_nobody_is_passed_by_more_than_so_many_of_its_own_tenant_while_another_has_its_turns():
+    bench = behind(tenant="a", max_seqs=128)
+    bench.submit("again", HISTORY, max_tokens=1, tenant="a")
+    for index in range(OVERTAKES + 16):
+        fill(bench, f"warm{index}", tenant="b" if index < 8 else "a")
+    seen = len(bench.plans)
+    while not admitted(bench, "again"):
+        bench.step()
+        assert bench.manager.forecast.wait_s > 0.1, "the link is not behind any more: nothing is shown"
+    passed = [w.sequence.request.tenant for plan in bench.plans[seen:-1] for w in plan.work]
+    assert passed.count("b") == 8 and OVERTAKES - 8 <= passed.count("a") <= OVERTAKES, passed
     bench.finish()
 
 
