@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+from concurrent.futures import Future
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
+from jlora.replica import Sink
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import Request
 from tests.serve._server import MAX_LEN, Served, request
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
@@ -133,6 +137,26 @@ def test_sampling_fields_reach_the_engine_by_vllms_names(client: openai.OpenAI, 
     assert by_id.choices[0].finish_reason == "stop" and ids(by_id.choices[0]) == [50]
     later = {"stop_token_ids": [50], "min_tokens": 4, "return_token_ids": True}
     assert len(ids(client.completions.create(**ended, extra_body=later).choices[0])) == 5
+
+
+def test_what_shapes_the_choice_reaches_the_engine(http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch):
+    fields = {
+        "temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.05, "repetition_penalty": 1.2,
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "n": 2, "seed": 9, "max_tokens": 2,
+    }  # fmt: skip
+    asked, submit = list[Request](), served.replica.submit
+
+    def noted(request: Request, sink: Sink) -> Future[int]:
+        asked.append(request)
+        return submit(request, sink)
+
+    monkeypatch.setattr(served.replica, "submit", noted)
+    user = {"role": "user", "content": "Hello"}
+    for path, body in (("completions", {"prompt": "Hello"}), ("chat/completions", {"messages": [user]})):
+        answer = http.post(f"/v1/{path}", json={**body, **fields})
+        assert answer.status_code == 200, answer.text
+        sampling = asked.pop().sampling
+        assert not asked and {name: getattr(sampling, name) for name in fields} == fields
 
 
 def test_prompt_logprobs_have_vllms_form(client: openai.OpenAI, served: Served):
