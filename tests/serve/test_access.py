@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -177,6 +178,7 @@ def test_only_an_admin_changes_the_server(guarded: Guarded):
         (s.adapters.PinAdapter, pb.PinAdapterRequest(name="upper", pinned=True)),
         (s.control.FlushCache, pb.FlushCacheRequest()),
         (s.control.Drain, pb.DrainRequest()),
+        (s.control.Profile, pb.ProfileRequest(steps=3)),
     ]
     for call, message in calls:
         with refused(CODE.PERMISSION_DENIED, "needs a key of the role admin"):
@@ -185,10 +187,16 @@ def test_only_an_admin_changes_the_server(guarded: Guarded):
         for path in ("/v1/load_lora_adapter", "/unload_lora_adapter"):
             answer = http.post(path, json={"lora_name": "upper", "lora_path": "/x"})
             assert answer.status_code == 403, answer.text
+        assert http.post("/debug/profile?steps=3", json={}).status_code == 403
     assert not s.backend.draining
     s.control.FlushCache(pb.FlushCacheRequest(), metadata=guarded.meta("admin"), timeout=20)
     with refused(CODE.NOT_FOUND):
         s.adapters.PinAdapter(pb.PinAdapterRequest(name="none"), metadata=guarded.meta("admin"), timeout=20)
+    with refused(CODE.FAILED_PRECONDITION, "serve.profile_dir"):  # not for want of permission
+        s.control.Profile(pb.ProfileRequest(steps=3), metadata=guarded.meta("admin"), timeout=20)
+    with guarded.http("admin") as http:
+        answer = http.post("/debug/profile?steps=3", json={})
+        assert answer.status_code == 400 and "serve.profile_dir" in answer.text
 
 
 def test_a_call_that_no_table_names_needs_an_admin():
@@ -439,20 +447,24 @@ def test_what_an_admin_does_is_logged(guarded: Guarded, caplog: pytest.LogCaptur
 # -- what may be read ----------------------------------------------------------------------------
 
 
-def test_adapters_come_from_the_roots_only(text_model: Path):
+def test_adapters_come_from_the_roots_only(text_model: Path, tmp_path: Path):
     adapters = text_model.parent / "adapters"
     settings = {
         "engine.warmup": False,
         "adapters.roots": str(adapters),
-        "adapters.paths.upper": str(adapters / "upper"),
+        "adapters.paths.one": str(adapters / "upper"),
+        "adapters.dir": str(adapters),
     }
     with serve(text_model, settings) as own, httpx.Client(base_url=own.http, timeout=60) as http:
+        assert {"one", "upper"} < {adapter.name for adapter in own.replica.adapters().result(20)}
         assert own.adapters.LoadAdapter(pb.LoadAdapterRequest(name="a", path=f"{adapters}/lower")).rank == 2
         for path in (str(text_model), f"{adapters}/../base", "/"):
             with refused(CODE.INVALID_ARGUMENT, "path: is not in a directory of adapters.roots"):
                 own.adapters.LoadAdapter(pb.LoadAdapterRequest(name="b", path=path))
             answer = http.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": path})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_path"
-    with pytest.raises(InvalidArgument, match=r"adapters\.roots"):
-        with serve(text_model, {**settings, "adapters.paths.x": str(text_model)}):
-            pass
+    shutil.copytree(adapters / "upper", tmp_path / "out")
+    for outside in ({"adapters.paths.x": str(text_model)}, {"adapters.dir": str(tmp_path)}):
+        with pytest.raises(InvalidArgument, match=r"adapters\.roots"):
+            with serve(text_model, {**settings, **outside}):
+                pass
