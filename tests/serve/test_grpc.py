@@ -10,6 +10,7 @@ import grpc
 import pytest
 from google.protobuf import descriptor_pb2
 
+from jlora.engine import loading
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tokenizer import Tokenizer
@@ -251,6 +252,17 @@ def test_adapters_come_and_go(served: Served, text_model: Path):
         served.generate(request(model="new"))
     served.control.FlushCache(pb.FlushCacheRequest())
     assert cache(served).hbm.free >= free
+
+
+def test_unloading_a_pinned_adapter_is_logged_as_such(
+    served: Served, text_model: Path, caplog: pytest.LogCaptureFixture
+):
+    path = str(text_model.parent / "adapters" / "upper")
+    for pinned, said in ((True, "unloads, although it is pinned: uid="), (False, "unloads: uid=")):
+        made = served.adapters.LoadAdapter(pb.LoadAdapterRequest(name="new", path=path, pinned=pinned))
+        with caplog.at_level("INFO", logger=loading.__name__):
+            served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="new"))
+        assert caplog.messages.count(f"adapter new {said}{made.uid}") == 1, caplog.messages
 
 
 def test_pins_leave_room_for_the_longest_request_and_the_largest_adapter(served: Served, text_model: Path):
