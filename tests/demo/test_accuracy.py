@@ -107,6 +107,7 @@ def test_server_is_as_exact_as_training_measured(answered: Answered):
 def test_demo_answers_loads_an_adapter_shows_the_cache_and_exits_0():
     done = subprocess.run([sys.executable, "-m", "jlora.demo"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
+    assert re.search(r"its dashboard at http://127\.0\.0\.1:\d+/ while", done.stdout)
     for model in ("", *TASKS):
         assert transform_of(model)(TEXT) in done.stdout
     verdicts = re.findall(rf"  {pipeline.CHECK} +(\S.*?\S) +ttft .* (\d+) of +(\d+) prompt tokens known", done.stdout)
