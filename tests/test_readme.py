@@ -75,6 +75,12 @@ def test_commands_have_the_flags_that_pages_show(capsys: pytest.CaptureFixture[s
             assert flags <= known, f"jlora {name} {' '.join(words)}"
 
 
+def test_the_first_page_and_the_page_for_contributors_stay_short():
+    readme, architecture = (page.read_text(encoding="utf-8") for page in (PAGES[0], ROOT / "docs" / "architecture.md"))
+    assert len(re.sub(r"```.*?```", "", readme, flags=re.DOTALL).split()) <= 800
+    assert len(architecture.splitlines()) <= 200
+
+
 def test_links_lead_to_files_and_headings():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
