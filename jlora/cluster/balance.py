@@ -203,7 +203,7 @@ class Balancer:
 
 
 def _cost(job: Job) -> tuple[float, int, int]:
-    """Who has waited longest first, then who has the fewest tokens to compute again."""
+    """Sorts the longest wait first; among equal waits, the fewest tokens to compute again first."""
     return -job.waited_s, job.tokens, job.key
 
 

@@ -58,7 +58,7 @@ Places = list[int | None]  # the target of each candidate, or None where it stay
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """Who may leave the `sources` for which `targets`.
+    """Which candidates may leave the `sources`, and for which `targets`.
 
     Attributes:
         loads: (adapter, target) that lack each other -> seconds.
