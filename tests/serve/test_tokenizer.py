@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -35,6 +38,37 @@ def test_text_goes_to_ids_and_back_with_the_post_processors_special_tokens(tmp_p
     assert ids[0] == 1 and 2 not in ids
     assert tokenizer.decode(ids) == "Hello €"
     assert tokenizer.decode(ids, skip_special=False) == "<s>Hello €"
+
+
+def pace_beside(work: Callable[[], object]) -> float:
+    """Rounds per second of a loop on another thread, while `work` runs on this one."""
+    rounds, ended = 0, False
+
+    def count() -> None:
+        nonlocal rounds
+        while not ended:
+            rounds += 1
+
+    thread = threading.Thread(target=count)
+    thread.start()
+    try:
+        before, began = rounds, time.perf_counter()
+        work()
+        return (rounds - before) / (time.perf_counter() - began)
+    finally:
+        ended = True
+        thread.join()
+
+
+def test_other_threads_run_while_a_text_is_tokenized(tmp_path: Path):
+    """Some try shows it: a machine with much else to do may give the loop no core during another."""
+    tokenizer, text = load(tmp_path), "Hello world, " * 50_000
+
+    def share() -> float:
+        """The loop's pace during a text, in parts of its pace beside a thread that only waits."""
+        return pace_beside(lambda: tokenizer.encode(text)) / pace_beside(lambda: time.sleep(0.1))
+
+    assert any(share() > 0.25 for _ in range(10))
 
 
 @pytest.mark.parametrize(
