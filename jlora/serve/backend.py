@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from jlora.adapters.names import check_length
 from jlora.errors import InvalidArgument, Unavailable
 from jlora.gaps import Gaps
+from jlora.ports import OsThreads, Threads
 from jlora.replica import Replica
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Caller
@@ -43,6 +44,7 @@ class Backend:
         tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
         access: who may do what.
+        threads: what the fronts start threads by; the launcher ends the process when one of them fails.
         coalesce_s: as `serve.coalesce_s`.
         leaving: requests whose client has gone, until the engine has ended them.
     """
@@ -60,6 +62,7 @@ class Backend:
     gate: Gate = field(default_factory=Gate)
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
+    threads: Threads = field(default_factory=OsThreads)
     coalesce_s: float = 0.0
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
 

@@ -6,7 +6,7 @@ load model and adapters, warm up (failed: one line, exit 1)
 print the ready line, health SERVING
 SIGTERM or SIGINT: refuse new requests, let running ones end, exit 0
 a second signal: exit at once
-the engine fails: health NOT_SERVING, every call ends with UNAVAILABLE, exit `FAILED`
+the engine or a thread of the fronts fails: health NOT_SERVING, every call ends with UNAVAILABLE, exit `FAILED`
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jlora import config as configuration
 from jlora.adapters.names import check_base_name
 from jlora.config import Config, ServeConfig
 from jlora.errors import ConfigError, JloraError
-from jlora.ports import DiskFiles, ServerGarbage, System
+from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.replica import Replica
 from jlora.serve import flags
 from jlora.serve.access.access import Access
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0
 # Seconds for a step to end when its requests have been given up.
 CLOSE_S = 10.0
-# Exit code when the engine has failed or hangs: a supervisor should start the server again.
+# Exit code when the engine or a thread has failed, or the engine hangs: a supervisor should start the server again.
 FAILED = 70
 
 
@@ -88,11 +88,13 @@ async def serve(config: Config, program: Program | None = None) -> int:
     Without a `program` it serves an engine in this process.
     """
     program = program or ENGINE
-    stop = _stop_on_signal()
+    stop, threads = _stop_on_signal(), OsThreads()
+    lost = _lost(threads)
     if not program.token:
         _check_exposed(config.serve, program.token)
     backend = Backend(
-        access=Access(config.serve, program.token),
+        access=Access(config.serve, program.token, threads),
+        threads=threads,
         tracing=_tracing(config.serve.otlp_endpoint),
         coalesce_s=config.serve.coalesce_s,
     )
@@ -104,8 +106,10 @@ async def serve(config: Config, program: Program | None = None) -> int:
             return 0
         replica = backend.loaded
         print(await program.ready(where, replica), flush=True)
-        if not await _fails_before(stop, replica) and await _drain(backend, servers, config.serve.drain_s):
-            return 0
+        if not await _fails_before(stop, lost, replica):
+            patience_s = 0.0 if lost.is_set() else config.serve.drain_s
+            if await _drain(backend, servers, patience_s) and not lost.is_set():
+                return 0
         await _stop(servers, GRACE_S)
         _exit(FAILED)
         return FAILED
@@ -145,11 +149,12 @@ async def _stop(servers: Servers, grace_s: float) -> None:
     await asyncio.gather(*(server.stop(grace_s) for server in servers))
 
 
-async def _fails_before(stop: asyncio.Event, replica: Replica) -> bool:
-    """Waits for the replica's failure or for `stop`; whether it has failed."""
-    stopping, failure = asyncio.ensure_future(stop.wait()), asyncio.wrap_future(replica.failure)
-    await asyncio.wait((stopping, failure), return_when=asyncio.FIRST_COMPLETED)
-    stopping.cancel()
+async def _fails_before(stop: asyncio.Event, lost: asyncio.Event, replica: Replica) -> bool:
+    """Waits for the replica's failure, for `stop` or for `lost`; whether the replica has failed."""
+    ends, failure = [asyncio.ensure_future(one.wait()) for one in (stop, lost)], asyncio.wrap_future(replica.failure)
+    await asyncio.wait((*ends, failure), return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
     return failure.done()
 
 
@@ -241,6 +246,13 @@ def _exit(code: int) -> None:
     logging.shutdown()
     sys.stdout.flush()
     os._exit(code)
+
+
+def _lost(threads: Threads) -> asyncio.Event:
+    """An event that is set once one of the threads has failed."""
+    loop, lost = asyncio.get_running_loop(), asyncio.Event()
+    threads.watch(lambda *_: loop.call_soon_threadsafe(lost.set))
+    return lost
 
 
 def _stop_on_signal() -> asyncio.Event:

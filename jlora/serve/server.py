@@ -63,7 +63,7 @@ class GrpcServer:
     ):
         """`interceptors` see a call before the server's own."""
         self.backend = backend
-        self._tls = Tls.of(config)
+        self._tls = Tls.of(config, backend.threads)
         self._heartbeat_s = config.heartbeat_s
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
         self._server = grpc.aio.server(

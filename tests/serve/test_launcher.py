@@ -25,6 +25,7 @@ from jlora.config import ServeConfig
 from jlora.engine.local import LocalReplica
 from jlora.errors import ConfigError, InvalidArgument, JloraError
 from jlora.serve import flags, launcher
+from jlora.serve.access import keys
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -268,6 +269,19 @@ Runner._dispatch = failing
 sys.exit(launcher.main(sys.argv[1:-1]))
 """
 
+BLIND = """
+import os, sys
+from jlora.serve import launcher
+from jlora.serve.access import watched
+
+def look(files):
+    if os.path.exists(sys.argv[-1]):
+        raise SystemExit(0)
+
+watched.LOOK_S, watched.Watched.look = 0.01, look
+sys.exit(launcher.main(sys.argv[1:-1]))
+"""
+
 
 @pytest.mark.parametrize("script", [DYING, LOSING], ids=["thread", "pool"])
 def test_a_dead_engine_ends_the_process_after_its_clients_know(
@@ -293,6 +307,29 @@ def test_a_dead_engine_ends_the_process_after_its_clients_know(
             assert "the engine has failed" in last[0] and '"error"' in last[0] and last[1] == "data: [DONE]"
         _, errors = server.communicate(timeout=20)
         assert server.returncode == launcher.FAILED and "thread jlora-engine has failed" in errors
+
+
+def test_a_server_that_no_longer_sees_its_keys_ends_as_one_without_an_engine(
+    text_model: Path, quick: list[str], tmp_path: Path
+):
+    """Otherwise a revoked key would be good for ever."""
+    end, file = tmp_path / "end", tmp_path / "keys.toml"
+    key, entry = keys.new("a", "admin", ["*"])
+    file.write_text(entry)
+    argv = ["--model", str(text_model), "--port", "0", "--keys", str(file), *quick, str(end)]
+    with process(argv, ["-c", BLIND]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60)
+            assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
+            bearer = (("authorization", f"Bearer {key}"),)
+            stream = rpc.InferenceStub(channel).GenerateStream(request("Hello", 4000), metadata=bearer)
+            next(stream)
+            end.touch()
+            with refused(CODE.UNAVAILABLE, "stopped"):
+                list(stream)
+            assert any(seen.status == health_pb2.HealthCheckResponse.NOT_SERVING for seen in watch)
+        _, errors = server.communicate(timeout=20)
+        assert server.returncode == launcher.FAILED and "thread jlora-files has failed" in errors
 
 
 def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, tmp_path: Path):

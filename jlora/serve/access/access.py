@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager
 
 from jlora.config import ServeConfig
 from jlora.errors import Unauthenticated
+from jlora.ports import Threads
 from jlora.serve.access import keys
 from jlora.serve.access.caller import ANYBODY, Caller, Need
 from jlora.serve.access.keys import Keys
@@ -26,12 +27,12 @@ class Access:
     Without keys everybody may do everything, and clients name their tenant.
     """
 
-    def __init__(self, config: ServeConfig | None = None, token: str = ""):
+    def __init__(self, config: ServeConfig | None = None, token: str = "", threads: Threads | None = None):
         """Reads `serve.keys`. Whoever has `token`, if it is not empty, may do everything, too. Raises ConfigError."""
         self._token = token
         self.tenants = Tenants()
         path = config.keys if config is not None else ""
-        self._keys = Watched([path], lambda: keys.read(path)) if path else None
+        self._keys = Watched([path], lambda: keys.read(path), threads) if path else None
         self._limited: Keys | None = None
 
     def admit(self, need: Need, authorization: Sequence[str], what: str) -> Caller:

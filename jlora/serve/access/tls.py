@@ -13,6 +13,7 @@ import grpc
 
 from jlora.config import ServeConfig
 from jlora.errors import ConfigError
+from jlora.ports import Threads
 from jlora.serve.access.watched import Watched
 
 
@@ -32,16 +33,16 @@ class Certificates:
 class Tls:
     """Server certificates. With `serve.tls_client_ca` a client must have one that this authority has signed."""
 
-    def __init__(self, config: ServeConfig):
+    def __init__(self, config: ServeConfig, threads: Threads | None = None):
         """Reads the files. Raises ConfigError."""
         paths = [path for path in (config.tls_cert, config.tls_key, config.tls_client_ca) if path]
         self._mutual = bool(config.tls_client_ca)
-        self._files = Watched(paths, lambda: _read(config))
+        self._files = Watched(paths, lambda: _read(config), threads)
 
     @classmethod
-    def of(cls, config: ServeConfig) -> Tls | None:
+    def of(cls, config: ServeConfig, threads: Threads) -> Tls | None:
         """None without `serve.tls_cert`."""
-        return cls(config) if config.tls_cert else None
+        return cls(config, threads) if config.tls_cert else None
 
     def http(self) -> ssl.SSLContext:
         """For asyncio's servers."""

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
-import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from jlora.errors import ConfigError
+from jlora.ports import OsThreads, Threads
 
 T = TypeVar("T")
 
@@ -25,13 +26,13 @@ class Watched(Generic[T]):
     If they cannot be read, or change meanwhile, what they said before stays. The log says so once.
     """
 
-    def __init__(self, paths: Sequence[str], read: Callable[[], T]):
-        """Reads the files. Raises ConfigError, as `read` does."""
+    def __init__(self, paths: Sequence[str], read: Callable[[], T], threads: Threads | None = None):
+        """Reads the files. Raises ConfigError, as `read` does. Whoever watches `threads` hears if the thread fails."""
         self._paths = paths
         self._read = read
         self._seen = self._identities()
         self._value = read()
-        threading.Thread(target=_poll, args=(weakref.ref(self),), name="jlora-files", daemon=True).start()
+        (threads or OsThreads()).start("jlora-files", functools.partial(_poll, weakref.ref(self)))
 
     def current(self) -> T:
         """What they said at most `LOOK_S` seconds ago, and the time to read them. For any thread."""

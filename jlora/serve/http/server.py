@@ -49,7 +49,7 @@ class HttpServer:
     """One HTTP server over one `Backend`. Create it on the event loop that runs it."""
 
     def __init__(self, backend: Backend, config: ServeConfig):
-        tls = Tls.of(config)
+        tls = Tls.of(config, backend.threads)
         settings = uvicorn.Config(
             application(backend, config),
             http=Connection,
