@@ -110,6 +110,17 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
     assert stats.programs_left == 0 and stats.compiles_after_warmup == 0
 
 
+def test_a_program_that_a_step_compiles_is_counted(served: Served):
+    """Otherwise 0 elsewhere would say nothing, for example once jax gives its event another name."""
+    replica, compiler = served
+    for _, (form,) in compiler.calls:
+        replica.built.runner.admit(form)  # nobody has compiled it
+    compiler.calls.clear()
+    assert replica.stats().compiles_after_warmup == 0
+    assert len(answers(replica, "x")) == 12
+    assert replica.stats().compiles_after_warmup > 0
+
+
 def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
