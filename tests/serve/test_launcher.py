@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import resource
 import shutil
 import signal
 import socket
@@ -30,7 +31,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
-from tests.serve._server import SMALL, listening, refused, request, wait_until
+from tests.serve._server import SMALL, listening, refused, request, wait_until, write_text_model
 
 CODE = grpc.StatusCode
 ROOT = Path(__file__).resolve().parents[2]
@@ -350,6 +351,31 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, t
         server.send_signal(signal.SIGTERM)
         _, errors = server.communicate(timeout=20)
         assert server.returncode == 0 and "stopped while loading" in errors
+
+
+@pytest.mark.slow
+def test_a_text_beyond_the_limit_of_the_address_space_is_refused_and_the_server_goes_on(
+    quick: list[str], tmp_path: Path
+):
+    """The tokenizer's library would abort the process."""
+    write_text_model(tmp_path, max_len=1 << 18)  # or the text would be refused by its length
+    text = "x " * (3 << 19)
+    with process(["--model", str(tmp_path), "--port", "0", *quick]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            inference = rpc.InferenceStub(channel)
+            before = inference.Generate(request("Hello")).outputs  # it has compiled
+            size = int(Path(f"/proc/{server.pid}/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.prlimit(server.pid, resource.RLIMIT_AS, (size + (256 << 20), -1))
+            for call in (
+                lambda: inference.Generate(request(text)),
+                lambda: inference.Tokenize(pb.TokenizeRequest(text=text)),
+            ):
+                with refused(CODE.RESOURCE_EXHAUSTED, "too little memory for a text of 3145728 characters"):
+                    call()
+                assert inference.Generate(request("Hello")).outputs == before
+        server.send_signal(signal.SIGTERM)
+        _, errors = server.communicate(timeout=20)
+        assert server.returncode == 0, errors
 
 
 @pytest.mark.parametrize(
