@@ -162,7 +162,7 @@ def _refusal(error: errors.JloraError, method: str) -> grpc.RpcMethodHandler:
     """Answers without the client's message: only a handler of streams is called before there is one."""
 
     async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
-        _end(context, error, method)
+        await _abort(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
 
@@ -252,7 +252,7 @@ class _Call:
             except ENDS:
                 raise
             except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
-                self._fail(context, e)
+                await self._fail(context, e)
 
         return call
 
@@ -274,28 +274,28 @@ class _Call:
             except ENDS:
                 raise
             except BaseException as e:
-                self._fail(context, e)
+                await self._fail(context, e)
 
         return call
 
-    def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
-        _end(context, self.caller.told(error), self.method)
+    async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
+        await _abort(context, self.caller.told(error), self.method)
 
 
-def _end(context: grpc.aio.ServicerContext, error: BaseException, method: str) -> None:
-    """Says how the call ends; gRPC sends it when the handler returns.
-
-    `context.abort` raises an error that the context keeps: its frames hold the context, the message and the answer
-    so far, and only a full collection frees such a cycle.
-    """
+async def _abort(context: grpc.aio.ServicerContext, error: BaseException, method: str) -> None:
+    """Ends the call; gRPC raises its own error once the handler has returned."""
     code, details = status_of(error, method)
     hint: tuple[tuple[str, str], ...] = ()
     if isinstance(error, errors.Busy):  # the second is what gRPC's own retries read
         wait_s = error.retry_s
         hint = (("retry-after", str(math.ceil(wait_s))), ("grpc-retry-pushback-ms", str(math.ceil(wait_s * 1e3))))
-    context.set_code(code)
-    context.set_details(details)
-    context.set_trailing_metadata(hint)
+    try:
+        await context.abort(code, details, hint)
+    except grpc.aio.AbortError as aborted:
+        # The context keeps it. The frames of the handler hold the context and the message: with them it is a cycle.
+        aborted.__traceback__ = aborted.__context__ = None
+    except grpc.aio.InternalError:  # the deadline has just passed, or the client left: nobody can be told
+        raise asyncio.CancelledError from error
 
 
 class _Patience:

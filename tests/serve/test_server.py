@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
+from jlora.serve import status
 from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
@@ -113,6 +114,13 @@ def test_a_deadline_that_has_passed_is_told_at_once(served: Served):
 
 def test_an_error_that_finds_its_call_ended_is_told_to_nobody(served: Served, caplog: pytest.LogCaptureFixture):
     """gRPC's library would log it as a failure of the handler."""
+
+    class Gone:
+        async def abort(self, *_: object) -> None:
+            raise grpc.aio.InternalError("the call has ended")
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(status._abort(Gone(), DeadlineExceeded("late"), "m"))  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "grpc"):
         calls = [served.inference.Generate.future(request("Hello"), timeout=i % 10 / 1000) for i in range(300)]
         assert {call.code() for call in calls} <= {CODE.OK, CODE.DEADLINE_EXCEEDED, CODE.RESOURCE_EXHAUSTED}
