@@ -251,7 +251,11 @@ def _exit(code: int) -> None:
 def _lost(threads: Threads) -> asyncio.Event:
     """An event that is set once one of the threads has failed."""
     loop, lost = asyncio.get_running_loop(), asyncio.Event()
-    threads.watch(lambda *_: loop.call_soon_threadsafe(lost.set))
+
+    def failed(thread: str, error: BaseException) -> None:
+        loop.call_soon_threadsafe(lost.set)
+
+    threads.watch(failed)
     return lost
 
 
