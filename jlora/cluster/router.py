@@ -21,6 +21,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, TypeVar
 
 import grpc
@@ -31,7 +32,7 @@ from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Directory
 from jlora.cluster.dispatch import Dispatcher, ask_of
 from jlora.cluster.routing.policy import Policy
-from jlora.engine.futures import done, failed, running
+from jlora.engine.futures import done, failed, running, settle
 from jlora.errors import AlreadyExists, FailedPrecondition, Unavailable
 from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.serve.proto import jlora_pb2 as pb
@@ -298,16 +299,7 @@ class Router(Replica):
 
     def _call(self, command: Callable[[], T]) -> Future[T]:
         answer: Future[T] = Future()
-
-        def settle() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(command())
-            except Exception as e:
-                answer.set_exception(e)
-
-        self._post(settle)
+        self._post(partial(settle, answer, command))
         return answer
 
     def _run(self, work: Coroutine[Any, Any, T]) -> Future[T]:

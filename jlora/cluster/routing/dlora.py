@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, load_s, up
 from jlora.cluster.view import ReplicaView, View
 
 
@@ -34,6 +34,6 @@ class DLora:
     def pending_s(self, replica: ReplicaView, ask: Ask) -> float:
         """Seconds until the request begins."""
         held = replica.held
-        load = 0.0 if ask.adapter is None else ask.rank * self.tiers.get(replica.tiers.get(ask.adapter, "DISK"), 0.0)
+        load = load_s(self.tiers, replica, ask)
         step = self.costs.step_s(joined(held.running, held.waiting), held.context + held.tokens)
         return load + held.count / self.batch * self.outputs * step

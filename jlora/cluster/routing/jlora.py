@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, load_s, up
 from jlora.cluster.view import ReplicaView, View
 
 
@@ -44,7 +44,7 @@ class Jlora:
         before, after = costs.step_s(exist, context), costs.step_s(both, context + ask.prompt)
         first = costs.step_s(both, context + ask.prompt, held.tokens + computed)
         slower = first - costs.step_s(exist, context, held.tokens)
-        load = 0.0 if ask.adapter is None else ask.rank * self.tiers.get(replica.tiers.get(ask.adapter, "DISK"), 0.0)
+        load = load_s(self.tiers, replica, ask)
         mine = max(load, 0.5 * before if exist else 0.0) + first + outputs * after
         # How long an answer still is does not depend on how long it has been.
         theirs = held.count * (slower + outputs * (after - before))

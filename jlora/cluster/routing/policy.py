@@ -39,3 +39,8 @@ class Policy(Protocol):
 def up(view: View) -> list[ReplicaView]:
     """The replicas that take requests, in the order of the view."""
     return [replica for replica in view.values() if replica.health == "up"]
+
+
+def load_s(tiers: Mapping[str, float], replica: ReplicaView, ask: Ask) -> float:
+    """Seconds of the adapter's way to the device, where `tiers` has seconds per rank by its tier at the replica."""
+    return 0.0 if ask.adapter is None else ask.rank * tiers.get(replica.tiers.get(ask.adapter, "DISK"), 0.0)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jlora.config import Config
-from jlora.engine.futures import done, running
+from jlora.engine.futures import done, running, settle
 from jlora.errors import AlreadyExists, DataLoss, NotFound, QueueFull
 from jlora.replica import ReplicaInfo, ReplicaState, Sink
 from jlora.sim.world.cluster.loop import Loop
@@ -242,16 +242,7 @@ class ModelReplica:
 
     def _between_steps(self, command: Callable[[], Any], seconds: float = 0.0) -> Future[Any]:
         answer: Future[Any] = Future()
-
-        def settle() -> None:
-            if not answer.set_running_or_notify_cancel():
-                return
-            try:
-                answer.set_result(command())
-            except Exception as e:
-                answer.set_exception(e)
-
-        self.loop.call_later(seconds + self.draw.uniform(0.0, self.step_s), settle)
+        self.loop.call_later(seconds + self.draw.uniform(0.0, self.step_s), settle, answer, command)
         return answer
 
     def _go_on(self) -> None:

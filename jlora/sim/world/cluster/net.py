@@ -344,10 +344,8 @@ class Net:
         try:
             await method(None, context)
             stream.down.send((grpc.StatusCode.OK, ""))
-        except Aborted:
-            pass
-        except asyncio.CancelledError:
-            pass
+        except (Aborted, asyncio.CancelledError):
+            pass  # `abort` has told the status; a cancelled stream's other end knows
         except Exception as e:
             self.failures.append(f"{stream.server.name}: a handler has failed: {type(e).__name__}: {e}")
             stream.down.send((grpc.StatusCode.UNKNOWN, str(e)))
