@@ -22,6 +22,7 @@
     startup                      seconds until a server is ready, with and without compiled programs
     steps                        what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
     switches                     merging on this engine: seconds of a switch, of a step merged and unmerged
+    tiers                        the first token by the adapter's tier, and what a load costs those who run
     zipf                         whether answers stay exact with most adapters on the disk
     cold                         the first token of a request whose adapter is not on the device, by how it starts
     compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
@@ -61,6 +62,7 @@ STUDIES: Mapping[str, str] = {
     "compare": "benchmarks.compare",
     "steps": "benchmarks.micro.step_model",
     "switches": "benchmarks.micro.switches",
+    "tiers": "benchmarks.micro.tiers",
     "zipf": "benchmarks.micro.zipf",
     "alora": "benchmarks.studies.alora",
     "beyond": "benchmarks.studies.beyond",

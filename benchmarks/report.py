@@ -46,6 +46,7 @@ PAGES: Mapping[str, Page] = {
     "step-model": Page("step-model-*.jsonl", figures.step_model, "step-model.png"),
     "cold": Page("cold-*.jsonl"),
     "switches": Page("switches-*.jsonl"),
+    "tiers": Page("tiers-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
     "soak": Page("soak-serve.jsonl", figures.soak, "soak.png"),

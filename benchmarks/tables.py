@@ -404,6 +404,39 @@ def cold_regret(study: Study) -> str:
     return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
 
 
+def tiers(study: Study) -> pd.DataFrame:
+    """Of `benchmarks/micro/tiers.py`: the first token by rank, tier and disk."""
+    rows = study.rows[study.rows["cell"] != "neighbours"].copy()
+    rows[["adapter", "disk"]] = rows["cell"].str.split(", ", n=1, expand=True)
+    rows["disk"] = rows["disk"].where(rows["side"] == "DISK", "")
+    found = rows.groupby(["adapter", "side", "disk"], sort=False)
+    made = found["ttft_s"].quantile([0.5, 0.9]).unstack() * 1e3
+    made["waited"] = found["cold_start_s"].median() * 1e3
+    made = made.round(1).reset_index()
+    made.columns = ["adapter", "tier", "disk", "first token, ms (median)", "p90", "of it waiting for the adapter"]
+    return made
+
+
+def neighbours(study: Study) -> pd.DataFrame:
+    """Of `benchmarks/micro/tiers.py`: time per token beside loads, over that beside warm requests."""
+    rows = study.rows[study.rows["cell"] == "neighbours"]
+    by_round = rows.pivot(index="round", columns="side", values="tpot_s")
+    over = by_round.div(by_round["hot"], axis=0)
+    sides = rows["side"].drop_duplicates().tolist()
+    return pd.DataFrame(
+        {
+            "the adapter comes from": ["the device (hot)", *sides[1:]],
+            "ms per token of the others": [f"{by_round[side].median() * 1e3:.1f}" for side in sides],
+            "over hot": [
+                f"{over[side].median():.3f} ({over[side].min():.3f}–{over[side].max():.3f})" for side in sides
+            ],
+            "first token of the cold request, ms": [
+                f"{rows[rows['side'] == side]['ttft_s'].median() * 1e3:.0f}" for side in sides
+            ],
+        }
+    )
+
+
 def routes(study: Study, kernel: str) -> pd.DataFrame:
     """Every routing policy in every cell of one kernel; the seeds' mean."""
     rows = study.rows[study.rows["kernel"] == kernel]

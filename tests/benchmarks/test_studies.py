@@ -177,6 +177,16 @@ def test_answers_from_the_disk_are_compared_with_an_engine_that_holds_one_adapte
 
 
 @pytest.mark.slow
+def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
+    lines = study(tmp_path, "tiers", "--rounds", "1")
+    waited = {(line["side"], line["cold_start_s"] > 0) for line in lines if line["cell"] != "neighbours"}
+    assert waited == {("DISK", True), ("HOST", True), ("HBM", False)}
+    beside = {line["side"]: line for line in lines if line["cell"] == "neighbours"}
+    assert set(beside) == {"hot", "this machine's disk", "500 MB/s", "50 MB/s"}
+    assert all(line["asked"] == 4 and line["tpot_s"] > 0 for line in beside.values())
+
+
+@pytest.mark.slow
 def test_switches_are_timed_and_proved(tmp_path: Path):
     lines = study(tmp_path, "switches", "--rounds", "1")
     assert {line["side"] for line in lines} == {"unmerged", "merged", "switch"}

@@ -1,0 +1,236 @@
+"""What an adapter's tier costs: its own first token, and the tokens of the requests that run beside its load.
+
+The engine has more adapters than the host tier has room for. The disk is the machine's own, or one of a
+limited rate: reads wait until a disk of that rate would have delivered them, one reader after the other.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from benchmarks.records import Records
+from benchmarks.runner import Options
+from jlora import config as configuration
+from jlora.engine.local import LocalReplica
+from jlora.layout import PoolLayout, smallest_block_tokens
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
+from jlora.loadgen.rounds import Sample, Side
+from jlora.model.spec import ModelSpec
+from jlora.ports import DiskFiles, File, Folder, System
+from jlora.types import Request, SamplingParams, Timing, TokenEvent
+
+TIERS = ("DISK", "HOST", "HBM")
+DISKS = (0.0, 500e6, 50e6)  # bytes per second; 0: the machine's own, as fast as it is
+TIMEOUT_S = 600
+PROMPT = 16  # tokens
+SETTINGS = {"adapters.lazy": True, "engine.cold_start": "auto", "engine.max_seqs": 16, "engine.max_step_tokens": 128}
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Adapters on the disk, how many of them the host tier and the device hold, and how much is measured."""
+
+    spec: ModelSpec
+    ranks: tuple[int, ...]
+    adapters: int
+    host: int
+    device: int
+    starts: int  # of each tier, for each rank and disk
+    seconds: float  # of each side of the neighbours
+    rate: float  # cold requests per second
+    running: int  # requests beside them
+
+
+FULL = Size(LLAMA_100M, (8, 64), 60, 30, 14, 20, 20.0, 1.0, 8)
+QUICK = Size(replace(TINY, max_len=2048), (4,), 24, 16, 12, 2, 0.5, 8.0, 2)
+
+
+class PacedDisk(DiskFiles):
+    """The machine's files at a rate that the readers share; `rate` is in bytes per second, 0 for no limit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rate = 0.0
+        self._free, self._lock = 0.0, threading.Lock()
+
+    @contextmanager
+    def folder(self, directory: str) -> Iterator[Folder]:
+        with super().folder(directory) as folder:
+            opened = folder.open
+
+            @contextmanager
+            def paced(name: str) -> Iterator[File]:
+                with opened(name) as file:
+                    yield _PacedFile(file, self)
+
+            folder.open = paced  # pyright: ignore[reportAttributeAccessIssue]
+            yield folder
+
+    def wait(self, size: int) -> None:
+        """Until a disk of the rate has read that much more."""
+        if self.rate:
+            with self._lock:
+                self._free = max(self._free, time.monotonic()) + size / self.rate
+                until = self._free
+            time.sleep(max(0.0, until - time.monotonic()))
+
+
+class _PacedFile:
+    def __init__(self, file: File, disk: PacedDisk):
+        self.size, self._file, self._disk = file.size, file, disk
+
+    def read(self, size: int) -> np.ndarray:
+        found = self._file.read(size)
+        self._disk.wait(found.nbytes)
+        return found
+
+
+@dataclass(slots=True)
+class Answer:
+    """A sink: tokens so far, and how the request ended."""
+
+    handle: int = 0
+    tokens: int = 0
+    timing: Timing | None = None
+    error: Exception | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def __call__(self, events: list[TokenEvent]) -> None:
+        for event in events:
+            self.tokens += event.token_id is not None
+            if event.finish_reason is not None or event.error is not None:
+                self.timing, self.error = event.timing, event.error
+                self.ended.set()
+
+    def end(self) -> Timing:
+        """Waits for it. Raises what the request has failed with."""
+        assert self.ended.wait(TIMEOUT_S), "no answer"
+        if self.timing is None:
+            raise self.error or RuntimeError("it ended without a timing")
+        return self.timing
+
+
+def run(options: Options) -> None:
+    """First tokens for every rank and disk, then the neighbours of loads of the largest rank."""
+    size = QUICK if options.quick else FULL
+    folder = options.folder("tiers")
+    write_model(folder / "model", size.spec, 0)
+    facts = {"ranks": list(size.ranks), "adapters": size.adapters, "running": size.running, "rate": size.rate}
+    records = options.records(f"tiers-{options.dtype}", facts)
+    for rank in size.ranks:
+        directory = folder / f"rank{rank}"
+        for i in range(size.adapters):
+            write_adapter(directory / _name(i), size.spec, rank, i)
+        settings = {"model.path": str(folder / "model"), "model.name": size.spec.name, "model.dtype": options.dtype}
+        settings |= {"adapters.dir": str(directory), **options.settings}
+        with _started(size, rank, 1, {**settings, "model.max_model_len": 4 * PROMPT}) as asking:
+            _first_tokens(asking, size, records, rank)
+    with _started(size, rank, size.running, settings) as asking:
+        sides = [Side("hot", partial(asking.neighbours, "HBM", 0.0, size))]
+        sides += [Side(_disk(rate), partial(asking.neighbours, "DISK", rate, size)) for rate in DISKS]
+        records.measure("neighbours", sides, options.budget(3))
+
+
+@contextmanager
+def _started(size: Size, rank: int, requests: int, settings: dict[str, Any]) -> Iterator[_Asking]:
+    """A server with room for that many requests beside the adapters on the device."""
+    blocks = _blocks(size.spec, rank)
+    context = settings.get("model.max_model_len", size.spec.max_len)
+    room = requests * -(-context // smallest_block_tokens(size.spec, 16))
+    pool = {"cache.hbm_blocks": size.device * blocks + room, "cache.host_blocks": size.host * blocks}
+    disk = PacedDisk()
+    replica = LocalReplica.start(configuration.load(None, {**SETTINGS, **pool, **settings}), system=System(files=disk))
+    try:
+        replica.warm().result(TIMEOUT_S)
+        yield _Asking(replica, disk, size.spec)
+    finally:
+        replica.close()
+
+
+def _blocks(spec: ModelSpec, rank: int) -> int:
+    """Of an adapter on q, k, v and o."""
+    layout = PoolLayout.of(spec, 2, smallest_block_tokens(spec, 16))
+    return sum(-(-rank // layout.units[name].per_block) for name in ("q", "k", "v", "o"))
+
+
+def _first_tokens(asking: _Asking, size: Size, records: Records, rank: int) -> None:
+    for rate in DISKS:
+        asking.disk.rate = rate
+        cell = f"rank {rank}, {_disk(rate)}"
+        done = {(line["side"], line["round"]) for line in records.lines if line["cell"] == cell}
+        for round_ in range(size.starts):
+            for tier in TIERS if rate == DISKS[0] else TIERS[:1]:
+                if (tier, round_) not in done:
+                    records.add(cell, tier, round_, asking.first_token(tier))
+    asking.disk.rate = 0.0
+
+
+class _Asking:
+    """A server whose adapters are in all tiers."""
+
+    def __init__(self, replica: LocalReplica, disk: PacedDisk, spec: ModelSpec):
+        self._replica, self.disk, self._spec = replica, disk, spec
+        self._rng = np.random.default_rng(0)
+        self._count = 0
+        for name in self._idle("DISK"):  # fills both tiers
+            self._ask(name, 2).end()
+
+    def first_token(self, tier: str) -> Sample:
+        """Of a lone request for an adapter in that tier."""
+        timing = self._ask(self._pick(tier), 2).end()
+        return {"ttft_s": timing.ttft, "cold_start_s": timing.adapter_cold_start, "kind": timing.cold_start}
+
+    def neighbours(self, tier: str, rate: float, size: Size) -> Sample:
+        """Seconds per token of the requests that run while others ask for adapters in that tier."""
+        hot = self._idle("HBM")
+        running = [self._ask(name, self._spec.max_len - 2 * PROMPT) for name in (hot * size.running)[: size.running]]
+        while any(answer.tokens < 2 for answer in running):
+            time.sleep(0.01)
+        self.disk.rate = rate
+        before, began, asked = [answer.tokens for answer in running], time.monotonic(), []
+        for i in range(int(size.seconds * size.rate)):
+            asked.append(self._ask(self._pick(tier), 1))
+            time.sleep(max(0.0, began + (i + 1) / size.rate - time.monotonic()))
+        seconds = time.monotonic() - began
+        tokens = [answer.tokens - first for answer, first in zip(running, before, strict=True)]
+        assert not any(answer.ended.is_set() for answer in running), "those beside the loads ended too soon"
+        ttft_s = statistics.median(answer.end().ttft for answer in asked)
+        for answer in running:
+            self._replica.abort(answer.handle).result(TIMEOUT_S)
+        self.disk.rate = 0.0
+        return {"tpot_s": seconds * len(tokens) / sum(tokens), "asked": len(asked), "ttft_s": ttft_s}
+
+    def _pick(self, tier: str) -> str:
+        return str(self._rng.choice(self._idle(tier)))
+
+    def _idle(self, tier: str) -> list[str]:
+        infos = self._replica.adapters().result(TIMEOUT_S)
+        found = [info.name for info in infos if info.tier == tier and not info.running + info.waiting]
+        assert found, f"no idle adapter is in {tier}"
+        return found
+
+    def _ask(self, name: str, tokens: int) -> Answer:
+        self._count += 1
+        prompt = self._rng.integers(3, self._spec.vocab, PROMPT).tolist()
+        sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
+        answer = Answer()
+        request = Request(f"tiers-{self._count}", tuple(prompt), sampling, name, bypass_prefix_cache=True)
+        answer.handle = self._replica.submit(request, answer).result(TIMEOUT_S)
+        return answer
+
+
+def _disk(rate: float) -> str:
+    return f"{rate / 1e6:g} MB/s" if rate else "this machine's disk"
+
+
+def _name(i: int) -> str:
+    return f"a{i:03}"
