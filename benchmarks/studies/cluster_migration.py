@@ -23,12 +23,12 @@ from benchmarks.runner import Options
 from jlora.cluster import balance
 from jlora.cluster.balance import Terms
 from jlora.config import EngineConfig
-from jlora.sim.fleet import Balance
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
 from jlora.sim.trace import Trace, Turn, facts
+from jlora.sim.wires import Balance
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 RANK = 8

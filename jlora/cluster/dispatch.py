@@ -23,7 +23,7 @@ from jlora.cluster.books import Books
 from jlora.cluster.directory import Directory, Member, Version
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.proto import link_pb2 as link
-from jlora.cluster.requests import MOST_LOSSES, Broken, Routed, Table
+from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.view import ReplicaView, View
 from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
@@ -32,7 +32,6 @@ from jlora.types import Request, TokenEvent
 
 log = logging.getLogger(__name__)
 
-PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
 LATE_S = 0.25  # between two ticks: this process did not run
 BLOCKS = 1024  # of a prompt that the router remembers

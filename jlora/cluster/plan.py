@@ -54,6 +54,8 @@ def check(args: argparse.Namespace) -> None:
         raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0: a plan needs an objective")
     if not 0 < args.attain <= 1:
         raise ConfigError(f"--attain {args.attain:g}: must be more than 0 and at most 1")
+    if args.fail:
+        raise ConfigError("--fail: a plan is of replicas that nothing happens to; jlora sim plays losses")
     if args.most < 1:
         raise ConfigError(f"--most {args.most}: must be at least 1")
     if args.route is not None and len(args.route) > 1 or args.policy is not None and len(args.policy) > 1:

@@ -19,6 +19,7 @@ from jlora.types import Done, FinishReason, Request, Timing, TokenEvent, Usage
 
 # Attempts in a row that deliver nothing before a request is given up: it may be what kills the replicas.
 MOST_LOSSES = 8
+PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
 # Seconds before the next attempt after a refusal by a full replica, or a second attempt that came to nothing:
 # the first, doubled up to the last.
 AGAIN_S = (0.05, 1.0)

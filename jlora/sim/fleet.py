@@ -10,6 +10,8 @@ come to its time, so a router sees exactly the messages that have reached it.
     balance  the router plans moves; move: a plan is solved, or an adapter may have come to where a request moves
     cancel   a request that has moved leaves its old replica
     message  a step's tokens and the replica's state reach the router, `delay_s` after the step
+    kill     a replica ends, with all that it has; lost: the router hears of it
+    back     a killed replica begins anew; pump: requests without a replica are sent, as in a live router
 """
 
 from __future__ import annotations
@@ -24,20 +26,24 @@ from typing import Any
 from jlora.cluster.balance import Balancer, Job, Move, Plan, Terms
 from jlora.cluster.books import Books
 from jlora.cluster.prefixes import Prefixes
-from jlora.cluster.requests import Routed, Table
+from jlora.cluster.requests import PATIENCE_S, Routed, Table
 from jlora.cluster.routing import policy as routing
 from jlora.cluster.view import ReplicaView
 from jlora.errors import ResourceExhausted
 from jlora.sim.device import answer
+from jlora.sim.losses import Loss
 from jlora.sim.member import Member
 from jlora.sim.placing import LOOK_S, Placing
 from jlora.sim.replay import Ask, Pass, request_of, seed_of
 from jlora.sim.trace import Trace, Turn
+from jlora.sim.wires import Balance, Wires
 from jlora.types import Request, TokenEvent
 
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
 ARRIVE_S = 10.0  # that a move waits for its adapter
-MESSAGE, TURN, START, WAKE, PLACE, LOOK, CANCEL, BALANCE, MOVE = range(9)  # in this order, of those at one time
+PUMP_S = 0.05  # between two looks at requests without a replica
+# In this order, of those at one time.
+MESSAGE, TURN, START, WAKE, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(13)
 
 
 @dataclass(slots=True)
@@ -63,19 +69,6 @@ class Live:
 
 
 @dataclass(frozen=True, slots=True)
-class Balance:
-    """Moves of requests between replicas.
-
-    Attributes:
-        every_s: between two plans; solve_s: from a view to its moves, whatever the solver has taken.
-    """
-
-    terms: Terms = Terms(limit_s=math.inf)
-    every_s: float = 1.0
-    solve_s: float = 0.2
-
-
-@dataclass(frozen=True, slots=True)
 class Moves:
     """Moves of a plan that wait for their adapters. `asked`: the adapters have been asked for."""
 
@@ -84,34 +77,25 @@ class Moves:
     asked: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Wires:
-    """What a router knows of the service beside its messages.
-
-    Attributes:
-        ranks: of the adapters, by index.
-        delay_s: of a message, each way.
-        placing: moves adapters between the replicas.
-        every_s: between two of its time steps.
-        balance: moves requests between them; None: never.
-    """
-
-    ranks: Sequence[int]
-    delay_s: float = 0.0
-    placing: Placing | None = None
-    every_s: float = 60.0
-    balance: Balance | None = None
-
-
 @dataclass(slots=True)
 class Side:
-    """What the fleet keeps of one replica. `names`: its requests by name, `handles`: as its engine knows them."""
+    """What the fleet keeps of one replica, until it is killed.
+
+    Attributes:
+        names: its requests by name; handles: as its engine knows them.
+        killed: when; what it would have said later is never heard.
+    """
 
     member: Member
     wakes: float = math.inf  # the valid one of its wakes in the heap
     spoke: float = -math.inf
     names: dict[str, Live] = field(default_factory=dict)
     handles: dict[str, int] = field(default_factory=dict)
+    killed: float = math.inf
+
+    @property
+    def up(self) -> bool:
+        return math.isinf(self.killed)
 
 
 class Fleet(Pass):
@@ -131,7 +115,10 @@ class Fleet(Pass):
         terms = wires.balance.terms if wires.balance is not None else Terms()
         self._balancer = Balancer(terms, members[0].spec.sizes.block_tokens)
         self.plans: list[Plan] = []
-        self.moved = 0  # requests
+        self.moved = self.resumed = 0  # requests: by a plan, and after a loss
+        self.dead: list[Member] = []
+        self._up_at = self._start  # when a replica was last up
+        self._pumps = -math.inf  # the last one in the heap
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         for side in self._sides.values():
@@ -141,10 +128,13 @@ class Fleet(Pass):
             self._put(self._start + wires.every_s, PLACE, wires.placing)
         if wires.balance is not None:
             self._put(self._start + wires.balance.every_s, BALANCE, wires.balance)
+        for loss in wires.losses:
+            self._put(self._start + loss.at, KILL, loss)
 
     @property
     def members(self) -> Mapping[str, Member]:
-        return {name: side.member for name, side in self._sides.items()}
+        """The replicas that run."""
+        return {name: side.member for name, side in self._sides.items() if side.up}
 
     def _until(self, end: float) -> None:
         stop = self._start + end
@@ -183,12 +173,20 @@ class Fleet(Pass):
             self._plan(at, what)
         elif kind == MOVE:
             self._move(at, what)
+        elif kind == KILL:
+            self._kill(at, what)
+        elif kind == LOST:
+            self._lost(at, what)
+        elif kind == BACK:
+            self._back(at, what)
+        elif kind == PUMP:
+            self._pump(at)
         else:
             self._place(at, kind, what)
 
     def _place(self, at: float, kind: int, placing: Placing) -> None:
         """Replicas that sleep wake up, and begin to fetch."""
-        asleep = [side for side in self._sides.values() if not side.member.busy]
+        asleep = [side for side in self._sides.values() if side.up and not side.member.busy]
         for side in asleep:
             side.member.idle(at)
         if kind == PLACE:
@@ -209,9 +207,8 @@ class Fleet(Pass):
         routed = self._table.add(request_of(turn, prompt), None, _nowhere, at - self._start)
         live = self._lives[routed.handle] = Live(turn, ask, routed, chain, self._asked(turn, routed.request, chain))
         self._moved = at
-        name = self._policy.choose(self._books.view, live.asked, at)
-        assert name is not None, "no replica is up"
-        self._attempt(live, name, at)
+        if not self._choose(live, at):
+            self._pump_later(at)
 
     def _asked(self, turn: Turn, request: Request, chain: Sequence[int]) -> routing.Ask:
         """What a policy knows of a request."""
@@ -224,6 +221,17 @@ class Fleet(Pass):
             self._prefixes.cached(chain),
         )
 
+    def _choose(self, live: Live, at: float) -> bool:
+        """Sends a request where the policy says, to the replica that has lost it only if no other one is up."""
+        view, avoid = self._books.view, live.routed.avoid
+        others = {name: seen for name, seen in view.items() if name != avoid} if avoid else view
+        name = self._policy.choose(others, live.asked, at)
+        if name is None and avoid:
+            name = self._policy.choose(view, live.asked, at)
+        if name is not None:
+            self._attempt(live, name, at)
+        return name is not None
+
     def _attempt(self, live: Live, name: str, at: float) -> None:
         """Sends a request to a replica, with what it has got elsewhere."""
         routed = live.routed
@@ -234,7 +242,9 @@ class Fleet(Pass):
         self._put(at + self._wires.delay_s, START, (self._sides[name], live, replace(request, id=live.name)))
 
     def _hear(self, at: float, side: Side, events: Sequence[TokenEvent], seen: ReplicaView) -> None:
-        now = at - self._start
+        if at - self._wires.delay_s > side.killed:  # it would have been sent later
+            return
+        now, self._up_at = at - self._start, at
         for event in events:
             live = side.names.get(event.request_id)
             if live is None:  # it has moved
@@ -242,8 +252,12 @@ class Fleet(Pass):
             self._moved = at
             self._take(live, live.routed.deliver(event, now), now)
             if event.usage is not None:
-                del side.names[event.request_id], side.handles[event.request_id]
+                del side.names[event.request_id]
+                side.handles.pop(event.request_id, None)
+        attached = self._books.view[seen.name].health != "up"
         self._books.heard(seen)
+        if attached:
+            self._pump(at)
 
     def _take(self, live: Live, event: TokenEvent, now: float) -> None:
         """A token of a request, or its end."""
@@ -260,11 +274,15 @@ class Fleet(Pass):
             self._ended(live, told, now)
 
     def _ended(self, live: Live, told: Sequence[int], now: float) -> None:
-        self._books.ended(live.routed.replica, live.asked, live.outputs)
+        replica, prompt = live.routed.replica, live.routed.request.prompt
+        self._books.ended(replica, live.asked, live.outputs)
         self._table.end(live.routed)
         del self._lives[live.routed.handle]
+        if told and not live.turn.aside:  # the session's next turn begins with it
+            whole = self._prefixes.chain((*prompt, *told), (live.turn.adapter, live.turn.tenant))
+            self._prefixes.sent(replica, whole)
         if self._wires.placing is not None and live.turn.adapter is not None and told:
-            self._wires.placing.served(live.turn.adapter, len(live.routed.request.prompt) + len(told))
+            self._wires.placing.served(live.turn.adapter, len(prompt) + len(told))
         self._script.answered(live.turn, told, now)
 
     # -- balance ----------------------------------------------------------------------------
@@ -287,7 +305,7 @@ class Fleet(Pass):
         waiting = []
         for move in moves.moves:
             live, target = self._lives.get(move.key), self._sides[move.target]
-            if live is None or live.routed.replica != move.source:
+            if live is None or live.routed.replica != move.source or not target.up:
                 continue
             if move.adapter is None or target.member.has(int(move.adapter)):
                 self._migrate(at, live, move.target)
@@ -309,10 +327,75 @@ class Fleet(Pass):
         self._attempt(live, target, at)
         self.moved += 1
 
+    # -- losses -----------------------------------------------------------------------------
+
+    def _kill(self, at: float, loss: Loss) -> None:
+        name = f"r{loss.replica}"
+        side = self._sides[name]
+        side.killed, side.wakes = at, math.inf
+        side.handles.clear()
+        self.dead.append(side.member)
+        if self._wires.placing is not None:
+            self._wires.placing.lost(name)
+        self._put(at + self._wires.delay_s, LOST, side)
+        if not math.isinf(loss.down_s):
+            self._put(at + max(loss.down_s, 2 * self._wires.delay_s), BACK, name)  # when the router knows
+
+    def _lost(self, at: float, side: Side) -> None:
+        """The router's own path: its requests wait for another replica, and go on behind what they have."""
+        name, now = side.member.name, at - self._start
+        self._books.heard(replace(self._books.view[name], health="down"))
+        self._prefixes.left(name)
+        side.names.clear()
+        for routed in self._table.at(name):
+            live = self._lives[routed.handle]
+            self._books.ended(name, live.asked, live.outputs)
+            self._table.lose(routed, now)
+            live.asked, live.outputs = self._asked(live.turn, routed.resumed(), live.chain), None
+            self.resumed += 1
+            if routed.given_up:
+                self._give_up(live, now)
+        self._pump(at)
+
+    def _back(self, at: float, name: str) -> None:
+        assert self._wires.again is not None
+        member = self._wires.again(name)
+        member.clock.advance(at)
+        side = self._sides[name] = Side(member)
+        if self._wires.placing is not None:
+            self._wires.placing.back(member)
+        self._put(at + self._wires.delay_s, MESSAGE, (side, (), member.seen()))
+        self._sleep(side)
+
+    def _pump(self, at: float) -> None:
+        """Sends what waits for a replica and is due, or ends what has waited for too long."""
+        now = at - self._start
+        for routed in self._table.waiting():
+            live = self._lives[routed.handle]
+            if now > max(routed.since, self._up_at - self._start) + PATIENCE_S:
+                self._give_up(live, now)
+            elif routed.due <= now:
+                self._choose(live, at)
+        if self._table.waiting():
+            self._pump_later(at)
+
+    def _pump_later(self, at: float) -> None:
+        if at >= self._pumps:
+            self._pumps = at + PUMP_S
+            self._put(self._pumps, PUMP, None)
+
+    def _give_up(self, live: Live, now: float) -> None:
+        """No answer; its session goes on."""
+        self._table.end(live.routed)
+        del self._lives[live.routed.handle]
+        self._script.answered(live.turn, (), now)
+
     # -- the replicas -----------------------------------------------------------------------
 
     def _begin(self, at: float, side: Side, live: Live, request: Request) -> None:
         member = side.member
+        if not side.up:
+            return
         if at > member.clock.now:  # it sleeps
             member.idle(at)
         if request.id != live.name:  # it has moved meanwhile

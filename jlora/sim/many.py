@@ -7,11 +7,12 @@ from collections.abc import Mapping, Sequence
 
 from jlora.cluster.routing.routes import ROUTES
 from jlora.errors import ConfigError
-from jlora.sim.fleet import Balance
+from jlora.sim import losses
 from jlora.sim.kernels import KERNELS
 from jlora.sim.placing import PLACES
 from jlora.sim.service import TABLE as TABLE_ROUTE
 from jlora.sim.service import Service, check_route
+from jlora.sim.wires import Balance
 
 # Column of the table -> (part of a result, key, factor, digits).
 TABLE: Mapping[str, tuple[str, str, float, int]] = {
@@ -28,6 +29,7 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
     "adapters": ("service", "adapters_most", 1, 0),
     "GB fetched": ("service", "bytes_fetched", 1e-9, 1),
     "moved": ("service", "moved", 1, 0),
+    "resumed": ("service", "resumed", 1, 0),
     "unfinished": ("summary", "unfinished", 1, 0),
 }
 
@@ -40,12 +42,14 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
     many.add_argument("--fetch-gbps", type=float, default=0.0, help="to adapters elsewhere (default: all are here)")
+    many.add_argument("--path-gbps", type=float, default=0.0, help="to those in no other host's memory (default: same)")
     many.add_argument(
         "--place", choices=PLACES, default="", help="place adapters; requests follow its table unless --route"
     )
     many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
     many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")
     many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
+    many.add_argument("--fail", nargs="+", default=[], metavar="T:REPLICA[:DOWN_S]", help="kill replicas: 30:r1:10")
     many.add_argument("--migrate-s", type=float, default=1.0, help="between two plans of moves (default: 1)")
 
 
@@ -53,7 +57,7 @@ def check(args: argparse.Namespace) -> None:
     """Checks the numbers and names. Raises ConfigError."""
     if args.replicas < 1:
         raise ConfigError(f"--replicas {args.replicas}: must be at least 1")
-    for name in ("slo_ms", "delay_ms", "fetch_gbps"):
+    for name in ("slo_ms", "delay_ms", "fetch_gbps", "path_gbps"):
         if not getattr(args, name) >= 0:  # nan is not
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be at least 0")
     for name in ("place_s", "migrate_s"):
@@ -63,6 +67,9 @@ def check(args: argparse.Namespace) -> None:
         check_route(route)
     if TABLE_ROUTE in args.route and not args.place:
         raise ConfigError(f"--route {TABLE_ROUTE}: needs a placement (--place)")
+    if args.fail and args.replicas == 1:
+        raise ConfigError("--fail: needs --replicas: nothing goes on without a second one")
+    losses.parse(args.fail, args.replicas)
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
 
@@ -73,4 +80,5 @@ def service_of(args: argparse.Namespace, ranks: Sequence[int]) -> Service:
         args.replicas, tuple(ranks), args.kernel, delay_s=1e-3 * args.delay_ms, fetch_gbps=args.fetch_gbps,
         slo_s=1e-3 * args.slo_ms, seed=args.seed, place=args.place, place_s=args.place_s, ahead=not args.late,
         balance=Balance(every_s=args.migrate_s) if args.migrate else None,
+        losses=losses.parse(args.fail, args.replicas), path_gbps=args.path_gbps,
     )  # fmt: skip

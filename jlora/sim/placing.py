@@ -61,11 +61,21 @@ class Placing:
         """A request has ended."""
         self._demand.served(str(adapter), tokens)
 
+    def lost(self, name: str) -> None:
+        """A replica has ended. Its adapters are placed elsewhere with the next time step."""
+        del self._members[name]
+        self._next = {key: parts for key, all in self._next.items() if (parts := _without(all, name))}
+        self._pending = {key: parts for key, all in self._pending.items() if (parts := _without(all, name))}
+
+    def back(self, member: Member) -> None:
+        """A replica begins anew, with nothing."""
+        self._members[member.name] = member
+
     def step(self) -> None:
         """Ends a time step, and plans the next."""
         rates = self._demand.close(self._placed.every_s)
-        self.most = max(self.most, *(member.stored for member in self._members.values()))
-        if self._placed.kind != "loraserve":  # the others are placed once
+        self.most = max([self.most, *(member.stored for member in self._members.values())])
+        if self._placed.kind != "loraserve" or not self._members:  # the others are placed once
             return
         last, self._next = self._next, self._place(rates, self._next)
         for key, name in moves(last, self._next)[0]:
@@ -81,7 +91,7 @@ class Placing:
         """
         parts = dict(self.table.parts)
         for key, name in self._leaving:
-            if name not in parts[key]:
+            if name not in parts[key] and name in self._members:
                 self._members[name].forget(int(key))
         self._leaving.clear()
         for key, new in list(self._pending.items()):
@@ -117,3 +127,7 @@ class Placing:
         found = preload(dict.fromkeys(names, placed.room), wanted)
         homes = {one.key: found.get(one.key) or [names[i % len(names)]] for i, one in enumerate(wanted)}
         return {key: dict.fromkeys(home, 1 / len(home)) for key, home in homes.items()}
+
+
+def _without(parts: Mapping[str, float], name: str) -> dict[str, float]:
+    return {each: part for each, part in parts.items() if each != name}

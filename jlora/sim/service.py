@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,14 +16,17 @@ from jlora.cache import inspect
 from jlora.cluster.demand import operating_points
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known, load_s
+from jlora.cluster.routing.table import Table
 from jlora.errors import ConfigError
 from jlora.sim import outcome
-from jlora.sim.fleet import Balance, Fleet, Wires
+from jlora.sim.fleet import Fleet
 from jlora.sim.kernels import Kernel, RankedKernel, costs_of, without_adapters
+from jlora.sim.losses import Loss
 from jlora.sim.member import Member
 from jlora.sim.placing import Place, Placed, Placing
 from jlora.sim.replay import Ask
 from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_spec
+from jlora.sim.wires import Balance, Wires
 from jlora.step_model import FittedSteps
 
 POINT = 1.5  # without an objective: an operating point's step, over a step without adapters
@@ -37,12 +41,14 @@ class Service:
         ranks: of the adapters, by index.
         delay_s: of a message between router and replica, each way.
         fetch_gbps: of a host's way to the adapters that it does not have; 0: every host has all of them.
+        path_gbps: the same for an adapter that no other replica has in memory; 0: as `fetch_gbps`.
         fetch_latency_s: of each such fetch.
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
         outputs: tokens of a mean answer, as the policies believe.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
             table, every `place_s` seconds a new one; `ahead`: see `jlora.sim.placing.Placed`.
         balance: moves requests between the replicas; None: they stay where they were sent.
+        losses: replicas that are killed, in the order of their times.
     """
 
     replicas: int
@@ -58,10 +64,13 @@ class Service:
     place_s: float = 60.0
     ahead: bool = True
     balance: Balance | None = None
+    losses: tuple[Loss, ...] = ()
+    path_gbps: float = 0.0
 
-    def fetch_s(self, size: int) -> float:
-        """Seconds of fetching so many bytes."""
-        return self.fetch_latency_s + size / (self.fetch_gbps * 1e9) if self.fetch_gbps else 0.0
+    def fetch_s(self, size: int, held: bool) -> float:
+        """Seconds of fetching so many bytes; `held`: another replica has them in memory."""
+        gbps = self.fetch_gbps if held or not self.path_gbps else self.path_gbps
+        return self.fetch_latency_s + size / (gbps * 1e9) if gbps else 0.0
 
 
 def check_route(name: str) -> None:
@@ -79,15 +88,16 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         result, bit for bit. Raises ConfigError.
     """
     fleet = fleet_of(scenario, service, work, policy, route)
+    block_bytes = scenario.hardware.layout.block_bytes
+    new = inspect.state(fleet.members["r0"].manager, block_bytes)
     fleet.history()
     members = list(fleet.members.values())
-    block_bytes = scenario.hardware.layout.block_bytes
-    before = [inspect.state(member.manager, block_bytes) for member in members]
+    before = {id(member): inspect.state(member.manager, block_bytes) for member in members}
     fleet.run()
-    for member in members:
+    for member in fleet.members.values():
         inspect.check_integrity(member.manager)
-    after = [inspect.state(member.manager, block_bytes) for member in members]
-    caches = [outcome.cache(*pair) for pair in zip(before, after, strict=True)]
+    members = [*fleet.members.values(), *fleet.dead]
+    caches = [outcome.cache(before.get(id(m), new), inspect.state(m.manager, block_bytes)) for m in members]
     asks, end = fleet.counted, fleet.now
     busy = [member.device.counts.busy_s / end for member in members]
     result = {
@@ -119,8 +129,12 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
-    def member(number: int) -> Member:
-        made = Member(f"r{number}", spec, cache_policy(policy, spec, work), lambda i: service.fetch_s(sizes[i]))
+    def way_s(adapter: int) -> float:
+        held = bool(service.path_gbps) and any(one.has(adapter) for one in fleet.members.values())
+        return service.fetch_s(sizes[adapter], held)
+
+    def member(name: str) -> Member:
+        made = Member(name, spec, cache_policy(policy, spec, work), way_s)
         if isinstance(costs, RankCosts) and service.kernel != "own":
             made.device.kernel = RankedKernel(costs, made.ranks(service.ranks))
         return made
@@ -130,13 +144,15 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     fetch_s = per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0
     tiers = load_s(host_s, fetch_s)
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, tiers, scenario.engine.max_seqs)
-    members = [member(number) for number in range(service.replicas)]
-    wires = Wires(service.ranks, service.delay_s, balance=service.balance)
-    if not service.place:
-        return Fleet(members, work.trace, ROUTES[route](known), wires)
-    placing = Placing(placed_of(service, work, costs, spec.sizes.device), members)
-    chosen = placing.table if route == TABLE else ROUTES[route](known)
-    return Fleet(members, work.trace, chosen, replace(wires, placing=placing, every_s=service.place_s))
+    members = [member(f"r{number}") for number in range(service.replicas)]
+    wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
+    chosen = Table({}) if route == TABLE else ROUTES[route](known)
+    if service.place:
+        placing = Placing(placed_of(service, work, costs, spec.sizes.device), members)
+        wires = replace(wires, placing=placing, every_s=service.place_s)
+        chosen = placing.table if route == TABLE else chosen
+    fleet = Fleet(members, work.trace, chosen, wires)
+    return fleet
 
 
 def placed_of(service: Service, work: Work, costs: Costs, room: int) -> Placed:
@@ -176,7 +192,10 @@ def per_token_s(ask: Ask) -> float:
 def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
     """Adapters at the replicas, and the bytes fetched for them."""
     held = [member.stored for member in members]
-    sent = [member.received for member in members]
+    received = Counter[str]()
+    for member in members:  # one that was killed has a successor of its name
+        received[member.name] += member.received
+    sent = list(received.values())
     return {
         "adapters_most": max(held),
         "adapters_mean": statistics.fmean(held),
@@ -187,9 +206,14 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
 
 
 def moved(fleet: Fleet) -> dict[str, int]:
-    """What the balance has done: plans with moves, those of them that the solver did not find, and requests moved."""
+    """What the balance has done: plans with moves, those of them that the solver did not find, and requests moved.
+
+    "lost": replicas that were killed; "resumed": requests that went on elsewhere then.
+    """
     plans = [plan for plan in fleet.plans if plan.moves]
-    return {"plans": len(plans), "greedy": sum(not plan.solved for plan in plans), "moved": fleet.moved}
+    greedy = sum(not plan.solved for plan in plans)
+    told = {"plans": len(plans), "greedy": greedy, "moved": fleet.moved}
+    return told | {"lost": len(fleet.dead), "resumed": fleet.resumed}
 
 
 def _joined(key: str, values: Sequence[float]) -> float:

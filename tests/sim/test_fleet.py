@@ -12,12 +12,13 @@ from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.routes import ROUTES
 from jlora.cluster.routing.simple import MostIdle, RoundRobin
 from jlora.cluster.view import View
-from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.fleet import Fleet
 from jlora.sim.kernels import costs_of
 from jlora.sim.member import Member
 from jlora.sim.replay import Replay
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, simulate_service
+from jlora.sim.wires import Wires
 from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of
 
 RANKS = (8, 16, 8)

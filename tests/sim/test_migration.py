@@ -14,8 +14,9 @@ from jlora.cache import inspect
 from jlora.cluster.balance import Terms
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.view import View
-from jlora.sim.fleet import Balance, Fleet, Live, Wires
+from jlora.sim.fleet import Fleet, Live
 from jlora.sim.member import Member
+from jlora.sim.wires import Balance, Wires
 from tests.sim._sim import SPEC, chats, policy_of
 
 RANKS = (8, 16, 8)

@@ -9,10 +9,11 @@ import pytest
 
 from jlora import cli
 from jlora.cluster.placement import moves
-from jlora.sim.fleet import Fleet, Wires
+from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
 from jlora.sim.placing import Place, Placed, Placing
 from jlora.sim.trace import Trace, Turn
+from jlora.sim.wires import Wires
 from tests.sim._sim import SPEC, policy_of
 
 RANKS, SIZES = (8, 8, 64, 64), (2, 2, 4, 4)

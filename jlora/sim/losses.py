@@ -1,0 +1,41 @@
+"""Replicas that are killed at set times: `--fail T:REPLICA[:DOWN_S]`. No jax."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jlora.errors import ConfigError
+
+_NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+_FORM = re.compile(rf"({_NUMBER}):r?([0-9]+)(?::({_NUMBER}))?")
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """Replica `replica` (r0 is 0) is killed at `at` of the trace, and begins anew, with nothing, `down_s` later."""
+
+    at: float
+    replica: int
+    down_s: float = math.inf
+
+
+def parse(texts: Sequence[str], replicas: int) -> tuple[Loss, ...]:
+    """The losses in the order of their times. Raises ConfigError."""
+    losses = []
+    for text in texts:
+        found = _FORM.fullmatch(text)
+        if found is None:
+            raise ConfigError(f"--fail {text[:40]}: must be T:REPLICA or T:REPLICA:DOWN_S, like 30:r1:10")
+        at, replica, down = found.groups()
+        if int(replica) >= replicas:
+            raise ConfigError(f"--fail {text[:40]}: must name one of r0 to r{replicas - 1}")
+        losses.append(Loss(float(at), int(replica), math.inf if down is None else float(down)))
+    back: dict[int, float] = {}
+    for loss in (losses := sorted(losses, key=lambda loss: (loss.at, loss.replica))):
+        if loss.at < back.get(loss.replica, 0.0):
+            raise ConfigError(f"--fail {loss.at:g}:r{loss.replica}: must come when the replica is back")
+        back[loss.replica] = loss.at + loss.down_s
+    return tuple(losses)
