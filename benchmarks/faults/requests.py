@@ -6,9 +6,9 @@ import asyncio
 import random
 import time
 from collections import Counter
-from pathlib import Path
 
 from benchmarks.faults.client import ANSWER_S, Client, Figures, ask, in_parallel, prompt
+from benchmarks.memory import rss
 from jlora.serve.proto import jlora_pb2 as pb
 
 WORKERS = 64
@@ -60,7 +60,7 @@ async def deadlines(client: Client, count: int) -> Figures:
 async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     """F11: as many long requests at once as the server takes, its `room`; then `count` more, and all are cancelled."""
     late: list[float] = []
-    before, callers = _rss(pid), [Client(client.address) for _ in range(CONNECTIONS)]
+    before, callers = rss(pid), [Client(client.address) for _ in range(CONNECTIONS)]
 
     async def one(number: int) -> str:
         began = time.monotonic()
@@ -72,7 +72,7 @@ async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     first, end = [asyncio.create_task(one(number)) for number in range(room)], time.monotonic() + ANSWER_S
     while (info := await client.info()).live_requests < 0.99 * room and time.monotonic() < end:
         await asyncio.sleep(0.1)
-    queued, most = info.live_requests, _rss(pid)
+    queued, most = info.live_requests, rss(pid)
     second = [asyncio.create_task(one(number)) for number in range(count)]
     await asyncio.wait(second, timeout=WAIT_S)  # those that found a place wait in the queue
     for task in (*first, *second):
@@ -112,7 +112,3 @@ async def ids(client: Client, count: int) -> Figures:
     ends = await in_parallel(count // IDS, 8, one)
     left = await client.left()
     return {"injected": count, **ends, **left, "holds": set(ends) == {"right"} and not any(left.values())}
-
-
-def _rss(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * 4096

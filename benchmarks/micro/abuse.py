@@ -11,18 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import multiprocessing
-import os
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import grpc
 import numpy as np
 
+from benchmarks.memory import rss
 from benchmarks.runner import Options
 from jlora.demo import assets
 from jlora.loadgen.rounds import Sample, Side
@@ -144,7 +143,7 @@ async def _measure(name: str, seconds: float, count: int) -> Sample:
             stub = rpc.InferenceStub(channel)
             ends: Counter[str] = Counter()
             await _ask(stub, 2.0, ends)  # not counted: programs that compile
-            calm, before = await _ask(stub, seconds, Counter()), _rss(server.pid)
+            calm, before = await _ask(stub, seconds, Counter()), rss(server.pid)
             ends.clear()
             loop = asyncio.get_running_loop()
             with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
@@ -178,7 +177,7 @@ async def _until(
     times, peak = [], 0
     while not attack.done():
         times += await _ask(stub, GAP_S, ends)
-        peak = max(peak, _rss(pid))
+        peak = max(peak, rss(pid))
     return times, peak
 
 
@@ -215,8 +214,3 @@ async def _ask(stub: rpc.InferenceStub, seconds: float, ends: Counter[str]) -> l
         times.append(time.perf_counter() - began)
         await asyncio.sleep(GAP_S)
     return times
-
-
-def _rss(pid: int) -> int:
-    """Bytes of memory that a process holds."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -20,7 +20,7 @@ from jlora.cluster.directory import Directory
 from jlora.cluster.fleet import Fleet
 from jlora.cluster.router import Router
 from jlora.cluster.routing.policy import Policy
-from jlora.config import Config
+from jlora.config import ClusterConfig, Config
 from jlora.errors import Unavailable
 from jlora.model.hub import resolve
 from jlora.replica import Replica
@@ -55,14 +55,15 @@ class Parts:
 def launch(config: Config, parts: Parts) -> int:
     """Serves until a signal; returns the process's exit code. Then the fleet has stopped."""
     try:
-        return launcher.run(config, program(parts))
+        return launcher.run(config, program(parts, config.cluster))
     finally:
         parts.fleet.stop()
 
 
-def program(parts: Parts) -> Program:
+def program(parts: Parts, cluster: ClusterConfig) -> Program:
     """What the router's process serves."""
-    return Program("jlora cluster", lambda config: _load(config, parts), _ready, parts.services)
+    replicas = max(cluster.replicas, len(cluster.addresses))
+    return Program("jlora cluster", lambda config: _load(config, parts), _ready, parts.services, replicas=replicas)
 
 
 def login(config: Config, token: str) -> Login:

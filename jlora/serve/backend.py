@@ -19,7 +19,7 @@ from jlora.ports import OsThreads, Threads
 from jlora.replica import Replica
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Caller
-from jlora.serve.gate import Gate, Room
+from jlora.serve.gate import BURST, Gate, Room
 from jlora.serve.observed import Ended, Observed
 from jlora.serve.recent import Recent
 from jlora.serve.strip import Strip
@@ -41,6 +41,7 @@ class Backend:
         serving: what health says: loaded, not draining, and the engine moves. The gRPC server's watch sets it.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
+        most: completions that the gRPC server is made for; at least `BURST`, so that bursts are answered.
         tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
         access: who may do what.
@@ -53,6 +54,7 @@ class Backend:
     tokenizer: Tokenizer | None = None
     serving: bool = False
     draining: bool = False
+    most: int = BURST
     started: float = field(default_factory=time.monotonic)
     recent: Recent = field(default_factory=Recent)
     strip: Strip = field(default_factory=Strip)
@@ -77,7 +79,7 @@ class Backend:
     def room(self) -> Room:
         """Completions that may run or wait at once. Raises Unavailable while the model loads."""
         engine = self.loaded.info.config.engine
-        return Room(engine.max_seqs, engine.max_queue)
+        return Room(engine.max_seqs, engine.max_queue).within(self.most)
 
     def left(self, ended: Ended) -> None:
         """An answer has ended that its client did not wait for: it has a trace, and no time that counts."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from jlora.errors import Busy, LimitReached, QueueFull
 
+BURST = 10_240  # calls that may come at once and are all answered, however short the queue is
 MOST_CALLS = 1024  # that want no completion, for example to list adapters or to tokenize
 MOST_BYTES = 512 << 20  # of the messages of all calls: gRPC keeps a message until its call has ended
 
@@ -25,6 +26,11 @@ class Room(NamedTuple):
     @property
     def most(self) -> int:
         return self.slots + self.queue
+
+    def within(self, most: int) -> Room:
+        """The room, or as much of it as `most` completions take."""
+        slots = min(self.slots, most)
+        return Room(slots, min(self.queue, most - slots))
 
 
 class _Places:

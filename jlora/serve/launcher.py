@@ -30,6 +30,7 @@ from jlora.replica import Replica
 from jlora.serve import flags
 from jlora.serve.access.access import Access
 from jlora.serve.backend import Backend
+from jlora.serve.gate import BURST
 from jlora.serve.http.server import HttpServer
 from jlora.serve.server import GrpcServer, Service, address
 from jlora.serve.tokenizer import Tokenizer
@@ -57,6 +58,7 @@ class Program:
         ready: the ready line, from the addresses and the replica.
         services: gRPC services on the same port, beside the server's own.
         token: whoever has it may do everything; "" is none.
+        replicas: how many engines of `config.engine` are behind it.
     """
 
     name: str
@@ -64,6 +66,7 @@ class Program:
     ready: Callable[[str, Replica], Awaitable[str]]
     services: Sequence[Service] = ()
     token: str = ""
+    replicas: int = 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -97,6 +100,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
         threads=threads,
         tracing=_tracing(config.serve.otlp_endpoint),
         coalesce_s=config.serve.coalesce_s,
+        most=max(BURST, program.replicas * (config.engine.max_seqs + config.engine.max_queue)),
     )
     servers, where = _bind(backend, config.serve, program.services)
     for server in servers:

@@ -3,7 +3,7 @@
     server = GrpcServer(Backend(), config.serve)
     port = server.bind("127.0.0.1", 0)       # before the weights are read, so a taken port costs no time
     await server.start()                     # answers NOT_SERVING and UNAVAILABLE from now on
-    server.backend.replica = ...             # SERVING within HEALTH_PERIOD_S
+    server.backend.replica = ...             # SERVING within PERIOD_S
     await server.stop(grace_s=1.0)
 
 Health follows the replica, not the process. SERVING means that the replica is loaded, does not drain,
@@ -28,20 +28,19 @@ from jlora.errors import ConfigError
 from jlora.replica import Replica
 from jlora.serve.access.tls import Tls
 from jlora.serve.backend import Backend
+from jlora.serve.gate import MOST_CALLS
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
 from jlora.serve.services import AdaptersServicer, ControlServicer, InferenceServicer
 from jlora.serve.status import StatusInterceptor
 
 log = logging.getLogger(__name__)
 
-HEALTH_PERIOD_S = 0.2
-LATE_S = 1.0  # a round of the health watch that comes later: the process was stopped, or the loop stood still
-GAP_PERIOD_S = 0.02
+PERIOD_S = 0.02  # between two rounds of the watch over the loop and the replica
+LATE_S = 1.0  # a round that comes later: the process was stopped, or the loop stood still
 SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
-# Calls that gRPC holds before a handler has them, and in handlers. It answers CANCELLED to those beyond. Each takes
-# up to 18 kB of memory, also one that its client has reset. A lower bound for each connection would not help: gRPC ends
-# busy connections at it (UNAVAILABLE).
-BACKLOG = 10_240
+# Seconds until gRPC ends a call that no handler has taken (CANCELLED). A flood of calls that are reset fills its
+# queue, and a call behind them would wait until the flood is over.
+PENDING_S = 10
 CONNECTIONS = 4096
 METADATA_BYTES = 16 << 10  # of one call
 HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2
@@ -66,22 +65,26 @@ class GrpcServer:
         self._tls = Tls.of(config, backend.threads)
         self._heartbeat_s = config.heartbeat_s
         self._health = health.aio.HealthServicer()  # pyright: ignore[reportAttributeAccessIssue]
+        # A call before its handler takes up to 18 kB of memory, also one that its client has reset. A lower bound for
+        # each connection would not help: gRPC ends busy connections at it (UNAVAILABLE).
+        calls = backend.most + 2 * MOST_CALLS  # with those that want no completion, and those that are being refused
         self._server = grpc.aio.server(
             interceptors=[*interceptors, StatusInterceptor(backend, config.stall_s)],
             options=[
                 ("grpc.so_reuseport", 0),  # otherwise a second server would silently share the port
                 ("grpc.max_receive_message_length", int(config.max_request_mib * 2**20)),
                 ("grpc.max_send_message_length", SEND_BYTES),
-                ("grpc.server.max_pending_requests", BACKLOG),
-                ("grpc.server.max_pending_requests_hard_limit", BACKLOG),
-                ("grpc.max_concurrent_streams", BACKLOG),  # of one connection
+                ("grpc.server.max_pending_requests", backend.most),
+                ("grpc.server.max_pending_requests_hard_limit", backend.most),
+                ("grpc.server_max_unrequested_time_in_server", PENDING_S),
+                ("grpc.max_concurrent_streams", calls),  # of one connection
                 ("grpc.max_metadata_size", METADATA_BYTES // 2),  # from here on more and more are refused
                 ("grpc.absolute_max_metadata_size", METADATA_BYTES),
                 ("grpc.max_allowed_incoming_connections", CONNECTIONS),
                 ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1e3)),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
             ],
-            maximum_concurrent_rpcs=BACKLOG,
+            maximum_concurrent_rpcs=calls,
         )
         jlora_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(backend), self._server)
         jlora_pb2_grpc.add_AdaptersServicer_to_server(AdaptersServicer(backend), self._server)
@@ -91,7 +94,7 @@ class GrpcServer:
             add(backend, self._server)
         names = (*SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self._server)
-        self._tasks: list[asyncio.Task[None]] = []
+        self._watching: asyncio.Task[None] | None = None
 
     def bind(self, host: str, port: int) -> int:
         """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
@@ -109,39 +112,32 @@ class GrpcServer:
         """Starts to answer; health is NOT_SERVING until the backend has a replica."""
         await self._set_health(False)
         await self._server.start()
-        for watch in (self._watch_replica(), self._watch_loop()):
-            self._tasks.append(asyncio.create_task(watch, name="watch"))
+        self._watching = asyncio.create_task(self._watch(), name="watch")
 
     async def stop(self, grace_s: float) -> None:
         """Refuses new calls, gives live ones `grace_s` seconds, closes the port."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._watching is not None:
+            self._watching.cancel()
+            await asyncio.wait((self._watching,))
         await self._set_health(False)
         await self._server.stop(grace_s)
 
-    async def _watch_loop(self) -> None:
-        """Measures how late the loop wakes a task that sleeps."""
-        due = time.monotonic()
-        while True:
-            self.backend.gaps.note(max(0.0, time.monotonic() - due))
-            due = time.monotonic() + GAP_PERIOD_S
-            await asyncio.sleep(GAP_PERIOD_S)
-
-    async def _watch_replica(self) -> None:
-        last, looked, patient = False, time.monotonic(), 0.0
+    async def _watch(self) -> None:
+        """Measures how late the loop wakes a task that sleeps, and sets health."""
+        last, due, patient = False, time.monotonic(), 0.0
         while True:
             replica, now = self.backend.replica, time.monotonic()
-            if last and now - looked > LATE_S:
+            self.backend.gaps.note(max(0.0, now - due))
+            if last and now - due > LATE_S:
                 patient = now + self._heartbeat_s  # the engine could not move either: it has its whole time again
-            looked = now
             well = replica is not None and not self.backend.draining and self._moves(replica, now < patient)
             if well != last:
                 self.backend.serving = well
                 await self._set_health(well)
                 log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
                 last = well
-            await asyncio.sleep(HEALTH_PERIOD_S)
+            due = time.monotonic() + PERIOD_S
+            await asyncio.sleep(PERIOD_S)
 
     def _moves(self, replica: Replica, patient: bool) -> bool:
         age = replica.heartbeat_age()

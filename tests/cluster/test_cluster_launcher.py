@@ -86,7 +86,8 @@ def test_the_router_serves_both_fronts_until_a_signal(
                 await asyncio.sleep(0.01)
 
     async def both() -> int:
-        served = asyncio.ensure_future(serving.serve(config_for(tmp_path), launcher.program(parts)))
+        config = config_for(tmp_path)
+        served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
         await client()
         os.kill(os.getpid(), signal.SIGTERM)
         return await served
@@ -100,12 +101,18 @@ def test_the_router_serves_both_fronts_until_a_signal(
     assert told[0].startswith("jlora cluster ready grpc=127.0.0.1:") and told[0].endswith(" replicas=2\n")
 
 
+def test_a_router_is_made_for_the_queues_of_all_its_replicas():
+    parts = launcher.Parts(FakeFleet({}), FakeDirectory(), LeastLoaded())
+    assert launcher.program(parts, configuration.ClusterConfig(replicas=3)).replicas == 3
+    assert launcher.program(parts, configuration.ClusterConfig(addresses=("a:1", "b:1"))).replicas == 2
+
+
 def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
     fleet = FakeFleet({"r0": "127.0.0.1:1"})
     parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded())
     config = config_for(tmp_path, **{"cluster.start_timeout_s": 0.2})
     with pytest.raises(Unavailable, match="cluster.start_timeout_s"):
-        asyncio.run(serving.serve(config, launcher.program(parts)))
+        asyncio.run(serving.serve(config, launcher.program(parts, config.cluster)))
     assert launcher.launch(config, parts) == 1 and fleet.stopped.is_set()
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
+from collections import Counter
 from collections.abc import Iterator
 
 import grpc
 import pytest
 
 from benchmarks.micro.abuse import HELLO, begun_and_reset
+from jlora.errors import InvalidArgument
 from jlora.serve import server
-from tests.serve._server import Served, request, serving, wait_until
+from jlora.serve.backend import Backend
+from tests.serve._server import Served, refused, request, serving, wait_until
 
 GOAWAY = 7
 CODE = grpc.StatusCode
@@ -77,6 +82,30 @@ def test_calls_that_are_reset_at_once_leave_nothing(front: Served):
     wait_until(lambda: not (gate._calls.used or gate._completions.used or gate._bytes.used))
     front.check_idle()
     assert front.stats().generated_tokens == began + 8
+
+
+def test_a_call_that_no_handler_takes_in_time_ends(served: Served):
+    """Behind a flood of calls that are reset, it would wait for the end of the flood."""
+    stands, go_on = threading.Event(), threading.Event()
+
+    def stopped(*_: object) -> None:
+        stands.set()
+        assert go_on.wait(30)
+        raise InvalidArgument("model: was stopped")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(server, "PENDING_S", 1)
+        patch.setattr(Backend, "adapter_of", stopped)
+        with serving(served.backend) as front:
+            calls = [front.inference.Generate.future(request(), timeout=60)]
+            assert stands.wait(20)
+            calls += [front.inference.Generate.future(request(), timeout=60) for _ in range(8)]
+            time.sleep(2.5)  # their age counts
+            go_on.set()
+            codes = Counter(call.code() for call in calls)
+            assert codes[CODE.CANCELLED] >= 7 and codes.keys() == {CODE.INVALID_ARGUMENT, CODE.CANCELLED}
+            with refused(CODE.INVALID_ARGUMENT, "was stopped"):
+                front.generate(request())
 
 
 def test_a_client_that_was_idle_calls_on(front: Served):

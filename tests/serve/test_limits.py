@@ -19,6 +19,7 @@ import pytest
 from jlora.config import ServeConfig
 from jlora.errors import QueueFull, ResourceExhausted
 from jlora.serve import workers
+from jlora.serve.backend import Backend
 from jlora.serve.gate import MOST_CALLS, Gate, Room
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -254,6 +255,24 @@ def test_every_call_of_a_burst_is_answered(served: Served):
     """None is CANCELLED by the transport, which nobody asked for."""
     ends = asyncio.run(burst(served.address, 3000))
     assert set(ends) <= {"OK", "RESOURCE_EXHAUSTED"} and ends["OK"] >= ROOM, ends
+    served.check_idle()
+
+
+@pytest.mark.parametrize("most", [ROOM, 20])
+def test_grpc_takes_as_many_calls_as_the_queue_and_the_queue_no_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch, most: int
+):
+    """A router sums the queues of its replicas; all refusals are its own, none is the transport's."""
+    monkeypatch.setattr("jlora.serve.server.MOST_CALLS", 2)
+    with serving(Backend(served.replica, served.backend.tokenizer, most=most)) as front, ExitStack() as stack:
+        for live in range(most):
+            wait_until(lambda live=live: served.stats().live_requests == live)
+            stack.callback(front.inference.GenerateStream(request("Hello", 1300)).cancel)
+        wait_until(lambda: served.stats().live_requests == most)
+        for _ in range(3):
+            with refused(CODE.RESOURCE_EXHAUSTED, "queue is full", f"limit {most}"):
+                front.generate(request("Hello"))
+        assert front.control.GetServerInfo(pb.GetServerInfoRequest()).running == SEATS
     served.check_idle()
 
 

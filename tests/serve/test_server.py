@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
-from jlora.serve import status
+from jlora.serve import server, status
 from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
@@ -277,6 +277,21 @@ def test_time_in_which_the_process_was_stopped_is_no_stall(text_model: Path, mon
         info = own.control.GetServerInfo(pb.GetServerInfoRequest())
         assert info.longest_loop_gap_s > heartbeat_s and info.longest_engine_gap_s > heartbeat_s
         stream.cancel()
+
+
+def test_health_turns_at_the_next_look(served: Served, monkeypatch: pytest.MonkeyPatch):
+    assert server.PERIOD_S <= 0.05, "a tenth of a second is promised, with a look under way"
+    backend, seen = Backend(served.replica), []
+
+    def noted(gap: float) -> None:  # once in each round of the watch
+        seen.append((backend.draining, backend.serving))
+
+    monkeypatch.setattr(backend.gaps, "note", noted)
+    with serving(backend) as front:
+        wait_until(lambda: front.status() == "SERVING")
+        backend.draining = True
+        wait_until(lambda: front.status() == "NOT_SERVING")
+    assert seen.count((True, True)) <= 1
 
 
 def test_drain_refuses_new_requests_and_waits_for_live_ones(own: Served):

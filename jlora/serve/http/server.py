@@ -34,7 +34,7 @@ from jlora.serve.http.inference import Inference
 from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
 from jlora.serve.http.protocol import Connection
-from jlora.serve.server import BACKLOG, address
+from jlora.serve.server import address
 
 
 class _Uvicorn(uvicorn.Server):
@@ -60,7 +60,6 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
-            limit_concurrency=BACKLOG,
         )
         settings.load()
         settings.ssl = None if tls is None else tls.http()
