@@ -10,6 +10,7 @@ from jlora import config as configuration
 from jlora.adapters.names import at_start, check_name
 from jlora.config import Config, keys, load, replace
 from jlora.errors import ConfigError, InvalidArgument
+from jlora.ports import DiskFiles
 from jlora.serve import flags
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -164,10 +165,10 @@ def test_adapter_dir_takes_every_subdirectory_with_a_config(tmp_path: Path):
         (tmp_path / name / "adapter_config.json").write_text("{}")
     (tmp_path / "file").write_text("")
     config = flags.parse(["--model", "m", "--adapter-dir", str(tmp_path), "--adapter", "c=x"])
-    found = at_start(config.adapters.paths, config.adapters.dir)
+    found = at_start(config.adapters.paths, config.adapters.dir, DiskFiles())
     assert found == {"c": "x", "a": str(tmp_path / "a"), "b": str(tmp_path / "b")}
     with pytest.raises(ConfigError, match="adapter 'a' is in adapters.paths and in adapters.dir"):
-        at_start({"a": "x"}, str(tmp_path))
+        at_start({"a": "x"}, str(tmp_path), DiskFiles())
 
 
 @pytest.mark.parametrize("name", ["a", "A1", "sql-v1.2_x", "7", "x" * 128, "a.b"])

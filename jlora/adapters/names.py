@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jlora.errors import ConfigError, InvalidArgument
+from jlora.ports import Files
 
 MAX_CHARS = 128
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_CHARS - 1}}}")
@@ -54,19 +55,26 @@ def check_base_name(name: str) -> str:
     return name
 
 
-def _discover(directory: str) -> dict[str, str]:
+def _discover(directory: str, files: Files) -> dict[str, str]:
     """Name -> path of every subdirectory with an `adapter_config.json`, in order of name."""
     try:
-        entries = sorted(Path(directory).iterdir())
-    except OSError as e:
-        raise ConfigError(f"adapters.dir = {directory!r}: {e.strerror}") from e
+        with files.folder(directory):  # also an empty one must be below `adapters.roots`
+            entries = sorted(Path(directory).iterdir())
+    except InvalidArgument as e:
+        raise InvalidArgument(f"adapters.dir = {directory!r}: {str(e).removeprefix('path: ')}") from e
+    except (OSError, ValueError) as e:
+        raise ConfigError(f"adapters.dir = {directory!r}: {getattr(e, 'strerror', None) or 'is no path'}") from e
     return {check_name(d.name): str(d) for d in entries if (d / "adapter_config.json").is_file()}
 
 
-def at_start(paths: Mapping[str, str], directory: str) -> dict[str, str]:
-    """The adapters to load at start: those of `paths` and those in `directory`."""
+def at_start(paths: Mapping[str, str], directory: str, files: Files) -> dict[str, str]:
+    """The adapters to load at start: those of `paths` and those in `directory`.
+
+    Raises:
+        ConfigError, InvalidArgument: `directory` cannot be read, or `files` may not read there; a name is wrong.
+    """
     named = {check_name(name): path for name, path in paths.items()}
-    found = _discover(directory) if directory else {}
+    found = _discover(directory, files) if directory else {}
     twice = sorted(set(named) & set(found))
     if twice:
         raise ConfigError(f"adapter {twice[0]!r} is in adapters.paths and in adapters.dir: name it once")

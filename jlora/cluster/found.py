@@ -96,7 +96,7 @@ class Found:
         return False
 
     def _rows(self, registry: Registry, tolerant: bool) -> Iterator[Row]:
-        for name, path in at_start(self._adapters.paths, self._adapters.dir).items():
+        for name, path in at_start(self._adapters.paths, self._adapters.dir, self._files).items():
             path, stamp = os.path.abspath(path), self._stamp(path)
             known = registry.find(name)
             if known is not None and (known.digest or known.path != path or tuple(known.stamp) == stamp):

@@ -145,7 +145,7 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
         JloraError: one cannot be served. With `adapters.lazy`, those of `adapters.dir` are left out instead.
     """
     rows = {row.name: row for row in catalogue.rows()}
-    paths, tolerant = at_start(config.adapters.paths, config.adapters.dir), config.adapters.lazy
+    paths, tolerant = at_start(config.adapters.paths, config.adapters.dir, reader.files), config.adapters.lazy
     found: list[Row | NewAdapter] = []
     left_out: list[str] = []
     shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks

@@ -90,7 +90,7 @@ class Backend:
         """An answer has ended; whatever watches hears of it here."""
         self.observed.answered(ended)
         if ended.usage.completion_tokens:  # otherwise there was no first token
-            self.recent.add(ended.timing.ttft)
+            self.recent.add(ended.timing.ttft, ended.timing.tpot)
         self.left(ended)
 
     @contextmanager

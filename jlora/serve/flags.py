@@ -15,6 +15,7 @@ from jlora import config as configuration
 from jlora.adapters.names import at_start, check_base_name
 from jlora.config import Config
 from jlora.errors import ConfigError, JloraError
+from jlora.ports import DiskFiles
 
 
 class _Once(argparse.Action):
@@ -131,7 +132,8 @@ def config_of(args: argparse.Namespace) -> Config:
         raise ConfigError("model.path is not set: give --model DIR_OR_ID")
     if config.model.name:  # otherwise it is the directory's, unknown so far
         check_base_name(config.model.name)
-    at_start(config.adapters.paths, config.adapters.dir)  # a wrong directory or name shows at once
+    files = DiskFiles(config.adapters.roots)
+    at_start(config.adapters.paths, config.adapters.dir, files)  # a wrong directory or name shows at once
     return config
 
 

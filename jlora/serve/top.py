@@ -128,7 +128,7 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
     members = (members_table(info.replicas), "") if info.replicas else ()
-    left = max(1, rows - 18 - (len(info.replicas) + 3 if members else 0))
+    left = max(1, rows - 19 - (len(info.replicas) + 3 if members else 0))
     return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left))
 
 
@@ -152,10 +152,6 @@ def _table(*headings: str) -> Table:
 
 def _numbers(now: Reading, before: Reading | None) -> Table:
     info, c = now.info, now.cache
-    ttft = "no request ended in the last minute"
-    if info.recent_requests:
-        mean, p99 = _seconds(info.recent_ttft_mean_s), _seconds(info.recent_ttft_p99_s)
-        ttft = f"mean {mean}, p99 {p99} ({info.recent_requests} in the last minute)"
     came, went = _rates(now, before)
     since = "" if before else " (mean since start)"
     device = c.kv_hit_tokens - c.kv_host_hit_tokens
@@ -174,7 +170,8 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
     for row in (
         *merged,
         ("requests", f"{info.running} running  {info.waiting} waiting{compiling}"),
-        ("TTFT", ttft),
+        ("TTFT", _spread(info, "ttft", info.recent_requests)),
+        ("TPOT", _spread(info, "tpot", info.recent_tpot_requests)),
         ("gaps", f"{gaps} (longest in the last minute)"),
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),
         ("swapped", f"in {decimal(came)}/s  out {decimal(went)}/s{since}  in flight {c.in_flight} blocks"),
@@ -182,6 +179,14 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
     ):
         grid.add_row(*(Text(cell, no_wrap=True) for cell in row))
     return grid
+
+
+def _spread(info: pb.ServerInfo, name: str, count: int) -> str:
+    """The distribution of the last minute, as the dashboard shows it."""
+    if not count:
+        return "no request ended in the last minute"
+    values = (f"{kind} {_seconds(getattr(info, f'recent_{name}_{kind}_s'))}" for kind in ("p50", "p90", "p99", "mean"))
+    return f"{'  '.join(values)} ({count} in the last minute)"
 
 
 def _rates(now: Reading, before: Reading | None) -> tuple[int, int]:

@@ -17,7 +17,7 @@ import pytest
 from starlette.routing import Route
 
 from jlora.config import ServeConfig
-from jlora.errors import InvalidArgument
+from jlora.errors import ConfigError, InvalidArgument
 from jlora.serve import keyless
 from jlora.serve.access import access, keys
 from jlora.serve.access.access import Access
@@ -464,7 +464,15 @@ def test_adapters_come_from_the_roots_only(text_model: Path, tmp_path: Path):
             answer = http.post("/v1/load_lora_adapter", json={"lora_name": "b", "lora_path": path})
             assert answer.status_code == 400 and answer.json()["error"]["param"] == "lora_path"
     shutil.copytree(adapters / "upper", tmp_path / "out")
-    for outside in ({"adapters.paths.x": str(text_model)}, {"adapters.dir": str(tmp_path)}):
+    (empty := tmp_path / "empty").mkdir()
+    for outside in (
+        {"adapters.paths.x": str(text_model)},
+        {"adapters.dir": str(tmp_path)},
+        {"adapters.dir": str(empty)},  # what comes there later would not be read
+    ):
         with pytest.raises(InvalidArgument, match=r"adapters\.roots"):
             with serve(text_model, {**settings, **outside}):
                 pass
+    with pytest.raises(ConfigError, match=r"adapters\.dir = .*none': No such file"):
+        with serve(text_model, {**settings, "adapters.dir": str(tmp_path / "none")}):
+            pass

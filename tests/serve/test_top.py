@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
 import os
 import pty
+import re
 import select
 import signal
 import socket
@@ -59,8 +61,14 @@ def test_one_picture_of_a_real_server(served: Served, capsys: pytest.CaptureFixt
         counts = [tier.total, tier.adapters, tier.running_kv, tier.history_kv, tier.free]
         assert line(lines, name).split()[2:] == [str(count) for count in counts]
     info = served.control.GetServerInfo(pb.GetServerInfoRequest())
-    assert "in the last minute" in line(lines, "TTFT") and info.recent_requests >= 2
-    assert info.recent_ttft_p99_s >= info.recent_ttft_mean_s > 0
+    assert info.recent_requests >= info.recent_tpot_requests >= 2
+    for name in ("ttft", "tpot"):
+        spread = [getattr(info, f"recent_{name}_{kind}_s") for kind in ("p50", "p90", "p99", "mean")]
+        assert 0 < spread[0] <= spread[1] <= spread[2] and 0 < spread[3]
+        shown = re.findall(r"(p\d\d|mean) ([\d.]+) (ms|s)", line(lines, name.upper()))
+        assert [kind for kind, _, _ in shown] == ["p50", "p90", "p99", "mean"]
+        values = [float(value) / (1000 if unit == "ms" else 1) for _, value, unit in shown]
+        assert values == pytest.approx(spread, rel=0.01, abs=6e-5)
     assert "longest in the last minute" in line(lines, "gaps")
     assert "invalid KV 0" in line(lines, "evictions")
     assert line(lines, "3 adapters")
@@ -114,11 +122,11 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
 
 
 def read_until(descriptor: int, enough) -> str:
-    text, end = "", time.monotonic() + 60
+    text, end, decoder = "", time.monotonic() + 60, codecs.getincrementaldecoder("utf-8")()
     while not enough(text):
         assert time.monotonic() < end, f"only saw {text[-400:]!r}"
         if select.select([descriptor], [], [], 0.2)[0]:
-            text += os.read(descriptor, 65536).decode()
+            text += decoder.decode(os.read(descriptor, 65536))  # which may end inside a character
     return text
 
 
@@ -185,19 +193,20 @@ def test_the_picture_fits_the_screen_and_says_what_it_left_out():
 def test_recent_times_are_of_the_last_minute_only():
     now = [0.0]
     recent = Recent(lambda: now[0])
-    assert recent.summary() == (0, 0.0, 0.0)
-    recent.add(9.0)
+    assert recent.summary() == ((0, 0.0, 0.0, 0.0, 0.0),) * 2
+    recent.add(9.0, 0.0)  # an answer of one token has no time per token
     now[0] = WINDOW_S - 1
     for i in range(1, 101):
-        recent.add(i / 100)
-    assert recent.summary().count == 101 and recent.summary().p99_s == 1.0
+        recent.add(i / 100, i / 1000)
+    assert recent.summary().ttft.count == 101 and recent.summary().ttft.p99_s == 1.0
+    assert recent.summary().tpot == (100, pytest.approx(0.0505), 0.05, 0.09, 0.099)
     now[0] = WINDOW_S + 1
-    assert recent.summary() == (100, pytest.approx(0.505), 0.99)
+    assert recent.summary().ttft == (100, pytest.approx(0.505), 0.5, 0.9, 0.99)
     now[0] = 10 * WINDOW_S
-    assert recent.summary().count == 0
+    assert recent.summary().ttft.count == 0
     for _ in range(MOST + 5):
-        recent.add(1.0)
-    assert recent.summary() == (MOST, 1.0, 1.0)
+        recent.add(1.0, 0.0)
+    assert recent.summary() == ((MOST, 1.0, 1.0, 1.0, 1.0), (0, 0.0, 0.0, 0.0, 0.0))
 
 
 def test_kv_that_nobody_has_counted_is_not_shown():

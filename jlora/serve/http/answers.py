@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from jlora.serve.tokenizer import Tokenizer
@@ -67,7 +67,7 @@ class Answers(ABC):
 
     def whole(self, deltas: Sequence[Sequence[Delta]], totals: Sequence[Totals]) -> dict[str, Any]:
         """The answer of a call that does not stream."""
-        choices = [self._choice(i, delta, False) for i, several in enumerate(deltas) for delta in several]
+        choices = [self._choice(i, delta, False) for i, several in enumerate(deltas) for delta in _scored(several)]
         return {**self._head(self.object), "choices": choices, **summed(totals)}
 
     def piece(self, place: int, delta: Delta) -> dict[str, Any]:
@@ -167,6 +167,11 @@ class ChatAnswers(Answers):
 
     def _one(self, token_id: int, logprob: float) -> dict[str, Any]:
         return {"token": self.tokens.text(token_id), "logprob": logprob, "bytes": list(self.tokens.raw(token_id))}
+
+
+def _scored(several: Sequence[Delta]) -> Iterable[Delta]:
+    """The completions of a prompt, each with the prompt's log-probabilities, which the first one brings."""
+    return (replace(delta, prompt_logprobs=several[0].prompt_logprobs) for delta in several)
 
 
 def summed(totals: Sequence[Totals]) -> dict[str, Any]:

@@ -98,7 +98,7 @@ async def snapshot(backend: Backend) -> dict[str, Any]:
         "stats": dataclasses.asdict(state.stats),
         "loop_gap_s": backend.gaps.longest(),
         "engine_gap_s": state.longest_gap_s,
-        "recent": recent._asdict(),
+        "recent": {name: spread._asdict() for name, spread in recent._asdict().items()},
         "adapters": len(adapters),
         "tree": tree(adapters, owners, replica.info.model),
         "cells": owners.cells,

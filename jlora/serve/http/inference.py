@@ -26,6 +26,7 @@ from jlora.serve.http.schema import (
 from jlora.serve.observed import trace_of
 from jlora.serve.texts import Prompt, Texts
 from jlora.types import Request, SamplingParams
+from jlora.validation import MAX_ENTRIES
 
 SESSION = "x-session-id"  # the header; a body may say it, too
 
@@ -49,6 +50,7 @@ class Inference:
         sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=most)
         with self._backend.admitted(call.caller, sampling.n, len(prompts)):
             requests = await self._requests(call, body, prompts, sampling)
+            _check_copies(requests)
             echoes = [await self._echo(p) for p in prompts] if body.echo else ()
             asked = self._asked("cmpl-", body, requests, echoes)
             await self._answer(call, body, requests, Completions(asked, self._tokens(body)))
@@ -61,6 +63,7 @@ class Inference:
         chat = body.chat()
         with self._backend.admitted(call.caller, sampling.n):
             requests = await self._requests(call, body, [chat], sampling)
+            _check_copies(requests)
             asked = self._asked("chatcmpl-", body, requests)
             await self._answer(call, body, requests, ChatAnswers(asked, self._tokens(body)))
 
@@ -167,3 +170,15 @@ def _check_stream(body: GenerationBody, echoed: bool | None) -> None:
         raise InvalidArgument("prompt_logprobs: is not supported with stream = true")
     if body.stream and echoed:
         raise InvalidArgument("logprobs: is not supported with echo and stream = true")
+
+
+def _check_copies(requests: Sequence[Request]) -> None:
+    """Raises InvalidArgument if the completions of a prompt would repeat its log-probabilities too often."""
+    sampling, tokens = requests[0].sampling, sum(len(request.prompt) for request in requests)
+    if sampling.prompt_logprobs is None or sampling.n == 1:
+        return
+    if (entries := sampling.n * tokens * (sampling.prompt_logprobs + 1)) > MAX_ENTRIES:
+        raise InvalidArgument(
+            f"prompt_logprobs = {sampling.prompt_logprobs}: each of the n = {sampling.n} completions has those of the "
+            f"prompt, {entries} in all, limit {MAX_ENTRIES}"
+        )

@@ -33,7 +33,9 @@ class Models:
         await call.json({"object": "list", "data": entries})
 
     async def one(self, call: Call) -> None:
-        """`GET /v1/models/NAME`."""
+        """`GET /v1/models/NAME`; without a name, the list."""
+        if not call.matched["name"]:
+            return await self.list(call)
         adapter = self._backend.adapter_of(call.caller, call.matched["name"])
         if adapter is None:
             await call.json(self._base())

@@ -8,6 +8,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 HEAD_BYTES = 64 << 10  # of a request's line and headers
 HEAD_S = 30.0  # for a head to arrive
+IDLE_S = 75  # between two requests: longer than load balancers and clients keep one, so that they close it
 CONNECTIONS = 4096
 
 
@@ -29,11 +30,15 @@ class Connection(HttpToolsProtocol):
         if len(self.connections) > CONNECTIONS:
             transport.abort()
         else:
-            self._late = self.loop.call_later(HEAD_S, transport.abort)
+            self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._arrived()
         super().connection_lost(exc)
+
+    def _expect(self) -> None:
+        if self._late is None:
+            self._late = self.loop.call_later(HEAD_S, self.transport.abort)
 
     def _arrived(self) -> None:
         if self._late is not None:
@@ -45,13 +50,14 @@ class Connection(HttpToolsProtocol):
         super().data_received(data)
         within = before == self._borders and before % 2 == 0
         self._unfinished = self._unfinished + len(data) if within else 0
+        if within and (self.cycle is None or self.cycle.response_complete):
+            self._expect()  # empty lines before a head begin no message, and uvicorn takes them for one
         if self._unfinished > HEAD_BYTES and not self.transport.is_closing():
             self.send_400_response(f"The request's head passes {HEAD_BYTES} bytes.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        if self._late is None:
-            self._late = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._expect()
         self.scope["state"]["cut"] = self.transport.abort  # pyright: ignore[reportTypedDictNotRequiredAccess]
 
     def on_headers_complete(self) -> None:

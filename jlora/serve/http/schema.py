@@ -63,8 +63,11 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "function_call": ("none", "auto"),
     "functions": ([],),
     "modalities": (["text"],),
+    "moderation": (),
     "parallel_tool_calls": (True, False),
     "prediction": (),
+    "prompt_cache_options": (),
+    "prompt_cache_retention": ("in_memory",),
     "reasoning_effort": ("none",),
     "safety_identifier": (),
     "tool_choice": ("none", "auto"),
@@ -72,15 +75,18 @@ _CHAT: Mapping[str, tuple[Any, ...]] = {
     "verbosity": (),
     "web_search_options": (),
 }
-_MESSAGE: Mapping[str, tuple[Any, ...]] = {
+_MESSAGE: Mapping[str, tuple[Any, ...]] = {  # also what answers of OpenAI's and vLLM's have, as clients send them back
+    "annotations": ([],),
     "audio": (),
     "function_call": (),
     "name": (),
+    "reasoning": (),
     "reasoning_content": (),
     "refusal": (),
     "tool_call_id": (),
     "tool_calls": ([],),
 }
+_STREAM: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
 
 
 class Body(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -93,10 +99,10 @@ def _with(base: type[T], unused: Mapping[str, tuple[Any, ...]]) -> type[T]:
     return msgspec.defstruct("Unused", fields, bases=(base,), kw_only=True)  # type: ignore[return-value]
 
 
-class StreamOptions(Struct, forbid_unknown_fields=True):
+class StreamOptions(_with(Body, _STREAM), kw_only=True):
     """`include_usage` adds a last event with usage and timing."""
 
-    include_usage: bool = False
+    include_usage: bool | None = None
 
 
 class GenerationBody(_with(Body, _SHARED), kw_only=True):
@@ -145,8 +151,9 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
     def sampling(self, **others: Any) -> SamplingParams:
         """The fields as the engine's record, not validated; `others` win."""
         values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
-        if self.top_k == -1:  # vLLM's way to say all
-            del values["top_k"]
+        for name in ("top_k", "seed"):
+            if values.get(name) == -1:  # vLLM's way to say all, and any
+                del values[name]
         if self.stop is not None:
             values["stop"] = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
         if self.include_stop_str_in_output:
@@ -211,14 +218,8 @@ class ChatBody(_with(GenerationBody, _CHAT), kw_only=True):
         return conversation(self.messages, self.add_generation_prompt is not False)
 
     def most_tokens(self) -> int | None:
-        """`max_completion_tokens`, or its older name. Raises InvalidArgument if they differ."""
-        given = {most for most in (self.max_tokens, self.max_completion_tokens) if most is not None}
-        if len(given) > 1:
-            raise InvalidArgument(
-                f"max_tokens = {self.max_tokens}: is the older name of max_completion_tokens, which is "
-                f"{self.max_completion_tokens}; give one of them"
-            )
-        return given.pop() if given else None
+        """`max_completion_tokens`, or else its older name."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     def most_likely(self) -> int | None:
         """How many likely tokens to report beside each; None: no log-probabilities."""
@@ -306,7 +307,12 @@ def _content(message: MessageBody, where: str) -> str:
     return "\n".join(part.text or "" for part in message.content)
 
 
-_UNUSED = {CompletionBody: _SHARED | _COMPLETION, ChatBody: _SHARED | _CHAT, MessageBody: _MESSAGE}
+_UNUSED = {
+    CompletionBody: _SHARED | _COMPLETION,
+    ChatBody: _SHARED | _CHAT,
+    MessageBody: _MESSAGE,
+    StreamOptions: _STREAM,
+}
 
 
 def read(data: bytes, kind: type[T]) -> T:
@@ -318,6 +324,8 @@ def read(data: bytes, kind: type[T]) -> T:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as e:
         raise InvalidArgument(f"the body is not valid JSON: {e}") from e
     _check_unused(body)
+    if isinstance(body, GenerationBody) and body.stream_options is not None:
+        _check_unused(body.stream_options, "stream_options.")
     return body
 
 

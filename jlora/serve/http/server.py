@@ -33,7 +33,7 @@ from jlora.serve.http.dashboard import Dashboard, file
 from jlora.serve.http.inference import Inference
 from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
-from jlora.serve.http.protocol import Connection
+from jlora.serve.http.protocol import IDLE_S, Connection
 from jlora.serve.server import address
 
 
@@ -60,6 +60,7 @@ class HttpServer:
             access_log=False,
             proxy_headers=False,
             server_header=False,
+            timeout_keep_alive=IDLE_S,
         )
         settings.load()
         settings.ssl = None if tls is None else tls.http()
@@ -99,6 +100,8 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
     def route(path: str, handler: Handler, need: Need, method: str = "POST", queued: bool = False) -> Route:
         return Route(path, Endpoint(handler, backend, config, need, queued), methods=[method])
 
+    events = route("/dashboard/events", Dashboard(backend).events, Need.SIGHT, "GET")
+    events.methods = {"GET"}  # an answer to HEAD would have no end either
     return Starlette(
         routes=[
             route("/v1/completions", inference.completions, Need.KEY, queued=True),
@@ -116,7 +119,7 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/", file("page.html"), Need.NOTHING, "GET"),
             route("/dashboard/page.js", file("page.js"), Need.NOTHING, "GET"),
             route("/dashboard/page.css", file("page.css"), Need.NOTHING, "GET"),
-            route("/dashboard/events", Dashboard(backend).events, Need.SIGHT, "GET"),
+            events,
             route("/metrics", partial(metrics, backend), Need.SIGHT, "GET"),
             route("/debug/profile", models.profile, Need.ADMIN),
         ],

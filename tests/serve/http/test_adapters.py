@@ -116,6 +116,17 @@ def test_bad_bodies_are_named(http: httpx.Client, body: dict[str, Any], said: st
     assert answer.status_code == 400 and said in answer.json()["error"]["message"], answer.text
 
 
+def test_an_adapter_left_on_the_disk_is_read_by_its_first_request(
+    http: httpx.Client, client: openai.OpenAI, path: Path
+):
+    assert load(http, "new", path, lazy=True).json()["adapter"]["adapter"]["tier"] == "DISK"
+    assert client.models.retrieve("new").model_extra["adapter"]["tier"] == "DISK"
+    lazy = text(client, "new")
+    assert client.models.retrieve("new").model_extra["adapter"]["tier"] == "HBM"
+    load(http, "again", path)
+    assert lazy == text(client, "again") != text(client, "base")
+
+
 def test_unloading_what_is_not_there_is_404(http: httpx.Client):
     answer = unload(http, "uper")
     assert answer.status_code == 404 and "upper" in answer.json()["error"]["message"]

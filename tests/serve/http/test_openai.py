@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, get_type_hints
 
 import httpx
 import openai
 import pytest
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionStreamOptionsParam,
+)
+from openai.types.chat import completion_create_params as chat_params
 
 from jlora.replica import Sink
+from jlora.serve.http.schema import ChatBody, CompletionBody, MessageBody, StreamOptions
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import Request
+from jlora.types import Request, SamplingParams
 from tests.serve._server import MAX_LEN, Served, request
 
 GREEDY: dict[str, Any] = {"temperature": 0.0, "extra_body": {"ignore_eos": True, "return_token_ids": True}}
@@ -121,6 +128,49 @@ def test_echo_begins_with_the_prompt_and_its_logprobs(client: openai.OpenAI, ser
     assert "".join(c.choices[0].text for c in streamed) == choice.text
 
 
+def test_every_completion_has_the_prompts_logprobs(client: openai.OpenAI, served: Served):
+    prompts = ["Hello", "Good day"]
+    asked = {"model": "base", "prompt": prompts, "n": 2, "max_tokens": 3, "seed": 1, **extra(prompt_logprobs=1)}
+    got = client.completions.create(**{**asked, "temperature": 1.0}, echo=True, logprobs=1)
+    assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
+    for choice in got.choices:
+        prompt, scores = prompts[choice.index // 2], choice.logprobs
+        assert scores is not None and scores.tokens[0] == "<s>" and scores.token_logprobs[0] is None
+        assert choice.text.startswith(prompt) and len(scores.tokens) == len(choice.model_extra["prompt_token_ids"]) + 3
+        lengths = {
+            len(each) for each in (scores.tokens, scores.token_logprobs, scores.top_logprobs, scores.text_offset)
+        }
+        assert lengths == {len(scores.tokens)}
+        known = len(choice.model_extra["prompt_logprobs"])
+        assert known == len(choice.model_extra["prompt_token_ids"])
+        assert None not in scores.token_logprobs[1:] and scores.text_offset == sorted(scores.text_offset)
+    first, second = (got.choices[i].logprobs.token_logprobs[:known] for i in (2, 3))
+    assert first == second
+
+
+def test_an_answer_goes_back_as_a_message(client: openai.OpenAI):
+    """As clients keep a conversation: the message of the answer, in both of the package's forms."""
+    asked: dict[str, Any] = {"model": "base", "max_tokens": 6, "temperature": 0}
+    user = {"role": "user", "content": "Hello"}
+    answer = client.chat.completions.create(**asked, messages=[user]).choices[0].message
+    said = [
+        client.chat.completions.create(**asked, messages=[user, back, user]).choices[0].message.content  # type: ignore
+        for back in (answer, answer.model_dump(), {**answer.model_dump(), "reasoning": None, "annotations": []})
+    ]
+    assert len(set(said)) == 1
+
+
+def test_the_packages_fields_are_known():
+    """What it can send is either taken or refused by its own name, never as unknown."""
+    for kind, asked in (
+        (CompletionBody, completion_create_params.CompletionCreateParamsStreaming),
+        (ChatBody, chat_params.CompletionCreateParamsStreaming),
+        (StreamOptions, ChatCompletionStreamOptionsParam),
+        (MessageBody, ChatCompletionAssistantMessageParam),
+    ):
+        assert get_type_hints(asked).keys() <= set(kind.__struct_fields__)
+
+
 def test_sampling_fields_reach_the_engine_by_vllms_names(client: openai.OpenAI, served: Served):
     bias = {str(token): 100.0 for token in range(40, 90)}
     free = client.completions.create(model="base", prompt="Hello", max_tokens=20, logit_bias=bias, seed=4).choices[0]
@@ -157,6 +207,11 @@ def test_what_shapes_the_choice_reaches_the_engine(http: httpx.Client, served: S
         assert answer.status_code == 200, answer.text
         sampling = asked.pop().sampling
         assert not asked and {name: getattr(sampling, name) for name in fields} == fields
+        assert http.post(f"/v1/{path}", json={**body, "max_tokens": 2, "seed": -1, "top_k": -1}).status_code == 200
+        unset = SamplingParams()
+        assert (asked[0].sampling.top_k, asked.pop().sampling.seed) == (unset.top_k, unset.seed)
+    body = {"messages": [user], "max_tokens": 9, "max_completion_tokens": 2}
+    assert http.post("/v1/chat/completions", json=body).json()["usage"]["completion_tokens"] == 2
 
 
 def test_prompt_logprobs_have_vllms_form(client: openai.OpenAI, served: Served):

@@ -62,6 +62,10 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", ("stream = true",)),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", ("stream",)),
     ({"stream": True, "echo": True, "logprobs": 1}, "logprobs", ("echo",)),
+    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", ()),
+    ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", ("not a field",)),
+    ({"prompt": [5] * 3000, "n": 64, "prompt_logprobs": 20}, "prompt_logprobs", ("n = 64", "limit 2097152")),
+    ({"prompt": [5] * 3000, "n": 64, "echo": True, "logprobs": 20}, "prompt_logprobs", ("n = 64",)),
     ({"prompt": ""}, "prompt", ("at least 1 character",)),
     ({"prompt": []}, "prompt", ("at least 1 token",)),
     ({"prompt": [5, "x"]}, "prompt", ("mixes",)),
@@ -112,6 +116,9 @@ def test_values_that_mean_not_used_are_taken(http: httpx.Client):
         "user": "x",
     }
     assert http.post("/v1/completions", json={**COMPLETION, **unused}).status_code == 200
+    options = {"include_usage": None, "include_obfuscation": False, "continuous_usage_stats": False}
+    streamed = {**COMPLETION, "stream": True, "stream_options": options}
+    assert http.post("/v1/completions", json=streamed).text.endswith("data: [DONE]\n\n")
     unused = {"tools": [], "tool_choice": "none", "parallel_tool_calls": True, "store": False, "top_logprobs": 0}
     assert http.post("/v1/chat/completions", json={**CHAT, **unused}).status_code == 200
 
@@ -142,7 +149,6 @@ def test_messages_that_are_no_text_are_refused(http: httpx.Client):
     assert said({**USER, "name": "me"})["param"] == "messages[0].name"
     assert "role" in said({"content": "x"})["message"]
     assert said()["param"] == "messages"
-    assert said(USER, max_tokens=1, max_completion_tokens=2)["param"] == "max_tokens"
     assert said(USER, top_logprobs=2)["param"] == "top_logprobs"
 
 
@@ -156,6 +162,20 @@ def test_bodies_that_are_no_json_of_an_object(http: httpx.Client):
     refused(http.post("/v1/completions", data={"prompt": "x"}), 400, "content-type", "application/json")
     refused(http.post("/v1/nothing", json={}), 404, "/v1/nothing")
     refused(http.get("/v1/completions"), 405, "Method Not Allowed")
+
+
+def test_other_methods_and_slashes(http: httpx.Client):
+    assert http.get("/v1/models/").json() == http.get("/v1/models").json()
+    for path in ("/health", "/v1/models", "/metrics", "/"):
+        head = http.head(path)
+        assert head.status_code == 200 and not head.content and int(head.headers["content-length"]) > 0
+    for method, path in (
+        ("HEAD", "/dashboard/events"),
+        ("OPTIONS", "/v1/chat/completions"),
+        ("DELETE", "/v1/models/upper"),
+    ):
+        answer = http.request(method, path, headers={"origin": "http://other.example"})
+        assert answer.status_code == 405 and "access-control-allow-origin" not in answer.headers
 
 
 def test_past_the_context(client: openai.OpenAI, http: httpx.Client):
@@ -282,6 +302,13 @@ def test_a_head_that_does_not_arrive_is_cut(served: Served, monkeypatch: pytest.
                 while piece := raw.recv(1000):
                     answer += piece
             assert answer.count(b"HTTP/1.1 200") == sent.count(b"\r\n\r\n")
+    with socket.create_connection((url.hostname, url.port), timeout=20) as raw:
+        raw.sendall(whole)
+        assert raw.recv(1000).startswith(b"HTTP/1.1 200")
+        raw.sendall(b"\r\n")  # it begins no head, and the connection is idle no more
+        with contextlib.suppress(ConnectionResetError):
+            while raw.recv(1000):
+                pass
     assert httpx.get(f"{served.http}/health", timeout=20).status_code == 200
 
 

@@ -83,10 +83,12 @@ function draw(now) {
   }
   const most = Number($("window").value), seen = view.snapshots.filter((s) => s.at >= now.at - most);
   const span = Math.min(most, Math.max(LEAST_S, now.at - seen[0].at));
-  const cache = now.cache, stats = now.stats, recent = now.recent;
+  const cache = now.cache, stats = now.stats;
   $("model").textContent = `${now.model} on ${now.device}`;
-  $("ttft").textContent = recent.count ? seconds(recent.mean_s) : "–";
-  $("ttft-p99").textContent = recent.count ? `p99 ${seconds(recent.p99_s)}` : "";
+  for (const [name, spread] of Object.entries(now.recent)) { // of the last minute, as `jlora top` shows them
+    $(name).textContent = spread.count ? seconds(spread.p50_s) : "–";
+    $(`${name}-tail`).textContent = spread.count ? `p90 ${seconds(spread.p90_s)}, p99 ${seconds(spread.p99_s)}` : "";
+  }
   $("adapter-hits").textContent = share(cache.adapter_hits, cache.adapter_lookups);
   $("kv-hits").textContent = share(cache.kv_hit_tokens, cache.kv_lookup_tokens);
   $("rate").textContent = Math.round(rate(seen.slice(-6), "tokens"));
