@@ -1,7 +1,8 @@
 """Asks the vulnerability service about every pinned package: `python -m tools.audit`.
 
-Exits with 1 if it knows of a vulnerability. Where the service does not answer, or knows none of the packages, it says
-that nothing was checked and exits with 0: continuous integration also runs where there is no internet.
+Exits with 1 if it knows of a vulnerability, or if pip-audit itself fails. Where the service cannot be reached, or knows
+none of the packages, it says that nothing was checked and exits with 0: continuous integration also runs where there
+is no internet.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ def main() -> int:
     worst = 0
     for python in PYTHONS:
         path = str(path_of(python).relative_to(ROOT))
-        code, said = verdict(asked(path))
+        code, said = verdict(*asked(path))
         print(f"audit: {path}: {said}", flush=True)
         worst = max(worst, code)
         if said.startswith(SKIPPED):  # the others would wait for the same answer
@@ -28,19 +29,23 @@ def main() -> int:
     return worst
 
 
-def asked(path: str) -> str:
-    """What pip-audit says of a lock file, as JSON."""
+def asked(path: str) -> tuple[str, str]:
+    """What pip-audit says of a lock file, as JSON, and what it complains of."""
     command = [sys.executable, "-m", "pip_audit", "--requirement", path, "--require-hashes", "--disable-pip"]
     options = ["--format", "json", "--progress-spinner", "off", "--timeout", "10"]
-    return subprocess.run([*command, *options], cwd=ROOT, stdout=subprocess.PIPE, text=True).stdout
+    run = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True)
+    return run.stdout, run.stderr
 
 
-def verdict(answer: str) -> tuple[int, str]:
+def verdict(answer: str, complaint: str = "") -> tuple[int, str]:
     """The exit code, and a line about a lock file. A package that the service does not know is no clean one."""
     try:
         found = json.loads(answer)["dependencies"]
     except (ValueError, KeyError):
-        return 0, f"{SKIPPED}: the vulnerability service does not answer"
+        if "connect" in complaint.lower() and "Traceback" not in complaint:
+            return 0, f"{SKIPPED}: the vulnerability service cannot be reached"
+        last = complaint.strip().rpartition("\n")[2]
+        return 1, f"FAILED, nothing was checked: pip-audit has given no answer: {last or 'it says nothing'}"
     known = [one for one in found if "skip_reason" not in one]
     if not known:
         return 0, f"{SKIPPED}: the vulnerability service knows none of {len(found)} packages"

@@ -27,7 +27,20 @@ def test_what_is_said_of_a_lock_file(found: list[dict[str, Any]], code: int, sai
     assert verdict(json.dumps({"dependencies": found, "fixes": []})) == (code, said)
 
 
-@pytest.mark.parametrize("answer", ["", "Traceback", "{}"])
-def test_no_answer_is_told(answer: str):
-    code, said = verdict(answer)
+def test_a_service_that_cannot_be_reached_is_told():
+    code, said = verdict("", "ERROR:pip_audit._cli:Could not connect to PyPI's vulnerability feed\n")
     assert code == 0 and said.startswith(SKIPPED)
+
+
+@pytest.mark.parametrize(
+    ("answer", "complaint", "said"),
+    [
+        ("", "Traceback (most recent call last):\n  File \"connect.py\"\nKeyError: 'version'\n", "KeyError: 'version'"),
+        ("", "python: No module named pip_audit\n", "No module named pip_audit"),
+        ("{}", "", "it says nothing"),
+        ("Traceback", "", "it says nothing"),
+    ],
+)
+def test_a_crash_of_the_audit_is_no_missing_answer(answer: str, complaint: str, said: str):
+    code, line = verdict(answer, complaint)
+    assert code == 1 and line.startswith("FAILED") and said in line

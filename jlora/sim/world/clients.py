@@ -18,6 +18,7 @@ from jlora.errors import JloraError
 from jlora.replica import Replica
 from jlora.sim.world.device import VOCAB, Key, expected
 from jlora.sim.world.disk import INVOCATION, SPEC, Disk, Version
+from jlora.sim.world.excuses import Command, Excuses
 from jlora.sim.world.report import Journal
 from jlora.sim.world.sites import Planted, Shortage, Site, Sites
 from jlora.types import Request, SamplingParams, TokenEvent
@@ -37,7 +38,12 @@ KEPT = 12  # answers that later prompts go on from
 
 @dataclass(frozen=True, slots=True)
 class Around:
-    """What clients deal with. `at`: where a request is, for counting: "", or "queued", "copying", "running"."""
+    """What clients deal with.
+
+    Attributes:
+        at: where a request is, for counting: "", or "queued", "copying", "running".
+        excuses: which errors may come while the replica is not `over`.
+    """
 
     replica: Replica
     disk: Disk
@@ -48,6 +54,8 @@ class Around:
     block_tokens: int
     sites: Sites
     journal: Journal
+    excuses: Excuses
+    over: Callable[[], bool]
 
 
 @dataclass(slots=True, eq=False)
@@ -77,13 +85,14 @@ class Clients:
 
     def __init__(self, around: Around, draw: random.Random):
         self.calls: list[Call] = []  # that have not ended
-        self.commands: list[tuple[str, Future[Any]]] = []  # that are not answered
+        self.commands: list[Command] = []  # that are not answered
         self.found: list[AssertionError] = []  # on the product's threads, which must not take it for their own
         self.answered = 0
         self._around = around
         self._draw = draw
         self._marks = {version.digest: version for version in around.versions}
         self._floors: dict[str, int] = {}  # name -> smallest uid that a new request may get
+        self._names: set[tuple[str, str]] = set()  # of requests, by tenant and id
         self._texts = [self._words(40) for _ in range(3)]  # what prompts begin with
         self._count = 0
         self._last = NAMES[0]
@@ -106,8 +115,10 @@ class Clients:
         call.got = {index: [] for index in call.open}
         self.calls.append(call)
         self._say(f"submit {request.id} {request.adapter} {len(request.prompt)}+{request.sampling.max_tokens}")
+        again = (request.tenant, request.id) in self._names
+        self._names.add((request.tenant, request.id))
         call.submitted = around.replica.submit(request, lambda events: self._take(call, events))
-        call.submitted.add_done_callback(lambda done: self._admitted(call, done))
+        call.submitted.add_done_callback(lambda done: self._admitted(call, done, again))
 
     def cancel(self) -> None:
         """Ends a request whose client is gone, in one of the ways that fronts have."""
@@ -122,11 +133,11 @@ class Clients:
         if call.handle is None and self._draw.random() < 0.5 and call.submitted.cancel():
             return
         if call.handle is None or self._draw.random() < 0.5:
-            self._command("abort", replica.abort_named(call.request.id, call.request.tenant))
+            self.command("abort", replica.abort_named(call.request.id, call.request.tenant))
         else:
-            self._command("abort", replica.abort(call.handle))
+            self.command("abort", replica.abort(call.handle))
         # Commands go in order: when this one is answered, the abort has been carried out.
-        self._command("after abort", replica.adapters("", 0), lambda _: self._ceases(call))
+        self.command("after abort", replica.adapters("", 0), then=lambda _: self._ceases(call))
 
     def stop(self) -> None:
         """A front has found a stop string."""
@@ -137,12 +148,13 @@ class Clients:
             if tokens and index in call.open and index not in call.stops:
                 call.stops[index] = self._draw.randint(1, len(tokens))
                 self._say(f"stop {call.request.id}/{index} {call.stops[index]}")
-                self._command("stop", self._around.replica.stop(call.handle, index, call.stops[index]))
+                self.command("stop", self._around.replica.stop(call.handle, index, call.stops[index]))
                 return
 
     def prefetch(self) -> None:
         """Says what will be asked."""
-        self._command("prefetch", self._around.replica.prefetch(self._request(self._name())))
+        request = self._request(self._name())
+        self.command("prefetch", self._around.replica.prefetch(request), request.adapter or "")
 
     # -- adapters -----------------------------------------------------------------------------------
 
@@ -154,20 +166,23 @@ class Clients:
         pinned, replace, lazy = draw.random() < 0.1, draw.random() < 0.7, draw.random() < 0.4
         self._say(f"load {name} {pinned} {replace} {lazy}")
         loading = self._around.replica.load_adapter(name, name, pinned, replace, lazy)
-        self._command("load", loading, lambda info: self._raise(name, info.uid))
+        command = self.command("load", loading, name, lambda info: self._raise(name, info.uid))
+        command.replaces = replace
         if draw.random() < 0.1:
-            loading.cancel()
+            command.cancelled = True
+            command.cancelled = loading.cancel()
 
     def unload(self) -> None:
         """Unloads an adapter."""
         name = self._name()
         gone = self._around.replica.unload_adapter(name)
-        self._command(f"unload {name}", gone, lambda info: self._raise(name, info.uid + 1))
+        self.command("unload", gone, name, lambda info: self._raise(name, info.uid + 1))
 
     def pin(self) -> None:
         """Pins an adapter, or unpins it."""
         name, on = self._name(), self._draw.random() < 0.5
-        self._command(f"pin {name} {on}", self._around.replica.pin_adapter(name, on))
+        self._say(f"pin {name} {on}")
+        self.command("pin", self._around.replica.pin_adapter(name, on), name)
 
     def write(self, name: str = "") -> None:
         """Another version takes a directory's place."""
@@ -189,11 +204,11 @@ class Clients:
         """Asks for what a page of the server shows."""
         replica = self._around.replica
         ask = self._draw.choice((replica.state, replica.adapters, replica.owners))
-        self._command("look", ask())
+        self.command("look", ask())
 
     def flush(self) -> None:
         """Drops the cache."""
-        self._command("flush", self._around.replica.flush_cache())
+        self.command("flush", self._around.replica.flush_cache())
 
     def heed(self, done: Future[Any]) -> None:
         """A command has ended, which may be the product's own."""
@@ -207,11 +222,11 @@ class Clients:
     def check(self) -> None:
         """What was answered since the last time, and what has ended."""
         left = []
-        for name, future in self.commands:
-            if future.done():
-                self._answered(name, future)
+        for command in self.commands:
+            if not command.future.done():
+                left.append(command)
             else:
-                left.append((name, future))
+                self._answered(str(command), command.future)
         self.commands = left
         self.calls = [call for call in self.calls if not call.over]
 
@@ -262,18 +277,22 @@ class Clients:
             cache_salt=draw.choice(("", "", "s")),
         )
 
-    def _admitted(self, call: Call, done: Future[int]) -> None:
+    def _admitted(self, call: Call, done: Future[int], again: bool) -> None:
         """The engine has taken the request in, or not; on its thread, unless the client cancelled."""
         try:
-            self._bind(call, done)
+            self._bind(call, done, again)
         except AssertionError as e:
             self.found.append(e)
 
-    def _bind(self, call: Call, done: Future[int]) -> None:
+    def _bind(self, call: Call, done: Future[int], again: bool) -> None:
         if done.cancelled() or done.exception() is not None:
             call.refused = True
             assert not any(call.got.values()), "tokens before the refusal"
-            self._answered(f"submit {call.request.id}", done)
+            error = self._answered(f"submit {call.request.id}", done)
+            assert error is not None
+            gone = done.cancelled() or self._around.over()
+            excused = gone or self._around.excuses.refusal(call.request, error, again)
+            assert excused, f"{call.request.id} is refused, and nothing was wrong: {type(error).__name__}: {error}"
             return
         call.handle, request, mark, activation = done.result(), call.request, 0, None
         if request.adapter is not None:
@@ -341,29 +360,47 @@ class Clients:
     def _aborted(self, call: Call, event: TokenEvent, name: str) -> None:
         if event.error is not None:
             self._mapped(name, event.error)
+            excused = self._around.over() or self._around.excuses.request(call.handle)
+            assert excused, f"{name} has failed, and nothing has struck it: {type(event.error).__name__}: {event.error}"
             return
         late = call.request.deadline is not None and self._around.now() >= call.request.deadline
         assert call.cancelled or late, f"{name} is aborted, and nobody asked for it"
 
-    def _command(self, name: str, future: Future[Any], then: Callable[[Any], None] | None = None) -> None:
-        self.commands.append((name, future))
+    def command(
+        self, kind: str, future: Future[Any], name: str = "", then: Callable[[Any], None] | None = None
+    ) -> Command:
+        """Waits for the answer of a command, and for `then` with it."""
+        command = Command(kind, name, self._around.now(), future)
+        self.commands.append(command)
+        future.add_done_callback(lambda done: self._excuse(command))
         if then is not None:
             future.add_done_callback(lambda done: done.cancelled() or done.exception() or then(done.result()))
+        return command
+
+    def _excuse(self, command: Command) -> None:
+        """It has been answered just now, on the engine's thread or on a loader's."""
+        future = command.future
+        error = CancelledError() if future.cancelled() else future.exception()
+        if error is not None and not (self._around.over() or self._around.excuses.command(command, error)):
+            what = f"{command} has failed, and nothing was wrong with it: {type(error).__name__}: {error}"
+            self.found.append(AssertionError(what))
 
     def _raise(self, name: str, uid: int) -> None:
         self._floors[name] = max(self._floors.get(name, 0), uid)
 
-    def _answered(self, name: str, done: Future[Any]) -> None:
+    def _answered(self, name: str, done: Future[Any]) -> BaseException | None:
+        """The error of a command that has ended."""
         self.answered += 1
         error = CancelledError() if done.cancelled() else done.exception()
         self._say(f"{name}: {type(error).__name__}")
         if error is not None:
             self._mapped(name, error)
+        return error
 
     def _mapped(self, name: str, error: BaseException) -> None:
         """Whether a front has a status for the error."""
         known = isinstance(error, JloraError | Planted | Shortage | CancelledError)
-        assert known or str(error).startswith("SystemExit: disk.dies"), f"{name}: {type(error).__name__}: {error}"
+        assert known, f"{name}: {type(error).__name__}: {error}"
 
 
 # What clients do, and how often.

@@ -23,7 +23,9 @@ import numpy as np
 from jlora.engine.plan import Drawn, StepPlan, Work
 from jlora.engine.ports import Swapper, Undone
 from jlora.layout import PoolLayout
+from jlora.sim.world.merging import Weights
 from jlora.sim.world.sites import Planted, Shortage, Site, Sites
+from jlora.sim.world.struck import Struck
 from jlora.sim.world.tasks import Tasks
 from jlora.types import Salt
 
@@ -133,7 +135,7 @@ class _Snapshot:
     pool: DeviceMemory
 
     def __array__(self, *_: object, **__: object) -> np.ndarray:
-        self.pool.carry()
+        self.pool.carry(())
         array = np.empty(len(self.cells), object)
         array[:] = self.cells
         return array
@@ -145,32 +147,37 @@ Staged = list[tuple[int, Cell]]
 class DeviceMemory:
     """The pool: see `jlora.cache.pool.DevicePool`. It changes at once, in the order of what is dispatched."""
 
-    def __init__(self, layout: PoolLayout, groups: int, sites: Sites, tasks: Tasks):
+    def __init__(self, layout: PoolLayout, groups: int, sites: Sites, tasks: Tasks, struck: Struck):
         self.layout = layout
         self.groups = groups
         self.group_layers = layout.layers // groups
         self.lost = False
         self._cells: list[dict[int, Cell]] = [{} for _ in range(groups)]
+        self.tasks = tasks
         self._sites = sites
-        self._tasks = tasks
+        self._struck = struck
 
-    def carry(self) -> None:
-        """What may happen to a copy on its way."""
-        self._tasks.sleep(1e-4 + (2 * self._tasks.draw.random() if self._sites.fires("copy.late") else 0.0))
-        self._sites.strike("copy.fails")
-        self._sites.lack("copy.short")
+    def carry(self, ids: Sequence[int]) -> None:
+        """What may happen to a copy on its way, to these blocks if it is one to the device."""
+        self.tasks.sleep(1e-4 + (2 * self.tasks.draw.random() if self._sites.fires("copy.late") else 0.0))
+        try:
+            self._sites.strike("copy.fails")
+            self._sites.lack("copy.short")
+        except (Planted, Shortage):
+            self._struck.copy(ids)
+            raise
 
     def stage(self, ids: Sequence[int], data: Sequence[Cell]) -> Staged:
-        self.carry()
+        self.carry(ids)
         return list(zip(ids, data, strict=True))
 
     def place(self, staged: Staged) -> None:
-        self._trouble()
+        self._trouble(staged)
         for cells in self._cells:
             cells.update(staged)
 
     def place_group(self, staged: Staged, group: int) -> None:
-        self._trouble()
+        self._trouble(staged)
         self._cells[group].update(staged)
 
     def gather(self, ids: Sequence[int]) -> list[_Snapshot]:
@@ -198,11 +205,13 @@ class DeviceMemory:
         held = self.read(block)
         return held[offset] if isinstance(held, tuple) else GARBAGE
 
-    def _trouble(self) -> None:
+    def _trouble(self, staged: Staged) -> None:
         if self._sites.fires("pool.lost"):
             self.lost = True
             raise Planted("pool.lost")
-        self._sites.lack("copy.placed")
+        if self._sites.fires("copy.placed"):
+            self._struck.copy(block for block, _ in staged)
+            raise Shortage("copy.placed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,11 +239,13 @@ class Device:
     programs_left = 0
     left = ()
 
-    def __init__(self, pool: DeviceMemory, host: HostMemory, sites: Sites, tasks: Tasks):
+    def __init__(self, pool: DeviceMemory, host: HostMemory, weights: Weights, sites: Sites, struck: Struck):
         self.pool = pool
+        self._weights = weights
         self._host = host
         self._sites = sites
-        self._tasks = tasks
+        self._tasks = pool.tasks
+        self._struck = struck
         self._last: dict[int, int] = {}  # slot -> the token that it drew last
         self._free_at = 0.0
 
@@ -260,7 +271,10 @@ class Device:
                     raise
                 part = self._step(_part(plan, done), stalled, drawn) if done else None
                 works = tuple(work for work in plan.work if work not in done)
-                raise Undone(part, works, launch[0].sequence if len(launch) == 1 else None) from error
+                guilty = launch[0].sequence if len(launch) == 1 else None
+                if guilty is not None:
+                    self._struck.request(guilty.handle)
+                raise Undone(part, works, guilty) from error
             drawn += [self._compute(work, plan) for work in launch]
             done += launch
         return self._step(plan, stalled, drawn)
@@ -308,10 +322,13 @@ class Device:
         return Drawn(token)
 
     def _mark(self, work: Work, plan: StepPlan) -> int:
-        """What the adapter is, as the step finds it where it reads it."""
+        """What the adapter is, as the step finds it where it reads it: beside the weights, and in them."""
+        blocks = self._blocks(work, plan) if plan.merged.acts(work) else 0
+        found = self._weights.act(blocks, plan.merged, work)
+        return GARBAGE if found is None else found
+
+    def _blocks(self, work: Work, plan: StepPlan) -> int:
         adapter = work.sequence.adapter
-        if not work.adapted:
-            return 0
         if work.helped:
             source = next(copy.source for copy in plan.helps if copy.adapter is adapter and adapter in copy.nodes)
             return hash(tuple(self._host.read(source)))

@@ -108,10 +108,17 @@ class _Directory:
 
 
 class Disk(Files):
-    """Directories of adapters. `sleep`: passes time, and lets others run."""
+    """Directories of adapters. `sleep` passes time, and lets others run; `struck` hears which directory was struck."""
 
-    def __init__(self, draw: random.Random, sites: Sites, sleep: Callable[[float], None]):
+    def __init__(
+        self,
+        draw: random.Random,
+        sites: Sites,
+        sleep: Callable[[float], None],
+        struck: Callable[[str], None] = lambda path: None,
+    ):
         self.sites = sites
+        self._struck = struck
         self._draw = draw
         self._sleep = sleep
         self._directories: dict[str, _Directory] = {}
@@ -120,15 +127,24 @@ class Disk(Files):
     def put(self, path: str, version: Version) -> None:
         """Another directory takes the path's place."""
         self._directories[path] = _Directory(version, next(self._inodes))
+        self._struck(path)
 
     def remove(self, path: str) -> None:
         """The directory is gone, if there was one."""
         self._directories.pop(path, None)
+        self._struck(path)
+
+    def digest(self, path: str) -> str:
+        """Of what is at the path; "" if nothing is."""
+        try:
+            return self.look(path).version.digest
+        except OSError:
+            return ""
 
     @contextlib.contextmanager
     def folder(self, directory: str) -> Iterator[_OpenFolder]:
-        self.delay()
-        if self.sites.fires("disk.vanished"):
+        self.delay(directory)
+        if self.fires("disk.vanished", directory):
             raise OSError(errno.ENOENT, "No such file or directory")
         found = self.look(directory)
         yield _OpenFolder(self, directory, found, found.inode)
@@ -144,15 +160,22 @@ class Disk(Files):
             raise OSError(errno.ENOENT, "No such file or directory")
         return self._directories[name]
 
+    def fires(self, name: str, path: str) -> bool:
+        """Whether a fault strikes a read of the path."""
+        fires = self.sites.fires(name)
+        if fires:
+            self._struck(path)
+        return fires
+
     def write(self, directory: _Directory) -> None:
         """Somebody writes another version into an open directory, file by file."""
         like = [version for version in versions() if version.activated == directory.version.activated]
         directory.version, directory.inode = self._draw.choice(like), next(self._inodes)
 
-    def delay(self) -> None:
+    def delay(self, path: str) -> None:
         """What every access costs."""
         self._sleep(READ_S * self._draw.random() + (2 * self._draw.random() if self.sites.fires("disk.slow") else 0))
-        if self.sites.fires("disk.error"):
+        if self.fires("disk.error", path):
             raise OSError(errno.EIO, "Input/output error")
 
 
@@ -175,12 +198,12 @@ class _OpenFolder(Folder):
 
     @contextlib.contextmanager
     def open(self, name: str) -> Iterator[_OpenFile]:
-        self.disk.delay()
-        if self.disk.sites.fires("disk.changed"):
+        self.disk.delay(self.path)
+        if self.disk.fires("disk.changed", self.path):
             self.disk.write(self.directory)
         self.opened.append(name)
         _identity(self.directory, name)
-        yield _OpenFile(len(self.directory.files[name]), self.disk, self.directory.files[name])
+        yield _OpenFile(len(self.directory.files[name]), self, self.directory.files[name])
 
     def unchanged(self) -> bool:
         try:
@@ -195,13 +218,14 @@ class _OpenFolder(Folder):
 @dataclass(slots=True)
 class _OpenFile(File):
     size: int
-    disk: Disk
+    folder: _OpenFolder
     data: bytes
     at: int = 0
 
     def read(self, size: int) -> np.ndarray:
-        self.disk.delay()
-        if self.disk.sites.fires("disk.torn"):
+        disk, path = self.folder.disk, self.folder.path
+        disk.delay(path)
+        if disk.fires("disk.torn", path):
             size = min(size, (self.size - self.at) // 2)
         found = self.data[self.at : self.at + size]
         self.at += len(found)

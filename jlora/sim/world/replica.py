@@ -27,25 +27,32 @@ from jlora.engine.futures import Commands
 from jlora.engine.local import LocalReplica
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
+from jlora.engine.shelf import Reading
 from jlora.engine.sources import Reader
+from jlora.engine.switching import Switching
 from jlora.errors import Unavailable
 from jlora.layout import PoolLayout
 from jlora.ports import System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.sim.clock import VirtualClock
-from jlora.sim.world import clients, device, disk, seams
+from jlora.sim.world import clients, device, disk, merging, seams
 from jlora.sim.world.clients import Around, Clients
 from jlora.sim.world.device import Device, DeviceMemory, HostMemory
 from jlora.sim.world.disk import BLOCK_TOKENS, SPEC, Disk, versions
+from jlora.sim.world.excuses import Excuses
+from jlora.sim.world.merging import Drawn, Weights
 from jlora.sim.world.report import Journal
 from jlora.sim.world.sites import Site, Sites
+from jlora.sim.world.struck import Struck
 from jlora.sim.world.tasks import Task, Tasks
+from jlora.sim.world.witness import Witness
 from jlora.types import TokenEvent
 from jlora.validation import Limits
 
 SITES: Mapping[str, Site] = {
     **disk.SITES,
     **device.SITES,
+    **merging.SITES,
     **seams.SITES,
     **clients.SITES,
     "clock.stalls": Site("nothing runs for five seconds", 0.006),
@@ -60,14 +67,21 @@ MOST_TURNS = 6_000  # until everything must have ended
 
 
 class _Watched(Engine):
-    """An engine that calls `after` behind every step."""
+    """An engine that calls `before` and `after` with every step, and whose `witness` hears of failed readings."""
 
+    before: Callable[[], None]
     after: Callable[[], None]
+    witness: Witness
 
     def step(self) -> list[TokenEvent]:
+        self.before()
         events = super().step()
         self.after()
         return events
+
+    def unread(self, reading: Reading, error: Exception) -> None:
+        self.witness.unread(reading, error)
+        super().unread(reading, error)
 
 
 class _Registry(Catalogue):
@@ -101,7 +115,8 @@ class World:
         self.sites = Sites(SITES, random.Random(f"{seed} sites"))
         self.clock = VirtualClock()
         self.tasks = Tasks(random.Random(f"{seed} tasks"), self.clock, self._dies)
-        self.disk = Disk(random.Random(f"{seed} disk"), self.sites, self.tasks.sleep)
+        self.struck = Struck(self.clock)
+        self.disk = Disk(random.Random(f"{seed} disk"), self.sites, self.tasks.sleep, self.struck.path)
         self._wall = 1.7e9
         self._draw = random.Random(f"{seed} rounds")
         self.steps = 0
@@ -109,17 +124,23 @@ class World:
         config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
         layout = PoolLayout.of(SPEC, 1 + draw.choice((20, 28, 40)), BLOCK_TOKENS)
         system = System(self.tasks.reading, self._now, self.disk, self.tasks, random.Random(f"{seed} seeds"))
-        self.memory = DeviceMemory(layout, draw.choice((1, 2)), self.sites, self.tasks)
+        self.memory = DeviceMemory(layout, draw.choice((1, 2)), self.sites, self.tasks, self.struck)
         self.host = HostMemory(self.sites, self.tasks)
+        self.weights = Weights(self.sites, self.tasks)
+        self._merges = random.Random(f"{seed} merges")
         built = self._build(config, layout, system, draw.choice((16, 28, 60)))
         self.manager: CacheManager = built.parts.scheduler.manager
         self.parts = built.parts
         self.replica = LocalReplica(built, system)
         around = Around(
             self.replica, self.disk, versions(),
-            built.parts.registry.get, self._where, lambda: self.clock.now, BLOCK_TOKENS, self.sites, journal,
+            built.parts.registry.get, self._where, self.clock, BLOCK_TOKENS, self.sites, journal,
+            Excuses(self.struck, built.parts, self.disk), lambda: self.over,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))
+        watched: Any = built.engine
+        watched.witness = Witness(built.parts, self.disk, self.struck, self.clients.found)
+        watched.witness.watch(watched.adapters.shelf)
         self._heed(self.replica._commands)
 
     def round(self) -> None:
@@ -171,17 +192,20 @@ class World:
         policy = make_policy(cache, Meter(2e-3, block_tokens=BLOCK_TOKENS))
         manager = CacheManager(sizes, policy, clock, cache.prefix_reuse, streams, cache.monitor_s)
         if engine.cold_start == "cpu":
-            manager.leases.gate.helps = lambda adapter, left_s, tokens: True
+            manager.leases.gate.helps = lambda adapter, left_s, tokens: not (switching and switching.holds(adapter.uid))
         memory: Any = self.memory
         host: Any = self.host
         swapper = Swapper(memory, host, cache.link_gbps, system)
-        runner: Any = Device(self.memory, self.host, self.sites, self.tasks)
-        scheduler = Scheduler(manager, engine, SPEC.eos_ids, system.random)
+        runner: Any = Device(self.memory, self.host, self.weights, self.sites, self.struck)
+        switching = None
+        if engine.merge == "auto":
+            switching = Switching(Drawn(engine.max_seqs, self._merges), self.weights, registry, swapper)
+        scheduler = Scheduler(manager, engine, SPEC.eos_ids, system.random, switching)
         catalogue = _Registry(self.tasks, reader.fits, self.sites)
         parts = Parts(scheduler, registry, runner, swapper, clock, config.adapters.readers, catalogue, system.wall)
-        seams.plant(parts, self.sites)
-        watched = _Watched(parts, Shape(SPEC.max_len, layout.block_bytes, engine.overlap))
-        watched.after = self._after_step
+        seams.plant(parts, self.sites, self.struck)
+        watched = _Watched(parts, Shape(SPEC.max_len, layout.block_bytes, engine.overlap), switching)
+        watched.before, watched.after = self._before_step, self._after_step
         info = ReplicaInfo(
             "base", SPEC.dtype, Limits(SPEC.vocab, SPEC.max_len, sizes.device * BLOCK_TOKENS), SPEC.eos_ids,
             BLOCK_TOKENS, layout.block_bytes, "model", ("model 0",), config,
@@ -212,11 +236,15 @@ class World:
                 return "running"
         return "copying" if any(sequence.handle == handle for sequence in scheduler.loading) else ""
 
+    def _before_step(self) -> None:
+        self.struck.step += 1
+
     def _after_step(self) -> None:
         """On the engine's thread, whose errors are the product's to catch: what is found is kept for the world."""
         try:
             self.steps += 1
             self._check_tiers()
+            self.weights.audit()
             if self.steps % CHECKS == 0:
                 self._check_all()
         except AssertionError as e:
@@ -246,13 +274,15 @@ class World:
         self._until(drained.done, "the drain never ends")
         manager = self.manager
         for record in self.parts.registry.records():
-            self.clients.commands.append((f"unload {record.name}", self.replica.unload_adapter(record.name)))
+            self.clients.command("unload", self.replica.unload_adapter(record.name), record.name)
         self._until(lambda: not self.clients.commands, "an adapter is never gone")
         self._until(lambda: not (manager.flying or manager.reserved), "a copy or a read never ends")
         flushed = self.replica.flush_cache()
         self._until(flushed.done, "the flush never ends")
         self._check_tiers()
         self._check_all()
+        self.weights.audit()
+        assert not self.weights.done, "an adapter is merged that nobody knows"
         assert not manager.leases.live, "a lease is left"
         assert manager.device.free == manager.device.total, f"blocks of the device are left: {manager.device}"
         assert manager.host.free == manager.host.total, f"blocks of the host are left: {manager.host}"
@@ -274,6 +304,7 @@ def _drawn_config(draw: random.Random) -> tuple[EngineConfig, CacheConfig]:
         max_queue=draw.choice((6, 20, 40)),
         overlap=draw.random() < 0.8,
         cold_start=draw.choice(("wait", "stream", "stream", "cpu")),
+        merge=draw.choice(("off", "off", "auto")),
     )
     policies = ("jlora",) * 5 + ("fastlibra", "lru", "vllm", "slora")
     cache = CacheConfig(policy=draw.choice(policies), monitor_s=0.1, link_gbps=draw.choice((1e-3, 1e-4, 3e-5)))

@@ -6,8 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from jlora.cache.inspect import cells
+from jlora.cache.lease import Lease
 from jlora.engine.ports import Parts
 from jlora.sim.world.sites import Planted, Shortage, Site, Sites
+from jlora.sim.world.struck import Struck
 
 SITES = {
     "plan.grow": Site("memory is too short for a decoding sequence's next block", 0.02),
@@ -22,12 +24,25 @@ SITES = {
     "plan.nobody": Site("an error in planning that is due to nobody", 0.01, ends=True, rare=0.5),
 }
 
+# Whom a fault in a call with these arguments strikes: the handle of a request, or nobody known.
+Whom = Callable[[tuple[Any, ...]], int | None]
 
-def plant(parts: Parts, sites: Sites) -> None:
-    """Lets the sites strike in the parts of an engine."""
+
+def plant(parts: Parts, sites: Sites, struck: Struck) -> None:
+    """Lets the sites strike in the parts of an engine, and says whom they strike."""
     scheduler: Any = parts.scheduler
     manager = scheduler.manager
     leases, device = manager.leases, cells(manager).device
+
+    def planned(args: tuple[Any, ...]) -> int | None:
+        """Whose turn it is."""
+        return None if scheduler.suspect is None else scheduler.suspect.handle
+
+    def owner(args: tuple[Any, ...]) -> int | None:
+        """Whose lease it is."""
+        lease: Lease = args[0]
+        return next((s.handle for s in scheduler.running if s.lease is lease), None)
+
     for name, thing, method in (
         ("plan.grow", leases, "grow"),
         ("plan.acquire", leases, "acquire"),
@@ -37,19 +52,32 @@ def plant(parts: Parts, sites: Sites) -> None:
         ("plan.tend", manager, "tend"),
         ("queue.enter", scheduler.queue, "enqueue"),
     ):
-        _before(thing, method, name, sites, Shortage)
-    _before(leases, "publish", "commit.publish", sites, Planted)
-    _before(leases, "grow", "plan.guilty", sites, Planted)
-    _before(leases, "streams", "plan.nobody", sites, Planted)
+        _before(thing, method, _raiser(sites, struck, name, Shortage, planned))
+    _before(leases, "publish", _raiser(sites, struck, "commit.publish", Planted, owner))
+    _before(leases, "grow", _raiser(sites, struck, "plan.guilty", Planted, planned))
+    _before(leases, "streams", _raiser(sites, struck, "plan.nobody", Planted, planned))
 
 
-def _before(thing: Any, method: str, name: str, sites: Sites, error: Callable[[str], Exception]) -> None:
+def _raiser(
+    sites: Sites, struck: Struck, name: str, error: Callable[[str], Exception], whom: Whom
+) -> Callable[[tuple[Any, ...]], None]:
+    """Asks a site, and raises its error."""
+
+    def ask(args: tuple[Any, ...]) -> None:
+        if sites.fires(name):
+            if (handle := whom(args)) is not None:
+                struck.request(handle)
+            raise error(name)
+
+    return ask
+
+
+def _before(thing: Any, method: str, ask: Callable[[tuple[Any, ...]], None]) -> None:
     """Each call of the method asks the site first."""
     real = getattr(thing, method)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        if sites.fires(name):
-            raise error(name)
+        ask(args)
         return real(*args, **kwargs)
 
     setattr(thing, method, call)

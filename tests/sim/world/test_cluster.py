@@ -14,10 +14,13 @@ from unittest import mock
 
 import pytest
 
+from jlora.adapters import catalogue
 from jlora.cluster import attach, dispatch, link, requests, wire
+from jlora.engine.futures import done
+from jlora.errors import ResourceExhausted
 from jlora.sim.world import report
 from jlora.sim.world.cluster.sites import SITES
-from jlora.types import Request
+from jlora.types import Request, TokenEvent
 
 SEEDS = range(500)
 STEPS = 200
@@ -145,6 +148,48 @@ def a_lost_routers_requests_run_on() -> list[Any]:
     return [mock.patch.object(link.Stream, "_look", lambda self: None)]
 
 
+def a_router_never_resumes() -> list[Any]:
+    """What a replica has lost waits for ever."""
+    waiting = requests.Table.waiting
+    return [mock.patch.object(requests.Table, "waiting", lambda self: [r for r in waiting(self) if not r.avoid])]
+
+
+def a_failed_step_ends_its_neighbours() -> list[Any]:
+    """All requests of the stream get the error of one."""
+    tokens = link.Stream._tokens
+
+    async def all_fail(self: link.Stream, message: Any, live: link._Live, events: list[TokenEvent]) -> None:
+        for one in list(self._live.values()) if any(event.error is not None for event in events) else [live]:
+            await tokens(
+                self, message, one, [replace(event, index=0) for event in events] if one is not live else events
+            )
+
+    return [mock.patch.object(link.Stream, "_tokens", all_fail)]
+
+
+def a_drain_refuses() -> list[Any]:
+    """A replica that drains fails its requests, instead of giving them back."""
+    failure = wire.failure
+    return [mock.patch.object(wire, "failure", lambda rid, error, elsewhere=False: failure(rid, error))]
+
+
+def an_unread_adapter_ends_a_request_of_another() -> list[Any]:
+    adopt = link.Stream._adopt
+
+    async def fails(self: link.Stream, live: link._Live, version: Any) -> None:
+        await adopt(self, live, version)
+        if live.rid not in self._live and (others := list(self._live)):
+            del self._live[others[0]]
+            self._refuse(others[0], ResourceExhausted("host memory is short"))
+
+    return [mock.patch.object(link.Stream, "_adopt", fails)]
+
+
+def what_the_registry_has_is_not_on_its_disk() -> list[Any]:
+    """A client hears of a version, and a controller that is killed has never had it."""
+    return [mock.patch.object(catalogue.Catalogue, "put", lambda self, rows: done(None))]
+
+
 PLANTED: list[Callable[[], list[Any]]] = [
     a_token_is_replayed,
     a_dead_attempt_is_heard,
@@ -156,6 +201,11 @@ PLANTED: list[Callable[[], list[Any]]] = [
     an_old_epoch_is_accepted,
     what_waits_for_a_replica_has_no_bound,
     a_lost_routers_requests_run_on,
+    a_router_never_resumes,
+    a_failed_step_ends_its_neighbours,
+    a_drain_refuses,
+    an_unread_adapter_ends_a_request_of_another,
+    what_the_registry_has_is_not_on_its_disk,
 ]
 
 

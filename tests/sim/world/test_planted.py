@@ -9,14 +9,17 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from jlora.cache.transfer import Copy
 from jlora.cache.tree import Origin
 from jlora.engine import faults as faults_module
 from jlora.engine import loaders
 from jlora.engine.faults import Faults
+from jlora.engine.loaders import Loaders
 from jlora.engine.loading import Adapters
 from jlora.engine.local import LocalReplica
 from jlora.engine.plan import Sequence, StepPlan
@@ -109,6 +112,50 @@ def lost_command(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(LocalReplica, "between_steps", between_steps)
 
 
+def failure_ends_all(patch: pytest.MonkeyPatch) -> None:
+    """A request that fails takes every other one with it."""
+    real = Scheduler.fail
+
+    def fail(scheduler: Scheduler, handle: int, error: Exception, now: float) -> list[TokenEvent]:
+        return [event for each in list(scheduler._requests) for event in real(scheduler, each, error, now)]
+
+    patch.setattr(Scheduler, "fail", fail)
+
+
+def failed_copy_ends_another(patch: pytest.MonkeyPatch) -> None:
+    """A copy that fails ends a request of an adapter that it did not bring."""
+    real = Scheduler.fail_copy
+
+    def fail_copy(scheduler: Scheduler, copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
+        others = [s.handle for s in scheduler.running if s.adapter not in copy.nodes and s.adapter.size]
+        return real(scheduler, copy, error, now) + (scheduler.fail(others[0], error, now) if others else [])
+
+    patch.setattr(Scheduler, "fail_copy", fail_copy)
+
+
+def unread_ends_others(patch: pytest.MonkeyPatch) -> None:
+    """An adapter that cannot be read ends all requests that wait."""
+
+    def fail_adapter(scheduler: Scheduler, adapter: Any, error: Exception, now: float) -> list[TokenEvent]:
+        handles = dict.fromkeys(sequence.handle for sequence in scheduler.queue)
+        return [replace(event, error=error) for handle in handles for event in scheduler.abort(handle, now)]
+
+    patch.setattr(Scheduler, "fail_adapter", fail_adapter)
+
+
+def cancelled_load_fails_another(patch: pytest.MonkeyPatch) -> None:
+    """The end of a load that its caller has cancelled reaches another one's caller."""
+    real, loads = Loaders.load, list[Future]()
+
+    def load(self: Loaders, what: Any, settled: Any) -> Future:
+        answer = real(self, what, settled)
+        loads.append(answer)
+        answer.add_done_callback(lambda ended: ended.cancelled() and [other.cancel() for other in loads])
+        return answer
+
+    patch.setattr(Loaders, "load", load)
+
+
 # -- mended once, and taken back ------------------------------------------------------------------
 
 
@@ -165,7 +212,8 @@ PLANTS: tuple[Plant, ...] = (
     cache.suffix_without_adapter, cache.suffix_of_any_adapter, cache.suffix_outlives_adapter,
     cache.invocation_block_as_base, cache.copy_of_two_owners,
     wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
-    lost_command, shortage_ends_the_engine, failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
+    lost_command, failure_ends_all, failed_copy_ends_another, unread_ends_others, cancelled_load_fails_another,
+    shortage_ends_the_engine, failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
     mixed_versions, changed_on_the_disk, unchecked,
 )  # fmt: skip
 

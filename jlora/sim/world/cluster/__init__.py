@@ -6,6 +6,7 @@ model     a replica without an engine, whose tokens are exact
 members   the processes: the product's own router and link on these loops
 adapters  versions of adapters that come and go
 asks      clients, and what each must get
+blame     which faults have struck whom, and which errors that excuses
 sites, faults  what goes wrong
 heard     what the product logs: an error is a find
 checks    what must hold with every step, and at the end

@@ -21,6 +21,7 @@ from jlora.cluster.uses import Uses
 from jlora.config import Config
 from jlora.errors import NotFound, Unavailable
 from jlora.ports import Stamp, System, Threads
+from jlora.sim.world.cluster.blame import Blame
 from jlora.sim.world.cluster.fibers import Fibers
 from jlora.sim.world.cluster.loop import Loop
 from jlora.sim.world.cluster.model import Disk
@@ -39,23 +40,38 @@ Told = Callable[[str, str], None]
 class Connection:
     """One process's connection to the registry's file, which outlives it."""
 
-    def __init__(self, file: sqlite3.Connection, sites: Sites):
-        self._file, self._sites = file, sites
+    def __init__(self, file: sqlite3.Connection, sites: Sites, struck: Callable[[str], None], die: Callable[[], None]):
+        """`struck` hears which fault strikes; `die` ends the process, and never returns."""
+        self._file, self._sites, self._struck, self._die = file, sites, struck, die
         self.strikes = False
+        self._commits = 0
 
     @property
     def in_transaction(self) -> bool:
         return self._file.in_transaction
 
     def execute(self, statement: str, *values: Any) -> Any:
-        if statement == "begin immediate" and self.strikes and self._sites.fires("registry.locked"):
+        if statement == "begin immediate" and self._fires("registry.locked"):
             raise _error("database is locked", "SQLITE_BUSY")
-        return self._file.execute(statement, *values)
+        dies = statement == "commit" and self._fires("controller.killed")
+        self._commits += statement == "commit"
+        if dies and self._commits % 2:  # before it is written
+            self._die()
+        done = self._file.execute(statement, *values)
+        if dies:
+            self._die()
+        return done
 
     def executemany(self, statement: str, values: Iterable[Any]) -> Any:
-        if self.strikes and self._sites.fires("registry.full"):
+        if self._fires("registry.full"):
             raise _error("database or disk is full", "SQLITE_FULL")
         return self._file.executemany(statement, values)
+
+    def _fires(self, name: str) -> bool:
+        fires = self.strikes and self._sites.fires(name)
+        if fires:
+            self._struck(name)
+        return fires
 
     def close(self) -> None:
         if self._file.in_transaction:
@@ -69,16 +85,21 @@ def _error(message: str, name: str) -> sqlite3.OperationalError:
 
 
 class WatchedRegistry(Registry):
-    """Tells of what it makes current."""
+    """Tells of what it makes current, and of every name that changes."""
 
-    def __init__(self, threads: Threads, connect: Callable[..., Any], told: Told):
+    def __init__(self, threads: Threads, connect: Callable[..., Any], told: Told, changed: Callable[[str], None]):
         super().__init__("", threads, connect)
-        self._told = told
+        self._told, self._changed = told, changed
 
     def put(self, rows: Sequence[Row]) -> None:
         super().put(rows)
         for row in rows:
+            self._changed(row.name)
             self._told(row.name, row.digest)
+
+    def remove(self, name: str) -> None:
+        super().remove(name)
+        self._changed(name)
 
 
 class DiskFiles:
@@ -96,8 +117,9 @@ class DiskFiles:
 class Adapters:
     """The registry's file, and the controller of the present life."""
 
-    def __init__(self, net: Net, disk: Disk, sites: Sites, draw: random.Random):
+    def __init__(self, net: Net, disk: Disk, sites: Sites, draw: random.Random, blame: Blame):
         self.disk, self.draw = disk, draw
+        self._blame = blame
         self.file = sqlite3.connect(":memory:", isolation_level=None)
         self.number = 0
         self.controller: Controller | None = None
@@ -111,12 +133,19 @@ class Adapters:
         self.disk.files[path] = f"{self.draw.getrandbits(64):016x}"
         return path
 
-    def begin(self, loop: Loop, told: Told) -> Controller:
-        """A controller begins, in the process of a loop."""
+    def begin(self, loop: Loop, told: Told, dies: Callable[[], None]) -> Controller:
+        """A controller begins, in the process of a loop; `dies` kills that."""
         time = self._net.time
         fibers = Fibers(time, loop)
-        connection = Connection(self.file, self._sites)
-        registry = WatchedRegistry(fibers, lambda *_, **how: connection, told)
+        if self.file.in_transaction:  # of a life that was killed
+            self.file.rollback()
+
+        def die() -> None:
+            dies()
+            fibers.vanish()
+
+        connection = Connection(self.file, self._sites, self._blame.file, die)
+        registry = WatchedRegistry(fibers, lambda *_, **how: connection, told, self._blame.changed)
         connection.strikes = True
         files: Any = DiskFiles(self.disk)
         system = System(clock=time, wall=lambda: 0.0, files=files, threads=fibers)
@@ -153,6 +182,11 @@ class Follower:
         self._epoch = 0
         self._stream: tuple[object, Controller] | None = None
         self._look()
+
+    @property
+    def began(self) -> bool:
+        """Whether a table has come."""
+        return bool(self._epoch)
 
     def follow(self, members: Members) -> None:
         self._members = members

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from jlora.errors import Busy, JloraError
 from jlora.sim.world.cluster.model import answer
 from jlora.types import Request, TokenEvent
 
@@ -27,12 +27,16 @@ class Ask:
         left: the client has gone, or asked for the end.
         stops: completions that the client has stopped.
         lost: its router's process is gone.
+        judge: hears of its errors as they come.
+        losses: attempts that were lost, with a link or by a replica's word.
+        causes: what replicas have said of its attempts: kind of error -> how often.
     """
 
     request: Request
     digests: list[str]
     clock: Callable[[], float]
     router: Any = None
+    judge: Callable[[Ask, BaseException], None] = lambda ask, error: None
     accepted: int | None = None
     refused: BaseException | None = None
     left: bool = False
@@ -42,6 +46,8 @@ class Ask:
     reasons: list[str] = field(default_factory=list)
     errors: list[Exception] = field(default_factory=list)
     submitted: Future[int] | None = None
+    losses: int = 0
+    causes: Counter[str] = field(default_factory=Counter)
     _answers: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,6 +76,7 @@ class Ask:
             if any(map(len, self.tokens)):
                 raise Violation(f"{self.name} is refused after its first token: {error}")
             self.refused = error
+            self.judge(self, error)
         else:
             self.accepted = submitted.result()
 
@@ -84,6 +91,7 @@ class Ask:
                 self._compare(index)
             if event.error is not None:
                 self.errors.append(event.error)
+                self.judge(self, event.error)
             if event.finish_reason is not None:
                 self.reasons[index] = event.finish_reason
                 self._ended(index, event)
@@ -117,10 +125,7 @@ class Ask:
         if why != "stop" and event.usage.completion_tokens != got and index not in self.stops:
             raise Violation(f"{self.name}: usage counts {event.usage.completion_tokens} of {got} tokens")
 
-    def explain(self, disturbed: bool) -> None:
-        """Raises Violation if it did not end well, and nothing that happened excuses that."""
-        errors = [*self.errors, *([self.refused] if self.refused is not None and not self.left else [])]
-        for error in errors:
-            full = isinstance(error, Busy)  # the queues are short
-            if not isinstance(error, JloraError) or not (disturbed or full):
-                raise Violation(f"{self.name} has failed: {type(error).__name__}: {error}")
+    def check_served(self) -> None:
+        """Raises Violation if it has failed: nothing may excuse that."""
+        for error in (*self.errors, *filter(None, [self.refused])):
+            raise Violation(f"{self.name} has failed: {type(error).__name__}: {error}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from jlora.errors import Unavailable
 from jlora.sim.world.cluster.adapters import NAMES
 from jlora.sim.world.cluster.members import ATTACH, ReplicaProcess, RouterProcess
+from jlora.sim.world.cluster.model import SPOILED
 from jlora.sim.world.cluster.net import DELAY_S
 from jlora.types import AdapterInfo
 
@@ -23,14 +24,22 @@ EXCUSED_S = 13.0  # after a fault in which a replica may be lost
 
 
 @dataclass(slots=True)
-class Loading:
-    """A client's load, from `begun` to `ended`."""
+class Command:
+    """A client's load, unload or pin of an adapter, from `begun` to `ended`.
 
+    Attributes:
+        life: of the controller, by number; with it the command ends, unanswered.
+        unknown: its name stood for nothing when it came.
+    """
+
+    kind: str
     name: str
-    path: str
     begun: float
     answer: Future[AdapterInfo]
+    life: int
+    path: str = ""
     ended: float = math.inf
+    unknown: bool = False
 
     @property
     def loaded(self) -> bool:
@@ -69,9 +78,14 @@ class Faults:
         }
         self._excused: dict[tuple[str, str], float] = {}  # (router, replica) -> until
         self._spoiled: dict[str, str] = {}  # path -> what was there
-        self.loads: list[Loading] = []
+        self.commands: list[Command] = []
         self._going: list[Callable[[], object]] = []  # routers that are about to be gone
         self.unloaded: set[str] = set()
+
+    @property
+    def loads(self) -> list[Command]:
+        """The commands that load."""
+        return [one for one in self.commands if one.kind == "load"]
 
     def step(self) -> None:
         """What strikes now."""
@@ -122,12 +136,19 @@ class Faults:
             return True
         return any(one.name == replica and not one.alive for one in self._world.replicas)
 
+    def disturbed(self, replica: ReplicaProcess, since: float) -> bool:
+        """Whether the controller may have failed to reach a replica, since then."""
+        router = self._world.routers[0].name
+        return not replica.alive or self._excused.get((router, replica.name), -1.0) >= since
+
     def hinders(self, router: str, replica: str) -> bool:
         """Whether messages may not arrive just now."""
         world = self._world
         path = world.net.path(router, replica)
         lives = [one for one in (*world.routers, *world.replicas) if one.name in (router, replica)]
-        return path.cut or path.slow != DELAY_S or any(not one.alive or one.loop.stopped or one.fresh for one in lives)
+        late = any(stream.up.late for stream in world.net.between(router, replica))
+        stands = any(not one.alive or one.loop.stopped or one.fresh for one in lives)
+        return late or stands or path.cut or path.slow != DELAY_S
 
     # -- the network ----------------------------------------------------------------------------
 
@@ -227,6 +248,12 @@ class Faults:
             ask.lost |= ask.router is router and not ask.over
         world.time.after(world.draw.uniform(*RESTART_S), lambda: router.alive or world.start_router(router))
 
+    def controller_dies(self) -> None:
+        """The process of the controller is killed, just now."""
+        router = self._world.routers[0]
+        self.excuse(router.name)
+        self._router_is_gone(router, False)
+
     def _stop(self, process: ReplicaProcess | RouterProcess) -> bool:
         if not process.alive or process.loop.stopped:
             return False
@@ -241,6 +268,7 @@ class Faults:
         if not replica.alive or replica.backend.draining:
             return False
         replica.backend.draining = True
+        self._world.blame.drains(replica.loop)
         self.excuse(replica.name)
         loop = replica.loop
         self._world.time.after(self._world.draw.uniform(0.2, 1.0), lambda: loop.dead or replica.kill())
@@ -287,10 +315,16 @@ class Faults:
         if not router.alive:
             return False
         path = adapters.path(name)
-        loading = Loading(name, path, self._world.time.now, router.router.load_adapter(name, path, replace=True))
-        loading.answer.add_done_callback(lambda _: setattr(loading, "ended", self._world.time.now))
-        self.loads.append(loading)
+        self._command("load", name, router.router.load_adapter(name, path, replace=True), path)
         return True
+
+    def _command(self, kind: str, name: str, answer: Future[AdapterInfo], path: str = "") -> None:
+        world = self._world
+        command = Command(kind, name, world.time.now, answer, len(world.adapters.lives), path)
+        assert world.adapters.controller is not None
+        command.unknown = world.adapters.controller.registry.find(name) is None
+        answer.add_done_callback(lambda _: setattr(command, "ended", world.time.now))
+        self.commands.append(command)
 
     def _name(self) -> str:
         return self._world.draw.choice(NAMES)
@@ -299,28 +333,35 @@ class Faults:
         router, name = self._world.routers[0], self._name()
         if router.alive:
             self.unloaded.add(name)
-            router.router.unload_adapter(name)
+            self._command("unload", name, router.router.unload_adapter(name))
         return router.alive
 
     def _pin(self) -> bool:
         router = self._world.routers[0]
         if router.alive:
-            router.router.pin_adapter(self._name(), self._world.draw.random() < 0.7)
+            name = self._name()
+            self._command("pin", name, router.router.pin_adapter(name, self._world.draw.random() < 0.7))
         return router.alive
 
     def _change(self) -> bool:
         """The files of an adapter are others for a while."""
         world = self._world
-        path = world.draw.choice([one.path for one in self.loads if one.loaded] or [""])
+        loaded = [one for one in self.loads if one.loaded]
+        path = world.draw.choice([one.path for one in loaded] or [""])
         if path and path not in self._spoiled:
             self._spoiled[path] = world.disk.files[path]
-            world.disk.files[path] = "spoiled"
+            world.disk.files[path] = SPOILED
+            self._tell(path)
             world.time.after(world.draw.uniform(*WHILE_S), lambda: self._mend(path))
         return True
 
     def _mend(self, path: str) -> None:
         if path in self._spoiled:
             self._world.disk.files[path] = self._spoiled.pop(path)
+            self._tell(path)
+
+    def _tell(self, path: str) -> None:
+        self._world.blame.changed(next(one.name for one in self.loads if one.path == path))
 
     def _flood(self) -> bool:
         """Clients who leave at once, while a replica reads nothing."""

@@ -69,6 +69,10 @@ class Fibers(Threads):
         self._time.after(seconds, wake)
         self._hub.switch()
 
+    def vanish(self) -> None:
+        """The process is gone: the fiber that calls never goes on."""
+        self._hub.switch()
+
     def bury(self) -> None:
         """Ends the fibers that still wait."""
         for fiber in list(self._live):

@@ -49,6 +49,7 @@ class Heard(logging.Handler):
             self._found.append(f"{who} logs an error: {record.getMessage()} ({type(error).__name__}: {error})")
         elif record.msg == LOST and isinstance(record.args, tuple):
             name, _, why = map(str, record.args)
+            self._world.blame.lost(who, name)
             if why != LEFT and not self._world.faults.excused(who, name):
                 self._found.append(f"{who} loses replica {name} without a reason: {why}")
 
@@ -58,5 +59,5 @@ class Heard(logging.Handler):
             for context in process.loop.errors:
                 error = context.get("exception")
                 raise Violation(f"{process.name}: {context.get('message')}: {type(error).__name__}: {error}") from error
-        for found in (*self._world.net.failures, *self._found):
+        for found in (*self._world.net.failures, *self._found, *self._world.blame.found):
             raise Violation(found)

@@ -6,8 +6,10 @@ import asyncio
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from jlora.cluster import balance
 from jlora.cluster.attach import Terms
 from jlora.cluster.directory import Directory
 from jlora.cluster.link import LinkServicer, Stream
@@ -21,14 +23,17 @@ from jlora.replica import ReplicaInfo
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2_grpc as public
 from jlora.serve.services import AdaptersServicer
+from jlora.sim.world.cluster.blame import Blame
 from jlora.sim.world.cluster.loop import Loop
-from jlora.sim.world.cluster.model import STEP_S, Disk, ModelReplica
+from jlora.sim.world.cluster.model import SPOILED, STEP_S, Disk, ModelReplica
 from jlora.sim.world.cluster.net import Net, Server, Wires
 from jlora.sim.world.sites import Sites
 
 ADOPT_S = (0.002, 0.05)  # to read an adapter
 FRESH_S = 1.0
 SLOW_S = (0.5, 2.0)  # from a slow disk
+# The solver has all its time: how fast this machine is must not change its answer.
+BALANCE = balance.Terms(queue_s=0.1, limit_s=60.0)
 ATTACH = "/jlora.cluster.v1.Link/Attach"
 
 
@@ -41,6 +46,7 @@ class Grounds:
     sites: Sites
     draw: random.Random
     info: ReplicaInfo
+    blame: Blame
 
 
 @dataclass
@@ -68,7 +74,8 @@ class ReplicaProcess:
         self.buried.append(self.loop)
         self.strays, self.restarts = {}, False
         step_s = grounds.draw.uniform(*STEP_S)
-        self.replica = ModelReplica(self.loop, grounds.disk, grounds.draw, grounds.info, step_s)
+        struck = partial(grounds.blame.attempt, self.name)
+        self.replica = ModelReplica(self.loop, grounds.disk, grounds.draw, grounds.info, struck, step_s)
         model: Any = self.replica
         self.backend = Backend(replica=model, started=0.0)
         self.servicer = LinkServicer(self.backend, self.name, Secret(), self._adopt, self.replica.records)
@@ -101,10 +108,13 @@ class ReplicaProcess:
             await asyncio.sleep(draw.uniform(*SLOW_S))
         await asyncio.sleep(draw.uniform(*ADOPT_S))
         if sites.fires("load.memory"):
+            self.grounds.blame.unread(self.name, version.key, "ResourceExhausted")
             raise ResourceExhausted("host memory is short")
         if sites.fires("load.killed"):
             self.kill()
             await asyncio.sleep(0)  # nothing of the process runs from here on
+        if self.grounds.disk.files.get(version.path) == SPOILED:
+            self.grounds.blame.unread(self.name, version.key, "DataLoss")
         self.replica.adopt(version.key, version.path, version.digest)
 
 
@@ -115,11 +125,13 @@ class RouterProcess:
     name: str
     grounds: Grounds
     policy: type[Policy]
+    balance_s: float = 0.0
     life: int = 0
     loop: Loop = field(init=False)
     router: Router = field(init=False)
     directory: Directory = field(init=False)
     buried: list[Loop] = field(default_factory=list)
+    routers: list[Router] = field(default_factory=list)  # of all lives
     heads: dict[str, tuple[object, float]] = field(default_factory=dict)  # the message that waits, and since when
 
     def start(self, directory: Callable[[Loop], Directory], addresses: Mapping[str, str]) -> None:
@@ -134,7 +146,10 @@ class RouterProcess:
         terms = Terms(self.id, wires, most_sends=2 * room, clock=self.loop.time)
         asyncio._set_running_loop(self.loop)
         try:
-            self.router = Router(self.directory, self.policy(), terms, seed=self.grounds.draw.getrandbits(31))
+            seed = self.grounds.draw.getrandbits(31)
+            self.router = Router(self.directory, self.policy(), terms, seed, self.balance_s)
+            self.router.balancing._terms = BALANCE
+            self.routers.append(self.router)
         finally:
             asyncio._set_running_loop(None)
         self.router.place(addresses)
@@ -143,6 +158,11 @@ class RouterProcess:
     def id(self) -> str:
         """Unlike that of every other life."""
         return f"{self.name}.{self.life}"
+
+    @property
+    def waits_for_table(self) -> bool:
+        """Whether it follows a controller that has not told it anything yet."""
+        return not getattr(self.directory, "began", True)
 
     @property
     def alive(self) -> bool:

@@ -23,6 +23,7 @@ from jlora.types import (
     CacheState,
     EngineStats,
     FinishReason,
+    PrefetchResult,
     Request,
     TierState,
     Timing,
@@ -35,6 +36,7 @@ VOCAB = 1000
 STEP_S = (0.01, 0.06)
 LOAD_S = (0.005, 0.2)  # to read, check and copy an adapter
 BLOCKS = 64
+SPOILED = "spoiled"  # the digest of files that are others for a while
 
 
 def info(max_seqs: int, max_queue: int, stall_s: float) -> ReplicaInfo:
@@ -99,6 +101,7 @@ class ModelReplica:
     Attributes:
         hung: the engine stands, and its process speaks.
         compiles: a step compiles until then.
+        struck: hears of a request that the model itself fails, and with which kind of error.
         fails: what the next step does to one request of it.
         live: by handle; `steps` counts.
     """
@@ -107,6 +110,7 @@ class ModelReplica:
     disk: Disk
     draw: random.Random
     constants: ReplicaInfo
+    struck: Callable[[str, str], None]
     step_s: float = 0.02
     hung: bool = False
     compiles: float = 0.0
@@ -158,6 +162,7 @@ class ModelReplica:
         if any((r.request.tenant, r.request.id) == (request.tenant, request.id) for r in self.live.values()):
             raise AlreadyExists(f"request_id {request.id!r} is in use by a live request")
         if len(self.live) >= engine.max_seqs + engine.max_queue:
+            self.struck(request.id, "QueueFull")
             raise QueueFull("queue is full")
         digest = self.adapters_here[request.adapter].digest if request.adapter is not None else "base"
         self.handles += 1
@@ -175,6 +180,16 @@ class ModelReplica:
             return run is not None
 
         return self._between_steps(end)
+
+    def prefetch(self, request: Request) -> Future[PrefetchResult]:
+        """A replica has what it knows in memory."""
+
+        def look() -> PrefetchResult:
+            if request.adapter is not None:
+                self._info(request.adapter)
+            return PrefetchResult(True, 0, 0)
+
+        return self._between_steps(look)
 
     def stop(self, handle: int, index: int, outputs: int) -> Future[None]:
         def end() -> None:
@@ -264,6 +279,7 @@ class ModelReplica:
                 self._end(run, "abort")
             elif self.fails is not None:
                 error, self.fails = self.fails, None
+                self.struck(run.request.id, type(error).__name__)
                 self._end(run, "abort", error)
             else:
                 self._decode(run)

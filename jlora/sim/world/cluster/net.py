@@ -82,6 +82,11 @@ class Pipe:
         self._last = max(self._last, self._net.time.now + self._net.draw.uniform(*self._path.slow))
         self._net.time.at(self._last, lambda: self._path.arrive(what))
 
+    @property
+    def late(self) -> bool:
+        """Whether something is on its way that was sent while the path was slow."""
+        return self._last > self._net.time.now + DELAY_S[1]
+
     def lose(self, status: Status) -> None:
         """The reader gets a status at once, and nothing of what was on its way."""
         self.broken = True
@@ -244,7 +249,7 @@ class Channel:
     def stream_stream(self, method: str, request_serializer: Any, response_deserializer: Any, **_: Any) -> Any:
         def begin(metadata: Sequence[tuple[str, str]] = ()) -> Call:
             stream = self._net.open(self._client, self._address, method, metadata)
-            call = Call(stream, request_serializer, response_deserializer)
+            call = Call(stream, request_serializer, partial(self._net.unpacked, stream, response_deserializer))
             self._calls.append(call)
             return call
 
@@ -271,6 +276,7 @@ class Net:
     def __init__(self, time: Time, draw: random.Random):
         self.time, self.draw = time, draw
         self.failures: list[str] = []  # of handlers: each is a bug
+        self.heard: Callable[[Stream, Any], None] = lambda stream, message: None  # of what clients read on streams
         self.streams: list[Stream] = []
         self.opened: deque[Stream] = deque(maxlen=40)
         self._servers: dict[str, Server] = {}
@@ -299,6 +305,12 @@ class Net:
         self.streams.append(stream)
         self.opened.append(stream)
         return stream
+
+    def unpacked(self, stream: Stream, unpack: Callable[[bytes], Any], data: bytes) -> Any:
+        """A message that a client reads."""
+        message = unpack(data)
+        self.heard(stream, message)
+        return message
 
     def late_hello(self, stream: Stream, method: str) -> None:
         """What the stream began with comes once more; nobody reads the answer."""

@@ -20,6 +20,7 @@ from jlora.errors import JloraError
 from jlora.sim.world.cluster import checks
 from jlora.sim.world.cluster.adapters import NAMES, Adapters, Follower
 from jlora.sim.world.cluster.asks import Ask, Violation
+from jlora.sim.world.cluster.blame import Blame
 from jlora.sim.world.cluster.faults import Faults
 from jlora.sim.world.cluster.heard import Heard
 from jlora.sim.world.cluster.loop import Loop, Time
@@ -37,6 +38,7 @@ PROBE_S = 20.0  # in which a healed service answers
 TIDY_S = 30.0  # in which old versions leave the replicas: what has failed is tried again after a while
 ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
 LONG = 4000  # tokens: more than a world has time for
+SESSIONS = ("", "", "s", "t")
 ASKS = 0.12  # requests that come with a step
 
 
@@ -49,6 +51,8 @@ class World:
         self.sites = Sites(SITES, random.Random(draw.getrandbits(64)))
         self.time = Time(random.Random(draw.getrandbits(64)))
         self.net = Net(self.time, random.Random(draw.getrandbits(64)))
+        self.blame = Blame(self)
+        self.net.heard = self.blame.heard
         self.disk = Disk()
         self.grounds = Grounds(
             self.net,
@@ -56,11 +60,14 @@ class World:
             self.sites,
             draw,
             info(draw.randint(2, 6), draw.choice((2, 8, 64)), draw.choice((2.0, 60.0))),
+            self.blame,
         )
-        self.adapters = Adapters(self.net, self.disk, self.sites, draw)
+        self.adapters = Adapters(self.net, self.disk, self.sites, draw, self.blame)
         self.replicas = [ReplicaProcess(f"r{i}", self.grounds) for i in range(draw.randint(2, 3))]
         policy = draw.choice((LeastLoaded, SessionSticky))
-        self.routers = [RouterProcess(f"router{i}", self.grounds, policy) for i in range(draw.choice((1, 1, 2)))]
+        balance_s = draw.choice((0.0, 0.15, 0.4))
+        routers = range(draw.choice((1, 1, 2)))
+        self.routers = [RouterProcess(f"router{i}", self.grounds, policy, balance_s) for i in routers]
         self.asks: list[Ask] = []
         self.followers: list[Follower] = []
         self.gone: dict[str, float] = {}  # lives of routers, and when they ended
@@ -84,7 +91,7 @@ class World:
         def directory(loop: Loop) -> Any:
             told = partial(self.current, router)
             if router is self.routers[0]:
-                return self.adapters.begin(loop, told)
+                return self.adapters.begin(loop, told, self.faults.controller_dies)
             self.followers = [one for one in self.followers if not one.over]
             self.followers.append(Follower(self.adapters, self.net, loop, told))
             return self.followers[-1]
@@ -128,9 +135,10 @@ class World:
             adapter=name,
             priority=draw.choice((0, 0, 1)),
             tenant=draw.choice(("", "t")),
+            session=draw.choice(SESSIONS),
             deadline=None if plain or draw.random() < 0.8 else now + draw.uniform(0.02, 3.0),
         )
-        ask = Ask(request, [digest] if digest else [], self.time, router)
+        ask = Ask(request, [digest] if digest else [], self.time, router, self.blame.judge)
         self.asks.append(ask)
         self.journal.write(f"{now:.6f} {router.name} is asked {request.id} for {name}")
         ask.submitted = router.router.submit(request, ask.hear)
@@ -192,14 +200,12 @@ class World:
             self._run(0.25)
             checks.often(self)
         self._await(self.asks, "has not ended")
-        for ask in self.asks:
-            ask.explain(bool(self.sites.fired))
         probes = [self.ask(router, plain=True) for router in self.routers for _ in self.replicas]
         limit = self.time.now + PROBE_S
         self.time.run(limit, lambda: all(ask.over for ask in probes))
         self._await(probes, "is not served by a healed service")
         for ask in probes:
-            ask.explain(False)
+            ask.check_served()
         self._run(1.0)
         if not self.time.run(self.time.now + ATTACHED_S, lambda: checks.attached(self)):
             raise Violation("a router has not found a replica again")
@@ -208,6 +214,7 @@ class World:
                 f"replicas have versions that nobody wants: {[r.replica.adapters_here for r in self.replicas]}"
             )
         self.heard.check()
+        self._commands()
         checks.at_end(self)
         self._run_out()
 
@@ -218,6 +225,14 @@ class World:
             self.time.run(limit, lambda: not any(checks.orphans(one, self.gone) for one in self.replicas))
             checks.often(self)
             self.heard.check()
+
+    def _commands(self) -> None:
+        """Commands about adapters are answered, or gone with the controller that had them."""
+        for one in self.faults.commands:
+            if not one.answer.done() and one.life == len(self.adapters.lives):
+                raise Violation(f"the {one.kind} of {one.name} that came at {one.begun:.3f} is not answered")
+            if one.answer.done() and (error := one.answer.exception()) is not None and not self.blame.command(one):
+                raise Violation(f"the {one.kind} of {one.name} has failed: {type(error).__name__}: {error}")
 
     def _await(self, asks: list[Ask], what: str) -> None:
         for ask in asks:
@@ -255,4 +270,5 @@ def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
     for ask in world.asks:
         journal.write(f"{ask.name}: {ask.tokens} {ask.reasons} {ask.refused}")
     journal.write(f"{world.time.now:.6f} {world.time.events} events")
+    world.sites.fired["router.moves"] = sum(made.balancing.moved for one in world.routers for made in one.routers)
     return Counter(world.sites.fired)

@@ -1,0 +1,143 @@
+"""Which errors clients of a modelled service may get: each is tied to the fault that has struck it.
+
+A replica may fail an attempt that a fault struck there: its step, its adapter, its full queue, its drain. An attempt
+may be lost with its link. The client hears of none of these, unless they have cost its request all its attempts, or
+no replica reads its adapter. Everything else must end well.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.requests import MOST_LOSSES, Routed
+from jlora.errors import AlreadyExists, Busy, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.sim.world.cluster.asks import Ask
+from jlora.sim.world.cluster.loop import Loop
+from jlora.sim.world.cluster.net import Stream
+
+if TYPE_CHECKING:
+    from jlora.sim.world.cluster.faults import Command
+    from jlora.sim.world.cluster.members import RouterProcess
+    from jlora.sim.world.cluster.world import World
+
+
+class Blame:
+    """What has struck whom. `found`: errors that nothing explains."""
+
+    def __init__(self, world: World):
+        self.found: list[str] = []
+        self._world = world
+        self._attempts: set[tuple[str, str, str]] = set()  # (replica, its name of a request, kind of error)
+        self._unread: set[tuple[str, str, str]] = set()  # (replica, version's key, kind of error)
+        self._draining: set[Loop] = set()
+        self._files: dict[str, float] = {}  # a fault of the registry's file, and when it struck last
+        self._changed: dict[str, float] = {}  # when a name's files, or what it stands for, changed last
+
+    # -- what strikes -----------------------------------------------------------------------------
+
+    def attempt(self, replica: str, request: str, kind: str) -> None:
+        """A fault ends an attempt at a replica with an error of this kind."""
+        self._attempts.add((replica, _attempt(request), kind))
+
+    def unread(self, replica: str, key: str, kind: str) -> None:
+        """A replica cannot read a version."""
+        self._unread.add((replica, key, kind))
+
+    def drains(self, replica: Loop) -> None:
+        self._draining.add(replica)
+
+    def file(self, fault: str) -> None:
+        """A fault strikes the registry's file."""
+        self._files[fault] = self._world.time.now
+
+    def changed(self, name: str) -> None:
+        """An adapter's files are others, or its name stands for another version, or for none."""
+        self._changed[name] = self._world.time.now
+
+    # -- what follows -----------------------------------------------------------------------------
+
+    def lost(self, router: str, replica: str) -> None:
+        """A router is about to lose a replica; whether it may is looked at elsewhere."""
+        process = next(one for one in self._world.routers if one.name == router)
+        for routed in process.router._dispatcher.table.at(replica):
+            self._ask(routed).losses += 1
+
+    def heard(self, stream: Stream, message: Any) -> None:
+        """A router is about to take a replica's message."""
+        router = next((one for one in self._world.routers if one.loop is stream.client), None)
+        if router is None or not isinstance(message, link.FromReplica):
+            return
+        for failure in message.failures:
+            routed = router.router._dispatcher.table.attempt(failure.rid)
+            if routed is None:  # nobody waits for it
+                continue
+            if not self._caused(stream.server, router, routed, failure):
+                what = f"{failure.kind}: {failure.message}"
+                self.found.append(
+                    f"{stream.server.name} fails request {routed.request.id}, which nothing struck: {what}"
+                )
+            ask = self._ask(routed)
+            ask.causes[failure.kind] += 1
+            ask.losses += failure.elsewhere
+
+    def judge(self, ask: Ask, error: BaseException) -> None:
+        """A client gets an error, just now."""
+        if not isinstance(error, JloraError) or not self._excused(ask, error):
+            happened = f"{ask.losses} attempts were lost, and replicas said {dict(ask.causes)}"
+            self.found.append(f"{ask.name} has failed: {type(error).__name__}: {error}; {happened}")
+
+    def command(self, one: Command) -> bool:
+        """Whether a command may have failed as it has."""
+        error, begun, name = one.answer.exception(), one.begun, one.name
+        if isinstance(error, Unavailable):
+            away = all(self._world.faults.disturbed(replica, begun) for replica in self._world.replicas)
+            return self._files.get("registry.locked", -1.0) >= begun or (one.kind == "load" and away)
+        if isinstance(error, ResourceExhausted):
+            return self._files.get("registry.full", -1.0) >= begun
+        if isinstance(error, NotFound):
+            return one.kind != "load" and (self._changed.get(name, -1.0) >= begun or one.unknown)
+        return isinstance(error, DataLoss | AlreadyExists) and self._changed.get(name, -1.0) >= begun
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _ask(self, routed: Routed) -> Ask:
+        return self._world.asks[int(routed.request.id[1:])]
+
+    def _caused(self, replica: Loop, router: RouterProcess, routed: Routed, failure: link.Failure) -> bool:
+        if (replica.name, f"{failure.rid}@{router.id}", failure.kind) in self._attempts:
+            return True
+        if failure.kind == "Unavailable" and replica in self._draining:
+            return True
+        return routed.version is not None and (replica.name, routed.version.key, failure.kind) in self._unread
+
+    def _excused(self, ask: Ask, error: JloraError) -> bool:
+        if isinstance(error, Busy):
+            return ask.causes["QueueFull"] >= MOST_LOSSES or _full(ask)
+        if isinstance(error, Unavailable):
+            deadline = ask.request.deadline
+            late = deadline is not None and self._world.time.now >= deadline
+            return late or ask.losses >= MOST_LOSSES or ask.router.waits_for_table
+        if isinstance(error, NotFound) and not _known(ask):
+            return True
+        return ask.causes[type(error).__name__] > 0
+
+
+def _attempt(request: str) -> str:
+    """A replica's name of a request, without the epoch of its stream."""
+    return request.rpartition(".")[0]
+
+
+def _full(ask: Ask) -> bool:
+    dispatcher = ask.router.router._dispatcher
+    engine = dispatcher.info.config.engine
+    return dispatcher.table.completions + ask.request.sampling.n > engine.max_queue + engine.max_seqs
+
+
+def _known(ask: Ask) -> bool:
+    """Whether its router knows its adapter now."""
+    try:
+        ask.router.directory.current(ask.request.adapter)
+    except NotFound:
+        return False
+    return True

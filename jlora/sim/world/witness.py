@@ -1,0 +1,76 @@
+"""Says whom a failed copy, or an adapter that cannot be read, may end: those who need it, and nobody else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jlora.cache.transfer import Copy
+from jlora.engine.plan import Sequence
+from jlora.engine.ports import Parts
+from jlora.engine.shelf import Reading
+from jlora.sim.world.disk import Disk
+from jlora.sim.world.sites import Planted, Shortage
+from jlora.sim.world.struck import Struck
+from jlora.types import TokenEvent
+
+
+class Witness:
+    """Watches the parts of an engine, on its thread, where the product catches errors: `found` keeps what is wrong."""
+
+    def __init__(self, parts: Parts, disk: Disk, struck: Struck, found: list[AssertionError]):
+        self._scheduler: Any = parts.scheduler
+        self._disk, self._struck, self._found = disk, struck, found
+        self._begun: dict[Reading, float] = {}
+        self._now = parts.clock
+        fail_copy, remove, registry = self._scheduler.fail_copy, parts.registry.remove, parts.registry
+
+        def watched(copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
+            self._copy(copy)
+            return fail_copy(copy, error, now)
+
+        def removed(name: str) -> Any:
+            struck.gone(name)
+            return remove(name)
+
+        vars(self._scheduler)["fail_copy"] = watched
+        vars(registry)["remove"] = removed
+
+    def watch(self, shelf: Any) -> None:
+        """Looks when readings begin."""
+        begin = shelf.begin
+
+        def begun() -> list[Reading]:
+            readings = begin()
+            self._begun |= dict.fromkeys(readings, self._now())
+            return readings
+
+        vars(shelf)["begin"] = begun
+
+    def unread(self, reading: Reading, error: Exception) -> None:
+        """An adapter could not be read."""
+        began, record, struck = self._begun.pop(reading), reading.record, self._struck
+        waiting = [s for s in self._scheduler.queue if s.adapter is reading.node]
+        if reading.cancelled:
+            excused = not waiting
+        elif isinstance(error, Planted | Shortage):
+            excused = struck.reaches(error, record.name)
+        else:
+            changed = self._disk.digest(record.path) != record.digest
+            excused = changed or struck.disturbed(record.path, began)
+        if not excused:
+            self._found.append(
+                AssertionError(f"adapter {record.name} could not be read, and nothing was wrong: {error}")
+            )
+        struck.unread(record.name)
+        self._strike(waiting)
+
+    def _copy(self, copy: Copy) -> None:
+        if not self._struck.failed(copy.target):
+            self._found.append(AssertionError("a copy has failed, and nothing was wrong with it"))
+        nodes, scheduler = set(copy.nodes), self._scheduler
+        leased = [s for s in (*scheduler.running, *scheduler.loading) if s.lease is not None]
+        self._strike([s for s in leased if s.lease.adapter in nodes or not nodes.isdisjoint(s.lease.path)])
+
+    def _strike(self, sequences: list[Sequence]) -> None:
+        for sequence in sequences:
+            self._struck.request(sequence.handle)
