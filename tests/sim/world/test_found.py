@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from concurrent.futures import CancelledError
 
 import pytest
@@ -71,7 +72,11 @@ def test_a_failed_copy_ends_its_request_alone_where_memory_is_too_short_to_queue
     def short(*_: object) -> None:
         raise Shortage("planted")
 
-    monkeypatch.setattr(world.memory, "stage", short)
+    def fails(ids: Sequence[int], _: object) -> None:
+        world.struck.copy(ids)
+        raise Shortage("planted")
+
+    monkeypatch.setattr(world.memory, "stage", fails)
     world.replica.submit(request, ended.extend)
     world.until(lambda: world.parts.scheduler.loading)
     monkeypatch.setattr(world.parts.scheduler.queue, "enqueue", short)
