@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from benchmarks import figures, tables
+from benchmarks import figures, reliability, tables
 from benchmarks.records import Study, read
 from benchmarks.runner import Options
 from jlora.errors import ConfigError
@@ -78,7 +78,12 @@ def render(name: str, out: Path, draw: bool) -> bool:
     )
     made.filters["table"] = markdown
     text = made.get_template(f"{name}.md.j2").render(
-        studies=found, study=found[0], tables=tables, origin="\n".join(map(origin, found)), figure=page.figure
+        studies=found,
+        study=found[0],
+        tables=tables,
+        reliability=reliability,
+        origin="\n".join(map(origin, found)),
+        figure=page.figure,
     )
     (out / f"{name}.md").write_text(text)
     return True

@@ -23,11 +23,12 @@ from benchmarks.runner import Options
 from jlora.config import Config
 from jlora.loadgen.rounds import Sample, Side
 from jlora.serve.backend import Backend
+from jlora.serve.gate import BURST
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
 
-CALLERS = (100, 1000, 10_000)
+CALLERS = (100, 1000, BURST)
 CONNECTIONS = 10
 SECONDS = 10.0
 TEXT = "How many users signed up in May? " * 32  # a kilobyte that nothing should read

@@ -1,6 +1,7 @@
 """Counts what the server works on, so that what is too much is refused before it is read.
 
-A refusal must cost next to nothing: with a full queue, thousands of clients may ask again and again.
+A refusal must cost next to nothing: with a full queue, thousands of clients may ask again and again. So must a request
+that waits: a context manager for each count would take a kilobyte of its memory.
 """
 
 from __future__ import annotations
@@ -54,15 +55,12 @@ class _Places:
                 "for other tenants"
             )
 
-    @contextmanager
-    def taken(self, count: int, tenant: str | None) -> Iterator[None]:
+    def take(self, count: int, tenant: str | None) -> None:
         self.used += count
         self._by[tenant or ""] += count
-        try:
-            yield
-        finally:
-            self.used -= count
-            self._by[tenant or ""] -= count
+
+    def give(self, count: int, tenant: str | None) -> None:
+        self.take(-count, tenant)
 
 
 class Gate:
@@ -100,12 +98,20 @@ class Gate:
         if held and held + size > MOST_BYTES:
             raise Busy(f"the server holds {held} bytes of requests, and {size} more pass the limit of {MOST_BYTES}")
         self._bytes.check_share(MOST_BYTES, size, tenant)
-        with self._calls.taken(int(counts), tenant), self._bytes.taken(size, tenant):
+        self._calls.take(int(counts), tenant)
+        self._bytes.take(size, tenant)
+        try:
             yield
+        finally:
+            self._calls.give(int(counts), tenant)
+            self._bytes.give(size, tenant)
 
     @contextmanager
     def completions(self, room: Room, count: int, tenant: str | None = None) -> Iterator[None]:
         """The completions of one request; errors as in `check_completions`."""
         self.check_completions(room, count, tenant)
-        with self._completions.taken(count, tenant):
+        self._completions.take(count, tenant)
+        try:
             yield
+        finally:
+            self._completions.give(count, tenant)

@@ -15,10 +15,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Self
 
@@ -48,7 +47,7 @@ class Inbox:
         self._eager = eager
         self._pause_s = pause_s
         self._pausing = False
-        self._events: deque[TokenEvent] = deque()
+        self._events: list[TokenEvent] = []  # both threads only ever put at its end and cut its beginning at once
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way; `get` clears it before it empties the deque
         self.begun = False  # there have been events
@@ -77,9 +76,8 @@ class Inbox:
         await self._wake.wait()
         self._wake.clear()
         self._woken = False
-        taken = []
-        while self._events and len(taken) < most:
-            taken.append(self._events.popleft())
+        taken = self._events[:most]
+        del self._events[: len(taken)]
         if taken and self._pause_s and not self._pausing:
             self._pausing = True
             self._loop.call_later(self._pause_s, self._go_on)
@@ -106,7 +104,7 @@ class Generation:
         self._request = request
         self._trace = trace or {}  # the caller's
         self._inbox = Inbox(eager, backend.coalesce_s)
-        self._leaving = ExitStack()
+        self._counted = False  # among the tenant's queued tokens
         self._queued = backend.access.tenants.queued(request.tenant, len(request.prompt), lambda: self._inbox.begun)
         self._slice = max(1, SLICE // entries_of(request.sampling))
         self._answer = Answer(request, backend.tokenizer, self._replica.info.eos_ids)
@@ -114,23 +112,28 @@ class Generation:
         self.totals: tuple[Usage, Timing] | None = None  # set before the last deltas are yielded
 
     async def __aenter__(self) -> Self:
-        with ExitStack() as refused:
-            refused.enter_context(self._queued)
-            submitted = self._replica.submit(self._request, self._inbox.put)
-            try:
-                self._handle = await asyncio.wrap_future(submitted)
-            except asyncio.CancelledError:
-                # The command may run by now: then it ends in an abort.
+        self._queued.__enter__()
+        self._counted = True
+        submitted = self._replica.submit(self._request, self._inbox.put)
+        try:
+            self._handle = await asyncio.wrap_future(submitted)
+        except BaseException as e:
+            self._uncount()
+            if isinstance(e, asyncio.CancelledError):  # the command may run by now: then it ends in an abort
                 submitted.add_done_callback(self._abort_submitted)
-                raise
-            finally:
-                del submitted  # it holds its error, whose traceback holds this frame: a cycle
-            self._leaving = refused.pop_all()
+            raise
+        finally:
+            del submitted  # it holds its error, whose traceback holds this frame: a cycle
         self._bar = self._backend.strip.begin(self._model)
         return self
 
+    def _uncount(self) -> None:
+        if self._counted:
+            self._counted = False
+            self._queued.__exit__(None, None, None)
+
     async def __aexit__(self, *_: object) -> None:
-        self._leaving.close()
+        self._uncount()
         if self._handle >= 0 and not self._answer.ended:
             self._replica.abort(self._handle)  # nothing to wait for: the client has gone
             self._backend.observed.ends["abort"] += self._answer.running

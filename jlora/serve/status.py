@@ -11,7 +11,7 @@ import logging
 import math
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, aclosing
+from contextlib import AbstractContextManager, aclosing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple, Self, TypeVar
@@ -243,12 +243,12 @@ class _Call:
     def unary(self, inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
             try:
-                with self.begin(), ExitStack() as entered:
+                with self.begin():
                     received = await _receive(context, self.stall_s)
-                    entered.enter_context(self.enter(received.size))
-                    answer = inner(received.parsed(), Context(context, self.caller))
-                    del received  # a handler may drop its message, which can be far larger than what it reads
-                    return await answer
+                    with self.enter(received.size):
+                        answer = inner(received.parsed(), Context(context, self.caller))
+                        del received  # a handler may drop its message, which can be far larger than what it reads
+                        return await answer
             except ENDS:
                 raise
             except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -258,25 +258,28 @@ class _Call:
 
     def stream(self, inner: Callable[..., AsyncGenerator[Any]]) -> Callable[..., Awaitable[None]]:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> None:
-            begun = False
             try:
-                with self.begin(), ExitStack() as entered:
+                with self.begin():
                     received = await _receive(context, self.stall_s)
-                    entered.enter_context(self.enter(received.size))
-                    responses = inner(received.parsed(), Context(context, self.caller))
-                    del received  # as above
-                    async with aclosing(responses), _Patience(self.stall_s) as patience:
-                        async for response in responses:
-                            if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
-                                await context.send_initial_metadata(())
-                                begun = True
-                            await patience.write(response, context)
+                    with self.enter(received.size):
+                        responses = inner(received.parsed(), Context(context, self.caller))
+                        del received  # as above
+                        await self._send(responses, context)
             except ENDS:
                 raise
             except BaseException as e:
                 await self._fail(context, e)
 
         return call
+
+    async def _send(self, responses: AsyncGenerator[Any], context: grpc.aio.ServicerContext) -> None:
+        begun = False
+        async with aclosing(responses), _Patience(self.stall_s) as patience:
+            async for response in responses:
+                if not begun:  # by itself: or gRPC could not end a stream that stalls in its first message
+                    await context.send_initial_metadata(())
+                    begun = True
+                await patience.write(response, context)
 
     async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
         await _abort(context, self.caller.told(error), self.method)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from jlora.errors import LimitReached, ResourceExhausted
 from jlora.ports import Clock
 from jlora.serve.access.keys import Limits
 
+FREE = nullcontext()  # of a tenant without limits: one for all, because each would take memory while its call waits
 RETRY_S = 1.0  # a client's wait when nobody knows when room will be
 
 
@@ -116,40 +117,25 @@ class Tenants:
         if (tenant := self._of(name)) is not None:
             tenant.arrive()
 
-    @contextmanager
-    def call(self, name: str | None, completes: bool) -> Iterator[None]:
+    def call(self, name: str | None, completes: bool) -> AbstractContextManager[None]:
         """Counts a call, from before its message to its end. Calls that want no completion count by themselves."""
         tenant = self._of(name)
-        if tenant is None:
-            yield
-            return
-        with tenant.call(completes):
-            yield
+        return FREE if tenant is None else tenant.call(completes)
 
-    @contextmanager
-    def completions(self, name: str | None, count: int) -> Iterator[None]:
+    def completions(self, name: str | None, count: int) -> AbstractContextManager[None]:
         """Counts all completions of a call, in place of the call, or none."""
         tenant = self._of(name)
-        if tenant is None:
-            yield
-            return
-        with tenant.completions(count):
-            yield
+        return FREE if tenant is None else tenant.completions(count)
 
     def check_tokens(self, name: str | None, tokens: int) -> None:
         """Raises ResourceExhausted for more prompt tokens than the tenant may ever have queued."""
         if (tenant := self._of(name)) is not None:
             tenant.check_tokens(tokens)
 
-    @contextmanager
-    def queued(self, name: str | None, tokens: int, begun: Callable[[], bool]) -> Iterator[None]:
+    def queued(self, name: str | None, tokens: int, begun: Callable[[], bool]) -> AbstractContextManager[None]:
         """Counts a prompt's tokens until `begun()` or the end."""
         tenant = self._of(name)
-        if tenant is None:
-            yield
-            return
-        with tenant.queued(tokens, begun):
-            yield
+        return FREE if tenant is None else tenant.queued(tokens, begun)
 
     def _of(self, name: str | None) -> _Tenant | None:
         return self._tenants.get(name) if name else None
