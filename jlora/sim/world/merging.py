@@ -18,15 +18,15 @@ from jlora.sim.world.sites import Site, Sites
 from jlora.sim.world.tasks import Tasks
 
 SITES = {
-    "merge.measure": Site("memory is too short to measure what a merge loses", 0.1),
-    "merge.refused": Site("a merge would lose too much", 0.1),
-    "merge.short": Site("memory is too short to merge a piece, or to take it out", 0.02),
-    "merge.lost": Site("taking a piece out leaves other weights", 0.02),
+    "merge.measure": Site("memory is too short to measure what a merge loses", 0.7),
+    "merge.refused": Site("a merge would lose too much", 0.7),
+    "merge.short": Site("memory is too short to merge a piece, or to take it out", 0.06),
+    "merge.lost": Site("taking a piece out leaves other weights", 0.15),
 }
 
 PIECES = 4
 PIECE_S = 0.002
-MERGES = 0.1  # chance that a step begins to merge an adapter, while none is
+MERGES = 0.4  # chance that a step begins to merge an adapter, while none is
 ENDS = 0.06  # that it begins to take it out
 
 

@@ -22,9 +22,11 @@ from jlora.engine.faults import Faults
 from jlora.engine.loaders import Loaders
 from jlora.engine.loading import Adapters
 from jlora.engine.local import LocalReplica
-from jlora.engine.plan import Sequence, StepPlan
+from jlora.engine.plan import NOTHING, Sequence, StepPlan
 from jlora.engine.scheduler import Scheduler
+from jlora.engine.switching import Switching
 from jlora.sim.world import disk, report
+from jlora.sim.world.merging import Weights
 from jlora.types import TokenEvent
 from tests.cache import test_planted_bugs as cache
 from tests.sim.world.test_seeds import SEEDS, STEPS
@@ -143,6 +145,28 @@ def unread_ends_others(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "fail_adapter", fail_adapter)
 
 
+def everybody_runs_on_merged_weights(patch: pytest.MonkeyPatch) -> None:
+    """Requests of others run while an adapter is merged."""
+    patch.setattr(Switching, "may_run", lambda switching, sequence: True)
+
+
+def merged_and_beside(patch: pytest.MonkeyPatch) -> None:
+    """A merged adapter's blocks act beside the weights, too."""
+    patch.setattr(Switching, "merged", property(lambda switching: NOTHING))
+
+
+def left_in_the_weights(patch: pytest.MonkeyPatch) -> None:
+    """The first piece stays merged."""
+    real = Weights.back
+
+    def back(weights: Weights) -> None:
+        held = weights._held[0]
+        real(weights)
+        weights._held[0] = held
+
+    patch.setattr(Weights, "back", back)
+
+
 def cancelled_load_fails_another(patch: pytest.MonkeyPatch) -> None:
     """The end of a load that its caller has cancelled reaches another one's caller."""
     real, loads = Loaders.load, list[Future]()
@@ -213,7 +237,8 @@ PLANTS: tuple[Plant, ...] = (
     cache.invocation_block_as_base, cache.copy_of_two_owners,
     wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
     lost_command, failure_ends_all, failed_copy_ends_another, unread_ends_others, cancelled_load_fails_another,
-    shortage_ends_the_engine, failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
+    everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, shortage_ends_the_engine,
+    failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
     mixed_versions, changed_on_the_disk, unchecked,
 )  # fmt: skip
 

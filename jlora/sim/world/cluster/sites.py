@@ -27,7 +27,7 @@ SITES: Mapping[str, Site] = {
     "adapter.unloaded": Site("an adapter is unloaded while requests run", 0.01),
     "adapter.pinned": Site("an adapter is pinned at all replicas, or not any more", 0.01),
     "adapter.changed": Site("an adapter's files are others for a while", 0.01),
-    "controller.killed": Site("the controller's process is killed while it writes the registry", 0.12),
+    "controller.killed": Site("the controller's process is killed while it writes the registry", 0.6),
     "router.moves": Site("a router moves a request to a replica that has less to do", 0.0),
     "registry.locked": Site("another process holds the registry's file", 0.5),
     "registry.full": Site("the registry's disk is full", 0.3),
