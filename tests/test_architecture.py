@@ -150,6 +150,18 @@ LONG_SIGNATURES = {
     "model.step._layers": "a jitted program: each argument has a sharding of its own, and one of them is donated",
 }
 
+# The tests that know the product's inside, and why.
+INSIDE = {
+    "tests/port.py": "the one place where other tests find it",
+    "tests/cluster/_port.py": "its part for the cluster",
+    "tests/cache/test_disk.py": "plants bugs in it",
+    "tests/cache/test_planted_bugs.py": "plants bugs in it",
+    "tests/engine/_planted.py": "plants bugs in it",
+    "tests/sim/world/test_cluster.py": "plants bugs in it",
+    "tests/sim/world/test_planted.py": "plants bugs in it",
+}
+DOCUMENTED = {"_fields", "_replace", "_asdict", "_exit", "_getframe"}  # Python's own, private by name only
+
 
 def sources(*folders: str) -> list[Path]:
     found = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -300,6 +312,37 @@ def _swallows(handler: ast.ExceptHandler) -> bool:
     """`except Exception: pass`: nothing is said, returned or raised."""
     broad = isinstance(handler.type, ast.Name) and handler.type.id in ("Exception", "BaseException", "ImportError")
     return broad and all(isinstance(s, ast.Pass | ast.Continue) for s in handler.body)
+
+
+def test_tests_know_the_inside_through_their_port_alone():
+    """So a change of what is private changes the port, and no test."""
+    wrong = {}
+    for path, tree in parsed("tests"):
+        where = path.relative_to(ROOT).as_posix()
+        found = [f"{where}:{line} {name}" for node in ast.walk(tree) for name, line in _foreign_privates(node)]
+        wrong |= {where: found} if found else {}
+    assert not [line for where in wrong.keys() - INSIDE.keys() for line in wrong[where]]
+    assert INSIDE.keys() <= wrong.keys(), "no longer needed, or gone"
+
+
+def _foreign_privates(node: ast.AST) -> Iterator[tuple[str, int]]:
+    """Private names of another object that the node takes, or replaces by name; or that it imports."""
+    names: list[str] = []
+    if isinstance(node, ast.Attribute):
+        names = [node.attr]
+    elif isinstance(node, ast.Call) and _name_of(node.func) in ("getattr", "setattr", "delattr", "object"):
+        names = [arg.value for arg in node.args if isinstance(arg, ast.Constant) and isinstance(arg.value, str)]
+    elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jlora"):
+        names = [alias.name for alias in node.names]
+    for name in names:
+        if not re.match(r"_[^_]", name) or name in DOCUMENTED:
+            continue
+        if not (isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()")):
+            yield name, getattr(node, "lineno", 0)
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
 def test_nothing_is_left_for_later():

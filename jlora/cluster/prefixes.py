@@ -14,6 +14,10 @@ class Prefixes:
         self._most = most
         self._where: OrderedDict[int, dict[str, None]] = OrderedDict()  # hash of a block and all before it -> replicas
 
+    def __len__(self) -> int:
+        """Blocks that it remembers."""
+        return len(self._where)
+
     def chain(self, tokens: Sequence[int], origin: Hashable) -> list[int]:
         """A hash for each whole block of a prompt. `origin`: what KV depends on beside the tokens."""
         return list(self._chain(tokens, origin))

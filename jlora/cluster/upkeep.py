@@ -86,7 +86,7 @@ class Upkeep:
                 if task not in self._checked and member.tiers[key] in ("HBM", "HOST"):
                     self._begin(task, now, self._check)
         if now - self._looked >= POLL_S:
-            self._look()
+            self.look()
             self._looked = self._clock()
 
     def _read_table(self) -> None:
@@ -125,7 +125,7 @@ class Upkeep:
         if info.digest:
             self._checked.add(task)
 
-    def _look(self) -> None:
+    def look(self) -> None:
         """Directories that have come and gone."""
         self._controller.add(self._found.look(self._controller.registry))
         members = self._controller.members()

@@ -63,6 +63,14 @@ class _Places:
         self.take(-count, tenant)
 
 
+class Held(NamedTuple):
+    """What the calls under way hold; `calls` are those that want no completion, `bytes` those of all messages."""
+
+    calls: int
+    completions: int
+    bytes: int
+
+
 class Gate:
     """Completions, calls that want none, and bytes, each from start to end. For the event loop's thread only.
 
@@ -73,6 +81,11 @@ class Gate:
         self._calls = _Places("calls under way")
         self._completions = _Places("completions that run or wait")
         self._bytes = _Places("bytes of requests")
+
+    @property
+    def held(self) -> Held:
+        """Zeros when no call is under way."""
+        return Held(self._calls.used, self._completions.used, self._bytes.used)
 
     def check_calls(self, tenant: str | None = None) -> None:
         """Raises Busy if the server, or the tenant, has as many calls as it takes."""

@@ -26,6 +26,10 @@ class Tally:
         self._other: Counts = (0, 0, 0)
         self._requests: Counter[str] = Counter()
 
+    def __len__(self) -> int:
+        """Adapters that it remembers."""
+        return len(self._requests)
+
     def add(self, name: str, usage: Usage) -> None:
         """One answered request of an adapter, or of the base by its name."""
         self._requests[name] += 1

@@ -136,7 +136,7 @@ class Fleet(Pass):
         """The replicas that run."""
         return {name: side.member for name, side in self._sides.items() if side.up}
 
-    def _until(self, end: float) -> None:
+    def until(self, end: float) -> None:
         stop = self._start + end
         while self._lives or self._script:
             due = self._script.next_due()

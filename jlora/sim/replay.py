@@ -65,14 +65,14 @@ class Pass(ABC):
         return len(self._script)
 
     def history(self) -> None:
-        self._until(0.0)
+        self.until(0.0)
 
     def run(self) -> None:
         """Plays until all turns are answered, or the run ends."""
-        self._until(self._end)
+        self.until(self._end)
 
     @abstractmethod
-    def _until(self, end: float) -> None:
+    def until(self, end: float) -> None:
         """Plays on to this time of the trace."""
 
 
@@ -90,7 +90,7 @@ class Replay(Pass):
     def now(self) -> float:
         return self._replica.clock.now - self._start
 
-    def _until(self, end: float) -> None:
+    def until(self, end: float) -> None:
         replica, stop = self._replica, self._start + end
         while replica.clock.now < stop and (self._live or self._script):
             if self._live and replica.clock.now - self._moved > self._patience:

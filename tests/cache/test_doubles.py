@@ -31,8 +31,10 @@ def double(worth: dict[Node, float], last_use: float, value: float, shared: bool
     return node
 
 
-def doubles(worth: dict[Node, float]) -> Doubles:
-    found = Doubles(Flat(worth), lambda: 10.0)
+def doubles(worth: dict[Node, float], lookahead: int = 0) -> Doubles:
+    policy = Flat(worth)
+    policy.lookahead = lookahead or policy.lookahead
+    found = Doubles(policy, lambda: 10.0)
     for node in worth:
         found.push(node)
     return found
@@ -120,8 +122,7 @@ def test_the_last_to_leave_is_found_though_it_is_worth_least_among_the_first():
     old, young = double(worth, 1.0, 0.9), double(worth, 9.0, 0.1)
     saved = double(worth, 5.0, 0.5)
     saved.host = ()
-    found = doubles(worth)
-    found._policy.lookahead = 2  # as of policies whose worth does not fall with age
+    found = doubles(worth, lookahead=2)  # as of policies whose worth does not fall with age
     assert found.first(saved) is young
     young.host = ()
     assert found.first(saved) is None and old.host

@@ -14,6 +14,7 @@ from jlora.cache.policies import Jlora, Policy, Pulse
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 from jlora.cache.writeback import Split, WriteBack
+from tests import port
 
 TAU = 5.0
 
@@ -179,7 +180,7 @@ def asked(policy: Jlora, adapter: AdapterNode, now: float) -> None:
 def test_jlora_compares_rare_adapters_by_what_they_are_worth_though_their_counts_order_them_otherwise():
     policy = Jlora(meter())
     small, large = AdapterNode(1, 1), AdapterNode(2, 64)
-    policy.meter._fits[small.kind].fixed = 1.0  # what a load costs hardly depends on its size
+    port.price(policy.meter, small.kind, fixed_s=1.0)  # what a load costs hardly depends on its size
     for _ in range(3):
         policy.visit(small, 0.0)
     policy.visit(large, 600.0)
@@ -205,7 +206,7 @@ def test_jlora_keeps_an_adapter_whose_load_has_a_fixed_cost_over_kv_of_the_same_
     policy.visit(adapter, 1.0)
     policy.visit(prefix, 1.0)
     assert policy.value(adapter, 2.0) == pytest.approx(policy.value(prefix, 2.0))
-    policy.meter._fits[adapter.kind].fixed = 0.5
+    port.price(policy.meter, adapter.kind, fixed_s=0.5)
     assert policy.value(adapter, 2.0) > 10 * policy.value(prefix, 2.0)
 
 
@@ -265,7 +266,7 @@ def test_the_batch_is_the_mean_of_the_last_seconds():
     policy = Fastlibra(meter(), Knobs(tau_s=TAU))
     for tick in range(1000):
         policy.tick(Pulse(running=10 if tick < 900 else 30, adapters=[], on_device=0), 0.1 * tick)
-    assert policy._batch == pytest.approx(30 - 20 * math.exp(-10.0 / BATCH_S), rel=0.02)
+    assert port.batch(policy) == pytest.approx(30 - 20 * math.exp(-10.0 / BATCH_S), rel=0.02)
 
 
 def test_fastlibra_still_ranks_what_the_naive_sigmoid_cannot():

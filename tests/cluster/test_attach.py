@@ -9,6 +9,7 @@ import pytest
 
 from jlora.cluster.attach import COMPILING_S, Attached, Terms
 from jlora.cluster.proto import link_pb2 as link
+from tests.cluster import _port as port
 from tests.cluster._links import INFO
 
 
@@ -29,21 +30,21 @@ class Ears:
 @pytest.fixture
 def one() -> Attached:
     """A replica whose stream has just begun; nothing runs."""
-    made = Attached("r0", "127.0.0.1:1", Terms("router", suspect_s=0.5), Ears())
+    made = Attached("r0", "127.0.0.1:1", Terms("router", suspect_s=0.5, most_sends=3), Ears())
     made.info = INFO
     channel: Any = object()
-    made._begin(channel, link.FromReplica())
+    port.begin(made, channel, link.FromReplica())
     return made
 
 
 def hear(one: Attached, **state: Any) -> float:
     """A message now; the time."""
-    one._hear(link.FromReplica(state=link.State(**state)))
+    port.hear(one, link.FromReplica(state=link.State(**state)))
     return time.monotonic()
 
 
 def lost(one: Attached) -> list[str]:
-    ears: Any = one._receiver
+    ears: Any = port.receiver(one)
     return ears.lost_for
 
 
@@ -58,7 +59,7 @@ def test_silence_is_death_after_a_while(one: Attached):
 
 
 def test_a_replica_that_pauses_often_has_more_time(one: Attached):
-    one._heard.at -= 2.0  # the next message ends a pause of two seconds
+    one.forgive(-2.0)  # the next message ends a pause of two seconds
     now = hear(one)
     one.look(now + 5.0)
     assert not lost(one)
@@ -90,12 +91,11 @@ def test_time_in_which_this_process_stood_still_does_not_count(one: Attached):
 
 
 def test_a_replica_that_reads_nothing_is_given_up(one: Attached):
-    one._terms = Terms("router", most_sends=3)
     for rid in range(4):
         one.send(link.ToReplica(cancel=link.Cancel(rid=rid)))
     assert lost(one) == ["it reads nothing"]
     one.send(link.ToReplica())
-    assert len(one._sends) == 4  # without a stream, messages go nowhere
+    assert port.unsent(one) == 4  # without a stream, messages go nowhere
 
 
 def test_a_view_follows_the_messages(one: Attached):

@@ -17,6 +17,7 @@ from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, Res
 from jlora.model.spec import ModelSpec
 from jlora.replica import Load
 from tests import _make
+from tests.cluster import _port as port
 from tests.cluster import _service
 from tests.cluster._service import Service
 from tests.serve._server import Served, wait_until
@@ -136,7 +137,8 @@ def test_a_load_goes_on_elsewhere_when_its_replica_dies(service: Service, path: 
 
 def test_a_cancelled_load_leaves_nothing(service: Service, path: str, monkeypatch: pytest.MonkeyPatch):
     reached, go_on = threading.Event(), threading.Event()
-    read = service.controller._read
+    seam = port.reads(service.controller)
+    read = getattr(*seam)
 
     def slow(*args: object) -> object:
         info = read(*args)  # pyright: ignore[reportArgumentType]
@@ -144,7 +146,7 @@ def test_a_cancelled_load_leaves_nothing(service: Service, path: str, monkeypatc
         assert go_on.wait(20)
         return info
 
-    monkeypatch.setattr(service.controller, "_read", slow)
+    monkeypatch.setattr(*seam, slow)
     loading = service.controller.load(Load("fr", path))
     assert reached.wait(20) and loading.cancel()
     go_on.set()
@@ -209,7 +211,7 @@ def test_a_directory_is_known_by_its_headers_and_its_digest_by_the_first_read(
         version = service.controller.current("first")
         assert (version.digest, version.rank) == ("", 2) and not service.at(0)
         _make.make_adapter(place / "second", tiny_spec, seed=5, r=4)
-        service.upkeep._look()
+        service.upkeep.look()
         assert service.controller.current("second").rank == 4
         service.served[0].replica.load_adapter(version.key, version.path).result(60)  # as with its first request
 

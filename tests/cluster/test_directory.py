@@ -23,6 +23,7 @@ from jlora.replica import Load
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
+from tests.cluster import _port as port
 from tests.cluster import _service
 from tests.cluster._links import Loop
 from tests.cluster._service import Service
@@ -62,8 +63,8 @@ class World:
 
     def follows(self) -> bool:
         """Whether the router has the controller's table, and the controller knows that."""
-        told = {router.epoch for router in self.service.controller.uses._routers.values()}
-        return {self.remote._epoch} == told == {self.service.controller.table.epoch}
+        controller = self.service.controller
+        return port.follows(self.remote, controller.uses, controller.table.epoch)
 
 
 @pytest.fixture
@@ -146,16 +147,16 @@ def test_a_controller_that_says_nothing_is_called_again_on_a_new_connection(
     world: World, path: str, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(remote_directory, "SILENT_S", 0.2)
-    hold, messages = True, DirectoryServicer._messages
+    hold, messages = True, getattr(*port.tells())
 
     def say(self: DirectoryServicer, change: Change) -> Iterator[object]:
         return iter(()) if hold else messages(self, change)  # as if the process were stopped
 
-    monkeypatch.setattr(DirectoryServicer, "_messages", say)
+    monkeypatch.setattr(*port.tells(), say)
     monkeypatch.setattr(directory_server, "BEAT_S", 1e6)
-    before = world.remote._channel
+    before = port.connection(world.remote)
     world.service.controller.load(Load("de", path)).result(60)
-    wait_until(lambda: world.remote._channel is not before)
+    wait_until(lambda: port.connection(world.remote) is not before)
     hold = False
     wait_until(world.follows)
     assert world.remote.current("de").name == "de"
@@ -163,19 +164,21 @@ def test_a_controller_that_says_nothing_is_called_again_on_a_new_connection(
 
 def test_a_controller_that_has_nothing_to_say_is_not_given_up(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(directory_server, "BEAT_S", 0.02)
-    heard, before = [], world.remote._channel
-    apply = world.remote._apply
-    monkeypatch.setattr(world.remote, "_apply", lambda parts: heard.append(parts) or apply(parts))
+    heard, before = [], port.connection(world.remote)
+    seam = port.applies(world.remote)
+    apply = getattr(*seam)
+    monkeypatch.setattr(*seam, lambda parts: heard.append(parts) or apply(parts))
     world.service.controller.table.changed([])  # the beat of before may be a second away
     wait_until(lambda: len(heard) > 10)
-    assert world.remote._channel is before and world.follows()
+    assert port.connection(world.remote) is before and world.follows()
     assert world.remote.current("fr") == world.service.controller.current("fr")
 
 
 def test_a_table_that_cannot_be_read_ends_its_stream_and_not_the_following(
     world: World, path: str, monkeypatch: pytest.MonkeyPatch
 ):
-    apply, failed = world.remote._apply, []
+    seam, failed = port.applies(world.remote), []
+    apply = getattr(*seam)
 
     def fail_once(parts: object) -> None:
         if not failed:
@@ -183,7 +186,7 @@ def test_a_table_that_cannot_be_read_ends_its_stream_and_not_the_following(
             raise KeyError("a bug")
         apply(parts)  # pyright: ignore[reportArgumentType]
 
-    monkeypatch.setattr(world.remote, "_apply", fail_once)
+    monkeypatch.setattr(*seam, fail_once)
     world.service.controller.load(Load("de", path)).result(60)
     wait_until(lambda: failed)
     wait_until(world.follows)

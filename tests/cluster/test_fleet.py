@@ -24,6 +24,7 @@ from jlora.cluster.ray_process import RayFleet
 from jlora.config import Config
 from jlora.errors import Unavailable
 from jlora.serve import flags, launcher
+from tests.cluster import _port as port
 from tests.cluster._wait import gone, until
 
 FAKE = "tests.cluster._fake_replica"
@@ -237,5 +238,4 @@ def test_a_bug_at_a_replicas_start_is_the_fleets_error(monkeypatch: pytest.Monke
 
 def test_a_name_that_is_none_resolves_to_nothing():
     fleet = StaticFleet(dataclasses.replace(config().cluster, addresses=(f"{'x' * 80}.example:1",)))
-    fleet._resolve()
-    assert not fleet._found
+    assert not port.resolved(fleet)

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import math
 import threading
-from collections import deque
 from concurrent.futures import Future
 from typing import Any
 
@@ -26,6 +25,7 @@ from jlora.serve.access.caller import Need
 from jlora.serve.backend import Backend
 from jlora.types import Request, SamplingParams, TokenEvent
 from jlora.validation import Limits
+from tests.cluster import _port as port
 from tests.cluster._link import SECRET, linked
 from tests.cluster._wait import until
 
@@ -83,7 +83,7 @@ def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
 
         call = rpc.LinkStub(channel).Attach(messages(), metadata=SECRET.metadata)
         assert flood.aborted.wait(60), f"{flood.tokens} tokens"
-        until(lambda: not one.servicer._streams, "the stream has ended")
+        until(lambda: not port.streams(one.servicer), "the stream has ended")
         with pytest.raises(grpc.RpcError) as e:
             for _ in call:
                 pass
@@ -99,14 +99,14 @@ def test_the_requests_of_a_router_that_falls_silent_end(monkeypatch: pytest.Monk
         router.start(1, Request("r", (1,), ENDLESS))
         assert idle.aborted.wait(60)
         router.until_ended()
-        until(lambda: not one.servicer._streams, "the stream has ended")
+        until(lambda: not port.streams(one.servicer), "the stream has ended")
 
 
 def test_a_router_of_before_may_be_silent():
     idle: Any = Idle()
     with linked(idle) as one, one.attach() as router:
         router.until(lambda router: router.messages)
-        assert one.servicer._streams["r"]._silence_s == math.inf
+        assert port.silence_s(one.servicer, "r") == math.inf
 
 
 def test_what_nobody_waits_for_any_more_may_fail_unheard():
@@ -122,12 +122,12 @@ def test_what_nobody_waits_for_any_more_may_fail_unheard():
             raise ResourceExhausted("host memory is short")
 
         servicer = module.LinkServicer(Backend(), "one", SECRET, adopt)
-        stream = asyncio.create_task(servicer._adopted(link.Version(key="x@1")))
+        stream = asyncio.create_task(port.adopt(servicer, link.Version(key="x@1")))
         await asyncio.sleep(0)
         stream.cancel()
         await asyncio.wait((stream,))
         read.set()
-        while servicer._adopting:
+        while port.adopting(servicer):
             await asyncio.sleep(0)
         gc.collect()
 
@@ -136,13 +136,7 @@ def test_what_nobody_waits_for_any_more_may_fail_unheard():
 
 
 def test_a_stream_that_ends_while_a_message_is_made_has_nothing_more_to_tell():
-    stream = object.__new__(module.Stream)
-    told: Any = [(None, None)] * 3
-    stream._told = deque(told)
-    taken = stream._take()
-    next(taken)
-    stream._told.clear()
-    assert list(taken) == []
+    assert len(list(port.cleared_while_taken([(None, None)] * 3))) == 1
 
 
 def test_the_token_opens_a_replicas_public_services_and_nothing_else_does():

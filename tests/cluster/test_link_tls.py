@@ -19,6 +19,7 @@ from jlora.errors import NotFound, Unavailable
 from jlora.ports import OsThreads
 from jlora.serve.access.tls import Tls
 from jlora.serve.client import Login
+from tests.cluster import _port as port
 from tests.cluster import _service
 from tests.cluster._links import Loop, answer, request, service, submit, wait_for
 
@@ -50,8 +51,8 @@ def test_a_router_without_a_certificate_is_not_attached(tmp_path: Path):
         closed = none.add("r0", credentials=Tls(config.serve).grpc())
         opened = none.add("r1")
         none.place(closed, opened)
-        link = none.router._dispatcher
-        wait_for(lambda: link.links and all(one._epoch > 0 for one in link.links.values()))
+        link = port.dispatcher(none.router)
+        wait_for(lambda: link.links and all(port.attempts(one) for one in link.links.values()))
         wait_for(lambda: all(seen.health == "down" for seen in link.books.view.values()))
         assert not none.router.replicas and not closed.epochs and not opened.epochs
 
@@ -62,18 +63,18 @@ def test_a_further_router_follows_its_controller_over_mutual_tls(tmp_path: Path)
     async def serve(servicer: DirectoryServicer) -> tuple[grpc.aio.Server, int]:
         server = grpc.aio.server()
         rpc.add_DirectoryServicer_to_server(servicer, server)
-        port = server.add_secure_port("127.0.0.1:0", Tls(config.serve).grpc())
+        number = server.add_secure_port("127.0.0.1:0", Tls(config.serve).grpc())
         await server.start()
-        return server, port
+        return server, number
 
     with _service.service([]) as made:
-        server, port = loop.run(serve(DirectoryServicer(made.controller, Secret("the token of these tests"))))
+        server, number = loop.run(serve(DirectoryServicer(made.controller, Secret("the token of these tests"))))
         proven = login(config, "the token of these tests")
         plain = Login(proven.key, ca=config.serve.tls_client_ca)
-        known, unknown = (RemoteDirectory(f"127.0.0.1:{port}", "r2", one, OsThreads()) for one in (proven, plain))
+        known, unknown = (RemoteDirectory(f"127.0.0.1:{number}", "r2", one, OsThreads()) for one in (proven, plain))
         for remote in (known, unknown):
             remote.start()
-        wait_for(lambda: known._epoch)
+        wait_for(lambda: port.epoch(known))
         with pytest.raises(NotFound):
             known.current("x")
         with pytest.raises(NotFound):

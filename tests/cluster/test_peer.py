@@ -27,9 +27,11 @@ from jlora.serve.access.tls import Tls
 from jlora.serve.client import Login
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
+from tests.cluster import _port as port
 from tests.cluster._links import Loop
 from tests.cluster._service import SMALL, text_spec
 from tests.cluster.test_link_tls import config_of
+from tests.port import look
 
 SECRET = Secret("the token of these tests")
 GREEDY = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
@@ -129,7 +131,8 @@ def world(pair: tuple[Side, Side], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     info = giver.engine.load_adapter("a@1", str(path)).result(60)
     giver.servicer.offsets.clear()
     giver.servicer.damage = lambda chunk: chunk
-    taker.fetcher.fetched, taker.fetcher._peer_bps, taker.fetcher._path_bps = 0, 1e9, 1e6
+    taker.fetcher.fetched = 0
+    port.pace(taker.fetcher, path_bps=1e6)
     version = link.Version(key="a@1", path=str(path), digest=info.digest, peers=[giver.address])
     yield World(giver, taker, version, path)
     for one in pair:
@@ -253,19 +256,19 @@ def test_after_a_bad_peer_the_next_one_is_asked(world: World):
 
 
 def test_files_that_are_read_sooner_are_read(world: World):
-    world.taker.fetcher._path_bps = 1e12
+    port.pace(world.taker.fetcher, path_bps=1e12)
     world.taker.adopt(world.version)
     world.taker.generate("a@1")
     assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets == [-1]
 
 
 def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_version(world: World):
-    world.taker.fetcher._path_bps = 1e12
+    port.pace(world.taker.fetcher, path_bps=1e12)
     _make.make_adapter(world.path, text_spec(), seed=77, r=8, targets=tuple(_make.MODULES))
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
     (record,) = world.taker.engine.records()
-    world.taker.engine._watch.look()
+    look(world.taker.engine)
     assert not record.node.backed  # it stays in memory, since no files of it are left
 
 
@@ -277,7 +280,7 @@ def test_a_digest_that_nobody_has_is_data_loss(world: World):
 
 
 def test_a_peer_that_sends_nothing_is_passed_over(world: World, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(Fetcher, "_chunks", lambda *_: iter(()))
+    monkeypatch.setattr(*port.fetches(), lambda *_: iter(()))
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 0
 
@@ -285,11 +288,11 @@ def test_a_peer_that_sends_nothing_is_passed_over(world: World, monkeypatch: pyt
 def test_connections_to_the_peers_that_were_asked_last_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "CHANNELS", 3)
     fetcher = Fetcher(lambda: pytest.fail("no engine is needed"))
-    first = fetcher._channel("127.0.0.1:1")
-    for port in (2, 3, 1, 4):
-        fetcher._channel(f"127.0.0.1:{port}")
-    assert list(fetcher._channels) == ["127.0.0.1:3", "127.0.0.1:1", "127.0.0.1:4"]
-    assert fetcher._channel("127.0.0.1:1") is first
+    first = port.channel(fetcher, "127.0.0.1:1")
+    for last in (2, 3, 1, 4):
+        port.channel(fetcher, f"127.0.0.1:{last}")
+    assert port.connected(fetcher) == ["127.0.0.1:3", "127.0.0.1:1", "127.0.0.1:4"]
+    assert port.channel(fetcher, "127.0.0.1:1") is first
     fetcher.close()
 
 
@@ -309,7 +312,7 @@ def test_a_pool_of_another_block_size_takes_nothing_from_a_peer(world: World, lo
     try:
         other.adopt(world.version)  # from its files: the peer's head is of another pool
         with pytest.raises(DataLoss, match="block size"):
-            other.fetcher._head(world.giver.address, "a@1", world.version.digest, other.engine.reader)
+            port.head(other.fetcher, world.giver.address, world.version, other.engine.reader)
         assert other.engine.adapter("a@1").result(20).digest == world.version.digest
     finally:
         other.fetcher.close()

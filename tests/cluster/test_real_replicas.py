@@ -24,6 +24,7 @@ from jlora.cluster.view import View
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Request, SamplingParams
+from tests.cluster import _port as port
 from tests.cluster._links import FakeDirectory, wait_for
 from tests.cluster._real import INVOCATION, SECRET, Cluster, Seat, adapters_of, cluster, same
 from tests.serve._server import add, refused, request
@@ -109,7 +110,7 @@ def test_a_draining_replica_hands_its_requests_on(two: Cluster):
     tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
     assert tokens == list(alone.outputs[0].token_ids)
     drained.backend.draining = False
-    wait_for(lambda: two.router._dispatcher.books.view[drained.name].health == "up")
+    wait_for(lambda: port.dispatcher(two.router).books.view[drained.name].health == "up")
 
 
 def test_http_streams_on_when_a_replica_dies(two: Cluster):
@@ -152,7 +153,7 @@ class Crowding:
 @contextmanager
 def balanced(two: Cluster, terms: balance.Terms) -> Iterator[Balancing]:
     """A router that sends all to one replica, and moves requests off it again."""
-    dispatcher, loop = two.router._dispatcher, two.seats[0].loop
+    dispatcher, loop = port.dispatcher(two.router), two.seats[0].loop
     usual, dispatcher.policy = dispatcher.policy, Crowding()
     balancing = Balancing(dispatcher, 0.05, terms)
 
@@ -183,8 +184,8 @@ def test_requests_and_their_adapters_move_under_load_and_no_token_changes(two: C
         for future, expected in zip(futures, alone, strict=True):
             same(future.result(), expected)
     assert balancing.moved > 0
-    assert {"wide@1", "upper@1", "check@1"} & set(two.router._dispatcher.books.view["r1"].tiers)
-    assert not len(two.router._dispatcher.table) and not two.router._dispatcher.entries
+    assert {"wide@1", "upper@1", "check@1"} & set(port.dispatcher(two.router).books.view["r1"].tiers)
+    assert not len(port.dispatcher(two.router).table) and not port.dispatcher(two.router).entries
 
 
 @pytest.mark.parametrize(

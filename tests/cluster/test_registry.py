@@ -21,6 +21,7 @@ from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import DiskFiles, OsThreads, System
+from tests.cluster import _port as port
 
 
 def row(name: str, uid: int, digest: str = "d") -> Row:
@@ -72,7 +73,7 @@ def test_a_file_of_schema_1_is_upgraded_in_place(file: str):
     old = sqlite3.connect(file)
     old.execute(catalogue.TABLE)
     old.execute("pragma user_version = 1")
-    values = catalogue._encoded(row("kept", 41))
+    values = port.encoded(row("kept", 41))
     old.execute(f"insert into adapters values ({', '.join('?' * len(values))})", values)
     old.commit()
     old.close()
@@ -139,7 +140,7 @@ def test_a_locked_file_fails_the_call_that_needs_it_and_nothing_else(file: str, 
 
 def test_a_full_disk_fails_the_call_that_needs_it_and_nothing_else(registry: Registry):
     registry.put([row("a", registry.number())])
-    table = registry._catalogue._table
+    table = port.table(registry)
     ((pages,),) = table.execute("pragma page_count")
     table.execute(f"pragma max_page_count = {pages}")  # as where the disk has no page left
     with pytest.raises(ResourceExhausted, match="adapters.registry: cannot be written .database or disk is full."):

@@ -14,6 +14,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, Broken
 from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
 from jlora.serve.client import Login
+from tests.cluster import _port as port
 from tests.cluster._links import INFO, Client, Service, answer, request, service, submit, wait_for
 
 
@@ -32,7 +33,7 @@ def whole(client: Client, asked, service: Service) -> None:
         assert [e.finish_reason for e in ends] == ["length"]
         usage = ends[0].usage
         assert usage is not None and usage.completion_tokens == asked.sampling.max_tokens
-    assert not service.router._dispatcher.names and len(service.router._dispatcher.table) == 0
+    assert not port.dispatcher(service.router).names and len(port.dispatcher(service.router).table) == 0
 
 
 def test_requests_are_spread_and_answered(two: Service):
@@ -63,7 +64,7 @@ def test_a_killed_replicas_requests_go_on_elsewhere(two: Service):
         assert [client.tokens(i) for i in range(2)] == [answer(one, i) for i in range(2)]
     resumed = [s for s in two.replicas[1].started if s.done]
     assert len(resumed) == 3 and all(len(s.done) == 2 and s.done[0].tokens for s in resumed)
-    assert two.router._dispatcher.books.view["r0"].health in ("down", "suspect")
+    assert port.dispatcher(two.router).books.view["r0"].health in ("down", "suspect")
 
 
 def test_a_hung_replica_is_suspected_and_taken_back_with_a_larger_epoch(two: Service):
@@ -134,7 +135,7 @@ def test_a_refusal_is_the_submissions_error(two: Service):
         replica.refuse = [(InvalidArgument("min_tokens = 5: too many"), False)]
     with pytest.raises(InvalidArgument, match="min_tokens"):
         submit(two, request())
-    assert not two.router._dispatcher.names
+    assert not port.dispatcher(two.router).names
 
 
 def test_a_failure_under_way_reaches_the_client(two: Service):
@@ -151,7 +152,7 @@ def fail(service: Service, replica) -> None:
     from jlora.cluster import wire
 
     message = link.FromReplica(failures=[wire.failure(replica.started[0].rid, DataLoss("the file is damaged"))])
-    dispatcher = service.router._dispatcher
+    dispatcher = port.dispatcher(service.router)
     dispatcher.received(dispatcher.links[replica.name], message)
 
 
@@ -218,7 +219,7 @@ def test_abort_by_handle_and_by_name_end_the_request_everywhere(two: Service):
         assert last.finish_reason == "abort" and last.error is None and last.usage is not None
     assert not two.router.abort(handle).result(20) and not two.router.abort_named("b", "t").result(20)
     wait_for(lambda: sum(len(r.cancelled) for r in two.replicas) == 2)
-    assert not two.router._dispatcher.names
+    assert not port.dispatcher(two.router).names
 
 
 def test_a_caller_that_goes_before_its_answer_ends_its_request(two: Service):
@@ -227,7 +228,7 @@ def test_a_caller_that_goes_before_its_answer_ends_its_request(two: Service):
     submitted = two.router.submit(request(), Client())
     wait_for(lambda: any(r.started for r in two.replicas))
     assert submitted.cancel()
-    wait_for(lambda: any(r.cancelled for r in two.replicas) and not two.router._dispatcher.names)
+    wait_for(lambda: any(r.cancelled for r in two.replicas) and not port.dispatcher(two.router).names)
 
 
 def test_an_id_in_use_is_refused_and_free_again_at_the_end(two: Service):
@@ -281,7 +282,7 @@ def test_a_sink_that_raises_loses_its_own_request_only(two: Service):
     client = submit(two, asked)
     client.wait()
     assert client.tokens() == answer(asked)
-    wait_for(lambda: not two.router._dispatcher.names)
+    wait_for(lambda: not port.dispatcher(two.router).names)
     wait_for(lambda: any(r.cancelled for r in two.replicas))
 
 
@@ -384,7 +385,7 @@ def test_a_token_that_breaks_the_protocol_takes_none_of_the_others(two: Service)
     bad = [link.Token(rid=starts[seeds[1]], position=7, id=1)]
 
     async def hear() -> None:
-        dispatcher = two.router._dispatcher
+        dispatcher = port.dispatcher(two.router)
         with pytest.raises(Broken):
             dispatcher.received(dispatcher.links["r0"], link.FromReplica(tokens=good + bad))
 
@@ -400,9 +401,9 @@ def test_a_replica_that_leaves_while_it_is_down_leaves_nothing_behind(two: Servi
     two.kill(two.replicas[0])
     wait_for(lambda: len(two.router.replicas) == 1)
     two.place(two.replicas[1])
-    books = two.router._dispatcher.books
+    books = port.dispatcher(two.router).books
     wait_for(lambda: set(books.view) == {"r1"})
-    assert set(books._books) == {"r1"}
+    assert port.booked(books) == {"r1"}
 
 
 def test_a_link_that_ends_under_a_question_costs_its_own_answer_alone(two: Service):
@@ -418,7 +419,7 @@ def test_a_replica_that_is_never_of_use_is_asked_ever_less_often(two: Service):
     other = two.add("r2", info=replace(INFO, model="other"))
     two.place(*two.replicas)
     wait_for(lambda: len(other.epochs) >= 3)
-    assert two.router._dispatcher.links["r2"]._pause >= 4 * PAUSES_S[0]
+    assert port.pause_s(port.dispatcher(two.router).links["r2"]) >= 4 * PAUSES_S[0]
 
 
 def test_a_request_that_has_begun_waits_for_room_however_often_it_is_refused(
@@ -444,13 +445,13 @@ def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Servi
     asked = [request(f"r{i}", max_tokens=2) for i in range(2 * room)]
     clients = [submit(two, one) for one in asked]
     two.kill(two.replicas[1])
-    dispatcher = two.router._dispatcher
+    dispatcher = port.dispatcher(two.router)
     wait_for(lambda: dispatcher.books.view["r1"].health != "up")
     assert len(two.replicas[0].started) == room == len(dispatcher.table.waiting())
     calls = []
     choose, dispatcher.policy.choose = dispatcher.policy.choose, lambda *a: calls.append(a) or choose(*a)
-    ticks = dispatcher._ticked
-    wait_for(lambda: dispatcher._ticked > ticks + 0.2)
+    ticks = port.ticked(dispatcher)
+    wait_for(lambda: port.ticked(dispatcher) > ticks + 0.2)
     assert len(calls) <= 20  # not one for each that waits
     two.replicas[0].paused = False
     for client in clients:
@@ -460,12 +461,12 @@ def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Servi
 def test_a_replica_that_fails_at_once_is_not_asked_at_once_for_ever(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jlora.cluster.requests.AGAIN_S", (3600.0, 3600.0))
     with service(1) as one:
-        failed, dispatcher, client = one.replicas[0], one.router._dispatcher, Client()
+        failed, dispatcher, client = one.replicas[0], port.dispatcher(one.router), Client()
         failed.refuse = [(Unavailable("the engine has failed"), True)] * (MOST_LOSSES + 1)
         one.router.submit(request(), client)
         wait_for(lambda: len(failed.started) == 2 and dispatcher.table.waiting())
-        ticked = dispatcher._ticked
-        wait_for(lambda: dispatcher._ticked > ticked + 0.2)
+        ticked = port.ticked(dispatcher)
+        wait_for(lambda: port.ticked(dispatcher) > ticked + 0.2)
         assert len(failed.started) == 2 and len(dispatcher.table) == 1
         one.router.abort_named("r")
         client.wait()

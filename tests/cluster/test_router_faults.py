@@ -13,15 +13,14 @@ from jlora.cluster.balance import Move
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Version
-from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.proto import link_pb2 as link
-from jlora.cluster.requests import Routed, Table
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound
 from jlora.serve.proto import jlora_pb2 as pb
+from tests.cluster import _port as port
 from tests.cluster._links import (
     INFO,
     VOCAB,
@@ -44,7 +43,7 @@ def two() -> Iterator[Service]:
 
 
 def test_the_books_count_the_tokens_of_what_runs_and_nothing_of_what_has_ended(two: Service):
-    book = two.router._dispatcher.books
+    book = port.dispatcher(two.router).books
     whole(submit(two, request("whole", max_tokens=20, n=2)), request("whole", max_tokens=20, n=2), two)
     for replica in two.replicas:
         replica.paused = True
@@ -56,17 +55,7 @@ def test_the_books_count_the_tokens_of_what_runs_and_nothing_of_what_has_ended(t
 
 def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("jlora.cluster.dispatch.SENDS", 3)
-    dispatcher, sent = two.router._dispatcher, []
-    pump, dispatch = Dispatcher._pump, Dispatcher._dispatch
-
-    def pumped(self: Dispatcher) -> None:
-        sent.append(0)
-        pump(self)
-
-    def dispatched(self: Dispatcher, routed: Routed) -> bool:
-        sent[-1] += dispatch(self, routed)
-        return True
-
+    dispatcher = port.dispatcher(two.router)
     for replica in two.replicas:
         two.kill(replica)
     wait_for(lambda: not two.router.replicas)
@@ -74,8 +63,7 @@ def test_of_many_that_wait_some_are_sent_at_a_time(two: Service, monkeypatch: py
     for i, client in enumerate(clients):
         two.router.submit(request(f"r{i}", max_tokens=2), client)
     wait_for(lambda: len(dispatcher.table.waiting()) == 8)
-    monkeypatch.setattr(Dispatcher, "_pump", pumped)
-    monkeypatch.setattr(Dispatcher, "_dispatch", dispatched)
+    sent = port.sends_per_round(monkeypatch)
     two.place(two.add("r9"))
     for client in clients:
         client.wait()
@@ -87,24 +75,13 @@ def test_the_requests_of_a_lost_replica_go_on_spread_and_some_at_a_time(
     policy: Policy, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("jlora.cluster.dispatch.SENDS", 3)
-    pump, begin, sent = Dispatcher._pump, Table.begin, [0]
-
-    def pumped(self: Dispatcher) -> None:
-        sent.append(0)
-        pump(self)
-
-    def begun(self: Table, routed: Routed, replica: str, now: float) -> None:
-        sent[-1] += 1
-        begin(self, routed, replica, now)
-
     with service(3, policy=policy, paused=True) as made:
         asked = [request(f"r{i}", max_tokens=2) for i in range(18)]
         clients = [submit(made, one) for one in asked]
         dead, *others = made.replicas
         before = [len(one.started) for one in others]
         assert len(dead.started) == 6
-        monkeypatch.setattr(Dispatcher, "_pump", pumped)
-        monkeypatch.setattr(Table, "begin", begun)
+        sent = port.sends_per_round(monkeypatch)
         made.kill(dead)
         wait_for(lambda: sum(len(one.started) for one in others) == sum(before) + 6)
         assert [len(one.started) - had for one, had in zip(others, before, strict=True)] == [3, 3]
@@ -132,7 +109,7 @@ def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error
 
 @pytest.mark.parametrize("where", ["choose", "peers", "end"])
 def test_a_bug_in_policy_or_directory_ends_its_own_request_alone(two: Service, where: str):
-    dispatcher = two.router._dispatcher
+    dispatcher = port.dispatcher(two.router)
     two.directory.versions |= {"bad": Version("bad", 1, "/b"), "x": Version("x", 1, "/x")}
     part = dispatcher.policy if where == "choose" else two.directory
     works = getattr(part, where)
@@ -167,9 +144,10 @@ def test_members_may_be_asked_while_a_replica_goes(two: Service):
             self.pop(str(name), None)  # on the loop's thread, just now
             return found
 
-    two.router._dispatcher.books = Books()
-    two.router._dispatcher.books._views = Going({"r0": ReplicaView("r0", "up")})
-    assert {member.name for member in two.router._dispatcher.members()} <= {"r0"}
+    dispatcher = port.dispatcher(two.router)
+    dispatcher.books = Books()
+    port.show(dispatcher.books, Going({"r0": ReplicaView("r0", "up")}))
+    assert {member.name for member in dispatcher.members()} <= {"r0"}
 
 
 def test_a_replica_of_other_weights_under_the_same_name_is_not_used():
@@ -225,10 +203,10 @@ def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
     waits = submit(two, request("waits", adapter="x"))
     wait_for(lambda: any(replica.running for replica in two.replicas))
     source, target = sorted(two.replicas, key=lambda replica: not replica.running)
-    dispatcher = two.router._dispatcher
+    dispatcher = port.dispatcher(two.router)
     (live,) = dispatcher.table.all()
     moves = [Move(key, source.name, target.name, "x@1") for key in (live.handle + 1, live.handle, live.handle + 2)]
-    two.loop.run(Balancing(dispatcher, 1.0)._carry_out(moves))
+    two.loop.run(port.carry_out(Balancing(dispatcher, 1.0), moves))
     wait_for(lambda: target.fetched)
     assert target.fetched == ["x@1"]
     two.router.abort_named("waits")
@@ -239,7 +217,7 @@ def test_a_session_stays_where_a_move_has_brought_it():
     with service(2, policy=SessionSticky()) as two:
         for replica in two.replicas:
             replica.paused = True
-        dispatcher = two.router._dispatcher
+        dispatcher = port.dispatcher(two.router)
         first = submit(two, request("first", session="chat"))
         wait_for(lambda: any(replica.running for replica in two.replicas))
         source, target = sorted(two.replicas, key=lambda replica: not replica.running)

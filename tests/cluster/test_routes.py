@@ -24,6 +24,7 @@ from jlora.config import ROUTINGS, Config
 from jlora.errors import ConfigError
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
+from tests.cluster import _port as port
 from tests.cluster._links import Service, answer, request, service, submit, wait_for
 from tests.serve import _server
 from tests.serve._server import Served
@@ -176,6 +177,6 @@ def test_the_next_turn_of_a_chat_is_known_by_its_prompt_and_answer():
         asked = request("one", max_tokens=29)
         first = submit(made, asked).wait()  # 3 + 29 tokens are two blocks
         turn = dataclasses.replace(asked, id="two", prompt=(*asked.prompt, *first.tokens(), 7, 8))
-        wait_for(lambda: not len(made.router._dispatcher.table))
+        wait_for(lambda: not len(port.dispatcher(made.router).table))
         submit(made, turn).wait()
         assert [dict(ask.cached) for ask in policy.asks] == [{}, {"r0": 32}]

@@ -243,11 +243,11 @@ def test_a_version_whose_files_are_gone_gets_a_second_home(world: World, tmp_pat
     (holder,) = (seat for seat in world.seats if key in {record.name for record in seat.engine.records()})
     (other,) = (seat for seat in world.seats if seat is not holder)
     wait_for(lambda: world.controller.peers(world.controller.current("lost"), other.name))
-    world.upkeep._look()
+    world.upkeep.look()
     assert key not in {record.name for record in other.engine.records()}, "its files are there"
     shutil.rmtree(path)
     expected = world.ask("lost").read()
-    wait_for(lambda: world.upkeep._look() or tier(other, key) in ("HOST", "HBM"))
+    wait_for(lambda: world.upkeep.look() or tier(other, key) in ("HOST", "HBM"))
     assert other.fetcher.fetched == 1
     holder.kill()
     wait_for(lambda: len(world.router.replicas) == 1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.loadgen.checkpoints import TINY, write_model
 from jlora.step_model import FittedSteps, Launches, StepLoad
+from tests import port
 
 DECODE, PROMPT = (2, 4, 8), (1, 2, 4)
 KNOWN = launches.Fit(
@@ -118,13 +120,13 @@ def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, mo
     keys |= {"cache.hbm_blocks": "512", "cache.host_blocks": "64", "serve.compile_cache": ""}
     built = build(configuration.load(None, keys), progress=False)
     ended: list[bool] = []
-    wait = profile._Watched.wait
+    wait = getattr(*port.timed_waits())
 
-    def waited(watched: profile._Watched) -> None:
+    def waited(watched: Any) -> None:
         wait(watched)
         ended.append(built.runner.pool.array.is_ready())
 
-    monkeypatch.setattr(profile._Watched, "wait", waited)
+    monkeypatch.setattr(*port.timed_waits(), waited)
     try:
         timed: list[Timed] = []
         profile.Profile(built).run((profile.Ask(100, 1),), timed)

@@ -13,6 +13,7 @@ from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.engine.scheduler import Scheduler
 from jlora.types import Request, SamplingParams, TokenEvent
+from tests import port
 from tests.cache._books import check_idle
 
 EOS = 2
@@ -66,7 +67,7 @@ class Bench:
     @property
     def deadlines(self) -> int:
         """How many the scheduler keeps."""
-        return len(self.scheduler._deadlines)
+        return port.deadlines(self.scheduler)
 
     def step(self) -> None:
         self.now += self.step_s

@@ -13,7 +13,7 @@ import pytest
 from jlora import config
 from jlora.ports import OsThreads, PythonGarbage, System
 from jlora.types import Request, SamplingParams
-from tests import _make
+from tests import _make, port
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, TABLES, serve, tokens
 
@@ -99,7 +99,7 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
     compiler.run(left // 2)
     assert replica.stats().programs_left == left - left // 2
     assert answers(replica, "between") == first
-    garbage = replica.local._system.garbage
+    garbage = port.system(replica.local).garbage
     assert isinstance(garbage, Counted) and garbage.loaded == 1
     compiler.run(left)
     assert replica.local.warm().result(60)

@@ -19,6 +19,7 @@ from jlora.engine.cold_start import Chooser, measure
 from jlora.engine.host_lora import HostLora
 from jlora.engine.scheduler import SETBACKS
 from jlora.types import Request, TokenEvent
+from tests import port
 from tests._make import make_adapter
 from tests.cache._books import evict_all
 from tests.engine._replica import Running
@@ -38,8 +39,8 @@ class HeldLink:
         self.questions = 0  # how often a launch asked whether a group has come
         self.release_at = -1  # the question before which everything comes
         self._permits = threading.Semaphore(0)
-        self.swapper._lanes["in"].slow_down = self._stand_still
-        self._arrived = self.swapper.arrived
+        port.to_device(self.swapper).slow_down = self._stand_still
+        self.arrived = self.swapper.arrived
         self.swapper.arrived = self._asked
 
     def release(self, count: int = 1000) -> None:
@@ -51,10 +52,10 @@ class HeldLink:
     def _asked(self, copy: Copy, group: int) -> bool:
         if self.questions == self.release_at:
             self.release()
-            while not (copy.seconds or self._arrived(copy, group)):
+            while not (copy.seconds or self.arrived(copy, group)):
                 threading.Event().wait(0.001)
         self.questions += 1
-        return self._arrived(copy, group)
+        return self.arrived(copy, group)
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def cold(service: Running) -> Iterator[HeldLink]:
     while service.cache_state().in_flight:
         pass
     service.flush_cache()
-    slow_down = service.parts.swapper._lanes["in"].slow_down
+    slow_down = port.to_device(service.parts.swapper).slow_down
     with service.paused():
         evict_all(service.manager)
         link = HeldLink(service)
@@ -72,7 +73,7 @@ def cold(service: Running) -> Iterator[HeldLink]:
     finally:
         link.release()
         with service.paused():
-            link.swapper._lanes["in"].slow_down, link.swapper.arrived = slow_down, link._arrived
+            port.to_device(link.swapper).slow_down, link.swapper.arrived = slow_down, link.arrived
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +186,7 @@ def test_a_copy_that_keeps_failing_while_the_host_helps_ends_its_request_and_no_
         raise OSError("the link is gone")
 
     with cold(service) as link:
-        link.swapper._lanes["in"].slow_down = fail
+        port.to_device(link.swapper).slow_down = fail
         long = replace(COLD, sampling=replace(GREEDY, max_tokens=80))
         got = serve(service, [long, replace(base, bypass_prefix_cache=True)])
     assert isinstance(got["cold"][-1].error, OSError) and tokens(got["base"]) == answer
@@ -201,7 +202,7 @@ def test_a_copy_that_fails_while_the_host_helps_costs_a_new_start(
     """Also with tokens of its adapter's sequences on their way: none is lost or drawn twice."""
     failing = iter([error])
     with cold(service) as link:
-        stand_still = link.swapper._lanes["in"].slow_down
+        stand_still = port.to_device(link.swapper).slow_down
 
         def fail_once(seconds: float) -> None:
             if (once := next(failing, None)) is not None:
@@ -210,7 +211,7 @@ def test_a_copy_that_fails_while_the_host_helps_costs_a_new_start(
                 raise once
             stand_still(seconds)
 
-        link.swapper._lanes["in"].slow_down = fail_once
+        port.to_device(link.swapper).slow_down = fail_once
         events = serve(service, [COLD])["cold"]
     assert events[-1].error is None and tokens(events) == wanted and start_of(events) == "cpu"
 
@@ -227,7 +228,7 @@ def _twice(host: HostLora) -> None:
 
 @pytest.mark.parametrize("bug", [_wrong_layer, _twice])
 def test_a_planted_bug_changes_the_answer(bug: Callable, service: Running, wanted: list[int]):
-    host = service.parts.runner._assist._host
+    host = port.helper(service.parts.runner)
     with cold(service):
         bug(host)
         try:

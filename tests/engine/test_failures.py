@@ -17,7 +17,7 @@ from jlora import config
 from jlora.errors import Unavailable
 from jlora.ports import DiskFiles, Folder, OsThreads, PythonGarbage, System
 from jlora.types import Request, TokenEvent
-from tests import _make
+from tests import _make, port
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, serve, tokens
 
@@ -115,7 +115,7 @@ def test_whatever_ends_the_engines_thread_is_told_to_all(
     elif where == "command":
         assert "SystemExit" in str(replica.local.between_steps(ends(error)).exception(60))
     else:
-        assert isinstance(replica.local._when(ends(error)).exception(60), Unavailable)
+        assert isinstance(port.when(replica.local, ends(error)).exception(60), Unavailable)
     has_failed(replica, inbox, error)
 
 

@@ -16,6 +16,7 @@ from jlora.engine import faults, shares
 from jlora.engine.ports import Undone
 from jlora.errors import ResourceExhausted, Unavailable
 from jlora.types import Request
+from tests import port
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, SEEDED, mixed, serve, tokens
 
@@ -94,14 +95,15 @@ def test_a_launch_that_finds_no_memory_is_dispatched_again(
     error: Callable[[], Exception],
 ):
     """Whichever launch of a step it is: no token is drawn twice, and none from a wrong state."""
-    before, programs = replica.stats().preemptions, replica.parts.runner._programs
+    before, seam = replica.stats().preemptions, port.programs(replica.parts.runner)
+    programs = getattr(*seam)
     trouble, real = every(5, error), getattr(programs, program)
 
     def call(*args: Any) -> Any:
         trouble()
         return real(*args)
 
-    monkeypatch.setattr(replica.parts.runner, "_programs", programs._replace(**{program: call}))
+    monkeypatch.setattr(*seam, programs._replace(**{program: call}))
     same(replica, expected)
     assert replica.stats().preemptions > before
 
@@ -150,7 +152,7 @@ def test_a_plan_that_finds_no_memory_is_made_again(
     method: str,
 ):
     manager = replica.manager
-    thing = {"leases": manager.leases, "manager": manager, "cells": manager._cells.device}[where]
+    thing = {"leases": manager.leases, "manager": manager, "cells": inspect.cells(manager).device}[where]
     wrapped(monkeypatch, thing, method, every(7, short))
     same(replica, expected)
 
@@ -169,10 +171,10 @@ def test_shortages_in_a_row_end_requests_at_most(
         "grow": (manager.leases, "grow"),
         "acquire": (manager.leases, "acquire"),
         "streams": (manager.leases, "streams"),
-        "take": (manager._cells.device, "take"),
+        "take": (inspect.cells(manager).device, "take"),
         "take_copies": (manager, "take_copies"),
         "tend": (manager, "tend"),
-        "plan": (scheduler, "_make_room"),
+        "plan": port.makes_room(scheduler),
         "check_integrity": (faults.inspect, "check_integrity"),
     }[where]
     with monkeypatch.context() as patch:
@@ -208,7 +210,7 @@ def test_a_submission_that_finds_no_memory_leaves_nothing_behind(
     with replica.paused(), monkeypatch.context() as patch:
         wrapped(patch, thing, where, every(count, short))
         with pytest.raises(MemoryError):
-            replica.local._engine.submit(request)
+            replica.built.engine.submit(request)
         assert replica.parts.scheduler.waiting == replica.parts.scheduler.live == 0
         inspect.check_integrity(replica.manager)
     assert same(replica, expected, request)[BAD] is None
@@ -216,7 +218,7 @@ def test_a_submission_that_finds_no_memory_leaves_nothing_behind(
 
 def test_events_that_nobody_waits_for_are_dropped_and_their_request_ends(replica: Running, expected: dict):
     with replica.paused():
-        replica.local._engine.submit(Request(BAD, (3, 4, 5), SEEDED))
+        replica.built.engine.submit(Request(BAD, (3, 4, 5), SEEDED))
     same(replica, expected)
 
 
@@ -233,7 +235,7 @@ def test_what_one_request_breaks_ends_that_request(
     error, leases = RuntimeError("planted"), replica.manager.leases
     guilty = Request(BAD, tuple(range(100, 140)), SEEDED)
     thing, method, is_guilty = {
-        "sampling": (replica.parts.runner, "_set_up", lambda s: s.request.id == BAD),
+        "sampling": (*port.sets_up(replica.parts.runner), lambda s: s.request.id == BAD),
         "plan": (leases, "grow", lambda lease, _: lease is lease_of(replica)),
         "admission": (leases, "acquire", lambda origin, prompt, *_: tuple(prompt[:40]) == guilty.prompt),
         "commit": (leases, "publish", lambda lease, *_: lease is lease_of(replica)),
@@ -321,12 +323,11 @@ def test_a_lost_pool_or_an_inconsistent_cache_ends_the_engine(tiny_model: Path, 
             if what == "pool":
                 replica.parts.runner.pool.array.delete()
             else:
-                replica.manager._cells.device.used[0] += 1
+                inspect.cells(replica.manager).device.used[0] += 1
             raise short()
 
-        wrapped(monkeypatch, replica.parts.runner._builder, "launches", trouble)
+        wrapped(monkeypatch, replica.parts.runner.builder, "launches", trouble)
         event = serve(replica, [Request("x", (3, 4), GREEDY)])["x"][-1]
         assert isinstance(event.error, Unavailable) and replica.replica.failure.done()
-        replica.local._loaders.close()
-        replica.local._watch.close()
+        port.end_threads(replica.local)
         replica.parts.swapper.close()

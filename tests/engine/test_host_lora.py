@@ -16,6 +16,7 @@ from jlora.errors import ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.model.cut import SITES
 from jlora.model.spec import ModelSpec
+from tests import port
 from tests._make import tiny_spec
 
 RANKS = ({"q": 3, "v": 9, "down": 4}, {"q": 1, "k": 5, "o": 2, "gate": 2, "up": 7, "down": 1})
@@ -47,7 +48,7 @@ def test_products_are_those_of_each_tokens_adapter(dtype: str, tp: int):
             blocks[name] = (*blocks.get(name, ()), block)
         shares.append(Share(np.arange(index, TOKENS - 5, 2), blocks))  # the last tokens are nobody's
     host = HostLora(layout, lambda ids, layer: tier[list(ids), layer])
-    host._size = 3  # an adapter's tokens are shared out
+    port.share_out(host, 3)  # an adapter's tokens are shared out
     for names in SITES:
         x = random.normal(size=(TOKENS, spec.projection_shapes[names[0]][0])).astype(tier.dtype)
         got = host.added(x, host.prepare(shares, names, LAYER))

@@ -19,7 +19,7 @@ from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
 from jlora.ports import PythonGarbage, System
 from jlora.replica import Load
 from jlora.types import AdapterInfo, Request, TokenEvent
-from tests import _make
+from tests import _make, port
 from tests._disk import Gate
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, running, serve, tokens
@@ -137,7 +137,8 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
         monkeypatch.setattr(replica.parts.swapper, "fill", slow)
     else:
         disk.shut()
-    load, ended = replica.local._loaders._load, threading.Event()
+    seam, ended = port.loads(replica.local), threading.Event()
+    load = getattr(*seam)
 
     def watched(*args: Any) -> AdapterInfo:
         try:
@@ -145,7 +146,7 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
         finally:
             ended.set()
 
-    monkeypatch.setattr(replica.local._loaders, "_load", watched)
+    monkeypatch.setattr(*seam, watched)
     loading = replica.replica.load_adapter("unwanted", path)
     assert reached.wait(60)
     assert loading.cancel()
@@ -156,7 +157,7 @@ def test_a_load_that_its_caller_cancels_is_not_published_and_gives_its_blocks_ba
 
 
 def test_a_load_whose_adapter_is_unloaded_before_the_answer_describes_what_it_loaded(replica: Running, path: str):
-    adapters = replica.local._engine.adapters
+    adapters = replica.built.engine.adapters
     publish = adapters.publish
 
     def gone_at_once(*args: Any) -> AdapterInfo:
@@ -171,7 +172,7 @@ def test_a_load_whose_adapter_is_unloaded_before_the_answer_describes_what_it_lo
     assert replica.adapters() == []
     uid = replica.load_adapter("brief", path).uid
     assert uid > info.uid
-    assert replica.local._settled(info).result(60) == info  # the name stands for another version
+    assert port.settled(replica.local, info).result(60) == info  # the name stands for another version
     replica.unload_adapter("brief")
 
 
@@ -288,12 +289,13 @@ def test_commands_leave_room_for_steps(replica: Running, rounds: Rounds, monkeyp
 
 def test_what_waits_for_the_engine_goes_when_its_caller_cancels(replica: Running):
     with replica.paused():
-        waiting = len(replica.local._commands)
+        waiting = port.commands(replica.local)
         request = Request("c", (3, 4), GREEDY)
         submitted = [replica.replica.submit(replace(request, id=f"c{i}"), lambda _: None) for i in range(50)]
-        assert len(replica.local._commands) == waiting + 50
+        assert port.commands(replica.local) == waiting + 50
         assert all(future.cancel() for future in submitted)
-        assert len(replica.local._commands) == waiting and not replica.local._names
+        assert port.commands(replica.local) == waiting
+        assert not any(replica.abort(f"c{i}") for i in range(50)), "their names are free again"
     assert replica.stats().live_requests == 0
 
 
@@ -301,9 +303,9 @@ def test_a_live_request_has_one_abort_under_way(replica: Running):
     inbox: queue.SimpleQueue[list[TokenEvent]] = queue.SimpleQueue()
     with replica.paused():
         submitted = replica.replica.submit(Request("x", (3, 4), replace(GREEDY, max_tokens=60)), inbox.put)
-        waiting = len(replica.local._commands)
+        waiting = port.commands(replica.local)
         assert all(replica.replica.abort_named("x").result(60) for _ in range(100))
-        assert len(replica.local._commands) == waiting + 1
+        assert port.commands(replica.local) == waiting + 1
     submitted.result(60)
     assert inbox.get(timeout=60)[-1].finish_reason == "abort"
     assert not replica.abort("x") and replica.stats().live_requests == 0
@@ -312,13 +314,14 @@ def test_a_live_request_has_one_abort_under_way(replica: Running):
 def test_a_load_that_its_caller_cancels_before_a_loader_takes_it_never_starts(
     replica: Running, disk: Gate, path: str, monkeypatch: pytest.MonkeyPatch
 ):
-    started, load = [], replica.local._loaders._load
+    started, seam = [], port.loads(replica.local)
+    load = getattr(*seam)
 
     def watched(answer: Any, wanted: Load) -> AdapterInfo:
         started.append(wanted.name)
         return load(answer, wanted)
 
-    monkeypatch.setattr(replica.local._loaders, "_load", watched)
+    monkeypatch.setattr(*seam, watched)
     disk.shut()
     loads = [replica.replica.load_adapter(f"busy{i}", path) for i in range(loaders.LOADERS)]
     assert disk.reached.wait(60)
@@ -343,7 +346,7 @@ def test_a_program_that_does_not_compile_is_dropped_whatever_the_error(
     monkeypatch.setattr(runner, "compile", compile_it)
     monkeypatch.setattr(runner, "drop", dropped.append)
     form: Any = object()
-    replica.local._compiler.submit(replica.local._compile, form).result(60)
+    port.compile_beside(replica.local, form).result(60)
     replica.stats()
     replica.local.between_steps(lambda: None).result(60)
     assert dropped == [form] and not replica.replica.failure.done()

@@ -16,7 +16,7 @@ from jlora.adapters.peft import read_peft
 from jlora.engine.merger import Base, Merger
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, sharding
-from tests import _make
+from tests import _make, port
 
 
 class Holder:
@@ -102,7 +102,8 @@ def test_without_memory_to_load_the_weights_anew_nobody_goes_on(tmp_path: Path, 
         raise MemoryError("planted")
 
     world.begin("some")
-    monkeypatch.setattr(merger, "_merged", short)
-    monkeypatch.setattr(merger, "_base", dataclasses.replace(merger._base, pristine=short))
+    monkeypatch.setattr(*port.merges(merger), short)
+    base = port.merge_base(merger)
+    monkeypatch.setattr(*base, dataclasses.replace(getattr(*base), pristine=short))
     with pytest.raises(RuntimeError, match="no memory is left to load the weights anew"):
         merger.forward()

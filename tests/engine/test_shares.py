@@ -11,6 +11,7 @@ from jlora.engine.plan import Account, Sequence
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.shares import IDLE, OUTPUT, PROMPT
 from jlora.types import TokenEvent
+from tests import port
 from tests.engine._bench import Bench
 
 PROMPTS, OUTPUTS, SLOTS = 40, 12, 4  # the longest prompt and answer, and the batch
@@ -191,13 +192,13 @@ def test_the_pool_is_taken_from_the_tenant_that_has_received_most():
 def test_the_counters_of_idle_tenants_are_forgotten():
     bench = Bench(blocks=64, max_seqs=2)
     bench.submit("stays", fresh(8, 1), max_tokens=8 * IDLE, tenant="stays")
-    book = bench.scheduler.queue._shares[0]
+    book = port.counters(bench.scheduler)[0]
     for index in range(6 * IDLE):
         bench.submit(f"q{index}", fresh(8, 2), tenant=f"t{index}")
         bench.abort(f"q{index}")
         assert len(book) <= 4 * IDLE
     bench.abort("stays")
-    assert not bench.scheduler.queue._shares, "nobody is live, and counters are kept"
+    assert not port.counters(bench.scheduler), "nobody is live, and counters are kept"
     bench.finish()
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,8 @@ from jlora.engine import switching as module
 from jlora.engine.merger import Merger
 from jlora.engine.switching import Switching
 from jlora.types import AdapterInfo, Request
-from tests import _make
+from tests import _make, port
+from tests.engine import _planted as planted
 from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, mixed, running, serve, tokens
 
@@ -23,13 +24,11 @@ PROMPT = tuple(range(3, 40))
 
 
 def of(service: Running) -> Switching:
-    found = service.built.engine._switching
-    assert found is not None
-    return found
+    return port.switching(service.built.engine)
 
 
 def merger_of(service: Running) -> Any:
-    return of(service)._merger
+    return port.merger(of(service))
 
 
 def settle(service: Running, share: float) -> None:
@@ -104,7 +103,7 @@ def test_its_prefix_is_shared_between_merged_and_unmerged_requests(service: Runn
     merged = serve(service, [request])["r"]
     with service.paused():
         monkeypatch.setattr(of(service), "decide", lambda now: None)
-        of(service)._target = None
+        port.want(of(service), None)
     while merger_of(service).done:
         serve(service, [Request("small", (5, 6), GREEDY, adapter="small")])
     again = serve(service, [request])["r"]
@@ -133,44 +132,16 @@ def test_cancel_unload_and_reload_of_the_merged_adapter(
         assert {name: tokens(events) for name, events in got.items()} == {r.id: expected[r.id] for r in rest}
 
 
-def left_behind(merger: Merger) -> None:
-    """One projection is not taken out."""
-    merger._unmerged = lambda layer, name, w: w  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def applied_twice(merger: Merger) -> None:
-    """One projection is taken out twice."""
-    real = merger._unmerged
-
-    def twice(layer: int, name: str, w: Any) -> Any:
-        lost = merger._lost[layer, name]
-        w = real(layer, name, w)
-        merger._lost[layer, name] = lost
-        return real(layer, name, w)
-
-    merger._unmerged = twice  # pyright: ignore[reportAttributeAccessIssue]
-
-
-def stale_copy(merger: Merger) -> None:
-    """The factors on the host change between merge and unmerge."""
-    merger._factors = {name: (a, b + 1) for name, (a, b) in merger._factors.items()}
-
-
-def lost_lost(merger: Merger) -> None:
-    """What rounding has lost is not put back."""
-    for lost in merger._lost.values():
-        lost.at, lost.bits = [a[:0] for a in lost.at], [b[:0] for b in lost.bits]
-
-
-@pytest.mark.parametrize("plant", [left_behind, applied_twice, stale_copy, lost_lost])
+@pytest.mark.parametrize("plant", [planted.left_behind, planted.applied_twice, planted.stale_copy, planted.lost_lost])
 def test_planted_bugs_are_found_before_anybody_else_runs(
     plant: Any, service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
     settle(service, 1.0)
     merger, before = merger_of(service), service.stats().merge.reloads
     with service.paused():
-        merger._collect()
-        monkeypatch.setattr(merger, "_unmerged", merger._unmerged)
+        port.collect(merger)
+        unmerges = port.unmerges(merger)
+        monkeypatch.setattr(*unmerges, getattr(*unmerges))
         plant(merger)
     others = [request for request in mixed() if request.adapter != "large"]
     got = serve(service, others[:4])
@@ -220,8 +191,7 @@ def test_without_memory_to_merge_the_engine_goes_on_unmerged(
         while merger.done:
             merger.back()
         assert merger.whole()
-        switching._losses.clear()
-        switching._node = None
+        port.forget_merged(switching)
         monkeypatch.setattr(merger, where, short)
     got = serve(service, mixed())
     assert {name: tokens(events) for name, events in got.items()} == expected
@@ -234,13 +204,16 @@ def test_without_memory_to_merge_the_engine_goes_on_unmerged(
     settle(service, 1.0)
 
 
-@pytest.mark.parametrize("way", ["_merged", "_unmerged"])
+@pytest.mark.parametrize("way", [port.merges, port.unmerges])
 def test_memory_that_ends_in_the_middle_of_a_piece_costs_the_merge_and_not_the_engine(
-    service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, way: str
+    service: Running,
+    expected: dict[str, list[int]],
+    monkeypatch: pytest.MonkeyPatch,
+    way: Callable[[Merger], port.Seam],
 ):
     switching, merger = of(service), merger_of(service)
     settle(service, 1.0)
-    before, change, left = merger.reloads, getattr(merger, way), 5
+    before, change, left = merger.reloads, getattr(*way(merger)), 5
 
     def short(*words: Any) -> Any:  # within a piece: q, k and v are one, and o, and gate and up
         nonlocal left
@@ -250,7 +223,7 @@ def test_memory_that_ends_in_the_middle_of_a_piece_costs_the_merge_and_not_the_e
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: planted")
 
     with service.paused():
-        monkeypatch.setattr(merger, way, short)
+        monkeypatch.setattr(*way(merger), short)
     got = serve(service, mixed())  # others take it out, and once they have ended it is merged again
     assert {name: tokens(events) for name, events in got.items()} == expected
     while merger.reloads == before:

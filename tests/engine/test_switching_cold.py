@@ -5,8 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from jlora.cache.tree import AdapterNode
 from jlora.engine.switching import Switching
+from tests import port
 
 
 class Counted:
@@ -19,15 +22,13 @@ class Counted:
         self.done += 1
 
 
-def test_an_adapter_on_its_way_is_merged_when_it_has_landed():
+def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.MonkeyPatch):
     merger: Any = Counted()
     policy: Any = SimpleNamespace(refused=set())
     none: Any = None
     switching = Switching(policy, merger, none, none)
     node = AdapterNode(1, 3)
-    switching._node = switching._target = node
-    switching._read = lambda node: None
-    switching._measured = lambda node: True
+    port.take_for_measured(switching, node, monkeypatch)
     node.coming = True
     assert switching.advance(0.1) and merger.done == 0
     node.coming = False

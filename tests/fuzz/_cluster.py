@@ -22,7 +22,7 @@ from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Version
 from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.link import LinkServicer
-from jlora.cluster.peer import PeerServicer, _Transfer
+from jlora.cluster.peer import PeerServicer
 from jlora.cluster.proto import directory_pb2 as directory_proto
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.registry import Registry
@@ -35,6 +35,7 @@ from jlora.replica import Load
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Done, Request, SamplingParams
+from tests.cluster import _port as port
 from tests.fuzz._adapters import reader
 from tests.fuzz._double import Aborted, Context, Double, adapter_info
 from tests.fuzz._engine import Target, status
@@ -103,7 +104,7 @@ def link_replica() -> Target:
             await servicer.Attach(None, context)
         except Aborted:
             pass
-        assert not replica.live and not servicer._streams
+        assert not replica.live and not port.streams(servicer)
         failed = [failure for message in context.written for failure in message.failures]
         if any(not failure.kind for failure in failed):
             return "INTERNAL"
@@ -226,7 +227,7 @@ async def _watched(servicer: DirectoryServicer, messages: Sequence[Any], context
             yield message
             await asyncio.sleep(0)
 
-    controller = servicer._controller
+    controller = port.served(servicer)
     async for table in servicer.Watch(received(), context):
         table.SerializeToString()
     controller.uses.look()
@@ -239,15 +240,14 @@ def table() -> Target:
     def follow(data: bytes) -> str:
         login: Any = _Login(split(data, directory_proto.Table))
         remote = RemoteDirectory("c:1", "r", login, OsThreads())
-        remote._watch()
+        port.watch(remote)
         known = remote.adapters().result(0)
-        assert sorted(remote._versions) == remote._names
-        assert [info.name for info in known] == [name for name in remote._names if name]
+        assert [info.name for info in known] == [name for name in port.names_of(remote) if name]
         for info in known:
             version = remote.current(info.name)
             remote.begin(version)
             remote.end(version)
-        assert not remote._requests
+        assert not port.requests_of(remote)
         return "OK"
 
     info = pb.AdapterInfo(name="sql", uid=3, digest="d", rank=4, target_modules=["q"], bytes=9, blocks=1, tier=1)
@@ -286,7 +286,7 @@ def peer() -> Target:
     )
 
     def take(messages: Sequence[link.Chunk]) -> None:
-        transfer = _Transfer(record, files)
+        transfer = port.transfer(record, files)
         for chunk in messages:
             transfer.take(chunk)
         blocks, head = transfer.whole()
@@ -337,7 +337,7 @@ def _record() -> Record:
 
 
 async def _fetched(engine: Any, request: link.FetchRequest) -> list[link.Chunk]:
-    return [chunk async for chunk in PeerServicer(lambda: engine, OPEN, _adopt)._chunks(request)]
+    return await port.chunks(PeerServicer(lambda: engine, OPEN, _adopt), request)
 
 
 async def _answered(engine: Any, request: link.FetchRequest) -> str:

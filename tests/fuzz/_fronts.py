@@ -56,7 +56,7 @@ def _backend() -> Backend:
 
 
 def _check_at_rest(backend: Backend) -> None:
-    assert (backend.gate._calls.used, backend.gate._completions.used, backend.gate._bytes.used) == (0, 0, 0)
+    assert not any(backend.gate.held)
     assert not backend.replica.live and not backend.leaving  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
     backend.draining = False
 

@@ -23,6 +23,7 @@ from jlora.errors import FailedPrecondition, JloraError, Unavailable
 from jlora.serve.observed import Ended, Observed
 from jlora.serve.stream import Answer
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
+from tests.cluster import _port as port
 from tests.cluster._links import INFO, VOCAB, FakeDirectory
 from tests.fuzz._cluster import changing, joined, split
 from tests.fuzz._engine import Target
@@ -107,12 +108,12 @@ async def _played(messages: list[link.FromReplica]) -> str:
         dispatcher.admit(client.request, client.events.extend, client.submitted)
     said = "OK"
     try:
-        await one._attach()
+        await port.attach(one)
     except (Broken, FailedPrecondition):  # another protocol
         said = "broken"
     except ValueError:
         said = "no hello"
-    one._end("it has ended", "down")
+    port.end(one)
     dispatcher.tick()
     one.look(time.monotonic())
     dispatcher.members()

@@ -17,9 +17,9 @@ from google.protobuf.descriptor import Descriptor, FieldDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jlora.adapters import peft_config
 from jlora.serve.http.schema import ChatBody, CompletionBody, PrefetchBody, TokenizeBody
 from jlora.serve.proto import jlora_pb2 as pb
+from tests import port
 from tests.fuzz._engine import Target
 from tests.fuzz._targets import TARGETS
 
@@ -116,7 +116,7 @@ def test_a_request_with_any_values_is_answered_or_refused(targets: dict[str, Tar
     assert targets["protobuf"].run(bytes([at]) + message.SerializeToString()) in MAPPED
 
 
-OPTIONS = sorted(peft_config._HONOURED | peft_config._HARMLESS | peft_config._FIXED.keys())
+OPTIONS = port.peft_options()
 SOUND = {"peft_type": "LORA", "r": 1, "lora_alpha": 2, "target_modules": ["q_proj"]}
 
 

@@ -21,7 +21,7 @@ from jlora.model.checkpoint import convert, load_params, read_spec
 from jlora.model.hub import resolve
 from jlora.model.place import Listed
 from jlora.model.spec import ModelSpec
-from tests import _make
+from tests import _make, port
 
 WEIGHTS, INDEX = checkpoint.SINGLE, checkpoint.INDEX
 Q0 = "model.layers.0.self_attn.q_proj.weight"
@@ -133,7 +133,7 @@ def test_the_host_holds_three_tensors_at_most_and_never_a_shard(
 ):
     """The one just read, the one on its way, and at worst the one before that, while it is let go."""
     _make.make_model(tmp_path / "m", layers=6, shards=2)
-    read, alive, held = checkpoint._Tensor.read, weakref.WeakSet(), []
+    read, alive, held = getattr(*port.tensor_read()), weakref.WeakSet(), []
 
     class Watched(np.ndarray):
         """Can be put in a set."""
@@ -146,7 +146,7 @@ def test_the_host_holds_three_tensors_at_most_and_never_a_shard(
         held.append([one.nbytes for one in alive])
         return array
 
-    monkeypatch.setattr(checkpoint._Tensor, "read", watched)
+    monkeypatch.setattr(*port.tensor_read(), watched)
     load(tmp_path / "m", stacked=stacked)
     tensors = [tensor.nbytes for tensor in _make.model_tensors(_make.tiny_spec(layers=6)).values()]
     largest_shard = max(file.stat().st_size for file in (tmp_path / "m").glob("*.safetensors"))
@@ -208,7 +208,7 @@ def test_a_weight_that_is_not_finite_is_data_loss(model: Path, value: float, sta
 
 def test_truncated_files_are_data_loss_before_any_weight_is_read(model: Path, monkeypatch: pytest.MonkeyPatch):
     data = (model / WEIGHTS).read_bytes()
-    monkeypatch.setattr(checkpoint._Tensor, "read", lambda self: pytest.fail("read a weight of a damaged file"))
+    monkeypatch.setattr(*port.tensor_read(), lambda self: pytest.fail("read a weight of a damaged file"))
     for length in (0, 7, 8, 100, 8 + int.from_bytes(data[:8], "little"), len(data) // 2, len(data) - 1):
         (model / WEIGHTS).write_bytes(data[:length])
         refused(model, DataLoss, WEIGHTS, "damaged")
@@ -224,7 +224,7 @@ def test_a_flipped_bit_in_the_header_never_passes_unnoticed(model: Path):
         flipped[at] ^= 1 << at % 8
         (model / WEIGHTS).write_bytes(flipped)
         with pytest.raises(JloraError), ExitStack() as files:
-            checkpoint._open(model, spec, files)
+            port.open_weights(model, spec, files)
 
 
 def test_an_index_must_name_files_beside_it(tmp_path: Path):

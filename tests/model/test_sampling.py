@@ -9,6 +9,7 @@ import pytest
 
 from jlora.model import sampling
 from jlora.model.sampling import IN_PROMPT, TOP, SampleBatch
+from tests import port
 
 V, SLOTS = 40, 4
 
@@ -125,7 +126,7 @@ def test_penalties_and_bias_follow_their_formulas_and_touch_only_their_rows():
         want[token] -= 0.5 * count + 0.25
     want[11] += 2.5
     fields = {"repetition": 1.5, "frequency": 0.5, "presence": 0.25, "tables": [False, True]}
-    got = sampling._with_tables(jnp.asarray(logits), state, batch(2, **fields))
+    got = port.with_tables(jnp.asarray(logits), state, batch(2, **fields))
     np.testing.assert_allclose(got[1], want, atol=1e-5)
     np.testing.assert_array_equal(got[0], logits[0])
 

@@ -16,6 +16,7 @@ from jlora.serve.access.tenants import Tenants
 from jlora.serve.gate import Gate, Room
 from jlora.serve.tally import Tally
 from jlora.types import Usage
+from tests import port
 
 KEYS = 100_000
 # A table, how many entries it has, and how many it may have.
@@ -32,14 +33,14 @@ def sessions() -> Iterator[Filled]:
 
 def prefixes() -> Iterator[Filled]:
     table = Prefixes(block_tokens=2, most=1000)
-    yield lambda: len(table._where), 1000
+    yield lambda: len(table), 1000
     for i in range(KEYS):
         table.sent("one", table.chain((i, i + 1), ("adapter", f"tenant {i}")))
 
 
 def adapters() -> Iterator[Filled]:
     tally = Tally()
-    yield lambda: max(len(tally._requests), len(tally.lines())), 1024
+    yield lambda: max(len(tally), len(tally.lines())), 1024
     for i in range(KEYS):
         tally.add(f"adapter {i}", Usage(1, 0, 1))
 
@@ -47,7 +48,7 @@ def adapters() -> Iterator[Filled]:
 def tenants() -> Iterator[Filled]:
     """Clients without a key name their tenant: it is no key of the tables of limits."""
     gate, limits = Gate(), Tenants()
-    yield lambda: len(gate._completions._by) + len(gate._bytes._by) + len(limits._tenants), 2
+    yield lambda: port.tenants(gate, limits), 2
     for i in range(KEYS):
         with limits.call(f"tenant {i}", completes=True), gate.completions(Room(1, 1), 1, None), gate.call(1, False):
             pass

@@ -12,12 +12,12 @@ import pytest
 
 from jlora import config as configuration
 from jlora.adapters.peft import CONFIG
-from jlora.cluster import launcher
 from jlora.errors import InvalidArgument
 from jlora.model import checkpoint
 from jlora.serve.tokenizer import Tokenizer
 from tests import _make
 from tests.adapters._peft import SPEC, read
+from tests.cluster import _port as port
 from tests.serve._server import write_text_model
 
 MODULE = "jlora_evil"
@@ -45,7 +45,7 @@ def test_a_models_code_is_not_imported(tmp_path: Path, monkeypatch: pytest.Monke
     assert checkpoint.read_spec(model, "auto", 0) == wanted
     config = configuration.load(None, {"model.path": str(model)})
     router: Any = SimpleNamespace(info=SimpleNamespace(config=config))
-    for tokenizer in (Tokenizer.from_dir(model), launcher._tokenizer(config, router)):
+    for tokenizer in (Tokenizer.from_dir(model), port.router_tokenizer(config, router)):
         assert tokenizer is not None and ids is not None and tokenizer.encode("Hello") == ids.encode("Hello")
     assert not mark.exists() and MODULE not in sys.modules
 

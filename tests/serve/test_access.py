@@ -26,6 +26,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.http.server import application
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import NEEDS
+from tests import port
 from tests.serve._server import Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
@@ -71,7 +72,7 @@ class Guarded:
 
     def under_way(self, tenant: str) -> int:
         """The tenant's calls that count."""
-        return self.served.backend.access.tenants._tenants[tenant]._under_way.total()
+        return port.limited(self.served.backend, tenant)
 
 
 @pytest.fixture(scope="module")
@@ -379,7 +380,7 @@ def test_a_tenants_requests_at_once_are_limited(guarded: Guarded):
     for stream in running:
         stream.cancel()
     guarded.served.check_idle()
-    wait_until(lambda: not guarded.served.backend.gate._completions.used)
+    wait_until(lambda: not guarded.served.backend.gate.held.completions)
     assert guarded.generate("narrow", request(n=2, temperature=1.0)).usage.completion_tokens == 16
 
 
@@ -393,8 +394,8 @@ def test_requests_whose_bodies_do_not_arrive_count(guarded: Guarded, caplog: pyt
             raw.sendall(head.encode())
         with refused(CODE.RESOURCE_EXHAUSTED, "tenant 'narrow' has 2 requests under way"):
             wait_until(lambda: guarded.generate("narrow", request()) is None)
-        assert gate._bytes.used == 2 * 4 << 20
-    wait_until(lambda: not gate._bytes.used)
+        assert gate.held.bytes == 2 * 4 << 20
+    wait_until(lambda: not gate.held.bytes)
     assert guarded.generate("narrow", request()).usage.completion_tokens == 8
     assert not caplog.records, "a client that leaves is no event"
 

@@ -79,7 +79,7 @@ def test_calls_that_are_reset_at_once_leave_nothing(front: Served):
             raw.sendall(begun_and_reset(call))
         assert front.generate(request()).usage.completion_tokens == 8
     gate = front.backend.gate
-    wait_until(lambda: not (gate._calls.used or gate._completions.used or gate._bytes.used))
+    wait_until(lambda: not any(gate.held))
     front.check_idle()
     assert front.stats().generated_tokens == began + 8
 

@@ -18,7 +18,7 @@ import pytest
 from jlora.errors import ConfigError
 from jlora.ports import DiskFiles, DiskFolder, System
 from jlora.serve.proto import jlora_pb2 as pb
-from tests import _make
+from tests import _make, port
 from tests.serve._server import SMALL, Served, refused, request, serve, wait_until
 
 COUNT = 10
@@ -161,7 +161,7 @@ def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: 
     disk.shut(name)
     calls = [served.inference.Generate.future(request(model=name), timeout=60) for _ in range(2)]
     wait_until(lambda: disk.opened[-1] == name)
-    reserved = served.replica._built.parts.scheduler.manager.reserved
+    reserved = port.parts(served.replica).scheduler.manager.reserved
     assert reserved
     for call in calls:
         call.cancel()
@@ -199,16 +199,16 @@ def test_an_adapter_whose_files_changed_stays_in_memory(served: Served, library:
     ask(served, "a3")
     config = library / "a3" / "adapter_config.json"
     config.touch()
-    served.replica._watch.look()
+    port.look(served.replica)
     for i in range(COUNT):
         ask(served, f"a{i}")
     assert tier(served, "a3") != "DISK" and ask(served, "a3") == expected["a3"]
     served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="a3"))
-    served.replica._watch.look()
+    port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'a3'"):  # unloaded by hand: it comes back when its files change
         ask(served, "a3")
     config.touch()
-    served.replica._watch.look()
+    port.look(served.replica)
     assert tier(served, "a3") == "DISK" and ask(served, "a3") == expected["a3"]
 
 
@@ -216,21 +216,21 @@ def test_the_directory_is_watched(served: Served, library: Path, expected: dict[
     shutil.copytree(library / "a4", library / "new")
     whole = (library / "new" / "adapter_model.safetensors").read_bytes()
     (library / "new" / "adapter_model.safetensors").write_bytes(whole[:-8])  # it is still being copied
-    served.replica._watch.look()
+    port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'new'"):
         ask(served, "new")
     (library / "new" / "adapter_model.safetensors").write_bytes(whole)
-    served.replica._watch.look()
+    port.look(served.replica)
     before = served.adapters.GetAdapter(pb.GetAdapterRequest(name="new"))
     assert (Tier.Name(before.tier), before.digest) == ("DISK", "")
     shutil.copyfile(library / "a6" / "adapter_model.safetensors", library / "new" / "adapter_model.safetensors")
-    served.replica._watch.look()  # never read so far: the change is a new version
+    port.look(served.replica)  # never read so far: the change is a new version
     assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="new")).uid > before.uid
     assert ask(served, "new") == expected["a6"]
     assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="new")).digest
     push_out(served, "new")
     shutil.rmtree(library / "new")
-    served.replica._watch.look()
+    port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'new'"):
         served.adapters.GetAdapter(pb.GetAdapterRequest(name="new"))
 
@@ -267,7 +267,7 @@ def test_pins_and_hints_reach_down_to_the_disk(served: Served):
 def test_a_request_waits_while_nothing_may_leave_the_host_tier(
     served: Served, disk: Disk, expected: dict[str, list[int]]
 ):
-    manager = served.replica._built.parts.scheduler.manager
+    manager = port.parts(served.replica).scheduler.manager
     name = one_on_disk(served)
     held = served.replica.between_steps(lambda: manager.reserve(manager.host.total - manager.host.adapters)).result(20)
     backed = [node for node in manager.adapters.values() if node.backed]

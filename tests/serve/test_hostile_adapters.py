@@ -19,7 +19,7 @@ from safetensors.numpy import load_file, save_file
 from jlora.adapters.peft import CONFIG, MAX_GAIN, WEIGHTS
 from jlora.ports import System
 from jlora.serve.proto import jlora_pb2 as pb
-from tests import _make
+from tests import _make, port
 from tests._disk import Gate
 from tests.serve._server import Served, refused, request, serve, wait_until
 
@@ -145,7 +145,8 @@ def test_a_load_that_its_client_gives_up_is_not_loaded(
     gated: Served, disk: Gate, path: Path, how: str, monkeypatch: pytest.MonkeyPatch
 ):
     free = gated.cache().host.free
-    begin: Callable[..., Any] = gated.replica._loaders._load
+    seam = port.loads(gated.replica)
+    begin: Callable[..., Any] = getattr(*seam)
     answers, ended = [], threading.Event()
 
     def watched(answer: Future[Any], *args: Any) -> Any:
@@ -155,7 +156,7 @@ def test_a_load_that_its_client_gives_up_is_not_loaded(
         finally:
             ended.set()
 
-    monkeypatch.setattr(gated.replica._loaders, "_load", watched)
+    monkeypatch.setattr(*seam, watched)
     disk.shut()
     asked = pb.LoadAdapterRequest(name="unwanted", path=str(path))
     call = gated.adapters.LoadAdapter.future(asked, timeout=0.5 if how == "deadline" else 60)

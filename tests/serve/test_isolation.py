@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from jlora.serve.proto import jlora_pb2 as pb
+from tests import port
 from tests.serve._server import Served, refused, request, serve, wait_until
 
 CODE = grpc.StatusCode
@@ -19,7 +20,7 @@ SMALL = {"engine.warmup": False, "engine.one_row": "off"}
 
 
 def parts(served: Served) -> Any:
-    return served.replica._built.parts
+    return port.parts(served.replica)
 
 
 def place(served: Served, where: str) -> tuple[Any, str]:
@@ -27,7 +28,7 @@ def place(served: Served, where: str) -> tuple[Any, str]:
     p = parts(served)
     manager = p.scheduler.manager
     return {
-        "sampling": (p.runner, "_set_up"),
+        "sampling": port.sets_up(p.runner),
         "plan": (manager.leases, "grow"),
         "admission": (manager.leases, "acquire"),
         "publication": (manager.leases, "publish"),
@@ -98,14 +99,15 @@ def test_a_device_without_memory_costs_the_youngest_its_place_and_nobody_an_answ
     shared: Served, undisturbed: list[Any], monkeypatch: pytest.MonkeyPatch
 ):
     before, launches = shared.stats().preemptions, iter(range(1_000_000))
-    programs = parts(shared).runner._programs
+    seam = port.programs(parts(shared).runner)
+    programs = getattr(*seam)
 
     def forward(*args: Any) -> Any:
         if next(launches) % 7 == 3:
             raise MemoryError("planted")
         return programs.forward(*args)
 
-    monkeypatch.setattr(parts(shared).runner, "_programs", programs._replace(forward=forward))
+    monkeypatch.setattr(*seam, programs._replace(forward=forward))
     calls = [shared.inference.Generate.future(one, timeout=60) for one in neighbours()]
     assert [call.result().outputs[0].token_ids for call in calls] == undisturbed
     assert shared.stats().preemptions > before

@@ -12,6 +12,7 @@ import pytest
 
 from jlora.engine.profiling import LONGEST_S, MOST_STEPS
 from jlora.serve.proto import jlora_pb2 as pb
+from tests import port
 from tests.serve import _server
 from tests.serve._server import Served, refused, request
 
@@ -46,7 +47,7 @@ def test_one_at_a_time(profiled: tuple[Served, Path]):
     served, _ = profiled
     first = threading.Thread(target=lambda: served.control.Profile(pb.ProfileRequest(steps=3), timeout=LONGEST_S))
     first.start()  # it waits for steps: nothing runs
-    _server.wait_until(lambda: served.replica._profiler._running.locked())
+    _server.wait_until(lambda: port.profiling(served.replica))
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "a profile is being made"):
         served.control.Profile(pb.ProfileRequest(steps=3), timeout=20)
     while first.is_alive():

@@ -19,13 +19,14 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from jlora.cache.pool import DevicePool
 from jlora.errors import InvalidArgument
 from jlora.ports import PythonGarbage, System
-from jlora.serve import server, status
+from jlora.serve import server
 from jlora.serve.access.caller import ANYBODY
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.server import SERVICES
 from jlora.serve.services import InferenceServicer
 from jlora.serve.status import DeadlineExceeded
+from tests import port
 from tests.serve._server import Served, refused, request, serve, serving, wait_until
 
 CODE = grpc.StatusCode
@@ -120,7 +121,7 @@ def test_an_error_that_finds_its_call_ended_is_told_to_nobody(served: Served, ca
             raise grpc.aio.InternalError("the call has ended")
 
     with pytest.raises(asyncio.CancelledError):
-        asyncio.run(status._abort(Gone(), DeadlineExceeded("late"), "m"))  # type: ignore[arg-type]
+        asyncio.run(port.abort_call(Gone(), DeadlineExceeded("late"), "m"))  # type: ignore[arg-type]
     with caplog.at_level(logging.ERROR, "grpc"):
         calls = [served.inference.Generate.future(request("Hello"), timeout=i % 10 / 1000) for i in range(300)]
         assert {call.code() for call in calls} <= {CODE.OK, CODE.DEADLINE_EXCEEDED, CODE.RESOURCE_EXHAUSTED}

@@ -17,11 +17,12 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from jlora.serve import launcher, tracing
+from jlora.serve import tracing
 from jlora.serve.observed import Ended
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.tracing import Tracing, parts
 from jlora.types import Request, SamplingParams, Timing, Usage
+from tests import port
 from tests.serve._server import Served, request, wait_until
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -166,4 +167,4 @@ def test_nothing_imports_opentelemetry_unasked():
 def test_the_endpoint_without_the_extra_is_refused(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "jlora.serve.tracing", None)
     with pytest.raises(Exception, match=r"serve\.otlp_endpoint needs OpenTelemetry: pip install 'jlora\[otel\]'"):
-        launcher._tracing("http://127.0.0.1:4317")
+        port.tracing("http://127.0.0.1:4317")

@@ -129,10 +129,10 @@ def test_who_knows_the_future_knows_suffixes_and_whose_kv_comes_before():
     trace = Trace("checks", turns, ("a0", "a1"))
     replica = Replica(sized(64), Clairvoyant(Meter(SPEC.link.block_s), foresee(trace, BLOCK)))
     replay = Replay(replica, trace)
-    replay._until(1.0)
+    replay.until(1.0)
     path = replica.manager.tree.match(Origin(replica.manager.adapters[1], "", 21), [*TALK, 90, 91, 92], 24)
     assert [node.count - START_S for node in path] == pytest.approx([5.0] * 5 + [9.0])
-    replay._until(8.0)
+    replay.until(8.0)
     assert [node.count - START_S for node in path] == pytest.approx([9.0] * 6)
     replay.run()
     assert cached(replay.asks) == [0, 20, 20, 24]

@@ -96,7 +96,7 @@ def test_foresight_uses_the_answers_that_the_replica_will_give():
     policy = Clairvoyant(Meter(SPEC.link.block_s), foresee(trace, BLOCK))
     replica = Replica(sized(64), policy)
     replay = Replay(replica, trace)
-    replay._until(5.0)  # between the two
+    replay.until(5.0)  # between the two
     below = list(replica.manager.tree.below(replica.manager.adapters[1]))
     assert len(below) == (6 + 10 - 1) // BLOCK
     assert [node.count for node in below] == pytest.approx([START_S + 9.0] * len(below))

@@ -19,6 +19,7 @@ from jlora.sim.replay import Replay
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, simulate_service
 from jlora.sim.wires import Wires
+from tests import port
 from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of
 
 RANKS = (8, 16, 8)
@@ -51,8 +52,7 @@ def test_every_turn_is_answered_once_and_equal_runs_are_equal(delay_s: float):
         fleet.run()
         runs.append(times(fleet.asks))
         assert len(fleet.asks) == len(chats(30, 3).turns) and all(ask.usage for ask in fleet.asks)
-        assert not fleet._lives and not any(side.names or side.handles for side in fleet._sides.values())
-        assert all(view.sent == 0 for view in fleet._books.view.values())
+        assert port.at_rest(fleet)
     assert runs[0] == runs[1]
 
 

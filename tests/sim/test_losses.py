@@ -21,6 +21,7 @@ from jlora.sim.service import Service
 from jlora.sim.trace import Trace
 from jlora.sim.wires import Wires
 from jlora.types import TokenEvent
+from tests import port
 from tests.sim._sim import SPEC, chats, policy_of
 
 RANKS = (8, 16, 8)
@@ -63,9 +64,8 @@ def test_requests_of_a_killed_replica_go_on_behind_what_they_have(down_s: float)
     assert fleet.exact == len(fleet.asks) and all(ask.usage for ask in fleet.asks)
     assert fleet.resumed > 3 and len(fleet.dead) == 2
     up = {"r0"} if math.isinf(down_s) else {"r0", "r1", "r2"}
-    assert {name for name, seen in fleet._books.view.items() if seen.health == "up"} == set(fleet.members) == up
-    assert all(view.sent == 0 and not view.held.context for view in fleet._books.view.values())
-    assert not any(side.names or side.handles for side in fleet._sides.values())
+    assert {name for name, seen in port.seen(fleet).items() if seen.health == "up"} == set(fleet.members) == up
+    assert port.at_rest(fleet)
     if not math.isinf(down_s):
         assert all(fleet.members[name].received for name in up)  # who is back takes part
 
@@ -89,7 +89,7 @@ def test_without_a_replica_for_a_minute_they_end_without_an_answer():
     fleet = fleet_of(1, [Loss(0.4, 0)], chats(20, 1, rate=20.0))
     missing = [ask for ask in fleet.asks if ask.usage is None]
     given_up = [ask for ask in missing if ask.sent < 0.4]
-    assert given_up and len(fleet._lives) <= len(missing) - len(given_up)
+    assert given_up and port.live(fleet) <= len(missing) - len(given_up)
     assert fleet.now > PATIENCE_S
 
 

@@ -17,6 +17,7 @@ from jlora.cluster.view import View
 from jlora.sim.fleet import Fleet, Live
 from jlora.sim.member import Member
 from jlora.sim.wires import Balance, Wires
+from tests import port
 from tests.sim._sim import SPEC, chats, policy_of
 
 RANKS = (8, 16, 8)
@@ -61,8 +62,7 @@ def test_moved_requests_go_on_behind_what_they_have(fetch_s: float):
     assert fleet.moved > 5 and alone.moved == 0
     mean, other = (sum(ask.first - ask.sent for ask in one.asks) for one in (fleet, alone))
     assert mean < 0.7 * other
-    assert not any(side.names or side.handles for side in fleet._sides.values())
-    assert all(view.sent == 0 and not view.held.context for view in fleet._books.view.values())
+    assert port.at_rest(fleet)
     for member in fleet.members.values():
         while member.busy:
             member.step(member.clock.now + 1.0)

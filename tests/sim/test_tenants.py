@@ -50,12 +50,13 @@ def play(rates: tuple[float, float], names: tuple[str, str], seconds: float) -> 
     engine = EngineConfig(max_seqs=32, max_step_tokens=1024, max_queue=1 << 20)
     scenario = Scenario(H200, engine=engine)
     spec = replica_spec(scenario, Work.of(trace, [32, 32], H200), "jlora")
-    replay = Replay(Replica(spec, make_policy(spec.cache, Meter(spec.link.block_s))), trace)
-    replay._until(seconds)
+    replica = Replica(spec, make_policy(spec.cache, Meter(spec.link.block_s)))
+    replay = Replay(replica, trace)
+    replay.until(seconds)
     waited = [
         min(ask.first, seconds) - ask.sent for ask in replay.asks if ask.turn.adapter == 0 and ask.sent > seconds / 4
     ]
-    tokens = replay._replica.engine.stats().generated_tokens / seconds
+    tokens = replica.engine.stats().generated_tokens / seconds
     return Played(statistics.fmean(waited), float(np.percentile(waited, 99)), tokens)
 
 

@@ -11,6 +11,7 @@ import grpc
 import pytest
 
 from jlora.serve.proto import jlora_pb2_grpc as rpc
+from tests import port
 from tests.serve._server import SMALL, Served, request, wait_until
 from tests.serve.http.test_streams import LONG, asking
 
@@ -21,7 +22,7 @@ class Paced:
     """The engine's steps: those of a held engine wait until it goes on."""
 
     def __init__(self, served: Served, monkeypatch: pytest.MonkeyPatch):
-        engine = served.replica._engine
+        engine = port.engine(served.replica)
         self.live: list[int] = []  # requests at the begin of every step
         self.aborts = 0
         self._go, self._held = threading.Event(), threading.Event()
@@ -114,12 +115,12 @@ def test_a_queued_request_ends_within_two_steps_of_the_close(served: Served, pac
 def test_a_request_that_the_engine_has_not_seen_is_never_run(served: Served, paced: Paced):
     others = served.inference.GenerateStream(request("Hello", 3500))
     next(others)
-    places = served.backend.gate._completions
+    gate = served.backend.gate
     with paced.held():
         before = len(paced.live)
         with asking(served, {**LONG, "stream": True}):
-            wait_until(lambda: places.used == 2)
-        wait_until(lambda: places.used == 1)
+            wait_until(lambda: gate.held.completions == 2)
+        wait_until(lambda: gate.held.completions == 1)
     wait_until(lambda: len(paced.live) > before + 4)
     assert max(paced.live[before:]) == 1
     others.cancel()

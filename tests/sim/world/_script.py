@@ -10,6 +10,7 @@ from jlora.engine.shelf import Shelf
 from jlora.sim.world.disk import versions
 from jlora.sim.world.replica import World
 from jlora.sim.world.report import Journal
+from tests import port
 
 T = TypeVar("T")
 
@@ -25,7 +26,7 @@ class Script(World):
 
     @property
     def shelf(self) -> Shelf:
-        return self.replica._engine.adapters.shelf
+        return port.engine(self.replica).adapters.shelf
 
     def until(self, done: Callable[[], object]) -> None:
         """Lets tasks go on until something holds."""

@@ -10,6 +10,7 @@ import pytest
 from jlora.errors import ResourceExhausted, Unavailable
 from jlora.sim.world.sites import Shortage
 from jlora.types import Request, SamplingParams, TokenEvent
+from tests import port
 from tests.sim.world._script import Script
 
 
@@ -18,12 +19,12 @@ def test_an_unload_under_a_pin_that_waits_for_the_disk_gives_the_reader_back():
     world = Script()
     world.load("lora1", lazy=True)
     pinned = world.replica.pin_adapter("lora1", True)
-    world.until(lambda: world.shelf._under_way)
+    world.until(lambda: port.reading(world.shelf))
     gone = world.replica.unload_adapter("lora1")
     with pytest.raises(CancelledError):
         world.wait(pinned)
     world.wait(gone)
-    world.until(lambda: not world.shelf._under_way)
+    world.until(lambda: not port.reading(world.shelf))
     assert not world.manager.reserved and world.manager.host.free == world.manager.host.total
     world.finish()
 
@@ -33,7 +34,7 @@ def test_a_pin_that_waits_for_the_disk_ends_with_the_engine():
     world = Script()
     world.load("lora1", lazy=True)
     pinned = world.replica.pin_adapter("lora1", True)
-    world.until(lambda: world.shelf._under_way)
+    world.until(lambda: port.reading(world.shelf))
     closing = world.tasks.start("close", world.replica.close)
     world.until(lambda: closing.ended and not world.tasks.live)
     assert isinstance(pinned.exception(0), Unavailable)

@@ -1,0 +1,36 @@
+"""Bugs of merging, planted where it keeps what it merged."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jlora.engine.merger import Merger
+
+
+def left_behind(merger: Merger) -> None:
+    """One projection is not taken out."""
+    merger._unmerged = lambda layer, name, w: w  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def applied_twice(merger: Merger) -> None:
+    """One projection is taken out twice."""
+    real = merger._unmerged
+
+    def twice(layer: int, name: str, w: Any) -> Any:
+        lost = merger._lost[layer, name]
+        w = real(layer, name, w)
+        merger._lost[layer, name] = lost
+        return real(layer, name, w)
+
+    merger._unmerged = twice  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def stale_copy(merger: Merger) -> None:
+    """The factors on the host change between merge and unmerge."""
+    merger._factors = {name: (a, b + 1) for name, (a, b) in merger._factors.items()}
+
+
+def lost_lost(merger: Merger) -> None:
+    """What rounding has lost is not put back."""
+    for lost in merger._lost.values():
+        lost.at, lost.bits = [a[:0] for a in lost.at], [b[:0] for b in lost.bits]
