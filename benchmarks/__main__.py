@@ -5,6 +5,7 @@
     host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
     refusals                     what a full queue costs: time to a refusal, refusals per second of a core
     abuse                        what idle connections and rapid resets cost a good client and the server's memory
+    gaps                         the longest gaps of loop, engine and streams under everything that hostile clients send
     catalogue                    what a registered adapter costs: seconds of a start, bytes of memory and registry
     fronts                       the server's processor time per token, HTTP against gRPC
     lora                         adapters by active blocks against dense slots
@@ -53,6 +54,7 @@ STUDIES: Mapping[str, str] = {
     "cache": "benchmarks.micro.cache",
     "refusals": "benchmarks.micro.refusals",
     "abuse": "benchmarks.micro.abuse",
+    "gaps": "benchmarks.gaps.study",
     "catalogue": "benchmarks.micro.catalogue",
     "fronts": "benchmarks.micro.fronts",
     "router": "benchmarks.micro.router",
@@ -125,7 +127,7 @@ def parser() -> Parser:
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights")
     made.add_argument("--no-grpc", action="store_true", help="throughput: skip the run behind the gRPC server")
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
-    made.add_argument("--only", nargs="+", default=[], metavar="F", help="faults: which, as in F8 F13 (default: all)")
+    made.add_argument("--only", nargs="+", default=[], metavar="F", help="faults, gaps: which (default: all)")
     made.add_argument("--cluster", type=int, default=0, metavar="N", help="soak: a router with so many replicas")
     made.add_argument("--leak", action="store_true", help="soak: a server that leaks, which must be found")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")

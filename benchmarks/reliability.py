@@ -119,5 +119,17 @@ def gaps(study: Study, cell: str) -> pd.DataFrame:
     return made
 
 
+def gaps_verdict(study: Study) -> str:
+    """Which attacks keep somebody waiting for too long."""
+    rows = gaps(study, "attacks")
+    attacks = rows[~rows[""].str.startswith("idle")]
+    over = attacks[attacks["beyond the limit"] != ""]
+    told = "; ".join(f"{row['']} ({row['beyond the limit']})" for row in over.to_dict("records")) or "none"
+    return (
+        f"Under {len(attacks) - len(over)} of {len(attacks)} attacks, no gap is longer than the idle server's by more "
+        f"than 100 ms. Beyond that: {told}."
+    )
+
+
 def _ends(ends: Counter[str]) -> str:
     return ", ".join(f"{count:,} {status.replace('_', ' ')}" for status, count in ends.items()) or "none"

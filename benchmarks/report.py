@@ -39,6 +39,7 @@ PAGES: Mapping[str, Page] = {
     "fronts": Page("fronts-*.jsonl"),
     "refusals": Page("refusals-*.jsonl"),
     "abuse": Page("abuse-*.jsonl"),
+    "gaps": Page("gaps-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
