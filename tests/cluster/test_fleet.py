@@ -131,10 +131,13 @@ time.sleep(600)
 
 
 def test_flags_carry_a_whole_configuration(tmp_path: Path):
+    roots = [str(tmp_path / name) for name in "ab"]
+    for root in roots:
+        Path(root).mkdir()
     given = configuration.load(
         {
             "model": {"path": str(tmp_path), "tp": 2},
-            "adapters": {"roots": ["/a", "/b"], "lazy": True},
+            "adapters": {"roots": roots, "lazy": True},
             "serve": {"drain_s": 1.5, "host": "::1"},
             "cluster": {"fleet": "static", "addresses": ["a:1", "b:2"], "env": {"X": "a=b c"}, "resources": {"GPU": 1}},
         }
