@@ -39,6 +39,7 @@ class Asked:
     Attributes:
         prompts: the token ids of every prompt.
         echoes: the text that each completion begins with; empty without `echo`.
+        bare: the echo is all that is wanted: the one token that the engine draws is left out.
     """
 
     id: str
@@ -47,6 +48,7 @@ class Asked:
     ids: bool
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
+    bare: bool = False
 
 
 class Answers(ABC):
@@ -68,7 +70,7 @@ class Answers(ABC):
     def whole(self, deltas: Sequence[Sequence[Delta]], totals: Sequence[Totals]) -> dict[str, Any]:
         """The answer of a call that does not stream."""
         choices = [self._choice(i, delta, False) for i, several in enumerate(deltas) for delta in _scored(several)]
-        return {**self._head(self.object), "choices": choices, **summed(totals)}
+        return {**self._head(self.object), "choices": choices, **self._summed(totals)}
 
     def piece(self, place: int, delta: Delta) -> dict[str, Any]:
         """One event of a stream."""
@@ -76,7 +78,7 @@ class Answers(ABC):
 
     def last(self, totals: Sequence[Totals]) -> dict[str, Any]:
         """The event after the last choice, if the client asked for usage."""
-        return {**self._head(self.part), "choices": [], **summed(totals)}
+        return {**self._head(self.part), "choices": [], **self._summed(totals)}
 
     def index(self, place: int, delta: Delta) -> int:
         """The number of a choice: n of them for every prompt."""
@@ -92,7 +94,16 @@ class Answers(ABC):
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self.asked.id, "object": kind, "created": self._created, "model": self.asked.model}
 
+    def _summed(self, totals: Sequence[Totals]) -> dict[str, Any]:
+        if self.asked.bare:
+            totals = [(replace(usage, completion_tokens=0), timing) for usage, timing in totals]
+        return summed(totals)
+
     def _choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
+        if self.asked.bare:
+            scored, ended = delta.logprobs is not None, delta.finish_reason is not None
+            delta = replace(delta, text="", token_ids=(), logprobs=() if scored else None,
+                            finish_reason="length" if ended else None)  # fmt: skip
         made = {
             "index": self.index(place, delta),
             **self.choice(place, delta, piece),

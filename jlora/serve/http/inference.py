@@ -14,7 +14,6 @@ from jlora.serve.generation import Generation, merged, together
 from jlora.serve.http.answers import Answers, Asked, ChatAnswers, Completions, Tokens
 from jlora.serve.http.call import DONE, Call, event
 from jlora.serve.http.schema import (
-    MAX_TOKENS,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -46,13 +45,12 @@ class Inference:
         self._check_count(len(prompts) * max(1, body.n or 1))
         # An echo with log-probabilities has those of the prompt, too.
         wanted = body.logprobs if body.echo and body.prompt_logprobs is None else body.prompt_logprobs
-        most = MAX_TOKENS if body.max_tokens is None else body.max_tokens
-        sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=most)
+        sampling = body.sampling(logprobs=body.logprobs, prompt_logprobs=wanted, max_tokens=body.most_tokens())
         with self._backend.admitted(call.caller, sampling.n, len(prompts)):
             requests = await self._requests(call, body, prompts, sampling)
             _check_copies(requests)
             echoes = [await self._echo(p) for p in prompts] if body.echo else ()
-            asked = self._asked("cmpl-", body, requests, echoes)
+            asked = replace(self._asked("cmpl-", body, requests, echoes), bare=body.bare)
             await self._answer(call, body, requests, Completions(asked, self._tokens(body)))
 
     async def chat(self, call: Call) -> None:

@@ -171,6 +171,15 @@ class CompletionBody(_with(GenerationBody, _COMPLETION), kw_only=True):
     echo: bool | None = None
     logprobs: int | None = None
 
+    @property
+    def bare(self) -> bool:
+        """Only the prompts come back: `max_tokens` 0 with `echo`, as evaluations ask for log-probabilities."""
+        return bool(self.echo) and self.max_tokens == 0
+
+    def most_tokens(self) -> int:
+        """For the engine, which draws at least one."""
+        return MAX_TOKENS if self.max_tokens is None else max(self.max_tokens, int(self.bare))
+
     def prompts(self) -> Sequence[str | list[int]]:
         """Every prompt. Raises InvalidArgument for a list of both ids and prompts."""
         if isinstance(self.prompt, str):

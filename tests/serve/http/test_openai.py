@@ -148,6 +148,22 @@ def test_every_completion_has_the_prompts_logprobs(client: openai.OpenAI, served
     assert first == second
 
 
+def test_an_echo_without_tokens_is_the_prompt(client: openai.OpenAI, http: httpx.Client):
+    """As evaluations score a text."""
+    asked: dict[str, Any] = {"model": "upper", "prompt": ["Hello", "Good day"], "echo": True, "temperature": 0}
+    bare = client.completions.create(**asked, max_tokens=0, logprobs=1, extra_body={"return_token_ids": True})
+    more = client.completions.create(**asked, max_tokens=3, logprobs=1)
+    assert [(c.text, c.finish_reason, ids(c)) for c in bare.choices] == [(p, "length", []) for p in asked["prompt"]]
+    for choice, longer in zip(bare.choices, more.choices, strict=True):
+        count = len(choice.model_extra["prompt_token_ids"])
+        assert choice.logprobs.tokens == longer.logprobs.tokens[:count]
+        assert choice.logprobs.token_logprobs[1:] == pytest.approx(longer.logprobs.token_logprobs[1:count], abs=1e-4)
+    assert bare.usage.completion_tokens == 0 and bare.usage.prompt_tokens == more.usage.prompt_tokens
+    streamed = client.completions.create(**asked, max_tokens=0, stream=True)
+    assert sorted(chunk.choices[0].text for chunk in streamed) == ["Good day", "Hello"]
+    assert http.post("/v1/completions", json={"prompt": "Hello", "max_tokens": 0}).status_code == 400
+
+
 def test_an_answer_goes_back_as_a_message(client: openai.OpenAI):
     """As clients keep a conversation: the message of the answer, in both of the package's forms."""
     asked: dict[str, Any] = {"model": "base", "max_tokens": 6, "temperature": 0}
