@@ -131,3 +131,17 @@ def soak(study: Study, path: Path) -> None:
         axes.plot(group["at_s"] / 60, group["rss_mib"], label=name, linewidth=1)
     axes.set(xlabel="minutes", ylabel="MiB of resident memory", ylim=(0, None))
     _finish(figure, path)
+
+
+def services(study: Study, path: Path) -> None:
+    """The 99th percentile of TTFT over the replicas, a panel per kernel and kind of traffic."""
+    groups = list(study.rows.groupby(["kernel", "cell"], sort=False))
+    groups.sort(key=lambda group: group[0][0])
+    figure, panels = _grid(len(groups), 6, (3, 2.6))
+    for axes, ((kernel, cell), group) in zip(panels, groups, strict=True):
+        for side, mine in group.groupby("side", sort=False):
+            p99 = mine.set_index("replicas")["ttft_p99_s"].sort_index()
+            axes.plot(p99.index, p99, marker=".", label=side, linewidth=2 if side == "jlora" else 1)
+        axes.set(xscale="log", yscale="log", xticks=[4, 8, 16, 60], xticklabels=["4", "8", "16", "60"])
+        axes.set_title(f"{cell}, {kernel}", fontsize=8)
+    _finish(figure, path)

@@ -14,7 +14,7 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from benchmarks import figures, reliability, tables
+from benchmarks import figures, reliability, services, tables
 from benchmarks.records import Study, read
 from benchmarks.runner import Options
 from jlora.errors import ConfigError
@@ -55,6 +55,8 @@ PAGES: Mapping[str, Page] = {
     "cluster-routing": Page("cluster-routing-*.jsonl"),
     "cluster-migration": Page("cluster-migration-*.jsonl"),
     "cluster-placement": Page("cluster-placement-*.jsonl"),
+    "cluster-real": Page("cluster-real-paced.jsonl"),
+    "cluster-table": Page("cluster-table-*.jsonl", figures.services, "cluster-table.png"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }
 
@@ -83,6 +85,7 @@ def render(name: str, out: Path, draw: bool) -> bool:
         study=found[0],
         tables=tables,
         reliability=reliability,
+        services=services,
         origin="\n".join(map(origin, found)),
         figure=page.figure,
     )

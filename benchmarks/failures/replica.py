@@ -11,6 +11,7 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from jlora import config as configuration
 from jlora.cluster import worker
@@ -25,7 +26,7 @@ from jlora.replica import Replica
 from jlora.serve import flags, launcher
 from jlora.serve.tokenizer import Tokenizer
 from jlora.sim.device import seconds_of, token
-from jlora.step_model import StepModel
+from jlora.step_model import FittedSteps, StepModel
 
 # A step of 20 ms, about a 7B model on an accelerator, with adapters that cost what they read.
 MODEL = StepModel(
@@ -71,13 +72,14 @@ class PacedDevice:
     compiles_after_warmup = 0
     programs_left = 0
 
-    def __init__(self, vocab: int):
+    def __init__(self, vocab: int, model: StepModel | FittedSteps = MODEL):
         self._vocab = vocab
+        self._model = model
         self._free_at = 0.0
 
     def run(self, plan: StepPlan, swapper: Swapper) -> PacedStep:
         now = time.monotonic()
-        self._free_at = max(now, self._free_at) + seconds_of(MODEL, plan)
+        self._free_at = max(now, self._free_at) + seconds_of(self._model, plan)
         return PacedStep(plan, now, self._free_at, self._vocab)
 
     def close(self) -> None:
@@ -85,12 +87,15 @@ class PacedDevice:
 
 
 def load(config: Config) -> tuple[Replica, Tokenizer | None]:
-    """The product's replica with a paced device in place of its own."""
-    config = configuration.replace(config, {"engine.warmup": False, "engine.cold_start": "wait"})
+    """The product's replica with a paced device in place of its own, which takes the seconds of `engine.step_model`."""
+    model = FittedSteps.read(Path(config.engine.step_model)) if config.engine.step_model else MODEL
+    config = configuration.replace(
+        config, {"engine.warmup": False, "engine.cold_start": "wait", "engine.step_model": ""}
+    )
     system = System(files=DiskFiles(config.adapters.roots))
     built = build(config, progress=False, system=system)
     limits, info = built.info.limits, built.info
-    parts = dataclasses.replace(built.parts, runner=PacedDevice(limits.vocab))
+    parts = dataclasses.replace(built.parts, runner=PacedDevice(limits.vocab, model))
     engine = Engine(parts, Shape(limits.max_len, info.block_bytes, config.engine.overlap))
     return LocalReplica(dataclasses.replace(built, engine=engine, parts=parts), system), None
 

@@ -92,6 +92,7 @@ class GrpcTarget:
             token_ids=pb.TokenIds(ids=prompt),
             sampling=pb.Sampling(temperature=0.0),
             stopping=pb.Stopping(max_tokens=turn.output, ignore_eos=True),
+            session=str(turn.session),
         )
         stream = self._stub.GenerateStream(request)
         try:

@@ -16,6 +16,7 @@ from benchmarks.report import PAGES, render
 from benchmarks.studies import cluster_migration, cluster_placement
 from benchmarks.studies.cluster_routing import SIDES
 from jlora.cli import BENCH, main
+from jlora.sim.workloads.kinds import KINDS
 
 UNMEASURED = {"gaps"}  # no quiet machine yet
 
@@ -270,3 +271,21 @@ def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name:
     assert render(name, tmp_path / "out", draw=False)
     page = (tmp_path / "out" / f"{name}.md").read_text()
     assert all(f"| {side} |" in page for side in sides)
+
+
+def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
+    lines = study(tmp_path, "cluster-table")
+    assert {line["cell"] for line in lines} == set(KINDS) and len(KINDS) == 6
+    assert {line["kernel"] for line in lines} == {"padded", "unpadded"}
+    assert all(line["unfinished"] == 0 and 0 <= line["attainment"] <= 1 for line in lines)
+    assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
+
+
+@pytest.mark.slow
+def test_a_prediction_stands_beside_what_real_replicas_measured(tmp_path: Path):
+    lines = study(tmp_path, "cluster-real")
+    sides = {line["side"]: line for line in lines}
+    assert set(sides) == {"measured", "predicted"} and sides["measured"]["failed"] == 0
+    assert sides["measured"]["requests"] == sides["predicted"]["requests"] > 0
+    assert all(line["ttft_s"] > 0.02 and line["tpot_s"] > 0.015 for line in lines)
+    assert render("cluster-real", tmp_path / "out", draw=False)

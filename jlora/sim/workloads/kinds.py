@@ -63,15 +63,15 @@ _zipf = partial(Source, dialog=_single, arrivals=gamma(1.0), popularity=zipf(0.9
 KINDS: Mapping[str, Kind] = {
     kind.name: kind
     for kind in (
-        Kind("Zipf", _zipf("zipf"), 6.0),
-        Kind("long tail", _zipf("long tail", popularity=zipf(0.6)), 6.0, adapters=600),
+        Kind("Zipf", _zipf("zipf"), 7.0),
+        Kind("long tail", _zipf("long tail", popularity=zipf(0.6)), 7.0, adapters=600),
         Kind(
             "sessions",
             Source("sessions", _talk, gamma(1.0), zipf(0.9), TURNS, GAP_S, SERVICE_PROMPT),
-            6.0,
+            8.0,
         ),
-        Kind("shifting skew", _zipf("shifting", popularity=drift(SHIFT_S, 1.2)), 6.0),
-        Kind("bursts", _zipf("bursts", arrivals=gamma(4.0)), 5.0),
-        Kind("pipelines", scenarios.pipelines(activated=True), 8.0),
+        Kind("shifting skew", _zipf("shifting", popularity=drift(SHIFT_S, 1.2)), 7.0),
+        Kind("bursts", _zipf("bursts", arrivals=gamma(4.0)), 6.0),
+        Kind("pipelines", scenarios.pipelines(activated=True), 6.0),
     )
 }  # fmt: skip

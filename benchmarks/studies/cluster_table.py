@@ -1,0 +1,105 @@
+"""`jlora bench cluster-table`: every routing policy on six kinds of traffic to 4, 8, 16 and 60 replicas, simulated.
+
+Replicas are A10s with Llama-2-7B whose pools hold a part of the adapters, and hosts that fetch an adapter with its
+first request (`FETCH_GBPS`). Both kernels of CaraServe's models are played.
+
+    loraserve           Algorithm 1 places adapters and its table routes; the new place has an adapter before the switch
+    loraserve, jlora    the placement brings adapters, jlora's policy routes
+
+The order of the cells is that of `PLANS`, so an interrupted run has all policies of the first ones. 60 replicas are
+played under the policies of `FEW`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from benchmarks.runner import Options
+from jlora.cluster.routing.routes import ROUTES
+from jlora.config import EngineConfig
+from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.kernels import Kernel
+from jlora.sim.placing import Place
+from jlora.sim.scenario import Scenario, Work, settled
+from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.workloads.kinds import KINDS, Kind
+from jlora.sim.workloads.mixes import deal
+
+A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
+SCENARIO = Scenario(A10, host_gb=24.0, engine=EngineConfig(max_seqs=64, max_step_tokens=1024, max_queue=1 << 20))
+RANKS = (8, 16, 32, 64)
+FETCH_GBPS = 1.0
+SLO_S = 0.05  # per token of a whole answer: 1.9 times a request's alone
+PLACE_S = 2.0
+KERNELS: tuple[Kernel, ...] = ("padded", "unpadded")
+# Side -> (placement, route).
+SIDES: Mapping[str, tuple[Place, str]] = {
+    **{route: ("", route) for route in ROUTES},
+    "loraserve": ("loraserve", TABLE),
+    "loraserve, jlora": ("loraserve", "jlora"),
+}
+OURS = ("jlora", "loraserve, jlora")
+FEW = ("round-robin", "most-idle", "sticky", "caraserve", "loraserve", "jlora")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One size of the service."""
+
+    replicas: int
+    seconds: float
+    seed: int
+    sides: tuple[str, ...] = tuple(SIDES)
+
+
+PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 8.0, 3), Plan(60, 6.0, 4, FEW))
+QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora")),)
+
+
+def run(options: Options) -> None:
+    """Plays what the file has not got yet."""
+    settings = {"slo_s": SLO_S, "fetch_gbps": FETCH_GBPS, "seconds": options.seconds, "quick": options.quick}
+    records = options.records("cluster-table-simulated", settings)
+    done = {(line["cell"], line["replicas"], line["kernel"], line["side"]) for line in records.lines}
+    for plan in QUICK if options.quick else PLANS:
+        for kind in KINDS.values():
+            played = None
+            for kernel in KERNELS:
+                for side in plan.sides:
+                    if (kind.name, plan.replicas, kernel, side) in done:
+                        continue
+                    played = played or work_of(kind, plan, options.seconds or plan.seconds)
+                    records.add(kind.name, side, 0, measured(plan, kernel, side, played))
+
+
+def work_of(kind: Kind, plan: Plan, seconds: float) -> tuple[Work, tuple[int, ...]]:
+    """The traffic, and the adapters' ranks."""
+    trace = settled(kind.trace(plan.replicas, seconds, plan.seed), SCENARIO.step_model)
+    ranks = tuple(deal(RANKS, len(trace.adapters), plan.seed))
+    return Work.of(trace, ranks, A10), ranks
+
+
+def measured(plan: Plan, kernel: Kernel, side: str, played: tuple[Work, tuple[int, ...]]) -> dict[str, Any]:
+    """One run."""
+    work, ranks = played
+    place, route = SIDES[side]
+    service = Service(
+        plan.replicas, ranks, kernel, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, outputs=work.facts.output[0],
+        seed=plan.seed, place=place, place_s=PLACE_S,
+    )  # fmt: skip
+    began = time.process_time()
+    result = simulate_service(SCENARIO, service, work, "jlora", route)
+    summary, told, cache = result["summary"], result["service"], result["cache"]
+    return {
+        "kernel": kernel,
+        "replicas": plan.replicas,
+        "seed": plan.seed,
+        **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "cached")},
+        **{key: told[key] for key in ("attainment", "per_token_s", "goodput", "imbalance", "bytes_fetched")},
+        **{key: told[key] for key in ("adapters_most", "adapters_mean")},
+        "bytes_in": cache["bytes_in"],
+        "cpu_s": time.process_time() - began,
+    }
