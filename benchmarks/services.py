@@ -2,97 +2,114 @@
 
 from __future__ import annotations
 
-import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.records import Study
 
-CELL = ["kernel", "cell", "replicas"]
+Row = Mapping[str, Any]
 OURS = ("jlora", "loraserve, jlora")
-MEASURES = {"attainment": True, "ttft_p99_s": False, "goodput": True}  # whether more is better
-FORMS = {"attainment": "{:.1%}", "ttft_p99_s": "{:.2f}", "goodput": "{:.1f}"}
+# Measure -> (its title, its form, what the best one of several is).
+MEASURES: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
+    "attainment": ("attained", "{:.1%}", max),
+    "ttft_p99_s": ("TTFT p99 s", "{:.2f}", min),
+    "goodput": ("goodput/s", "{:.1f}", max),
+}
 
 
 def beside_best(study: Study, kernel: str) -> pd.DataFrame:
     """`jlora` and the best baseline of each cell, by each measure for itself."""
     made = []
-    for (cell, replicas), group in study.rows[study.rows["kernel"] == kernel].groupby(["cell", "replicas"], sort=False):
-        sides = group.set_index("side")
+    for (_, cell, replicas), sides in _cells(study, kernel=kernel).items():
         row = {"traffic": cell, "replicas": f"{replicas}"}
-        for key, title in (("attainment", "attained"), ("ttft_p99_s", "TTFT p99 s"), ("goodput", "goodput/s")):
-            name, best = _best(sides, key)
-            ours = _value(sides, "jlora", key)
-            row[title] = FORMS[key].format(ours)
-            row[f"best baseline, {title}"] = f"{FORMS[key].format(best)} {name}"
+        for key, (title, form, _) in MEASURES.items():
+            best = _best(sides, key)
+            row[title] = form.format(sides["jlora"][key])
+            row[f"best baseline, {title}"] = f"{form.format(best[key])} {best['side']}"
         made.append(row)
     return pd.DataFrame(made)
 
 
 def wins(study: Study, key: str, within: float = 0.0) -> str:
-    """In how many cells `jlora` is at least as good as the best baseline, or worse by at most this share of it."""
-    more, count, all_ = MEASURES[key], 0, 0
-    for _, group in study.rows.groupby(CELL):
-        sides = group.set_index("side")
-        _, best = _best(sides, key)
-        ours = _value(sides, "jlora", key)
-        all_ += 1
+    """In how many cells `jlora` is as good as the best baseline, or worse by at most this share of it."""
+    cells, more = _cells(study), MEASURES[key][2] is max
+    count = 0
+    for sides in cells.values():
+        ours, best = sides["jlora"][key], _best(sides, key)[key]
         count += ours >= best * (1 - within) if more else ours <= best * (1 + within)
-    return f"{count} of {all_}"
+    return f"{count} of {len(cells)}"
 
 
-def by_policy(study: Study, kernel: str, replicas: list[int]) -> pd.DataFrame:
+def by_policy(study: Study, kernel: str, replicas: Sequence[int]) -> pd.DataFrame:
     """Each policy over all kinds of traffic to so many replicas."""
-    rows = study.rows[(study.rows["kernel"] == kernel) & study.rows["replicas"].isin(replicas)]
-    base = rows[rows["side"] == "round-robin"].set_index(["cell", "replicas"])["ttft_p99_s"]
+    cells = [sides for key, sides in _cells(study, kernel=kernel).items() if key[2] in replicas]
     made = []
-    for side, group in rows.groupby("side", sort=False):
-        ratio = group.set_index(["cell", "replicas"])["ttft_p99_s"] / base
+    for side in cells[0] if cells else ():
+        rows = [sides[side] for sides in cells]
+        ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in cells]
         made.append(
             {
                 "policy": side,
-                "attained": f"{group['attainment'].mean():.1%}",
-                "least": f"{group['attainment'].min():.1%}",
-                "TTFT p99 / round-robin's": f"{np.exp(np.log(ratio).mean()):.2f}",
-                "goodput/s of a replica": f"{(group['goodput'] / group['replicas']).mean():.2f}",
-                "prompts cached": f"{group['cached'].mean():.0%}",
-                "GB fetched by a replica": f"{(group['bytes_fetched'] / group['replicas']).mean() / 1e9:.2f}",
-                "GB from the host": f"{(group['bytes_in'] / group['replicas']).mean() / 1e9:.2f}",
-                "adapters stored, most": f"{group['adapters_most'].mean():.0f}",
+                "attained": f"{_mean(rows, 'attainment'):.1%}",
+                "least": f"{min(row['attainment'] for row in rows):.1%}",
+                "TTFT p99 / round-robin's": f"{statistics.geometric_mean(ratios):.2f}",
+                "goodput/s of a replica": f"{_each(rows, 'goodput'):.2f}",
+                "prompts cached": f"{_mean(rows, 'cached'):.0%}",
+                "GB fetched by a replica": f"{1e-9 * _each(rows, 'bytes_fetched'):.2f}",
+                "GB from its host": f"{1e-9 * _each(rows, 'bytes_in'):.2f}",
+                "adapters stored, most": f"{_mean(rows, 'adapters_most'):.0f}",
             }
         )
     return pd.DataFrame(made)
 
 
-def predictions(study: Study) -> pd.DataFrame:
-    """What the simulator said, and what was measured, in milliseconds; the error in brackets."""
-    made = []
-    for route, group in study.rows.groupby("cell", sort=False):
-        sides = group.set_index("side")
-        row = {"policy": route, "requests": f"{_value(sides, 'measured', 'requests'):.0f}"}
-        for key in ("ttft_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_s", "tpot_p99_s"):
-            said, was = (1e3 * _value(sides, side, key) for side in ("predicted", "measured"))
-            title = key.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
-            row[title] = f"{was:.1f}, predicted {said:.1f} ({said / was - 1:+.0%})"
-        made.append(row)
-    return pd.DataFrame(made)
-
-
 def storage(study: Study, replicas: int, kernel: str = "padded") -> pd.DataFrame:
     """Adapters of the fullest host, and gigabytes fetched by all, by policy and traffic."""
-    rows = study.rows[(study.rows["kernel"] == kernel) & (study.rows["replicas"] == replicas)]
-    text = rows["adapters_most"].map("{:.0f}".format) + ", " + (rows["bytes_fetched"] / 1e9).map("{:.1f} GB".format)
-    made = rows.assign(text=text).pivot(index="side", columns="cell", values="text")
-    return made.loc[rows["side"].unique(), rows["cell"].unique()].rename_axis(columns=None).reset_index(names="policy")
+    made: dict[str, dict[str, str]] = {}
+    for (_, cell, count), sides in _cells(study, kernel=kernel).items():
+        for side, row in sides.items() if count == replicas else ():
+            text = f"{row['adapters_most']:.0f}, {1e-9 * row['bytes_fetched']:.1f} GB"
+            made.setdefault(side, {"policy": side})[cell] = text
+    return pd.DataFrame(list(made.values()))
 
 
-def _best(sides: pd.DataFrame, key: str) -> tuple[str, float]:
-    baselines = sides[~sides.index.isin(OURS)][key]
-    name = baselines.idxmax() if MEASURES[key] else baselines.idxmin()
-    return str(name), _value(sides, str(name), key)
+def predictions(study: Study) -> pd.DataFrame:
+    """What was measured, and what the simulator said, in milliseconds; the error in brackets."""
+    made: dict[str, dict[str, Any]] = {}
+    for row in study.rows.to_dict("records"):
+        made.setdefault(row["cell"], {})[row["side"]] = row
+    rows = []
+    for route, sides in made.items():
+        was, said = sides["measured"], sides["predicted"]
+        row = {"policy": route, "requests": f"{was['requests']:.0f}"}
+        for key in ("ttft_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_s", "tpot_p99_s"):
+            title = key.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
+            row[title] = f"{1e3 * was[key]:.1f}, predicted {1e3 * said[key]:.1f} ({said[key] / was[key] - 1:+.0%})"
+        rows.append(row)
+    return pd.DataFrame(rows)
 
 
-def _value(sides: pd.DataFrame, side: str, key: str) -> float:
-    """One number; NaN for a side that is not there."""
-    return float(sides[key].to_dict().get(side, math.nan))
+def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Row]]:
+    """The rows by kernel, traffic and replicas, and then by policy. A cell that is not finished is left out."""
+    found: dict[tuple[str, str, int], dict[str, Row]] = {}
+    for row in study.rows.to_dict("records"):
+        if all(row[name] == value for name, value in only.items()):
+            found.setdefault((row["kernel"], row["cell"], row["replicas"]), {})[row["side"]] = row
+    whole = {count: max(len(sides) for key, sides in found.items() if key[2] == count) for _, _, count in found}
+    return {key: sides for key, sides in found.items() if len(sides) == whole[key[2]]}
+
+
+def _best(sides: Mapping[str, Row], key: str) -> Row:
+    return MEASURES[key][2]((row for side, row in sides.items() if side not in OURS), key=lambda row: row[key])
+
+
+def _mean(rows: Sequence[Row], key: str) -> float:
+    return statistics.fmean(row[key] for row in rows)
+
+
+def _each(rows: Sequence[Row], key: str) -> float:
+    """The mean of a replica."""
+    return statistics.fmean(row[key] / row["replicas"] for row in rows)
