@@ -47,12 +47,14 @@ def by_policy(study: Study, kernel: str, replicas: Sequence[int]) -> pd.DataFram
     """Each policy over all kinds of traffic to so many replicas."""
     cells = [sides for key, sides in _cells(study, kernel=kernel).items() if key[2] in replicas]
     made = []
-    for side in cells[0] if cells else ():
-        rows = [sides[side] for sides in cells]
-        ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in cells]
+    for side in dict.fromkeys(side for sides in cells for side in sides):
+        some = [sides for sides in cells if side in sides]
+        rows = [sides[side] for sides in some]
+        ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in some]
         made.append(
             {
                 "policy": side,
+                "cells": len(rows),
                 "attained": f"{_mean(rows, 'attainment'):.1%}",
                 "least": f"{min(row['attainment'] for row in rows):.1%}",
                 "TTFT p99 / round-robin's": f"{statistics.geometric_mean(ratios):.2f}",
