@@ -6,8 +6,8 @@ first request (`FETCH_GBPS`). Both kernels of CaraServe's models are played.
     loraserve           Algorithm 1 places adapters and its table routes; the new place has an adapter before the switch
     loraserve, jlora    the placement brings adapters, jlora's policy routes
 
-The order of the cells is that of `PLANS`, so an interrupted run has all policies of the first ones. 60 replicas are
-played under the policies of `FEW`.
+The order of the cells is that of `PLANS`, so an interrupted run has all policies of the first ones. More replicas are
+played under fewer policies, for less time.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ SIDES: Mapping[str, tuple[Place, str]] = {
     "loraserve": ("loraserve", TABLE),
     "loraserve, jlora": ("loraserve", "jlora"),
 }
-OURS = ("jlora", "loraserve, jlora")
-FEW = ("round-robin", "most-idle", "sticky", "caraserve", "loraserve", "jlora")
+SOME = ("round-robin", "most-idle", "sticky", "caraserve", "dlora", "jlora", "loraserve")
+FEW = ("round-robin", "sticky", "caraserve", "dlora", "jlora")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Plan:
     sides: tuple[str, ...] = tuple(SIDES)
 
 
-PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 8.0, 3), Plan(60, 6.0, 4, FEW))
+PLANS = (Plan(4, 16.0, 1), Plan(8, 10.0, 2, SOME), Plan(16, 6.0, 3, FEW), Plan(60, 4.0, 4, FEW))
 QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora")),)
 
 
