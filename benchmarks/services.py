@@ -11,7 +11,7 @@ import pandas as pd
 from benchmarks.records import Study
 
 Row = Mapping[str, Any]
-OURS = ("jlora", "loraserve, jlora")
+PLACED = ("loraserve", "loraserve, jlora")  # begin with the adapters of their first placement
 # Measure -> (its title, its form, what the best one of several is).
 MEASURES: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
     "attainment": ("attained", "{:.1%}", max),
@@ -21,20 +21,22 @@ MEASURES: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
 
 
 def beside_best(study: Study, kernel: str) -> pd.DataFrame:
-    """`jlora` and the best baseline of each cell, by each measure for itself."""
+    """`jlora`, the best router among the baselines by each measure for itself, and LoRAServe's placement."""
     made = []
     for (_, cell, replicas), sides in _cells(study, kernel=kernel).items():
         row = {"traffic": cell, "replicas": f"{replicas}"}
         for key, (title, form, _) in MEASURES.items():
             best = _best(sides, key)
             row[title] = form.format(sides["jlora"][key])
-            row[f"best baseline, {title}"] = f"{form.format(best[key])} {best['side']}"
+            row[f"best other, {title}"] = f"{form.format(best[key])} {best['side']}"
+            if "loraserve" in sides:
+                row[f"loraserve, {title}"] = form.format(sides["loraserve"][key])
         made.append(row)
-    return pd.DataFrame(made)
+    return pd.DataFrame(made).fillna("")
 
 
 def wins(study: Study, key: str, within: float = 0.0) -> str:
-    """In how many cells `jlora` is as good as the best baseline, or worse by at most this share of it."""
+    """In how many cells `jlora` is as good as the best other router, or worse by at most this share of it."""
     cells, more = _cells(study), MEASURES[key][2] is max
     count = 0
     for sides in cells.values():
@@ -105,7 +107,8 @@ def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Ro
 
 
 def _best(sides: Mapping[str, Row], key: str) -> Row:
-    return MEASURES[key][2]((row for side, row in sides.items() if side not in OURS), key=lambda row: row[key])
+    others = (row for side, row in sides.items() if side not in ("jlora", *PLACED))
+    return MEASURES[key][2](others, key=lambda row: row[key])
 
 
 def _mean(rows: Sequence[Row], key: str) -> float:

@@ -41,7 +41,6 @@ SIDES: Mapping[str, tuple[Place, str]] = {
     "loraserve": ("loraserve", TABLE),
     "loraserve, jlora": ("loraserve", "jlora"),
 }
-SOME = ("round-robin", "most-idle", "sticky", "caraserve", "dlora", "jlora", "loraserve")
 FEW = ("round-robin", "sticky", "caraserve", "dlora", "jlora")
 
 
@@ -55,7 +54,7 @@ class Plan:
     sides: tuple[str, ...] = tuple(SIDES)
 
 
-PLANS = (Plan(4, 16.0, 1), Plan(8, 10.0, 2, SOME), Plan(16, 6.0, 3, FEW), Plan(60, 4.0, 4, FEW))
+PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 6.0, 3, FEW), Plan(60, 4.0, 4, FEW))
 QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora")),)
 
 
