@@ -203,12 +203,19 @@ class Fleet(Pass):
         prompt, at = self._script.prompt(turn), self._start + due
         ask = Ask(turn, due)
         self.asks.append(ask)
-        chain = self._prefixes.chain(prompt, (turn.adapter, turn.tenant))
+        chain = self._chain(turn, prompt)
         routed = self._table.add(request_of(turn, prompt), None, _nowhere, at - self._start)
         live = self._lives[routed.handle] = Live(turn, ask, routed, chain, self._asked(turn, routed.request, chain))
         self._moved = at
         if not self._choose(live, at):
             self._pump_later(at)
+
+    def _chain(self, turn: Turn, prompt: Sequence[int], told: Sequence[int] = ()) -> Sequence[int]:
+        """What the router remembers of a prompt and its answer: of an activated LoRA, the base's part."""
+        at = turn.activation(len(prompt))
+        if at is not None:
+            return self._prefixes.chain(prompt[:at], (None, turn.tenant))
+        return self._prefixes.chain((*prompt, *told), (turn.adapter, turn.tenant))
 
     def _asked(self, turn: Turn, request: Request, chain: Sequence[int]) -> routing.Ask:
         """What a policy knows of a request."""
@@ -279,8 +286,7 @@ class Fleet(Pass):
         self._table.end(live.routed)
         del self._lives[live.routed.handle]
         if told and not live.turn.aside:  # the session's next turn begins with it
-            whole = self._prefixes.chain((*prompt, *told), (live.turn.adapter, live.turn.tenant))
-            self._prefixes.sent(replica, whole)
+            self._prefixes.sent(replica, self._chain(live.turn, prompt, told))
         if self._wires.placing is not None and live.turn.adapter is not None and told:
             self._wires.placing.served(live.turn.adapter, len(prompt) + len(told))
         self._script.answered(live.turn, told, now)
