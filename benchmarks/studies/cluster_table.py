@@ -54,7 +54,7 @@ class Plan:
     sides: tuple[str, ...] = tuple(SIDES)
 
 
-PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 6.0, 3, FEW), Plan(60, 4.0, 4, FEW))
+PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2, FEW), Plan(16, 6.0, 3, FEW), Plan(60, 4.0, 4, FEW))
 QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora")),)
 
 
