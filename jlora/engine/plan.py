@@ -59,6 +59,8 @@ class Sequence:
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant
     tokens: list[int] = field(init=False)  # of the prompt, of earlier attempts, and drawn here
+    prompt_len: int = field(init=False)
+    longest: int = field(init=False)  # tokens of prompt and output together, at most
     computed: int = 0
     in_flight: int = 0
     slot: int = -1  # its place in the device's slot state while it runs
@@ -86,6 +88,8 @@ class Sequence:
         request = self.request
         done = request.done[self.index] if request.done else Done()
         self.tokens, self.resumed = [*request.prompt, *done.tokens], len(done.tokens)
+        self.prompt_len = len(request.prompt)
+        self.longest = self.prompt_len + (request.sampling.max_tokens or 1)
         if request.sampling.prompt_logprobs is not None and self.index == 0 and not done.tokens:
             self.prompt_logprobs = [None]
 
@@ -104,13 +108,9 @@ class Sequence:
         return self.order if self.leader is None else self.leader.order
 
     @property
-    def prompt_len(self) -> int:
-        return len(self.request.prompt)
-
-    @property
     def outputs(self) -> int:
         """Its output tokens that the host knows, those of earlier attempts included."""
-        return len(self.tokens) - len(self.request.prompt)
+        return len(self.tokens) - self.prompt_len
 
     @property
     def drawn(self) -> int:
@@ -121,11 +121,6 @@ class Sequence:
     def origin(self) -> Origin:
         """What its KV depends on beside its tokens."""
         return Origin(self.adapter, self.request.salt, self.activation)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of prompt and output together, at most."""
-        return self.prompt_len + (self.request.sampling.max_tokens or 1)
 
     @property
     def reuses(self) -> bool:
@@ -142,11 +137,6 @@ class Sequence:
     def unadapted(self) -> int:
         """Of these, tokens before the first that its activated LoRA acts on."""
         return max(0, (self.activation or 0) - self.computed)
-
-    @property
-    def exhausted(self) -> bool:
-        """All its output tokens have been sampled; some may be unread."""
-        return len(self.tokens) + self.in_flight >= self.longest
 
     def usage(self, outputs: int | None = None) -> Usage:
         """What it has taken; `outputs` counts its tokens where a front has cut it."""
@@ -186,7 +176,7 @@ class Work(NamedTuple):
     def helped(self) -> bool:
         """Whether the host computes its adapter's part, because the adapter's copy is under way."""
         lease = self.sequence.lease
-        return self.adapted and lease is not None and lease.helped and lease.adapter.coming
+        return lease is not None and lease.helped and lease.adapter.coming and self.adapted
 
 
 class Merged(NamedTuple):
@@ -202,7 +192,7 @@ class Merged(NamedTuple):
 
     def acts(self, work: Work) -> bool:
         """Whether an adapter acts on the work beside the weights."""
-        return work.adapted and not (self.whole and work.sequence.adapter.uid == self.uid)
+        return work.adapted and not (work.sequence.adapter.uid == self.uid and self.whole)
 
 
 NOTHING = Merged(-1, 0, 0)
@@ -227,8 +217,7 @@ class StepPlan:
         return bool(self.decode or self.prefill or self.copies)
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(NamedTuple):
     """The result of one work item."""
 
     token: int | None = None  # None if the work did not sample

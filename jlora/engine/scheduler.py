@@ -309,21 +309,17 @@ class Scheduler:
         return None if result.token is None else self._token(sequence, result.token, result.logprob, now)
 
     def _plan_decode(self, decode: list[Work]) -> None:
-        planned: set[int] = set()
         for sequence in list(self.running):
-            self._at = sequence
-            if sequence.lease is None or sequence.remaining != 1 or sequence.exhausted:
-                continue
-            if not self.turns.may_run(sequence):
-                continue
-            if self._make_room(sequence, planned):
-                planned.add(sequence.order)
+            self._at, sampled = sequence, len(sequence.tokens) + sequence.in_flight
+            if sequence.lease is None or sampled != sequence.computed + 1 or sampled >= sequence.longest:
+                continue  # it was preempted in this step, is a prompt, or has all its tokens
+            if self.turns.may_run(sequence) and self._make_room(sequence, decode):
                 decode.append(Work(sequence, sequence.computed, 1, True))
                 sequence.computed += 1
                 sequence.in_flight += 1
         self._at = None
 
-    def _make_room(self, sequence: Sequence, planned: set[int]) -> bool:
+    def _make_room(self, sequence: Sequence, planned: list[Work]) -> bool:
         """One more token for a decoding sequence, preempting from the end of the order if needed."""
         while True:
             assert sequence.lease is not None
@@ -331,7 +327,8 @@ class Scheduler:
                 return True
             if self.manager.leaving:  # blocks come free when their copies to the host have landed
                 return False
-            victim = max((s for s in (*self.running, *self.loading) if s.order not in planned), key=turn)
+            kept = {work.sequence for work in planned}
+            victim = max((s for s in (*self.running, *self.loading) if s not in kept), key=turn)
             self._preempt(victim)
             if victim is sequence:
                 return False
