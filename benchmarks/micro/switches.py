@@ -68,7 +68,7 @@ def _steps(built: Built, launch: Launch) -> Sample:
     began = time.perf_counter()
     for _ in range(STEPS):
         jax.block_until_ready(built.runner.forward(launch))
-    return {"seconds": (time.perf_counter() - began) / STEPS, "rows": len(launch.batch.tokens)}
+    return {"seconds": (time.perf_counter() - began) / STEPS, "rows": launch.form.rows}
 
 
 def _switch(built: Built, merger: Merger, rank: int) -> Sample:

@@ -80,7 +80,7 @@ def check_integrity(manager: CacheManager) -> None:
     users: Counter[Node] = Counter()
     private: list[int] = []
     for lease in manager.leases.live.values():
-        head = [node.device[0] for node in lease.path]
+        head = tuple(node.device[0] for node in lease.path)
         assert lease.blocks[: len(head)] == head, "a lease's table is not its path's blocks"
         above: Node = manager.tree.top(lease.origin)
         for node in lease.path:

@@ -16,7 +16,7 @@ class Lease:
     reuse: bool
     granted: float = 0.0
     since: float = 0.0  # from when on it has waited for the copies under way
-    blocks: list[int] = field(default_factory=list)  # its block table: the published path's blocks, then its own
+    blocks: tuple[int, ...] = ()  # its block table: the published path's blocks, then its own; a change makes it anew
     path: list[Node] = field(default_factory=list)  # the published nodes it goes through, one per leading block
     cached: int = 0  # prompt tokens whose KV was known, on the device or on the host
     copied: int = 0  # the part of them that was on the host

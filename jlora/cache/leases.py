@@ -91,7 +91,7 @@ class Leases:
             log.debug("recompute %d blocks of adapter %d: copying takes longer", anew, adapter.uid)
         cells.bring_adapter(adapter, demand=True)
         cells.bring_path(origin, lease.path, demand=True)
-        lease.blocks = [node.device[0] for node in lease.path] + list(cells.device.take(KV, own))
+        lease.blocks = (*[node.device[0] for node in lease.path], *cells.device.take(KV, own))
         lease.cached = len(lease.path) * self._block_tokens
         lease.coming = [node for node in (adapter, *lease.path) if node.coming]
         lease.copied = sum(node.kind == KV for node in lease.coming) * self._block_tokens
@@ -158,7 +158,7 @@ class Leases:
             if node.coming:  # copying it was sooner for another request; wait for it to land
                 return
             if node.device:
-                lease.blocks[index] = node.device[0]
+                lease.blocks = (*lease.blocks[:index], node.device[0], *lease.blocks[index + 1 :])
                 cells.device.give(KV, [own])
                 cells.epoch += 1
             else:

@@ -16,7 +16,7 @@ def owners(manager: CacheManager) -> Owners:
     counts: list[dict[int, int]] = [{} for _ in range(-(-manager.total // per_cell))]
     kv: dict[int, int] = {}
 
-    def hold(code: int, blocks: tuple[int, ...] | list[int]) -> None:
+    def hold(code: int, blocks: tuple[int, ...]) -> None:
         for block in blocks:
             cell = counts[(block - 1) // per_cell]
             cell[code] = cell.get(code, 0) + 1

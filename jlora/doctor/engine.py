@@ -73,7 +73,7 @@ class World:
         launches = {}
         for plan in plans:
             for launch in builder.launches(plan.decode, plan.prefill):
-                launches[launch.batch.tokens.shape, len(launch.batch.blocks)] = launch
+                launches[launch.form] = launch
         programs = step.build(self.spec, self.layout, sharding.make_mesh(1), self._stacked, self.chosen.ops)
         with ThreadPoolExecutor(COMPILERS) as threads:
             list(threads.map(lambda launch: self._compile(programs, launch), launches.values()))
@@ -84,9 +84,11 @@ class World:
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
             jax.eval_shape(lambda: sampling.empty_slots(self.config.engine.max_seqs, self.spec.vocab)),
         )
-        rows = jax.ShapeDtypeStruct((len(launch.batch.last), self.spec.width), jnp.dtype(self.spec.dtype))
-        programs.forward.lower(self._params, self._pool.array, state.last, launch.batch).compile()
-        programs.sample.lower(self._params, rows, state, launch.sampling).compile()
+        assert launch.sampling is not None
+        rows = jax.ShapeDtypeStruct((len(launch.sampling.words), self.spec.width), jnp.dtype(self.spec.dtype))
+        batch = launch.batch._replace(lists=jax.device_put(launch.batch.lists, replicated))
+        programs.forward.lower(self._params, self._pool.array, state.last, batch).compile()
+        programs.sample.lower(step.head_of(self._params), rows, state, launch.sampling).compile()
 
     @contextmanager
     def engine(self, host_blocks: int) -> Iterator[Engine]:

@@ -151,7 +151,7 @@ def plan_of(layout: PoolLayout, case: StepCase, uids: Iterator[int]) -> StepPlan
         length = part.context + part.tokens
         request = Request(str(slot), (1,) * length, SamplingParams(temperature=0.0, max_tokens=1))
         sequence = Sequence(request, 0, slot, 0, adapter, 0.0, slot=slot)
-        blocks = list(itertools.islice(free, layout.blocks_for(length)))
+        blocks = tuple(itertools.islice(free, layout.blocks_for(length)))
         sequence.lease = Lease(sequence.origin, reuse=False, blocks=blocks)
         works.append(Work(sequence, part.context, part.tokens, samples=True))
     decodes = case.shape[1] == 1

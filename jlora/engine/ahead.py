@@ -23,7 +23,7 @@ from jlora.model.cut import SITES, SPLIT, layer_of
 from jlora.model.llama import Params
 from jlora.model.sampling import SlotState
 from jlora.model.spec import PROJECTIONS
-from jlora.model.step import Programs, group_layers
+from jlora.model.step import Programs, group_layers, head_of
 
 
 class Ahead:
@@ -46,15 +46,17 @@ class Ahead:
 
     def _lowered(self, launch: Launch, streams: bool) -> Iterator[jax.stages.Lowered]:
         programs, params, last = self._programs, self._params, self._state.last
-        forward = programs.forward.lower(params, self._pool, last, launch.batch)
+        lists = launch.batch.lists
+        lists = jax.ShapeDtypeStruct(lists.shape, lists.dtype, sharding=last.sharding)
+        forward = programs.forward.lower(params, self._pool, last, launch.batch._replace(lists=lists))
         yield forward
         _, rows, hidden = (self._replicated(out) for out in forward.out_info)
         if launch.sampling is not None:
-            yield programs.sample.lower(params, rows, self._state, launch.sampling)
+            yield programs.sample.lower(head_of(params), rows, self._state, launch.sampling)
         if launch.score_targets is not None:
-            yield programs.score.lower(params, hidden, launch.score_targets)
+            yield programs.score.lower(head_of(params), hidden, launch.score_targets)
         if streams or self.helps:
-            batch = jax.device_put(launch.batch)
+            batch = jax.device_put(launch.batch, last.sharding)
             yield programs.embed.lower(params["embed"], last, batch)
             group = group_layers(params, 0, self._group_layers)
             yield programs.layers.lower(group, self._pool, hidden, np.int32(0), batch)

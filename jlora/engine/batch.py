@@ -8,8 +8,9 @@ that everything is compiled at start.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,15 +18,30 @@ import numpy as np
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.plan import NOTHING, ROW, SCORED_CHUNK, Merged, Work
-from jlora.engine.plan import Sequence as Seq
+from jlora.engine.slots import PageTables, SlotTable
 from jlora.layout import PoolLayout
-from jlora.model.sampling import SampleBatch
+from jlora.model.packed import Packed
 from jlora.model.spec import PROJECTIONS, ModelSpec
-from jlora.model.step import Batch
-from jlora.validation import MAX_STOP_TOKENS
+from jlora.model.step import Batch, record_type
 
 # adapter uid -> for each of its device blocks, the projection whose units it holds
 Projections = Callable[[int], Sequence[str]]
+
+
+SETS = 8  # of adapters that decode together or whose prompts are computed together: their lists are kept
+
+
+@dataclass(slots=True, eq=False)
+class Lists:
+    """The blocks of the adapters that act in a launch: see `jlora.model.step.Batch`.
+
+    Attributes:
+        host: [2, M]. offsets: [8]. device: the runner's copy of `host`; launches of the same adapters share it.
+    """
+
+    host: np.ndarray
+    offsets: np.ndarray
+    device: Any = None
 
 
 class Form(NamedTuple):
@@ -115,69 +131,25 @@ def _adapters(works: Sequence[Work]) -> tuple[AdapterNode, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward: its work in row order and its arrays; `samples` are the rows that draw a token."""
+    """One forward: its work in row order and its arrays; `sampling` says which rows draw a token, and how."""
 
     works: tuple[Work, ...]
-    batch: Batch
-    sampling: SampleBatch | None
+    form: Form
+    record: Packed
+    lists: Lists
+    sampling: Packed | None
     score_targets: np.ndarray | None = None
+    helped: bool = False  # the host computes its adapters' part
+
+    @property
+    def batch(self) -> Batch:
+        """As the host has it."""
+        return Batch(self.record, self.lists.host)
 
     @property
     def adapters(self) -> tuple[AdapterNode, ...]:
         """The adapters that act on any of its tokens, by their index in the batch."""
         return _adapters(self.works)
-
-    @property
-    def helped(self) -> bool:
-        """Whether the host computes these adapters' part."""
-        return any(work.helped for work in self.works)
-
-
-@dataclass(slots=True)
-class SlotTable:
-    """Sampling parameters by slot, written when a sequence gets its slot, read every step."""
-
-    values: Mapping[str, np.ndarray]
-    eos_ids: frozenset[int]
-    banned: list[tuple[int, ...]] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, slots: int, eos_ids: frozenset[int]) -> SlotTable:
-        f, i = np.float32, np.int32
-        kinds = {"temperature": f, "top_p": f, "min_p": f, "repetition": f, "presence": f, "frequency": f}
-        kinds |= {"top_k": i, "completion": i, "tables": np.bool_, "logprobs": np.bool_}
-        values: dict[str, Any] = {name: np.zeros(slots + 1, kind) for name, kind in kinds.items()}  # last row pads
-        values["seed"] = np.zeros((slots + 1, 2), np.uint32)
-        for name in ("top_p", "repetition"):
-            values[name][slots] = 1
-        return cls(values, eos_ids, [()] * slots)
-
-    def set(self, sequence: Seq) -> None:
-        """Writes a sequence's parameters into its slot."""
-        p, slot = sequence.request.sampling, sequence.slot
-        row = {
-            "temperature": p.temperature,
-            "top_p": p.top_p,
-            "min_p": p.min_p,
-            "repetition": p.repetition_penalty,
-            "presence": p.presence_penalty,
-            "frequency": p.frequency_penalty,
-            "top_k": p.top_k,
-            "completion": sequence.index,
-            "tables": uses_tables(sequence),
-            "logprobs": p.logprobs is not None,
-            "seed": (sequence.seed >> 32, sequence.seed & 0xFFFFFFFF),
-        }
-        for name, value in row.items():
-            self.values[name][slot] = value
-        ends = set(p.stop_token_ids) | (set() if p.ignore_eos else self.eos_ids)
-        self.banned[slot] = tuple(sorted(ends)) if p.min_tokens else ()
-
-
-def uses_tables(sequence: Seq) -> bool:
-    """Whether penalties or logit_bias need the slot's tables on the device."""
-    p = sequence.request.sampling
-    return bool(p.logit_bias) or p.repetition_penalty != 1 or p.presence_penalty != 0 or p.frequency_penalty != 0
 
 
 class BatchBuilder:
@@ -187,16 +159,15 @@ class BatchBuilder:
         self, layout: PoolLayout, config: EngineConfig, spec: ModelSpec, projections: Projections, bare: bool = False
     ):
         self.buckets = self.compiled = Buckets.of(config, bare)  # a launch takes the smallest compiled that holds it
-        self.slots = SlotTable.of(config.max_seqs, frozenset(spec.eos_ids))
+        self.slots = SlotTable(config.max_seqs, frozenset(spec.eos_ids))
         self.max_len = spec.max_len
+        self._pages = PageTables(config.max_seqs, layout.blocks_for(spec.max_len))
         self._layout = layout
         self._max_seqs = config.max_seqs
         self._width = layout.blocks_for(spec.max_len)
-        self._vocab = spec.vocab
-        self._banned = MAX_STOP_TOKENS + len(spec.eos_ids)  # most end tokens that min_tokens holds back
         self._projections = projections
         self._merged = NOTHING  # of the step whose launches are laid out
-        self._adapters: tuple[tuple, tuple[np.ndarray, np.ndarray, np.ndarray]] | None = None
+        self._lists = functools.lru_cache(SETS)(self._group)
 
     def by_projection(self, uid: int, blocks: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """An adapter's blocks of either tier by the projection whose units they hold."""
@@ -211,7 +182,7 @@ class BatchBuilder:
         cold = [[w for w in works if w.helped] for works in (decode, prefill)]
         if any(cold):  # their layers run in parts: the others keep the usual programs
             warm = ([w for w in works if not w.helped] for works in (decode, prefill))
-            return [*self._launches(*warm), *self._launches(*cold)]
+            return [*self._launches(*warm), *(replace(launch, helped=True) for launch in self._launches(*cold))]
         return self._launches(decode, prefill)
 
     def _launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
@@ -231,91 +202,64 @@ class BatchBuilder:
         launch = self.launch((), rows, chunk, bare)
         scored = chunk > 1 and (rows - 1) * chunk < SCORED_CHUNK
         targets = np.zeros(rows * chunk, np.int32) if scored else None
-        return replace(launch, sampling=self._sampling((), len(launch.batch.last)), score_targets=targets)
+        return replace(launch, sampling=self._sampling((), rows), score_targets=targets)
 
     def launch(self, works: Sequence[Work], rows: int, chunk: int, bare: bool = False) -> Launch:
         """Lays `works` into `rows` rows of `chunk` tokens; `bare`: for the program without adapters."""
-        size = self._layout.block_tokens
-        tokens = np.zeros((rows, chunk), np.int32)
-        source = np.full(rows, -1, np.int32)
-        starts, counts = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
-        table = np.zeros((rows, self._width), np.int32)
-        row_of = np.full(rows, -1, np.int32)  # index of the row's work
-        last = np.zeros(max(self.buckets.decode[0], rows), np.int32)
-        row = 0
-        for i, (seq, start, count, _) in enumerate(works):
-            blocks = seq.lease.blocks if seq.lease else ()
-            table[row, : len(blocks)] = blocks
-            for at in range(start, start + count, chunk):
-                part = seq.tokens[at : min(at + chunk, start + count)]
-                tokens[row, : len(part)] = part
-                starts[row], counts[row], row_of[row] = at, min(chunk, start + count - at), i
-                table[row] = table[row - 1] if at > start else table[row]
-                row += 1
-            if start + count > len(seq.tokens):  # the last token is still on the device
-                source[row - 1] = seq.slot
-            last[i] = (row - 1) * chunk + counts[row - 1] - 1
-        offsets = np.arange(chunk, dtype=np.int32)
-        positions = starts[:, None] + offsets
-        page = np.take_along_axis(table, np.minimum(positions // size, self._width - 1), axis=1)
-        adapters, (blocks, owners, ends) = self._active(works, row_of, positions)
-        batch = Batch(
-            tokens=tokens,
-            source=source,
-            starts=starts,
-            lengths=starts + counts,
-            write_rows=np.where(offsets < counts[:, None], page, -1).reshape(-1),
-            write_slots=(positions % size).reshape(-1),
-            table=table,
-            adapters=adapters,
-            blocks=blocks[:0] if bare else blocks,
-            owners=owners[:0] if bare else owners,
-            offsets=ends,
-            last=last,
-            merged=np.int32(self._merged.done),
-        )
-        sampling = self._sampling(works, len(last)) if any(w.samples for w in works) else None
-        return Launch(tuple(works), batch, sampling, self._targets(works, rows * chunk))
+        nodes = tuple(dict.fromkeys(w.sequence.adapter for w in works if self._merged.acts(w)))
+        lists = self._lists(() if bare else tuple((node.uid, node.device) for node in nodes), bare)
+        record = Packed.zeros(record_type(rows, chunk, self._width, self._reads(rows)))
+        fields = record.fields()
+        fields["source"][:] = fields["adapters"][:] = -1
+        fields["offsets"][:], fields["merged"][...] = lists.offsets, self._merged.done
+        if works:
+            self._fill(fields, works, nodes)
+        sampling = self._sampling(works, rows) if any(w.samples for w in works) else None
+        targets = self._targets(works, rows * chunk)
+        return Launch(tuple(works), Form(rows, chunk, bare), record, lists, sampling, targets)
 
-    def _active(
-        self, works: Sequence[Work], row_of: np.ndarray, positions: np.ndarray
-    ) -> tuple[np.ndarray, tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Adapter index per token [T], and the blocks of the adapters that act on any, grouped by projection."""
-        nodes = _adapters([w for w in works if self._merged.acts(w)])
-        index = {node: i for i, node in enumerate(nodes)}
-        of_work = np.array([index.get(w.sequence.adapter, -1) for w in works] + [-1], np.int32)
-        acts_from = np.array([w.sequence.activation or 0 for w in works] + [0], np.int32)
-        adapters = np.where(positions >= acts_from[row_of][:, None], of_work[row_of][:, None], -1).reshape(-1)
-        key = tuple((node.uid, node.device) for node in nodes)
-        if self._adapters is None or self._adapters[0] != key:
-            self._adapters = (key, self._group(key))
-        return adapters, self._adapters[1]
+    def _fill(self, fields: Mapping[str, np.ndarray], works: Sequence[Work], adapters: Sequence[AdapterNode]) -> None:
+        """Writes the works' rows into a launch's record. A work's rows follow each other."""
+        chunk, tokens = fields["tokens"].shape[1], fields["tokens"].reshape(-1)
+        starts, counts = np.array([w.start for w in works]), np.array([w.count for w in works])
+        rows = -(-counts // chunk)
+        after = np.cumsum(rows)  # each work's last row, and one
+        of, n = np.repeat(np.arange(len(works)), rows), after[-1]
+        at = (np.arange(n) - (after - rows)[of]) * chunk  # tokens of the work before the row
+        fields["starts"][:n] = starts[of] + at
+        fields["counts"][:n] = np.minimum(chunk, counts[of] - at)
+        fields["last"][: len(works)] = (after - rows) * chunk + counts - 1
+        for (sequence, start, count, _), end in zip(works, after.tolist(), strict=True):
+            known = sequence.tokens[start : start + count]
+            if len(known) < count:  # the last one is still on the device
+                fields["source"][end - 1] = sequence.slot
+            if known:
+                first = (end - -(-count // chunk)) * chunk
+                tokens[first : first + len(known)] = known
+        index = {node: i for i, node in enumerate(adapters)}
+        fields["table"][:n] = self._pages.rows(works)[of]
+        fields["adapters"][:n] = np.array([index.get(w.sequence.adapter, -1) for w in works])[of]
+        fields["acting"][:n] = np.array([w.sequence.activation or 0 for w in works])[of]
 
-    def _group(self, key: tuple) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _reads(self, rows: int) -> int:
+        """Rows that a launch samples from, with padding: one alone may be slow."""
+        return max(self.buckets.decode[0], rows)
+
+    def _group(self, adapters: Sequence[tuple[int, Sequence[int]]], bare: bool) -> Lists:
+        """The blocks of these adapters, by uid, grouped by projection."""
         by_projection: dict[str, list[tuple[int, int]]] = {name: [] for name in PROJECTIONS}
-        for owner, (uid, blocks) in enumerate(key):
+        for owner, (uid, blocks) in enumerate(adapters):
             for name, block in zip(self._projections(uid), blocks, strict=True):
                 by_projection[name].append((block, owner))
         entries = [entry for name in PROJECTIONS for entry in by_projection[name]]
-        lists = np.zeros((2, self._layout.blocks), np.int32)
+        lists = np.zeros((2, 0 if bare else self._layout.blocks), np.int32)
         lists[:, : len(entries)] = np.array(entries, np.int32).reshape(-1, 2).T
-        offsets = np.cumsum([0] + [len(by_projection[name]) for name in PROJECTIONS], dtype=np.int32)
-        return lists[0], lists[1], offsets
+        return Lists(lists, np.cumsum([0] + [len(by_projection[name]) for name in PROJECTIONS], dtype=np.int32))
 
-    def _sampling(self, works: Sequence[Work], rows: int) -> SampleBatch:
-        slot = np.full(rows, self._max_seqs, np.int32)  # outside: dropped
-        position = np.zeros(rows, np.int32)
-        banned = np.full((rows, self._banned), self._vocab, np.int32)
-        for i, (seq, start, count, samples) in enumerate(works):
-            if samples:
-                slot[i] = seq.slot
-                position[i] = start + count
-                ids = self.slots.banned[seq.slot]
-                if ids and start + count - seq.prompt_len < seq.request.sampling.min_tokens:
-                    banned[i, : len(ids)] = ids
-        v: dict[str, Any] = {name: values[slot] for name, values in self.slots.values.items()}
-        v["logprobs"] = np.bool_(v["logprobs"].any())
-        return SampleBatch(slot=slot, position=position, banned=banned, **v)
+    def _sampling(self, works: Sequence[Work], rows: int) -> Packed:
+        slots = np.full(self._reads(rows), self._max_seqs, np.int32)  # outside: dropped
+        slots[: len(works)] = [w.sequence.slot if w.samples else self._max_seqs for w in works]
+        return self.slots.rows(slots, np.array([w.start + w.count for w in works], np.int32))
 
     def _targets(self, works: Sequence[Work], size: int) -> np.ndarray | None:
         """For a scored chunk, the token after each of its tokens."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -17,17 +17,18 @@ from jlora.cache.pool import DevicePool, as_shortage
 from jlora.cache.transfer import Copy
 from jlora.engine.ahead import Ahead
 from jlora.engine.assist import Assist, Shares
-from jlora.engine.batch import BatchBuilder, Form, Launch, uses_tables
+from jlora.engine.batch import BatchBuilder, Form, Launch
 from jlora.engine.compiles import COMPILES
 from jlora.engine.host_lora import Share
 from jlora.engine.plan import ROW, Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
+from jlora.engine.slots import uses_tables
 from jlora.model.cut import CutLayer
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.spec import PROJECTIONS
-from jlora.model.step import Programs, group_layers
+from jlora.model.step import Batch, Programs, group_layers, head_of
 from jlora.ports import Clock
 from jlora.types import TokenLogprob
 
@@ -64,16 +65,10 @@ class Dispatched:
 
     def read(self) -> list[Drawn]:
         """Waits for the step; results in the order of `plan.work`."""
-        drawn: dict[tuple[int, int], Drawn] = {}
+        drawn: dict[Work, Drawn] = {}
         for launch, sampled, score in zip(self.launches, self.sampled, self.scores, strict=True):
-            tokens = np.asarray(sampled.token).tolist() if sampled is not None else []
-            report = _read_report(launch, sampled)
-            for row, work in enumerate(launch.works):
-                key = (work.sequence.order, work.start)
-                token = tokens[row] if work.samples else None
-                logprob = report(row, token) if token is not None else None
-                drawn[key] = Drawn(token, logprob, _prompt_logprobs(launch, score))
-        return [drawn[w.sequence.order, w.start] for w in self.plan.work]
+            drawn.update(zip(launch.works, _drawn(launch, sampled, score), strict=True))
+        return [drawn[work] for work in self.plan.work]
 
 
 class Runner:
@@ -268,9 +263,15 @@ class Runner:
 
     def forward(self, launch: Launch) -> jax.Array:
         """Dispatches a launch's forward pass alone; its rows' hidden states."""
+        return self._forward(launch)[0]
+
+    def _forward(self, launch: Launch) -> tuple[jax.Array, jax.Array]:
         pool, last = self.pool.array, self._state.last
-        self.pool.array, rows, _ = self._programs.forward(self._weights.params, pool, last, launch.batch)
-        return rows
+        if launch.lists.device is None:
+            launch.lists.device = jax.device_put(launch.lists.host, last.sharding)
+        batch = Batch(launch.record, launch.lists.device)
+        self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, batch)
+        return rows, hidden
 
     def _dispatch(self, launch: Launch, copies: _Copies, arrivals: _Arrivals) -> _Result:
         sampled = scores = None
@@ -278,12 +279,12 @@ class Runner:
             shares = self._shares(launch, copies.helped) if copies.helped else None
             rows, hidden = self._grouped(launch, copies, arrivals, shares)
         else:
-            pool, last = self.pool.array, self._state.last
-            self.pool.array, rows, hidden = self._programs.forward(self._weights.params, pool, last, launch.batch)
+            rows, hidden = self._forward(launch)
+        head = head_of(self._weights.params)
         if launch.score_targets is not None:
-            scores = self._programs.score(self._weights.params, hidden, launch.score_targets)
+            scores = self._programs.score(head, hidden, launch.score_targets)
         if launch.sampling is not None:  # last: until then, the launch can be dispatched again
-            self._state, sampled = self._programs.sample(self._weights.params, rows, self._state, launch.sampling)
+            self._state, sampled = self._programs.sample(head, rows, self._state, launch.sampling)
         return sampled, scores
 
     def _grouped(self, launch: Launch, copies: _Copies, arrivals: _Arrivals, shares: Shares | None = None):
@@ -292,7 +293,7 @@ class Runner:
         With `shares`, the host computes these as long as not all of `copies.helped` has come.
         """
         programs, params, size = self._programs, self._weights.params, self.pool.group_layers
-        batch = jax.device_put(launch.batch)  # once for all groups
+        batch = jax.device_put(launch.batch, self._state.last.sharding)  # once for all groups
         x = programs.embed(params["embed"], self._state.last, batch)
         for group in range(self.pool.groups):
             for copy in copies.streamed:
@@ -308,9 +309,10 @@ class Runner:
 
     def _shares(self, launch: Launch, helped: Sequence[Copy]) -> list[Share]:
         """What the host computes of a launch: each adapter's tokens, and its blocks in the host tier."""
-        sources, batch, shares = {copy.adapter: copy.source for copy in helped}, launch.batch, []
+        sources, shares = {copy.adapter: copy.source for copy in helped}, list[Share]()
+        fields = launch.batch.fields(self.pool.layout.block_tokens)
         for index, adapter in enumerate(launch.adapters):
-            rows = np.flatnonzero((batch.adapters == index) & (batch.write_rows >= 0))
+            rows = np.flatnonzero((fields.adapters == index) & (fields.write_rows >= 0))
             shares.append(Share(rows, self._builder.by_projection(adapter.uid, sources[adapter])))
         return shares
 
@@ -360,7 +362,7 @@ class _Copies(NamedTuple):
 
 
 def _copies_of(launch: Launch, plan: StepPlan) -> _Copies:
-    streams = plan.streams if launch.batch.tokens.shape[1] > 1 else ()
+    streams = plan.streams if launch.form.chunk > 1 else ()
     if not launch.helped:
         return _Copies(streams)
     return _Copies(streams, tuple(copy for copy in plan.helps if copy.adapter in launch.adapters))
@@ -375,12 +377,12 @@ def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[
 
 def _programs_of(launch: Launch, streamed: bool) -> Iterator[tuple]:
     """The programs that a launch runs, each named by what tells its compiled forms apart."""
-    shape, bare = launch.batch.tokens.shape, not len(launch.batch.blocks)
-    yield "forward", shape, bare, (streamed and shape[1] > 1) or launch.helped
+    form = launch.form
+    yield "forward", form, (streamed and form.chunk > 1) or launch.helped
     if launch.sampling is not None:
-        yield "sample", len(launch.batch.last)
+        yield "sample", len(launch.sampling.words)
     if launch.score_targets is not None:
-        yield "score", shape
+        yield "score", form
 
 
 def _shapes(params: Params) -> list:
@@ -394,20 +396,26 @@ def _padded(values, size: int, pad: int, dtype) -> np.ndarray:
     return out
 
 
-def _read_report(launch: Launch, sampled: Sampled | None):
-    """A function (row, token) -> TokenLogprob or None; reads the device only if someone asked."""
-    wanted = [w.sequence.request.sampling.logprobs for w in launch.works]
-    if sampled is None or all(k is None for k in wanted):
-        return lambda row, token: None
+def _drawn(launch: Launch, sampled: Sampled | None, score: _Scores | None) -> list[Drawn]:
+    """Waits for a launch; the results of its works."""
+    scored = _prompt_logprobs(launch, score)
+    if sampled is None:
+        return [Drawn(prompt_logprobs=scored) for _ in launch.works]
+    tokens = np.asarray(sampled.token).tolist()
+    rows = zip(launch.works, tokens, _reports(launch.works, tokens, sampled), strict=False)  # behind them is padding
+    return [Drawn(token if work.samples else None, report, scored) for work, token, report in rows]
+
+
+def _reports(works: Sequence[Work], tokens: list[int], sampled: Sampled) -> Iterable[TokenLogprob | None]:
+    """The log-probabilities of each work that asks for them; reads them from the device only if one does."""
+    wanted = [w.sequence.request.sampling.logprobs if w.samples else None for w in works]
+    if all(k is None for k in wanted):
+        return [None] * len(works)
     own, ids, tops = (np.asarray(a) for a in (sampled.logprob, sampled.top_ids, sampled.top_logprobs))
-
-    def report(row: int, token: int) -> TokenLogprob | None:
-        k = wanted[row]
-        if k is None:
-            return None
-        return TokenLogprob(token, float(own[row]), _pairs(ids[row], tops[row], k))
-
-    return report
+    return [
+        None if k is None else TokenLogprob(tokens[row], float(own[row]), _pairs(ids[row], tops[row], k))
+        for row, k in enumerate(wanted)
+    ]
 
 
 def _prompt_logprobs(launch: Launch, score) -> tuple[TokenLogprob, ...]:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import jax
 import numpy as np
 
-from jlora.engine.batch import BatchBuilder, Launch
+from jlora.engine.batch import BatchBuilder, Launch, Lists
 from jlora.engine.runner import Runner
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
@@ -45,10 +45,8 @@ def without(builder: BatchBuilder, layout: PoolLayout) -> Launch:
     rows = builder.compiled.decode[-1]
     bare = bool(builder.compiled.bare) and builder.compiled.bare[-1] == rows
     launch = builder.blank(rows, 1, bare)
-    context = min(CONTEXT, builder.max_len - 1)
-    table = np.zeros_like(launch.batch.table)
-    starts = np.full(rows, context, np.int32)
-    return replace(launch, batch=launch.batch._replace(starts=starts, lengths=starts + 1, table=table))
+    launch.record.fields()["starts"][:] = min(CONTEXT, builder.max_len - 1)
+    return launch
 
 
 def with_adapter(builder: BatchBuilder, layout: PoolLayout, ranks: int) -> Launch:
@@ -56,7 +54,8 @@ def with_adapter(builder: BatchBuilder, layout: PoolLayout, ranks: int) -> Launc
     launch = without(builder, layout)
     counts = [-(-ranks // layout.units[name].per_block) if name in MODULES else 0 for name in PROJECTIONS]
     ends = np.cumsum([0, *counts], dtype=np.int32)
-    blocks, owners = np.zeros((2, layout.blocks), np.int32)
-    blocks[: ends[-1]] = np.arange(1, ends[-1] + 1) % layout.blocks
-    adapters = np.zeros_like(launch.batch.adapters)
-    return replace(launch, batch=launch.batch._replace(blocks=blocks, owners=owners, offsets=ends, adapters=adapters))
+    lists = np.zeros((2, layout.blocks), np.int32)
+    lists[0, : ends[-1]] = np.arange(1, ends[-1] + 1) % layout.blocks
+    fields = launch.record.fields()
+    fields["offsets"][:], fields["adapters"][:] = ends, 0
+    return replace(launch, lists=Lists(lists, ends))

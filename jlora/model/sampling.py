@@ -9,14 +9,19 @@ tokens whatever else is in the batch, after a preemption, and on any replica.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+
+from jlora.model.packed import Packed
 
 TOP = 20  # most likely tokens that a report holds
 IN_PROMPT = 1 << 30  # bit of `SlotState.seen` for a prompt token
+NOTHING = np.iinfo(np.int32).max  # no token's id
 
 
 class SlotState(NamedTuple):
@@ -37,6 +42,15 @@ class SlotState(NamedTuple):
 Array = Any
 
 
+@functools.cache
+def row_type(banned: int) -> np.dtype:
+    """What the host writes for each row of a launch: a `SampleBatch` whose `banned` hold before position `until`."""
+    one = {"int32": "slot position until completion top_k tables logprobs"}
+    one["float32"] = "temperature top_p min_p repetition presence frequency"
+    fields: list[tuple] = [(name, kind) for kind, names in one.items() for name in names.split()]
+    return np.dtype([*fields, ("seed", "uint32", (2,)), ("banned", "int32", (banned,))])
+
+
 class SampleBatch(NamedTuple):
     """Per row [S] of a launch. Padding rows have slot = number of slots, which is dropped.
 
@@ -45,7 +59,7 @@ class SampleBatch(NamedTuple):
         seed: [S, 2] uint32 key data; completion, position: int32, folded into the key.
         temperature, top_p, min_p, repetition, presence, frequency: float32; top_k: int32, 0 = all.
         tables: bool, whether the row uses its `seen` and `bias` tables.
-        banned: [S, M] int32, tokens not allowed now (min_tokens), padded with V.
+        banned: [S, M] int32, tokens not allowed now (min_tokens), padded with ids of V and more.
         logprobs: scalar bool, whether a row reports log-probabilities.
     """
 
@@ -63,6 +77,15 @@ class SampleBatch(NamedTuple):
     tables: Array
     banned: Array
     logprobs: Array
+
+    @classmethod
+    def of(cls, rows: Packed) -> SampleBatch:
+        """From rows of `row_type`."""
+        fields = rows.fields()
+        held = fields["position"] < fields.pop("until")
+        fields["banned"] = jnp.where(held[:, None], fields["banned"], NOTHING)
+        fields |= {"tables": fields["tables"] > 0, "logprobs": jnp.any(fields["logprobs"] > 0)}
+        return cls(**fields)
 
 
 class Sampled(NamedTuple):

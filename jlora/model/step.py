@@ -9,12 +9,14 @@ Every program updates the donated pool or slot state in place and returns it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
@@ -22,33 +24,85 @@ from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding
 from jlora.model.cut import CutLayer, Cutter
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
-from jlora.model.sampling import Array, SampleBatch, SlotState
+from jlora.model.packed import Packed
+from jlora.model.sampling import Array, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
 
 
+@functools.cache
+def record_type(rows: int, chunk: int, width: int, reads: int) -> np.dtype:
+    """What the host writes for a launch of S rows with C tokens each. All int32.
+
+    tokens [S, C]: token ids. source [S]: slot whose last sampled token is the input, -1 to use `tokens` (C = 1 only).
+    starts, counts [S]: position of the row's first token, and how many tokens it has; the others are padding.
+    adapters, acting [S]: adapter index of the row, -1 for the base, and the first position on which it acts.
+    table [S, W]: block ids of the row's context.
+    last [R]: indices into the S * C tokens of the rows to sample from.
+    offsets [8]: projection i has the entries offsets[i] .. offsets[i + 1] - 1 of `Batch.lists`.
+    merged []: the first so many pieces of the weights have the launch's only adapter merged into them:
+        there, no adapter acts. A piece is a layer's projections of one of `jlora.pallas.ops.GROUPS`.
+    """
+    fields: dict[str, tuple[int, ...]] = {"tokens": (rows, chunk), "table": (rows, width)}
+    fields |= dict.fromkeys(("source", "starts", "counts", "adapters", "acting"), (rows,))
+    fields |= {"last": (reads,), "offsets": (len(PROJECTIONS) + 1,), "merged": ()}
+    return np.dtype([(name, np.int32, shape) for name, shape in fields.items()])
+
+
 class Batch(NamedTuple):
-    """One launch: S sequences with C tokens each, padded. All int32; T = S * C.
+    """One launch as the programs take it.
 
     Attributes:
-        tokens: [S, C] token ids.
-        source: [S] slot whose last sampled token is the input, -1 to use `tokens` (C = 1 only).
-        starts, lengths: [S] position of the first token; context length after this chunk.
-        write_rows, write_slots: [T] block id and slot for the new KV; a block id outside the pool is padding.
-        table: [S, W] block ids of each sequence's context.
+        record: of `record_type`.
+        lists: [2, M] int32, active adapter blocks and the adapter index of each, ordered by projection.
+            They change seldom, so they stay on the device. M = 0 selects a program without a LoRA op.
+    """
+
+    record: Packed
+    lists: Array
+
+    def fields(self, block_tokens: int) -> Fields:
+        """The arrays of the launch; `block_tokens`: tokens of a block of the pool."""
+        f = self.record.fields()
+        xp = f["tokens"].__array_namespace__()  # the host reads them too
+        offsets = xp.arange(f["tokens"].shape[1], dtype=np.int32)
+        positions = f["starts"][:, None] + offsets
+        page = xp.minimum(positions // block_tokens, f["table"].shape[1] - 1)
+        block = xp.take_along_axis(f["table"], page, axis=1)
+        acts = positions >= f["acting"][:, None]
+        return Fields(
+            tokens=f["tokens"],
+            source=f["source"],
+            positions=positions.reshape(-1),
+            starts=f["starts"],
+            lengths=f["starts"] + f["counts"],
+            write_rows=xp.where(offsets < f["counts"][:, None], block, -1).reshape(-1),
+            write_slots=(positions % block_tokens).reshape(-1),
+            table=f["table"],
+            adapters=xp.where(acts, f["adapters"][:, None], -1).reshape(-1),
+            blocks=self.lists[0],
+            owners=self.lists[1],
+            offsets=f["offsets"],
+            last=f["last"],
+            merged=f["merged"],
+        )
+
+
+class Fields(NamedTuple):
+    """One launch: S sequences with C tokens each, padded; T = S * C. What is not said here, `record_type` says.
+
+    Attributes:
+        positions: [T].
+        lengths: [S] context length after this chunk.
+        write_rows, write_slots: [T] block id and slot for the new KV; -1 is padding.
         adapters: [T] adapter index of each token, -1 for the base and before an activated LoRA's invocation.
-        blocks, owners: [M] active adapter blocks and the adapter index of each, ordered by projection.
-            Projection i has the entries offsets[i] .. offsets[i + 1] - 1. M = 0 selects a program
-            without a LoRA op.
-        offsets: [8].
-        last: [R] indices into T of the rows to sample from.
-        merged: the first so many pieces of the weights have the launch's only adapter merged into them:
-            there, no adapter acts. A piece is a layer's projections of one of `jlora.pallas.ops.GROUPS`.
+        blocks, owners: [M] the rows of `Batch.lists`.
     """
 
     tokens: Array
     source: Array
+    positions: Array
     starts: Array
     lengths: Array
     write_rows: Array
@@ -89,12 +143,17 @@ def group_layers(params: Params, group: int, size: int) -> Any:
     return layers[group * size : (group + 1) * size] if isinstance(layers, list) else layers
 
 
+def head_of(params: Params) -> Params:
+    """What logits are computed with: a call looks at every array that it is given."""
+    return {"head": params["head"]} if "head" in params else {"embed": params["embed"]}
+
+
 def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA) -> Programs:
     """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`).
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
-    sample(params, rows [S, D], state, sample_batch) -> state, Sampled
-    score(params, hidden [T, D], targets [T]) -> logprob [T], top ids [T, 20], top logprobs [T, 20]
+    sample(head_of(params), rows [S, D], state, rows of `sampling.row_type`) -> state, Sampled
+    score(head_of(params), hidden [T, D], targets [T]) -> logprob [T], top ids [T, 20], top logprobs [T, 20]
     reset_slot(state, slot, prompt, output, (bias ids, bias values)) -> state
     write_blocks(pool, ids [n], data [n, L, B, 2K, H]) -> pool
     read_blocks(pool, ids [n]) -> data [n, L, B, 2K, H]
@@ -108,6 +167,7 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
     weights = sharding.stacked_specs(weights) if stacked else weights
     pool, rep = sharding.POOL, sharding.REPLICATED
     size = spec.layers // layer_groups(spec.layers)
+    head = head_of(weights)
     group = weights["layers"] if stacked else weights["layers"][:size]
 
     def on_mesh(f: Callable, inputs: tuple, outputs: PartitionSpec | tuple, donate: int | None = None) -> Wrapped:
@@ -121,14 +181,14 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
     return Programs(
         on_mesh(partial(_forward, spec, place), (weights, pool, rep, rep), (pool, rep, rep), donate=1),
-        on_mesh(partial(_sample, spec, place.shard), (weights, rep, rep, rep), (rep, rep), donate=2),
-        on_mesh(partial(_score, spec, place.shard), (weights, rep, rep), rep),
+        on_mesh(partial(_sample, spec, place.shard), (head, rep, rep, rep), (rep, rep), donate=2),
+        on_mesh(partial(_score, spec, place.shard), (head, rep, rep), rep),
         on_mesh(sampling.reset_slot, (rep, rep, rep, rep, rep), rep, donate=0),
         on_mesh(ops.write_blocks, (pool, rep, sharding.BLOCKS), pool, donate=0),
         on_mesh(partial(ops.read_blocks, layers=spec.layers), (pool, rep), sharding.BLOCKS),
-        on_mesh(partial(_embed, place.shard), (weights["embed"], rep, rep), rep),
+        on_mesh(partial(_embed, place), (weights["embed"], rep, rep), rep),
         on_mesh(partial(_layers, spec, place), (group, pool, rep, rep, rep), (pool, rep), donate=1),
-        on_mesh(partial(_finish, spec), (rep, rep, rep), (rep, rep)),
+        on_mesh(partial(_finish, spec, place), (rep, rep, rep), (rep, rep)),
         on_mesh(partial(ops.write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
         Cutter(spec, place.shard, partial(_attending, place), stacked).build(on_mesh, weights, pool),
     )
@@ -139,28 +199,32 @@ class _Place(NamedTuple):
     shard: Shard
     ops: Ops
 
+    def fields(self, batch: Batch) -> Fields:
+        return batch.fields(self.layout.block_tokens)
 
-def _forward(spec: ModelSpec, place: _Place, params: Params, pool: jax.Array, last: jax.Array, b: Batch):
+
+def _forward(spec: ModelSpec, place: _Place, params: Params, pool: jax.Array, last: jax.Array, batch: Batch):
+    b = place.fields(batch)
     joints = _joints(place, pool.shape[0], b)
-    pool, hidden = forward(spec, params, _tokens(last, b), _positions(b), pool, joints)
+    pool, hidden = forward(spec, params, _tokens(last, b), b.positions, pool, joints)
     return pool, hidden[b.last], hidden
 
 
-def _embed(shard, table: jax.Array, last: jax.Array, b: Batch):
-    return embed({"embed": table}, _tokens(last, b), shard)
+def _embed(place: _Place, table: jax.Array, last: jax.Array, batch: Batch):
+    return embed({"embed": table}, _tokens(last, place.fields(batch)), place.shard)
 
 
-def _layers(spec: ModelSpec, place: _Place, group, pool: jax.Array, x: jax.Array, first: jax.Array, b: Batch):
-    run = Run(group, first, spec.layers // layer_groups(spec.layers))
-    return over_layers(spec, run, _positions(b), (pool, x), _joints(place, pool.shape[0], b))
+def _layers(spec: ModelSpec, place: _Place, group, pool: jax.Array, x: jax.Array, first: jax.Array, batch: Batch):
+    b, run = place.fields(batch), Run(group, first, spec.layers // layer_groups(spec.layers))
+    return over_layers(spec, run, b.positions, (pool, x), _joints(place, pool.shape[0], b))
 
 
-def _finish(spec: ModelSpec, norm: jax.Array, x: jax.Array, b: Batch):
+def _finish(spec: ModelSpec, place: _Place, norm: jax.Array, x: jax.Array, batch: Batch):
     hidden = rms_norm(x, norm, spec.norm_eps)
-    return hidden[b.last], hidden
+    return hidden[place.fields(batch).last], hidden
 
 
-def _tokens(last: jax.Array, b: Batch) -> jax.Array:
+def _tokens(last: jax.Array, b: Fields) -> jax.Array:
     """[T] input ids. A decoding row's last token may be on the device only."""
     tokens = b.tokens
     if tokens.shape[1] == 1:
@@ -168,15 +232,12 @@ def _tokens(last: jax.Array, b: Batch) -> jax.Array:
     return tokens.reshape(-1)
 
 
-def _positions(b: Batch) -> jax.Array:
-    return (b.starts[:, None] + jnp.arange(b.tokens.shape[1], dtype=jnp.int32)).reshape(-1)
+def _attending(place: _Place, pool: jax.Array, batch: Batch) -> tuple[jax.Array, Joints]:
+    b = place.fields(batch)
+    return b.positions, _joints(place, pool.shape[0], b)
 
 
-def _attending(place: _Place, pool: jax.Array, b: Batch) -> tuple[jax.Array, Joints]:
-    return _positions(b), _joints(place, pool.shape[0], b)
-
-
-def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
+def _joints(place: _Place, pool_rows: int, b: Fields) -> Joints:
     """Attention over the launch's pages, and adapters from its active blocks."""
     layout, shard, ops = place
     rows, chunk = b.tokens.shape
@@ -207,8 +268,8 @@ def _joints(place: _Place, pool_rows: int, b: Batch) -> Joints:
     return Joints(attend, adapt if b.blocks.shape[0] else no_adapters, shard)
 
 
-def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: SampleBatch):
-    return sampling.sample(logits(spec, params, rows, shard), state, batch)
+def _sample(spec: ModelSpec, shard, params: Params, rows: jax.Array, state: SlotState, batch: Packed):
+    return sampling.sample(logits(spec, params, rows, shard), state, sampling.SampleBatch.of(batch))
 
 
 def _score(spec: ModelSpec, shard, params: Params, hidden: jax.Array, targets: jax.Array):

@@ -31,7 +31,7 @@ def test_kv_comes_back_from_the_host_in_one_copy_and_the_lease_waits_for_it():
     cache.drop_from_device(A)
     lease = cache.leased(A)
     (copy,) = cache.copies()
-    assert (copy.direction, copy.source, copy.target) == ("in", source, tuple(lease.blocks[:2]))
+    assert (copy.direction, copy.source, copy.target) == ("in", source, lease.blocks[:2])
     assert copy.demand and lease.cached == 8 and not cache.ready(lease)
     cache.now += 3.0
     cache.land()
@@ -98,7 +98,7 @@ def test_publishing_gives_a_block_to_a_node_that_only_the_host_has():
     assert lease.cached == 0 and not cache.copies()
     cache.manager.leases.publish(lease, A, 9)
     check_integrity(cache.manager)
-    assert cache.tiers(A) == "bb" and [node.device[0] for node in lease.path] == lease.blocks[:2]
+    assert cache.tiers(A) == "bb" and tuple(node.device[0] for node in lease.path) == lease.blocks[:2]
 
 
 def test_publishing_revives_a_node_whose_data_was_lost_with_what_hangs_below():

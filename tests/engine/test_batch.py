@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import numpy as np
+import jax
 import pytest
 
+from jlora.cache.lease import Lease
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.batch import BatchBuilder, Buckets, Launch
 from jlora.engine.plan import ROW, Sequence, Work
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
+from jlora.model.step import Fields
 from jlora.types import Request, SamplingParams
 from tests._make import tiny_spec
 
@@ -37,13 +39,17 @@ def work(node: AdapterNode, start: int, count: int, activation: int | None = Non
     return Work(sequence, start, count, samples=False)
 
 
+def fields(launch: Launch) -> Fields:
+    return launch.batch.fields(8)
+
+
 def owners(launch: Launch, works: list[Work]) -> list[list[int]]:
     """For each work, the uid of the adapter that acts on each of its tokens; 0 is none."""
-    batch, found, row = launch.batch, [], 0
+    chunk, found, row = launch.form.chunk, [], 0
     uids = [0, *dict.fromkeys(w.sequence.adapter.uid for w in works if w.adapted)]
-    of_token = batch.adapters.reshape(batch.tokens.shape)
+    of_token = fields(launch).adapters.reshape(-1, chunk)
     for w in works:
-        rows = -(-w.count // batch.tokens.shape[1])
+        rows = -(-w.count // chunk)
         found.append([uids[i + 1] for i in of_token[row : row + rows].reshape(-1)[: w.count]])
         row += rows
     return found
@@ -51,8 +57,8 @@ def owners(launch: Launch, works: list[Work]) -> list[list[int]]:
 
 def active(launch: Launch) -> dict[str, list[int]]:
     """Blocks read, by projection."""
-    ends = launch.batch.offsets
-    return {name: launch.batch.blocks[ends[i] : ends[i + 1]].tolist() for i, name in enumerate(PROJECTIONS)}
+    ends, blocks = fields(launch).offsets, launch.batch.lists[0]
+    return {name: blocks[ends[i] : ends[i + 1]].tolist() for i, name in enumerate(PROJECTIONS)}
 
 
 def test_a_row_may_hold_base_and_activated_tokens(builder: BatchBuilder):
@@ -74,14 +80,13 @@ def test_a_chunk_of_an_activated_lora_is_adapted_from_the_invocation_on(
 
 def test_tokens_before_the_invocation_read_no_adapter(builder: BatchBuilder):
     launch = builder.launch([work(adapter(1), 0, 40, activation=40)], 2, ROW)
-    assert launch.batch.offsets.tolist() == [0] * len(launch.batch.offsets) and (launch.batch.adapters == -1).all()
+    assert not fields(launch).offsets.any() and (fields(launch).adapters == -1).all()
 
 
 def test_decoding_rows_of_activated_and_plain_loras_and_the_base_are_told_apart(builder: BatchBuilder):
     works = [work(adapter(1), 60, 1, activation=0), work(BASE, 30, 1), work(adapter(2), 9, 1)]
     launch = builder.launch(works, 4, 1)
-    assert launch.batch.adapters.tolist() == [0, -1, 1, -1]
-    assert launch.batch.adapters.dtype == np.int32
+    assert fields(launch).adapters.tolist() == [0, -1, 1, -1]
 
 
 def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_one():
@@ -93,11 +98,36 @@ def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_o
     waiting = work(adapter(1), 30, 1, activation=40)  # its invocation is still to come
     for works, rows in ((base, 8), ([*base, waiting], 8), ([*base, work(adapter(1), 60, 1)], 4)):
         (launch,) = builder.launches(works, [])
-        batch = launch.batch
-        assert batch.tokens.shape == (rows, 1)
-        assert (len(batch.blocks) == len(batch.owners) == 0) == (rows == 8)
+        assert launch.form == (rows, 1, rows == 8)
+        assert (launch.batch.lists.shape[1] == 0) == (rows == 8)
     (prompt,) = builder.launches([], [work(BASE, 0, 20)])
-    assert len(prompt.batch.blocks) == 100
+    assert prompt.batch.lists.shape[1] == 100
+
+
+def running(slot: int, blocks: tuple[int, ...]) -> Work:
+    """A sequence that decodes; its last token is on the device only."""
+    decoding = work(BASE, PROMPT, 1)
+    decoding.sequence.slot, decoding.sequence.lease = slot, Lease(decoding.sequence.origin, True, blocks=blocks)
+    return decoding._replace(samples=True)
+
+
+def test_a_slots_page_table_follows_its_lease(builder: BatchBuilder):
+    one, other = running(2, tuple(range(1, 10))), running(0, tuple(range(20, 29)))
+    for table in (tuple(range(1, 10)), tuple(range(1, 11)), (40, *range(2, 11))):  # grown, then a block exchanged
+        assert one.sequence.lease is not None
+        one.sequence.lease.blocks = table
+        found = fields(builder.launch([one, other], 2, 1))
+        assert found.table[0, : len(table)].tolist() == list(table)
+        assert found.table[1, :9].tolist() == list(range(20, 29))
+        assert found.write_rows.tolist() == [table[PROMPT // 8], 28] and found.source.tolist() == [2, 0]
+
+
+def test_what_the_host_says_of_a_launch_is_two_arrays_and_the_lists_of_its_adapters_are_kept(builder: BatchBuilder):
+    decode, prompt = [work(adapter(1), 60, 1)], [work(adapter(2), 0, 40)]
+    launches = [builder.launch(works, rows, chunk) for works, rows, chunk in 2 * [(decode, 2, 1), (prompt, 2, ROW)]]
+    assert launches[0].lists is launches[2].lists and launches[1].lists is launches[3].lists
+    (launch,) = builder.launches([running(1, tuple(range(1, 10)))], [])
+    assert len(jax.tree.leaves((launch.record, launch.sampling))) == 2
 
 
 def test_programs_without_adapters_are_fewer_than_those_with_them():

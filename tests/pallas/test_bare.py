@@ -1,6 +1,6 @@
 """A launch without adapters: its program has no LoRA kernel, or a branch that it does not enter.
 
-A batch whose lists have no room (`Batch.blocks` of length 0) is a shape of its own: the forward
+A batch whose lists have no room (`Batch.lists` of width 0) is a shape of its own: the forward
 made for it knows no adapters, whatever the ops are made of.
 """
 
@@ -22,15 +22,14 @@ from jlora.pallas.ops import Ops
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 from jlora.pallas.tpu_lora import TpuLora
-from tests.pallas.test_tpu_step import BLOCKS, SPEC, launch
+from tests.pallas.test_tpu_step import BLOCKS, SPEC, changed, launch
 
 HALF = replace(SPEC, dtype="bfloat16")
 
 
 def bare(batch: step.Batch) -> step.Batch:
     """The same launch for the program without adapters."""
-    none = np.zeros(0, np.int32)
-    return batch._replace(adapters=np.full_like(batch.adapters, -1), blocks=none, owners=none)
+    return changed(batch, adapters=-1)._replace(lists=np.zeros((2, 0), np.int32))
 
 
 def traced(ops: Ops, layout: PoolLayout, batch: step.Batch, dtype: str) -> str:
@@ -75,7 +74,7 @@ def test_a_program_without_adapters_gives_what_a_batch_without_any_gives():
     layout, pool, batch = launch(1, 8)
     programs = step.build(SPEC, layout, sharding.make_mesh(1), True)
     params = llama.stack_layers(llama.plain(nnx.state(llama.Llama(SPEC, nnx.Rngs(0)))))
-    none = batch._replace(adapters=np.full_like(batch.adapters, -1), offsets=np.zeros(8, np.int32))
+    none = changed(batch, adapters=-1, offsets=0)
     found = [programs.forward(params, jnp.array(pool), np.zeros(4, np.int32), b)[:2] for b in (none, bare(batch))]
     for with_op, without in zip(*found, strict=True):
         np.testing.assert_allclose(np.array(without), np.array(with_op), atol=1e-5)

@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding
 
 from jlora.layout import PoolLayout
 from jlora.model import llama, sharding, step
+from jlora.model.packed import Packed
 from jlora.model.spec import PROJECTIONS
 from jlora.pallas import cases, reference
 from jlora.pallas.ops import GROUPS, Ops
@@ -59,24 +60,26 @@ def launch(tp: int, chunk: int) -> tuple[PoolLayout, np.ndarray, step.Batch]:
         for page in range(layout.blocks_for(int(length))):
             table[row, page] = next(free)
     starts = lengths - counts
-    positions = starts[:, None] + np.arange(chunk, dtype=np.int32)
-    page = np.take_along_axis(table, np.minimum(positions // TOKENS, table.shape[1] - 1), 1)
-    batch = step.Batch(
-        tokens=rng.integers(0, SPEC.vocab, (4, chunk)).astype(np.int32),
-        source=np.full(4, -1, np.int32),
-        starts=starts,
-        lengths=lengths,
-        write_rows=np.where(np.arange(chunk) < counts[:, None], page, -1).reshape(-1).astype(np.int32),
-        write_slots=(positions % TOKENS).reshape(-1).astype(np.int32),
-        table=table,
-        adapters=np.repeat(np.array([0, -1, 1, -1], np.int32), chunk),
-        blocks=blocks,
-        owners=owners,
-        offsets=np.array(offsets, np.int32),
-        last=np.arange(4, dtype=np.int32) * chunk + np.maximum(counts - 1, 0),
-        merged=np.int32(0),
-    )
-    return layout, pool, batch
+    record = Packed.zeros(step.record_type(4, chunk, table.shape[1], 4))
+    values = {
+        "tokens": rng.integers(0, SPEC.vocab, (4, chunk)),
+        "source": -1,
+        "starts": starts,
+        "counts": counts,
+        "table": table,
+        "adapters": (0, -1, 1, -1),
+        "offsets": offsets,
+        "last": np.arange(4) * chunk + np.maximum(counts - 1, 0),
+    }
+    return layout, pool, changed(step.Batch(record, np.stack((blocks, owners))), **values)
+
+
+def changed(batch: step.Batch, **values: Any) -> step.Batch:
+    """The batch with other values in its record."""
+    record = Packed(batch.record.words.copy(), batch.record.type)
+    for name, value in values.items():
+        record.fields()[name][...] = value
+    return batch._replace(record=record)
 
 
 def _fill(pool: np.ndarray, layout: PoolLayout, name: str, block: int, rank: int, rng: np.random.Generator) -> None:
@@ -125,7 +128,7 @@ def test_the_step_above_depends_on_its_adapters():
     with_adapters = run(XLA, 1, 1)[1]
     programs = step.build(SPEC, layout, sharding.make_mesh(1), True)
     params = llama.stack_layers(llama.plain(nnx.state(llama.Llama(SPEC, nnx.Rngs(0)))))
-    base = batch._replace(adapters=np.full(4, -1, np.int32))
+    base = changed(batch, adapters=-1)
     _, rows, _ = programs.forward(params, jnp.array(pool), np.zeros(4, np.int32), base)
     change = np.abs(np.array(rows)[:3] - with_adapters).max(1)
     assert change[0] > 0.1 and change[2] > 0.1 and change[1] < 1e-5  # the row between has no adapter

@@ -1,0 +1,47 @@
+"""Many small arrays that travel to the device as one.
+
+A structured dtype says once where each field lies. The host writes the fields by name, and a program cuts
+them out at the same offsets, which are static.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, LiteralString
+
+import jax
+import numpy as np
+
+
+@partial(jax.tree_util.register_dataclass, data_fields=("words",), meta_fields=("type",))
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A record, or an array of records.
+
+    Attributes:
+        words: [..., N] int32; numpy where the host writes it, `jax.Array` inside a program.
+        type: of a record of N words. Its fields are int32, uint32 or float32, of any shape.
+    """
+
+    words: Any
+    type: np.dtype
+
+    @classmethod
+    def zeros(cls, kind: np.dtype, *shape: int) -> Packed:
+        """Records for the host to fill."""
+        return cls(np.zeros((*shape, kind.itemsize // 4), np.int32), kind)
+
+    def first_word(self, name: LiteralString) -> int:
+        """Where a field begins in its record."""
+        assert self.type.fields is not None
+        return self.type.fields[name][1] // 4
+
+    def fields(self) -> dict[str, Any]:
+        """Each field of every record: [..., *its shape]. On the host they are views, to write to."""
+        assert self.type.fields is not None
+        found = {}
+        for name, (kind, offset, *_) in self.type.fields.items():
+            part = self.words[..., offset // 4 : (offset + kind.itemsize) // 4]
+            found[name] = part.reshape((*self.words.shape[:-1], *kind.shape)).view(kind.base)
+        return found
