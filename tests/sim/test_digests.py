@@ -7,9 +7,9 @@ import pytest
 from tests.sim.digests import LONG, SHORT, digests, known, runs
 
 RENEW = "results have changed; if that is the purpose: python -m tests.sim.digests --write, and say so in the CHANGELOG"
-LATER = [pytest.param(name, flags, marks=pytest.mark.slow) for name, flags in runs(LONG).items()]
+FLAGS = runs(SHORT) | runs(LONG)
 
 
-@pytest.mark.parametrize("name, flags", [*runs(SHORT).items(), *LATER])
-def test_simulations_give_the_results_of_the_repository(name: str, flags: str):
-    assert digests(flags) == known()[name], RENEW
+@pytest.mark.parametrize("name", [*runs(SHORT), *(pytest.param(name, marks=pytest.mark.slow) for name in runs(LONG))])
+def test_simulations_give_the_results_of_the_repository(name: str):
+    assert digests(FLAGS[name]) == known()[name], RENEW
