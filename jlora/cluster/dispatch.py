@@ -21,7 +21,7 @@ from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Directory, Member, Version
-from jlora.cluster.prefixes import Prefixes
+from jlora.cluster.prefixes import Prefixes, shared
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
@@ -375,8 +375,9 @@ class Dispatcher:
     def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
         if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
             return ()
-        tokens = request.prompt[: BLOCKS * self._info.block_tokens]
-        return self._prefixes.chain(tokens, (request.salt, None if version is None else version.key))
+        key, invocation = (None, ()) if version is None else (version.key, version.alora_invocation_tokens)
+        tokens, origin = shared(request.prompt, key, invocation)
+        return self._prefixes.chain(tokens[: BLOCKS * self._info.block_tokens], (request.salt, origin))
 
     def _begin(self, routed: Routed, outputs: int) -> None:
         """Its attempt has delivered so many tokens more."""

@@ -5,6 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterator, Sequence
 
+from jlora.adapters.invocation import last_occurrence
+
+
+def shared(prompt: Sequence[int], key: str | None, invocation: Sequence[int]) -> tuple[Sequence[int], str | None]:
+    """The part of a prompt whose KV others may find, and the version that it depends on; None is the base.
+
+    An activated LoRA acts from its invocation on, so the KV before it is the base's.
+    """
+    at = last_occurrence(prompt, invocation) if invocation else None
+    return (prompt, key) if at is None else (prompt[:at], None)
+
 
 class Prefixes:
     """Whole blocks of prompts by replica. It keeps the `most` that were used last, and may err about any of them."""
