@@ -6,9 +6,10 @@ them out at the same offsets, which are static.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, LiteralString
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -32,16 +33,31 @@ class Packed:
         """Records for the host to fill."""
         return cls(np.zeros((*shape, kind.itemsize // 4), np.int32), kind)
 
-    def first_word(self, name: LiteralString) -> int:
+    def first_word(self, name: str) -> int:
         """Where a field begins in its record."""
-        assert self.type.fields is not None
-        return self.type.fields[name][1] // 4
+        return _places(self.type)[name].first
 
     def fields(self) -> dict[str, Any]:
         """Each field of every record: [..., *its shape]. On the host they are views, to write to."""
-        assert self.type.fields is not None
-        found = {}
-        for name, (kind, offset, *_) in self.type.fields.items():
-            part = self.words[..., offset // 4 : (offset + kind.itemsize) // 4]
-            found[name] = part.reshape((*self.words.shape[:-1], *kind.shape)).view(kind.base)
-        return found
+        words, records = self.words, self.words.shape[:-1]
+        return {
+            name: words[..., place.first : place.after].reshape(records + place.shape).view(place.kind)
+            for name, place in _places(self.type).items()
+        }
+
+
+class _Place(NamedTuple):
+    first: int  # word of the record
+    after: int
+    shape: tuple[int, ...]
+    kind: np.dtype
+
+
+@functools.cache
+def _places(record: np.dtype) -> dict[str, _Place]:
+    """Where each field lies: a step asks more than once, and a dtype takes its time to answer."""
+    assert record.fields is not None
+    found = {}
+    for name, (kind, offset, *_) in record.fields.items():
+        found[name] = _Place(offset // 4, (offset + kind.itemsize) // 4, kind.shape, kind.base)
+    return found
