@@ -105,29 +105,30 @@ def _told(value: Any) -> str:
 
 def gaps(study: Study, cell: str) -> pd.DataFrame:
     """The longest gaps of each attack over the rounds, and those that are too long."""
-    rows = study.rows[study.rows["cell"] == cell]
-    longest = rows.groupby("side", sort=False)[list(GAPS)].max()
-    limits = longest[longest.index.str.startswith("idle")].max() + GAP_S
+    longest: dict[str, dict[str, float]] = {}
     answers: dict[str, Counter[str]] = defaultdict(Counter)
-    for row in rows.to_dict("records"):
-        answers[row["side"]].update(row["answers"])
-    made = pd.DataFrame({"": longest.index, "answers": [_ends(answers[side]) for side in longest.index]})
-    for key, title in GAPS.items():
-        made[title] = [f"{1e3 * value:.0f}" for value in longest[key]]
-    over = [[GAPS[key].partition(",")[0] for key in GAPS if row[key] > limits[key]] for _, row in longest.iterrows()]
-    made["beyond the limit"] = [", ".join(names) for names in over]
-    return made
+    for row in study.rows.to_dict("records"):
+        if row["cell"] == cell:
+            seen = longest.setdefault(row["side"], dict.fromkeys(GAPS, 0.0))
+            seen.update({key: max(seen[key], row[key]) for key in GAPS})
+            answers[row["side"]].update(row["answers"])
+    idle = [seen for side, seen in longest.items() if side.startswith("idle")]
+    limits = {key: max(seen[key] for seen in idle) + GAP_S for key in GAPS}
+    made = []
+    for side, seen in longest.items():
+        shown = {title: f"{1e3 * seen[key]:.0f}" for key, title in GAPS.items()}
+        over = ", ".join(title.partition(",")[0] for key, title in GAPS.items() if seen[key] > limits[key])
+        made.append({"": side, "answers": _ends(answers[side]), **shown, "beyond the limit": over})
+    return pd.DataFrame(made)
 
 
 def gaps_verdict(study: Study) -> str:
     """Which attacks keep somebody waiting for too long."""
-    rows = gaps(study, "attacks")
-    attacks = rows[~rows[""].str.startswith("idle")]
-    over = attacks[attacks["beyond the limit"] != ""]
-    told = "; ".join(f"{row['']} ({row['beyond the limit']})" for row in over.to_dict("records")) or "none"
+    attacks = [row for row in gaps(study, "attacks").to_dict("records") if not row[""].startswith("idle")]
+    over = [f"{row['']} ({row['beyond the limit']})" for row in attacks if row["beyond the limit"]]
     return (
         f"Under {len(attacks) - len(over)} of {len(attacks)} attacks, no gap is longer than the idle server's by more "
-        f"than 100 ms. Beyond that: {told}."
+        f"than 100 ms. Beyond that: {'; '.join(over) or 'none'}."
     )
 
 

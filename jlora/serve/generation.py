@@ -114,18 +114,24 @@ class Generation:
     async def __aenter__(self) -> Self:
         self._queued.__enter__()
         self._counted = True
+        try:
+            self._handle = await self._submit()
+        except BaseException:
+            self._uncount()
+            raise
+        self._bar = self._backend.strip.begin(self._model)
+        return self
+
+    async def _submit(self) -> int:
         submitted = self._replica.submit(self._request, self._inbox.put)
         try:
-            self._handle = await asyncio.wrap_future(submitted)
-        except BaseException as e:
-            self._uncount()
-            if isinstance(e, asyncio.CancelledError):  # the command may run by now: then it ends in an abort
-                submitted.add_done_callback(self._abort_submitted)
+            return await asyncio.wrap_future(submitted)
+        except asyncio.CancelledError:
+            # The command may run by now: then it ends in an abort.
+            submitted.add_done_callback(self._abort_submitted)
             raise
         finally:
             del submitted  # it holds its error, whose traceback holds this frame: a cycle
-        self._bar = self._backend.strip.begin(self._model)
-        return self
 
     def _uncount(self) -> None:
         if self._counted:
