@@ -150,6 +150,10 @@ class Catalogue:
             ("update uids set last = max(last, ?)", [(max((row.uid for row in rows), default=0),)]),
         )
 
+    def reserve(self, uid: int) -> Future[None]:
+        """No adapter gets this uid from now on but by `put`."""
+        return self._write(("update uids set last = max(last, ?)", [(uid,)]))
+
     def remove(self, names: Iterable[str]) -> Future[None]:
         return self._write(("delete from adapters where name = ?", [(name,) for name in names]))
 

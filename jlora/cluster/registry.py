@@ -40,10 +40,12 @@ class Registry:
         return self._number
 
     def number(self) -> int:
-        """Of the next version."""
+        """Of the next version; no other one ever gets it, also if this process ends meanwhile. Errors as of `put`."""
         with self._lock:
             self._number += 1
-            return self._number
+            number = self._number
+        self._catalogue.reserve(number).result()
+        return number
 
     def find(self, name: str) -> Row | None:
         """The adapter of that name."""

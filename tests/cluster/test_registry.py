@@ -60,6 +60,16 @@ def test_versions_outlive_the_process_and_numbers_never_come_again(file: str):
     second.close()
 
 
+def test_the_number_of_a_load_that_dies_with_its_process_never_comes_again(file: str):
+    """A replica may have read that version: under the same key another one would answer with its weights."""
+    first = Registry(file, OsThreads())
+    lost = first.number()
+    first.close()
+    second = Registry(file, OsThreads())
+    assert second.number() > lost
+    second.close()
+
+
 def test_the_list_pages_in_order_of_name_and_an_unknown_name_has_near_ones(registry: Registry):
     registry.put([row(name, registry.number()) for name in ("french", "german", "greek")])
     assert [found.name for found in registry.all(after="french", most=1)] == ["german"]

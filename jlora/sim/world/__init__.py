@@ -6,6 +6,7 @@ report   what a seed brought, and the runs of many seeds
 disk     the adapters' files
 device   the device, the host tier, and tokens that tell whose data they were made of
 merging  weights into which adapters are merged
+peers    other replicas, from which adapters are read
 seams    errors inside the engine's step
 struck   whom faults have struck; `witness` says so for copies and readings, and `excuses` asks
 clients  what is asked of the service, and what may come of it

@@ -35,7 +35,7 @@ from jlora.layout import PoolLayout
 from jlora.ports import System, Threads
 from jlora.replica import ReplicaInfo
 from jlora.sim.clock import VirtualClock
-from jlora.sim.world import clients, device, disk, merging, seams
+from jlora.sim.world import clients, device, disk, merging, peers, seams
 from jlora.sim.world.clients import Around, Clients
 from jlora.sim.world.device import Device, DeviceMemory, HostMemory
 from jlora.sim.world.disk import BLOCK_TOKENS, SPEC, Disk, versions
@@ -53,6 +53,7 @@ SITES: Mapping[str, Site] = {
     **disk.SITES,
     **device.SITES,
     **merging.SITES,
+    **peers.SITES,
     **seams.SITES,
     **clients.SITES,
     "clock.stalls": Site("nothing runs for five seconds", 0.006),
@@ -132,6 +133,8 @@ class World:
         self.manager: CacheManager = built.parts.scheduler.manager
         self.parts = built.parts
         self.replica = LocalReplica(built, system)
+        known = [name for name in clients.NAMES if draw.random() < 0.9]
+        self.fetcher = peers.fetcher(self.replica, self.sites, self.tasks, known, draw.random() < 0.75)
         around = Around(
             self.replica, self.disk, versions(),
             built.parts.registry.get, self._where, self.clock, BLOCK_TOKENS, self.sites, journal,
@@ -330,5 +333,6 @@ def play(seed: int, steps: int, journal: Journal) -> Mapping[str, int]:
             if world.steps < steps and not world.over:
                 world.round()
         world.finish()
+    world.sites.fired["peer.reads"] = world.fetcher.fetched
     journal.write(f"{world.tasks.turns} turns, {world.clock.now:.6f} s, {world.clients.answered} answers")
     return world.sites.fired

@@ -12,10 +12,13 @@ from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from jlora.adapters.packing import NUMPY_DTYPES
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import Origin
+from jlora.cluster.peer import Head, _Transfer
 from jlora.engine import faults as faults_module
 from jlora.engine import loaders
 from jlora.engine.faults import Faults
@@ -167,6 +170,17 @@ def left_in_the_weights(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Weights, "back", back)
 
 
+def unchecked_bytes(patch: pytest.MonkeyPatch) -> None:
+    """What comes from another replica is taken as it comes."""
+
+    def whole(transfer: _Transfer) -> tuple[np.ndarray, Head]:
+        assert transfer._head is not None
+        layout = transfer._reader.layout
+        return transfer._data.view(NUMPY_DTYPES[layout.dtype]).reshape(-1, *layout.block_shape), transfer._head
+
+    patch.setattr(_Transfer, "whole", whole)
+
+
 def cancelled_load_fails_another(patch: pytest.MonkeyPatch) -> None:
     """The end of a load that its caller has cancelled reaches another one's caller."""
     real, loads = Loaders.load, list[Future]()
@@ -237,7 +251,7 @@ PLANTS: tuple[Plant, ...] = (
     cache.invocation_block_as_base, cache.copy_of_two_owners,
     wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
     lost_command, failure_ends_all, failed_copy_ends_another, unread_ends_others, cancelled_load_fails_another,
-    everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, shortage_ends_the_engine,
+    everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, unchecked_bytes, shortage_ends_the_engine,
     failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
     mixed_versions, changed_on_the_disk, unchecked,
 )  # fmt: skip

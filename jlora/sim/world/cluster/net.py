@@ -159,6 +159,7 @@ class Stream:
             self.up.wake_writer()
         if server:
             self.up.broken = True
+            self.up.wake_writer()
             self.cancel_handler()
 
 
