@@ -32,6 +32,7 @@ class Blame:
         self._unread: set[tuple[str, str, str]] = set()  # (replica, version's key, kind of error)
         self._draining: set[Loop] = set()
         self._files: dict[str, float] = {}  # a fault of the registry's file, and when it struck last
+        self._spoiled: set[str] = set()
         self._changed: dict[str, float] = {}  # when a name's files, or what it stands for, changed last
 
     # -- what strikes -----------------------------------------------------------------------------
@@ -54,6 +55,11 @@ class Blame:
     def changed(self, name: str) -> None:
         """An adapter's files are others, or its name stands for another version, or for none."""
         self._changed[name] = self._world.time.now
+
+    def spoiled(self, name: str) -> None:
+        """An adapter's files are others: what has read them is taken from the replicas, also under requests."""
+        self._spoiled.add(name)
+        self.changed(name)
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -108,6 +114,8 @@ class Blame:
         if (replica.name, f"{failure.rid}@{router.id}", failure.kind) in self._attempts:
             return True
         if failure.kind == "Unavailable" and replica in self._draining:
+            return True
+        if failure.kind == "NotFound" and routed.version is not None and routed.version.name in self._spoiled:
             return True
         return routed.version is not None and (replica.name, routed.version.key, failure.kind) in self._unread
 
