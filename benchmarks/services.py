@@ -103,7 +103,7 @@ def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Ro
         if all(row[name] == value for name, value in only.items()):
             found.setdefault((row["kernel"], row["cell"], row["replicas"]), {})[row["side"]] = row
     whole = {count: max(len(sides) for key, sides in found.items() if key[2] == count) for _, _, count in found}
-    return {key: sides for key, sides in found.items() if len(sides) == whole[key[2]]}
+    return {key: sides for key, sides in found.items() if len(sides) == whole[key[2]] and "jlora" in sides}
 
 
 def _best(sides: Mapping[str, Row], key: str) -> Row:
