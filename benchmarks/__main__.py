@@ -16,6 +16,7 @@
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     cluster-migration            requests that move between replicas, beside dLoRA's Figures 11, 12 and 15
     cluster-table                every policy on six kinds of traffic to 4 to 60 replicas
+    cluster-real                 the simulator's TTFT and TPOT beside those of real replicas over a paced device
     cluster-placement            where adapters are, beside LoRAServe's Figures 17 to 22
     failures                     R9: what replicas deliver while one of them is killed every minute
     faults                       F1 to F19 of docs/reliability.md on real processes, at their full counts
@@ -73,6 +74,7 @@ STUDIES: Mapping[str, str] = {
     "cluster-routing": "benchmarks.studies.cluster_routing",
     "cluster-migration": "benchmarks.studies.cluster_migration",
     "cluster-table": "benchmarks.studies.cluster_table",
+    "cluster-real": "benchmarks.studies.cluster_real",
     "cluster-placement": "benchmarks.studies.cluster_placement",
     "failures": "benchmarks.failures.study",
     "faults": "benchmarks.faults.study",

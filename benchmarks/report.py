@@ -55,6 +55,7 @@ PAGES: Mapping[str, Page] = {
     "cluster-routing": Page("cluster-routing-*.jsonl"),
     "cluster-migration": Page("cluster-migration-*.jsonl"),
     "cluster-placement": Page("cluster-placement-*.jsonl"),
+    "cluster-real": Page("cluster-real-paced.jsonl"),
     "cluster-table": Page("cluster-table-*.jsonl", figures.services, "cluster-table.png"),
     "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
 }

@@ -279,3 +279,13 @@ def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     assert {line["kernel"] for line in lines} == {"padded", "unpadded"}
     assert all(line["unfinished"] == 0 and 0 <= line["attainment"] <= 1 for line in lines)
     assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
+
+
+@pytest.mark.slow
+def test_a_prediction_stands_beside_what_real_replicas_measured(tmp_path: Path):
+    lines = study(tmp_path, "cluster-real")
+    sides = {line["side"]: line for line in lines}
+    assert set(sides) == {"measured", "predicted"} and sides["measured"]["failed"] == 0
+    assert sides["measured"]["requests"] == sides["predicted"]["requests"] > 0
+    assert all(line["ttft_s"] > 0.02 and line["tpot_s"] > 0.015 for line in lines)
+    assert render("cluster-real", tmp_path / "out", draw=False)
