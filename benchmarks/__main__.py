@@ -133,6 +133,7 @@ def parser() -> Parser:
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
     made.add_argument("--only", nargs="+", default=[], metavar="F", help="faults, gaps: which (default: all)")
     made.add_argument("--cluster", type=int, default=0, metavar="N", help="soak: a router with so many replicas")
+    made.add_argument("--replicas", type=int, default=0, metavar="N", help="failures: how many (default: 3)")
     made.add_argument("--leak", action="store_true", help="soak: a server that leaks, which must be found")
     made.add_argument("--quick", action="store_true", help="a tiny model and workload: whether it works at all")
     return made
@@ -159,6 +160,7 @@ def options(args: argparse.Namespace, dtype: str) -> Options:
         studies=tuple(args.studies),
         only=tuple(args.only),
         cluster=args.cluster,
+        replicas=args.replicas,
         leak=args.leak,
     )
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pandas as pd
@@ -47,14 +48,14 @@ def abuse(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def failures(study: Study) -> pd.DataFrame:
-    """Goodput of both phases, what was wrong, and the pauses that clients saw."""
+def failures(studies: Sequence[Study]) -> pd.DataFrame:
+    """Goodput of both phases, what was wrong, and the pauses that clients saw, for each number of replicas."""
     made = []
-    for side in ("clean", "killed"):
+    for study, side in itertools.product(studies, ("clean", "killed")):
         (row,) = study.rows[study.rows["side"] == f"{side} in all"].to_dict("records")
         pauses = [f"{1e3 * row[f'gap_{name}_s']:.0f}" for name in ("p50", "p99", "max")]
         made.append({
-            "": side,
+            "": f"{row['cell']}, {side}",
             "tokens per second": f"{row['goodput']:.0f}",
             "answers": int(row["answers"]),
             "errors": int(row["errors"]),

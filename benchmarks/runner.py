@@ -25,6 +25,7 @@ class Options:
         llama_server: llama.cpp's, "" measures jlora alone; llama_convert: a program that makes GGUF files.
         commits, studies: of `compare`.
         only: of `faults` and `gaps`: which; none are all.
+        replicas: of `failures`; 0 leaves the number to the study.
         cluster, leak: of `soak`: replicas behind a router (0: one server), and a server that leaks.
     """
 
@@ -44,6 +45,7 @@ class Options:
     commits: tuple[str, ...] = ()
     studies: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
+    replicas: int = 0
     cluster: int = 0
     leak: bool = False
 

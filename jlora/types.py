@@ -88,6 +88,7 @@ class Request:
         invocation: where the prompt invokes the adapter; None before the search.
         session: ties requests together that share a long prefix, such as the turns of a chat; "": nothing does.
             A router keeps the requests of a session at one replica.
+        waited: seconds since it came to a router; it is served as if it had come here so much earlier.
         done: what another replica has delivered of each completion; the engine goes on behind it. Empty: nothing.
     """
 
@@ -103,6 +104,7 @@ class Request:
     cache_salt: str = ""
     done: tuple[Done, ...] = ()
     session: str = ""
+    waited: float = 0.0
 
     @property
     def open(self) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from benchmarks.failures.replica import token_at
 from benchmarks.runner import Options
 from jlora.demo import assets
 from jlora.demo.cluster import pid_of, status
+from jlora.errors import ConfigError
 from jlora.loadgen.server import ServerProcess
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -64,9 +65,9 @@ class Heard:
 
 def run(options: Options) -> None:
     """Starts the service, and plays both phases."""
-    full = QUICK if options.quick else FULL
-    plan = Plan(full.replicas, full.streams, options.seconds or full.seconds, full.every_s)
-    records = options.records("failures-paced", {"replicas": plan.replicas, "streams": plan.streams})
+    plan = plan_of(options)
+    number = "" if not options.replicas else str(plan.replicas)
+    records = options.records(f"failures-paced{number}", {"replicas": plan.replicas, "streams": plan.streams})
     process = start(plan)
     try:
         for side, rows in asyncio.run(play(process, plan)):
@@ -74,6 +75,15 @@ def run(options: Options) -> None:
                 records.add(f"{plan.replicas} replicas", side, number, row)
     finally:
         process.stop()
+
+
+def plan_of(options: Options) -> Plan:
+    """What the flags ask for. Raises ConfigError."""
+    full = QUICK if options.quick else FULL
+    if options.replicas == 1 or options.replicas < 0:
+        raise ConfigError(f"--replicas {options.replicas}: must be at least 2: one is killed, and others go on")
+    replicas = options.replicas or full.replicas
+    return Plan(replicas, full.streams, options.seconds or full.seconds, full.every_s)
 
 
 def start(plan: Plan) -> ServerProcess:

@@ -166,7 +166,12 @@ class Attached:
         )
 
     def look(self, now: float) -> None:
-        """Gives the stream up if it has been silent, or its engine has stood, for too long; else says that it lives."""
+        """Gives the stream up if it has been silent, or its engine has stood, for too long; else says that it lives.
+
+        Raises RuntimeError if nothing attaches it any more.
+        """
+        if self._task is not None and self._task.done():
+            raise RuntimeError(f"the link to replica {self.name} has ended by itself")
         if not self._up:
             return
         if now - self._beaten >= BEAT_S:

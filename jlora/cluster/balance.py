@@ -33,6 +33,7 @@ class Job:
         tokens: prompt and answer so far.
         waited_s: since it was sent, without a token; 0 once it has one, and its replica has its KV.
         cached: replica -> tokens that the router believed to be in its prefix cache when it sent the request.
+        movable: False: it counts where it is, and stays there.
     """
 
     key: int
@@ -41,6 +42,7 @@ class Job:
     tokens: int
     waited_s: float = 0.0
     cached: Mapping[str, int] = field(default_factory=dict)
+    movable: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,7 +172,7 @@ class Balancer:
         late = [name for name in order if self._late(sides[name], here[name])]
         idle = [name for name in order if name not in late][: terms.replicas]
         behind = late[::-1][: terms.replicas]
-        movable = [job for name in behind for job in sorted(here[name], key=_cost)[: terms.jobs]]
+        movable = [job for name in behind for job in self._movable(here[name])]
         if not movable or not idle:
             return None
         candidates = [
@@ -187,6 +189,10 @@ class Balancer:
             if view[name].tiers.get(adapter) != "HBM"
         }
         return Problem(candidates, [sides[name] for name in behind], [sides[name] for name in idle], loads, pace.token)
+
+    def _movable(self, group: Sequence[Job]) -> list[Job]:
+        """The cheapest of a replica's jobs."""
+        return sorted((job for job in group if job.movable), key=_cost)[: self._terms.jobs]
 
     def _side(self, seen: ReplicaView, group: Sequence[Job], slots: int) -> Side:
         seconds = sum(self.pace.of(job.adapter) for job in group) / slots

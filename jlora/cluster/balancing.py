@@ -2,6 +2,7 @@
 
 A request goes when its new replica has its adapter, and runs where it is until then. A move is the router's way to
 go on after a loss: the old attempt is cancelled, and the next one begins behind the tokens that the client has.
+Moves that wait for an adapter hold up neither others nor the next plan.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jlora.cluster import wire
 from jlora.cluster.balance import Balancer, Job, Move, Terms
@@ -36,15 +38,27 @@ class Balancing:
         self._dispatcher = dispatcher
         self._every_s = every_s
         self._terms = terms or Terms()
+        self._waiting: dict[int, tuple[Move, float]] = {}  # by request: until when a move waits for its adapter
 
     async def run(self) -> None:
         """Until it is cancelled."""
+        await asyncio.gather(self._plans(), self._arrivals())
+
+    async def _plans(self) -> None:
         while True:
             await asyncio.sleep(self._every_s)
             try:
-                await self._carry_out(await self._plan())
+                self.begin(await self._plan())
             except Exception:
                 log.exception("a plan of moves has failed")
+
+    async def _arrivals(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                self.look()
+            except Exception:
+                log.exception("moves have failed")
 
     async def _plan(self) -> Sequence[Move]:
         """Solved on a thread, from a view of now."""
@@ -65,19 +79,25 @@ class Balancing:
             )  # fmt: skip
         return plan.moves
 
-    async def _carry_out(self, moves: Sequence[Move]) -> None:
-        dispatcher, left = self._dispatcher, list(moves)
-        asked: set[tuple[str, str | None]] = set()
+    def begin(self, moves: Sequence[Move]) -> None:
+        """Begins the moves of a plan; each adapter is asked for once."""
+        until = self._dispatcher.terms.clock() + ARRIVE_S
+        coming = {(move.target, move.adapter) for move, _ in self._waiting.values()}
         for move in moves:
             where = move.target, move.adapter
-            if where not in asked and not self._there(move) and self._fetch(move):
-                asked.add(where)
-        for _ in range(round(ARRIVE_S / LOOK_S)):
-            self.moved += sum(dispatcher.migrate(move) for move in left if self._there(move))
-            left = [move for move in left if not self._there(move)]
-            if not left:
-                return
-            await asyncio.sleep(LOOK_S)
+            if self._there(move) or where in coming or self._fetch(move):
+                coming.add(where)
+                self._waiting[move.key] = move, until
+        self.look()
+
+    def look(self) -> None:
+        """Moves the requests whose adapters have come."""
+        now, dispatcher = self._dispatcher.terms.clock(), self._dispatcher
+        for key, (move, until) in list(self._waiting.items()):
+            routed, there = dispatcher.table.get(key), self._there(move)
+            if there or now > until or routed is None or routed.replica != move.source:
+                del self._waiting[key]
+                self.moved += there and dispatcher.migrate(move)
 
     def _there(self, move: Move) -> bool:
         """Whether the target has the adapter."""
@@ -85,16 +105,18 @@ class Balancing:
         return move.adapter is None or (seen is not None and seen.tiers.get(move.adapter) in THERE)
 
     def _jobs(self) -> list[Job]:
-        """The requests that are at replicas."""
+        """The requests that are at replicas; one whose move waits for its adapter counts where it goes."""
         dispatcher, found = self._dispatcher, []
         now = dispatcher.terms.clock()
         for routed in dispatcher.table.all():
             entry = dispatcher.entries[routed.handle]
             if entry.ask is not None:
                 waited = now - routed.sent if entry.outputs is None else 0.0
-                tokens = entry.ask.prompt + (entry.outputs or 0)
-                ask = entry.ask
-                found.append(Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached))
+                ask, tokens = entry.ask, entry.ask.prompt + (entry.outputs or 0)
+                job = Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached, routed.movable)
+                if routed.handle in self._waiting:
+                    job = replace(job, replica=self._waiting[routed.handle][0].target, waited_s=0.0, movable=False)
+                found.append(job)
         return found
 
     def _fetch(self, move: Move) -> bool:

@@ -92,9 +92,9 @@ class Calls:
     def get(self, address: str, key: str) -> Answer:
         return Answer(address, self._stub(address).GetAdapter.future(pb.GetAdapterRequest(name=key), timeout=CALL_S))
 
-    def hold(self, address: str, version: Version, peers: Sequence[str]) -> Answer:
-        """Has a replica read a version into its host tier."""
-        message = link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers)
+    def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
+        """Has a replica read a version into its host tier; `lost`: its files are gone."""
+        message = link.Version(key=version.key, path=version.path, digest=version.digest, peers=peers, lost=lost)
         return Answer(address, links.PeerStub(self._channel(address)).Keep.future(message, timeout=CALL_S))
 
     def keep(self, addresses: Collection[str]) -> None:

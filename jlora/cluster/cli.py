@@ -24,6 +24,7 @@ from jlora.cluster.ray_process import RayFleet, write
 from jlora.cluster.scratch import Scratch
 from jlora.config import Config
 from jlora.errors import ConfigError, JloraError, Unavailable
+from jlora.ports import OsThreads, Threads
 from jlora.serve import client, flags, top
 from jlora.serve.client import Login, connect
 from jlora.serve.flags import Parser
@@ -67,7 +68,8 @@ def main(argv: Sequence[str]) -> int:
     from jlora.cluster import service
 
     with secret(config) as config:
-        return service.run(config, fleet_of(config))
+        threads = OsThreads()
+        return service.run(config, fleet_of(config, threads), threads)
 
 
 def parse(argv: Sequence[str]) -> Config:
@@ -109,15 +111,15 @@ def secret(config: Config) -> Iterator[Config]:
         yield configuration.replace(config, {"cluster.token_file": path})
 
 
-def fleet_of(config: Config) -> Fleet:
+def fleet_of(config: Config, threads: Threads | None = None) -> Fleet:
     """The fleet that the configuration asks for. Raises ConfigError without the extra that it needs."""
     if config.cluster.fleet == "static":
-        return StaticFleet(config.cluster)
+        return StaticFleet(config.cluster, threads)
     if config.cluster.fleet == "local":
-        return LocalFleet(config)
+        return LocalFleet(config, threads=threads)
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("cluster.fleet = ray: needs Ray: pip install 'jlora[ray]'")
-    return RayFleet(config)
+    return RayFleet(config, threads=threads)
 
 
 def status(argv: Sequence[str]) -> int:

@@ -57,6 +57,7 @@ class Controller(Directory):
         self._publishing = threading.Lock()  # one change of the registry at a time
         self._loading: set[str] = set()  # keys that replicas have and the registry has not
         self.members: Members = lambda: ()
+        self.served: Callable[[str, int, int], None] = lambda name, prompt, output: None  # what requests have taken
 
     def follow(self, members: Members) -> None:
         self.members = members
@@ -77,7 +78,8 @@ class Controller(Directory):
     def begin(self, version: Version) -> None:
         self.uses.begin(version.key)
 
-    def end(self, version: Version) -> None:
+    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
+        self.served(version.name, prompt, output)
         self.uses.end(version.key)
 
     def wanted(self, key: str) -> bool:

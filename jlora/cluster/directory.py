@@ -82,7 +82,9 @@ class Directory(Protocol):
         """A request uses the version until `end`; a replaced or unloaded version is dropped after its last one."""
         ...
 
-    def end(self, version: Version) -> None: ...
+    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
+        """A request for the version has ended, with so many tokens."""
+        ...
 
     def load(self, load: Load) -> Future[AdapterInfo]:
         """As `Replica.load_adapter`, for the whole service."""

@@ -13,7 +13,6 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from types import MappingProxyType
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.cluster import merged, wire
@@ -21,7 +20,7 @@ from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
 from jlora.cluster.directory import Directory, Member, Version
-from jlora.cluster.prefixes import Prefixes, shared
+from jlora.cluster.prompts import Prompts, ask_of
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
@@ -34,7 +33,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
 LATE_S = 0.25  # between two ticks: this process did not run
-BLOCKS = 1024  # of a prompt that the router remembers
 SENDS = 512  # of requests that wait, at once: the event loop has more to do
 
 
@@ -44,7 +42,7 @@ class Entry:
 
     Attributes:
         submitted: answers its caller; None once it has.
-        chain: its prompt, for `Prefixes`.
+        chain: its prompt, for `Prompts`.
         ask: of the attempt under way; None without one.
         outputs: tokens that the attempt has delivered; None before its first answer.
         unread: a replica could not read its adapter.
@@ -81,7 +79,7 @@ class Dispatcher:
     entries: dict[int, Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
-    _prefixes: Prefixes | None = None  # of replicas with blocks of the same size
+    _prompts: Prompts = field(default_factory=Prompts)
     _ticked: float = field(init=False)
 
     def __post_init__(self) -> None:
@@ -142,7 +140,7 @@ class Dispatcher:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
         routed = self.table.add(request, version, sink, self.terms.clock())
-        self.entries[routed.handle] = Entry(submitted, self._chain(request, version))
+        self.entries[routed.handle] = Entry(submitted, self._prompts.chain(request, version))
         self._handles[routed.name] = routed.handle
         self._dispatch(routed)
 
@@ -208,7 +206,7 @@ class Dispatcher:
             if why := merged.difference(info, attached.info):
                 raise Broken(f"it does not serve what the others do: {why}")
         self._info = merged.info(infos)
-        self._prefixes = self._prefixes or Prefixes(self._info.block_tokens)
+        self._prompts.begin(self._info.block_tokens)
         self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         self._pump()
@@ -247,8 +245,7 @@ class Dispatcher:
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
-        if self._prefixes is not None:
-            self._prefixes.left(attached.name)
+        self._prompts.left(attached.name)
         for routed in self.table.at(attached.name):
             with self._alone(routed):
                 self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
@@ -305,11 +302,11 @@ class Dispatcher:
     # -- balance --------------------------------------------------------------------------------
 
     def migrate(self, move: Move) -> bool:
-        """Moves a request, if it is where the plan saw it and the target takes it; whether it has gone."""
+        """Moves a request, if it is where the plan saw it, may move, and the target takes it; whether it has gone."""
         routed, seen = self.table.get(move.key), self.books.view.get(move.target)
         if routed is None or routed.replica != move.source or seen is None or seen.health != "up":
             return False
-        if not self._has_room(seen):
+        if not (routed.movable and self._has_room(seen)):
             return False
         with self._alone(routed):
             self._cancel(routed)
@@ -356,28 +353,19 @@ class Dispatcher:
         return True
 
     def _send(self, routed: Routed, among: View | None = None) -> bool:
-        request, version, entry = routed.resumed(), routed.version, self.entries[routed.handle]
-        cached = self._prefixes.cached(entry.chain) if self._prefixes is not None else {}
-        ask = ask_of(request, version, cached)
+        now = self.terms.clock()
+        request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
+        ask = ask_of(request, version, self._prompts.cached(entry.chain))
         to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
         if to is None:
             return False
-        if self._prefixes is not None:
-            self._prefixes.sent(to.name, entry.chain)
-        now = self.terms.clock()
+        self._prompts.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
         entry.ask, entry.outputs = ask, None
         peers = () if version is None else self.directory.peers(version, to.name)
         to.send(link.ToReplica(start=wire.start(routed.rid, request, version, peers, now)))
         return True
-
-    def _chain(self, request: Request, version: Version | None) -> Sequence[int]:
-        if self._prefixes is None or self._info is None or request.bypass_prefix_cache:
-            return ()
-        key, invocation = (None, ()) if version is None else (version.key, version.alora_invocation_tokens)
-        tokens, origin = shared(request.prompt, key, invocation)
-        return self._prefixes.chain(tokens[: BLOCKS * self._info.block_tokens], (request.salt, origin))
 
     def _begin(self, routed: Routed, outputs: int) -> None:
         """Its attempt has delivered so many tokens more."""
@@ -481,20 +469,9 @@ class Dispatcher:
         del self.entries[routed.handle], self._handles[routed.name], self.names[routed.name]
 
     def _remember(self, routed: Routed) -> None:
-        """The next turn of a chat begins with this prompt and its answer."""
-        if self._prefixes is not None and routed.rid:
-            for done in routed.resumed().done[:1]:
-                whole = replace(routed.request, prompt=routed.request.prompt + done.tokens)
-                self._prefixes.sent(routed.replica, self._chain(whole, routed.version))
+        if routed.rid:
+            self._prompts.answered(routed)
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:
-            self.directory.end(routed.version)
-
-
-def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({})) -> Ask:
-    """What a policy knows of a request."""
-    tokens = len(request.prompt) + sum(len(part.tokens) for part in request.done)
-    key, rank = (None, 0) if version is None else (version.key, version.rank)
-    session = f"{request.tenant}\0{request.session}" if request.session else ""
-    return Ask(key, rank, tokens, session, cached)
+            self.directory.end(routed.version, len(routed.request.prompt), routed.delivered)

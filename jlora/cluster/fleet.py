@@ -7,6 +7,7 @@ import socket
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -14,6 +15,7 @@ from jlora import config as configuration
 from jlora.cluster.child import REPLICA, STOP_S, Child
 from jlora.config import ClusterConfig, Config
 from jlora.errors import Unavailable
+from jlora.ports import OsThreads, Thread, Threads
 
 log = logging.getLogger(__name__)
 
@@ -92,24 +94,24 @@ class StaticFleet:
     the ready endpoints of its EndpointSlices. While it cannot be resolved, its last addresses stay.
     """
 
-    def __init__(self, config: ClusterConfig):
-        self._config = config
+    def __init__(self, config: ClusterConfig, threads: Threads | None = None):
+        self._config, self._threads = config, threads or OsThreads()
         self._places = Places(_nobody)
         self._found: dict[str, tuple[str, ...]] = {}
         self._stopping = threading.Event()
-        self._thread = threading.Thread(target=self._look, name="jlora-fleet", daemon=True)
+        self._thread: Thread | None = None
 
     def start(self, watch: Watch) -> None:
         """Resolves the names for the first time, and again every `RESOLVE_S` seconds."""
         self._places = Places(watch)
         self._resolve()
-        self._thread.start()
+        self._thread = self._threads.start("jlora-fleet", self._look)
 
     def stop(self) -> None:
         """The replicas live on."""
         self._places.close()
         self._stopping.set()
-        if self._thread.is_alive():
+        if self._thread is not None:
             self._thread.join()
 
     def _look(self) -> None:
@@ -153,17 +155,17 @@ def replica_config(config: Config, name: str, host: str) -> Config:
 class LocalFleet:
     """Replicas in processes of this machine, r0, r1, ...; one that ends starts again."""
 
-    def __init__(self, config: Config, module: str = REPLICA):
+    def __init__(self, config: Config, module: str = REPLICA, threads: Threads | None = None):
         """`module`: what each process runs, see `child`."""
         count = config.cluster.replicas
-        self._module = module
+        self._module, self._starts = module, threads or OsThreads()
         self._places = Places(_nobody)
         self._configs = [replica_config(config, f"r{i}", "127.0.0.1") for i in range(count)]
         self._stop_s = config.serve.drain_s + STOP_S
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._children: dict[str, Child] = {}
-        self._threads: list[threading.Thread] = []
+        self._threads: list[Thread] = []
 
     def start(self, watch: Watch) -> None:
         """One thread for each replica starts it, waits for its end, and starts it again."""
@@ -171,8 +173,7 @@ class LocalFleet:
         first: list[Future[None]] = [Future() for _ in self._configs]
         for config, up in zip(self._configs, first, strict=True):
             name = f"jlora-{config.cluster.replica}"
-            self._threads.append(threading.Thread(target=self._keep, args=(config, up), name=name, daemon=True))
-            self._threads[-1].start()
+            self._threads.append(self._starts.start(name, partial(self._keep, config, up)))
         try:
             for up in wait(first, return_when=FIRST_EXCEPTION).done:
                 up.result()

@@ -13,6 +13,7 @@ import logging
 import time
 import uuid
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from jlora.cluster.attach import Terms
@@ -23,6 +24,7 @@ from jlora.cluster.routing.policy import Policy
 from jlora.config import ClusterConfig, Config
 from jlora.errors import Unavailable
 from jlora.model.hub import resolve
+from jlora.ports import Threads
 from jlora.replica import Replica
 from jlora.serve import launcher
 from jlora.serve.client import Login
@@ -41,6 +43,7 @@ class Parts:
         fleet: starts the replicas and says where they are.
         directory: knows the adapters; `launch` closes neither it nor what it stands on.
         policy: chooses replicas.
+        threads: have started, or start, those of the other parts.
         token: the secret that routers and replicas share.
         services: gRPC services on the router's port, beside those of `jlora.v1`.
     """
@@ -48,6 +51,7 @@ class Parts:
     fleet: Fleet
     directory: Directory
     policy: Policy
+    threads: Threads
     token: str = ""
     services: tuple[Service, ...] = ()
 
@@ -63,7 +67,8 @@ def launch(config: Config, parts: Parts) -> int:
 def program(parts: Parts, cluster: ClusterConfig) -> Program:
     """What the router's process serves."""
     replicas = max(cluster.replicas, len(cluster.addresses))
-    return Program("jlora cluster", lambda config: _load(config, parts), _ready, parts.services, replicas=replicas)
+    load = partial(_load, parts=parts)
+    return Program("jlora cluster", load, _ready, parts.services, replicas=replicas, threads=parts.threads)
 
 
 def login(config: Config, token: str) -> Login:

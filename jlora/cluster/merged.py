@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 
+from jlora.adapters.names import is_key
 from jlora.cluster.attach import Attached
 from jlora.cluster.view import ReplicaView
 from jlora.replica import Member, ReplicaInfo, ReplicaState
 from jlora.serve.proto import jlora_pb2 as pb
-from jlora.types import CacheState, EngineStats, MergeState, TierState
+from jlora.types import CacheState, EngineStats, MergeState, Owners, TierState
 from jlora.validation import Limits
 
 # What must be equal, or an answer would depend on the replica.
@@ -78,6 +80,24 @@ def state(told: Sequence[Told], members: Iterable[Member], policy: str) -> Repli
     gap = max((server.longest_engine_gap_s for server in servers), default=0.0)
     by_name = tuple(sorted(members, key=lambda member: member.name))
     return ReplicaState(_cache([cache for _, cache in told], policy), stats, gap, by_name)
+
+
+Owned = tuple[pb.CacheState, Mapping[int, str]]  # and the keys of its adapters by uid
+
+
+def owners(told: Sequence[Owned], replicas: int) -> Owners:
+    """KV by version number, over those of so many `replicas` that have answered. There are no cells."""
+    kv: Counter[int] = Counter()
+    known = True
+    for cache, keys in told:
+        for uid, blocks in cache.kv.items():
+            key = keys.get(uid, "")
+            if not uid or is_key(key):
+                kv[int(key.rpartition("@")[2]) if uid else 0] += blocks
+            else:
+                known = False  # it has left since
+    whole = known and len(told) == replicas and all(cache.kv_whole for cache, _ in told)
+    return Owners((), 1, dict(kv), whole)
 
 
 def _merge(servers: Sequence[pb.ServerInfo]) -> MergeState:

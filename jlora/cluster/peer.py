@@ -119,7 +119,7 @@ class PeerServicer(rpc.PeerServicer):
         await self._secret.check(context)
         try:
             await self._adopt(request)
-            return convert.adapter_info(await asyncio.wrap_future(self._engine().keep(request.key)))
+            return convert.adapter_info(await asyncio.wrap_future(self._engine().keep(request.key, request.lost)))
         except JloraError as e:
             code, details = status_of(e, "Peer/Keep")
             await context.abort(code, details)

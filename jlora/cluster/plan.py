@@ -33,6 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs `jlora cluster plan`; returns the exit code: 1 if no number in question is enough."""
     made = Parser("jlora cluster plan", DESCRIPTION)
     cli.add_flags(made)
+    made.set_defaults(replicas=None)
     made.add_argument("--on", nargs="+", default=[], choices=list(CHIPS), help="chips to compare (default: --chip)")
     made.add_argument("--attain", type=float, default=0.99, help="share that must meet the objective (default: 0.99)")
     made.add_argument("--most", type=int, default=64, help="replicas at most (default: 64)")
@@ -50,6 +51,8 @@ def main(argv: Sequence[str]) -> int:
 def check(args: argparse.Namespace) -> None:
     """Raises ConfigError."""
     flags.check(args)
+    if args.replicas is not None:
+        raise ConfigError(f"--replicas {args.replicas}: a plan finds the number; --most bounds it")
     if not args.slo_ms > 0:
         raise ConfigError(f"--slo-ms {args.slo_ms:g}: must be more than 0: a plan needs an objective")
     if not 0 < args.attain <= 1:

@@ -25,6 +25,7 @@ from jlora.cluster.fleet import BACKOFF_S, Places, Watch
 from jlora.cluster.scratch import Scratch
 from jlora.config import ClusterConfig, Config
 from jlora.errors import ConfigError, Unavailable
+from jlora.ports import OsThreads, Thread, Threads
 
 log = logging.getLogger(__name__)
 
@@ -68,23 +69,22 @@ def environment(section: ClusterConfig, scratch: Scratch | None) -> dict[str, st
 class RayFleet:
     """Replicas r0, r1, ... on the Ray cluster of the configuration, or on a Ray of this process's own."""
 
-    def __init__(self, config: Config, module: str = REPLICA):
+    def __init__(self, config: Config, module: str = REPLICA, threads: Threads | None = None):
         """`module`: what each replica's process runs, see `child`. Raises ConfigError without Ray's secret."""
         check(config.cluster)
-        self._config, self._module = config, module
+        self._config, self._module, self._threads = config, module, threads or OsThreads()
         self._stop_s = config.serve.drain_s + STOP_S + END_S
         self._places = Places(lambda addresses: None)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._driver: subprocess.Popen[str] | None = None
-        self._thread: threading.Thread | None = None
+        self._thread: Thread | None = None
 
     def start(self, watch: Watch) -> None:
         """Starts the driver, which connects to Ray, places the replicas and waits for them."""
         self._places = Places(watch)
         up: Future[None] = Future()
-        self._thread = threading.Thread(target=self._keep, args=(up,), name="jlora-ray", daemon=True)
-        self._thread.start()
+        self._thread = self._threads.start("jlora-ray", lambda: self._keep(up))
         try:
             up.result()
         except BaseException:

@@ -94,7 +94,7 @@ class RemoteDirectory(Directory):
         with self._lock:
             self._requests[version.key] += 1
 
-    def end(self, version: Version) -> None:
+    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
         with self._lock:
             self._requests[version.key] -= 1
             if self._requests[version.key]:

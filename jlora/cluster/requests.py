@@ -20,6 +20,8 @@ from jlora.types import Done, FinishReason, Request, Timing, TokenEvent, Usage
 # Attempts in a row that deliver nothing before a request is given up: it may be what kills the replicas.
 MOST_LOSSES = 8
 PATIENCE_S = 60.0  # that a request without a deadline waits for a replica
+# Moves of a request to replicas that are less busy; from then on it stays where it is.
+MOST_MOVES = 2
 # Seconds before the next attempt after a refusal by a full replica, or a second attempt that came to nothing:
 # the first, doubled up to the last.
 AGAIN_S = (0.05, 1.0)
@@ -58,6 +60,7 @@ class Routed:
         since: from when on it has waited for a replica.
         losses: attempts in a row that have delivered nothing.
         refusals: attempts in a row that a replica has refused because it is full.
+        moves: attempts that the router has ended to balance its replicas.
         avoid: where the last attempt was lost; "" on the first one.
     """
 
@@ -72,6 +75,7 @@ class Routed:
     since: float = 0.0
     losses: int = 0
     refusals: int = 0
+    moves: int = 0
     avoid: str = ""
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
@@ -91,9 +95,19 @@ class Routed:
         return sum(not part.ended for part in self._parts)
 
     @property
+    def delivered(self) -> int:
+        """Tokens that the client has."""
+        return sum(len(part.tokens) for part in self._parts)
+
+    @property
     def given_up(self) -> bool:
         """Whether it has cost too many attempts."""
         return self.losses >= MOST_LOSSES
+
+    @property
+    def movable(self) -> bool:
+        """Whether the balance may move it once more."""
+        return self.moves < MOST_MOVES
 
     @property
     def due(self) -> float:
@@ -106,6 +120,10 @@ class Routed:
         if not any(part.tokens or part.ended for part in self._parts):
             return self.request
         return replace(self.request, done=tuple(part.done() for part in self._parts))
+
+    def again(self, now: float) -> Request:
+        """As `resumed`, with the time that it has waited since it came."""
+        return replace(self.resumed(), waited=now - self.at)
 
     def wants(self, index: int, position: int | None) -> bool:
         """Whether the token at `position` of a completion, or its end without a token (None), is new.
@@ -157,6 +175,7 @@ class Routed:
             self.losses = 0
         elif not moved:
             self.losses += 1
+        self.moves += moved
         self._fruitful = False
         return self.stopped()
 

@@ -5,7 +5,7 @@ What a command means at a router:
 requests    go to one replica and on to others (`dispatch`); ids, the queue's bound and seeds are the router's own
 adapters    are those of the service: the directory answers
 state       sums over the replicas that answer within `ASK_S`
-owners      shows no blocks: each replica numbers its adapters itself, and its own page shows them
+owners      KV by adapter, summed as the state is; cells are a replica's own, and its own page shows them
 flush_cache all replicas; the blocks freed are summed
 profile     all replicas at once; the name says what each has written
 drain       waits for the router's own requests; the replicas go on
@@ -30,7 +30,8 @@ from jlora.cluster import merged, wire
 from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Directory
-from jlora.cluster.dispatch import Dispatcher, ask_of
+from jlora.cluster.dispatch import Dispatcher
+from jlora.cluster.prompts import ask_of
 from jlora.cluster.routing.policy import Policy
 from jlora.engine.futures import done, failed, running, settle
 from jlora.errors import AlreadyExists, FailedPrecondition, Unavailable
@@ -65,10 +66,10 @@ class Router(Replica):
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []
         self._ready = asyncio.Event()
-        self._tasks = [asyncio.create_task(self._tick(), name="router")]
         self.balancing = Balancing(self._dispatcher, balance_s)
+        self._tasks = [self._start("router", self._tick())]
         if balance_s:
-            self._tasks.append(asyncio.create_task(self.balancing.run(), name="balance"))
+            self._tasks.append(self._start("balance", self.balancing.run()))
 
     # -- the service ------------------------------------------------------------------------------
 
@@ -182,7 +183,8 @@ class Router(Replica):
         return self._run(self._state())
 
     async def _state(self) -> ReplicaState:
-        async def look(control: Any) -> merged.Told:
+        async def look(channel: grpc.aio.Channel) -> merged.Told:
+            control: Any = rpc.ControlStub(channel)
             how = {"timeout": ASK_S, "metadata": self._terms.login.metadata}
             return await asyncio.gather(
                 control.GetServerInfo(pb.GetServerInfoRequest(), **how),
@@ -195,14 +197,32 @@ class Router(Replica):
         return merged.state(list(told.values()), members, self.info.config.cache.policy)
 
     def owners(self) -> Future[Owners]:
-        return done(Owners((), 1, {}, whole=False))
+        return self._run(self._owners())
+
+    async def _owners(self) -> Owners:
+        how = {"timeout": ASK_S, "metadata": self._terms.login.metadata}
+
+        async def look(channel: grpc.aio.Channel) -> merged.Owned:
+            asked = pb.GetCacheStateRequest(with_kv=True)
+            cache, keys = await rpc.ControlStub(channel).GetCacheState(asked, **how), {}
+            token = "" if cache.kv else None
+            while token is not None:
+                page = pb.ListAdaptersRequest(page_token=token, view=pb.ListAdaptersRequest.SUMMARY)
+                told = await rpc.AdaptersStub(channel).ListAdapters(page, **how)
+                keys |= {info.uid: info.name for info in told.adapters}
+                token = told.next_page_token or None
+            return cache, keys
+
+        attached = len(self.replicas)
+        return merged.owners(list((await self._each(look)).values()), attached)
 
     def flush_cache(self) -> Future[int]:
         return self._run(self._flush())
 
     async def _flush(self) -> int:
         metadata = self._terms.login.metadata
-        told = await self._each(lambda c: c.FlushCache(pb.FlushCacheRequest(), timeout=ASK_S, metadata=metadata))
+        message = pb.FlushCacheRequest()
+        told = await self._each(lambda c: rpc.ControlStub(c).FlushCache(message, timeout=ASK_S, metadata=metadata))
         return sum(answer.blocks for answer in told.values())
 
     def profile(self, steps: int) -> Future[ProfileResult]:
@@ -210,7 +230,7 @@ class Router(Replica):
 
     async def _profile(self, steps: int) -> ProfileResult:
         metadata, message = self._terms.login.metadata, pb.ProfileRequest(steps=steps)
-        told = await self._each(lambda c: c.Profile(message, timeout=PROFILE_S, metadata=metadata))
+        told = await self._each(lambda c: rpc.ControlStub(c).Profile(message, timeout=PROFILE_S, metadata=metadata))
         if not told:
             raise FailedPrecondition("serve.profile_dir is not set at the replicas, or they trace already")
         names = ", ".join(f"{name}:{made.name}" for name, made in sorted(told.items()))
@@ -218,8 +238,8 @@ class Router(Replica):
 
     async def _each(self, ask: Callable[[Any], Awaitable[T]]) -> dict[str, T]:
         """The answers of the attached replicas by name, without those that fail."""
-        asked = {one.name: rpc.ControlStub(one.channel) for one in self.replicas if one.channel is not None}
-        told = await asyncio.gather(*(ask(stub) for stub in asked.values()), return_exceptions=True)
+        asked = {one.name: one.channel for one in self.replicas if one.channel is not None}
+        told = await asyncio.gather(*(ask(channel) for channel in asked.values()), return_exceptions=True)
         answers = {}
         for name, answer in zip(asked, told, strict=True):
             if isinstance(answer, LOST):
@@ -277,19 +297,29 @@ class Router(Replica):
             task.cancel()
         await asyncio.gather(*self._tasks, *ending, return_exceptions=True)
 
+    def _start(self, name: str, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Runs it until `aclose`; its end before that is the router's failure."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(self._ended)
+        return task
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if self._closed or self._failure.done():
+            return
+        error = None if task.cancelled() else task.exception()
+        error = error or RuntimeError(f"the task {task.get_name()!r} has ended")
+        log.critical("the router has failed", exc_info=error)
+        self._failure.set_result(error)
+
     async def _tick(self) -> None:
-        try:
-            while True:
-                self._dispatcher.tick()
-                if self._dispatcher.info is not None:
-                    self._ready.set()
-                if not self._dispatcher.names:
-                    for drained in list(self._drains):
-                        self._drained(drained)
-                await asyncio.sleep(TICK_S)
-        except Exception as e:
-            log.critical("the router has failed", exc_info=e)
-            self._failure.set_result(e)
+        while True:
+            self._dispatcher.tick()
+            if self._dispatcher.info is not None:
+                self._ready.set()
+            if not self._dispatcher.names:
+                for drained in list(self._drains):
+                    self._drained(drained)
+            await asyncio.sleep(TICK_S)
 
     # -- threads ----------------------------------------------------------------------------------
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 from contextlib import ExitStack
+from pathlib import Path
 
 import grpc
 
@@ -13,33 +14,42 @@ from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.fleet import Fleet
 from jlora.cluster.found import Found
 from jlora.cluster.launcher import Parts, launch, login
+from jlora.cluster.placing import Placing, Steps
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory
-from jlora.cluster.routing.routes import policy_of
+from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.routes import LORASERVE, policy_of
+from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.config import Config
-from jlora.ports import DiskFiles, ServerGarbage, System
+from jlora.errors import ConfigError
+from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.serve.backend import Backend
 from jlora.serve.server import Service
+from jlora.step_model import FittedSteps
 
 
-def run(config: Config, fleet: Fleet) -> int:
-    """Serves until a signal; returns the exit code. Raises JloraError for a bad registry, token or routing."""
+def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
+    """Serves until a signal; returns the exit code. Raises JloraError for a bad registry, token or routing.
+
+    The failure of one of the `threads`, of which the fleet's are some, ends the process.
+    """
     secret, policy = Secret.read(config.cluster.token_file), policy_of(config)
-    system = System(files=DiskFiles(config.adapters.roots), garbage=ServerGarbage())
+    files = DiskFiles(config.adapters.roots)
+    system = System(files=files, threads=threads or OsThreads(), garbage=ServerGarbage())
     with ExitStack() as opened:
         if config.cluster.controller:
             directory, services = followed(config, secret, system, opened), ()
         else:
-            directory = controller(config, secret, system, opened)
+            directory = controller(config, secret, system, opened, policy)
             services = (_serves(directory, secret),) if secret.token else ()  # without one, whoever reaches the port
-        return launch(config, Parts(fleet, directory, policy, secret.token, services))
+        return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services))
 
 
-def controller(config: Config, secret: Secret, system: System, opened: ExitStack) -> Controller:
-    """The adapters of the service, in this process. Raises ConfigError."""
+def controller(config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy) -> Controller:
+    """The adapters of the service, in this process; placed, if the policy routes by a table. Raises ConfigError."""
     registry = Registry(config.adapters.registry, system.threads)
     opened.callback(registry.close)
     found = Found(config, system)
@@ -48,11 +58,23 @@ def controller(config: Config, secret: Secret, system: System, opened: ExitStack
     upkeep = Upkeep(made, found, system)
     opened.callback(upkeep.close)
     upkeep.start()
+    if isinstance(policy, Table):
+        steps = Steps(
+            FittedSteps.read(Path(config.engine.step_model)), config.cluster.placement_s, config.cluster.slo_s
+        )
+        placing = Placing(made, found, policy, steps, system)
+        opened.callback(placing.close)
+        placing.start()
     return made
 
 
 def followed(config: Config, secret: Secret, system: System, opened: ExitStack) -> RemoteDirectory:
-    """Those that the controller at `cluster.controller` has."""
+    """Those that the controller at `cluster.controller` has. Raises ConfigError."""
+    if config.cluster.routing == LORASERVE:
+        raise ConfigError(
+            f"cluster.routing = {LORASERVE}: needs the adapters' registry in this process, and cluster.controller = "
+            f"{config.cluster.controller} has it"
+        )
     router = f"router-{uuid.uuid4().hex[:12]}"
     made = RemoteDirectory(config.cluster.controller, router, login(config, secret.token), system.threads)
     opened.callback(made.close)

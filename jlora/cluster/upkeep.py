@@ -15,7 +15,7 @@ from jlora.adapters.names import is_key
 from jlora.cluster.controller import Controller, key_of
 from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
-from jlora.errors import DataLoss, JloraError, NotFound
+from jlora.errors import DataLoss, JloraError, NotFound, ResourceExhausted
 from jlora.ports import System
 
 log = logging.getLogger(__name__)
@@ -24,6 +24,9 @@ ROUND_S = 0.5
 AGAIN_S = 10.0  # before what has failed, or what a replica's messages do not show yet, is tried again
 POLL_S = 5.0  # between two looks at adapters.dir
 THREADS = 4
+SAVES = 4  # versions without files that are on their way to a second replica at once
+FULL_S = 60.0  # before a replica that has no room for such versions is asked again
+THERE = ("HBM", "HOST")
 
 Task = tuple[str, str, str, str]  # what, replica, its address, key
 
@@ -46,6 +49,7 @@ class Upkeep:
         self._current: frozenset[str] = frozenset()
         self._found_keys: set[str] = set()  # current versions that nobody had read when they were registered
         self._to_pin: list[str] = []
+        self._full: dict[tuple[str, str], float] = {}  # replicas (name, address) that save no more, and until when
 
     def start(self) -> None:
         """Registers what is found at start, and begins the rounds. Raises JloraError."""
@@ -130,34 +134,53 @@ class Upkeep:
         self._controller.add(self._found.look(self._controller.registry))
         members = self._controller.members()
         held = Counter(key for member in members for key, tier in member.tiers.items() if tier != "DISK")
-        self._save([key for key, holders in held.items() if holders == 1])
+        self._save([key for key, holders in held.items() if holders == 1], members)
         for row in self._found.gone(self._controller.registry.all()):
             if key_of(row) not in held:  # otherwise a replica can still serve it
                 log.info("adapter %s is not known any more: its files are gone", row.name)
                 self._controller.unload(row.name)
 
-    def _save(self, lonely: Sequence[str]) -> None:
-        """Has a second replica keep each version that one has in memory, and whose files are gone."""
-        members = self._controller.by_room()
-        for key in lonely:
+    def _save(self, lonely: Sequence[str], members: Sequence[Member]) -> None:
+        """Has a second replica keep the versions that one has in memory, and whose files are gone.
+
+        The most used first, `SAVES` at once. How many a replica keeps is its own affair: its host tier has to hold
+        them until the files are back.
+        """
+        now = self._clock()
+        self._full = {where: until for where, until in self._full.items() if until > now}
+        left = SAVES - self._coming(members, now)
+        with_room = [m for m in self._controller.by_room() if (m.name, m.address) not in self._full]
+        on_device = {key for member in members for key, tier in member.tiers.items() if tier == "HBM"}
+        for key in sorted(lonely, key=lambda k: (self._controller.uses.begun(k), k in on_device), reverse=True):
             row = self._controller.registry.find(key.rpartition("@")[0])
-            if row is None or key_of(row) != key or not self._found.is_gone(row.path):
-                continue
-            other = next((m for m in members if m.tiers.get(key, "DISK") == "DISK"), None)
-            if other is not None:
-                self._begin(("keep", other.name, other.address, key), self._clock(), self._keep)
+            other = next((m for m in with_room if m.tiers.get(key, "DISK") == "DISK"), None)
+            if left <= 0 or other is None:
+                return
+            if row is not None and key_of(row) == key and self._found.is_gone(row.path):
+                task = ("keep", other.name, other.address, key)
+                left -= self._begin(task, now, self._keep)
+
+    def _coming(self, members: Sequence[Member], now: float) -> int:
+        """Versions that were to be kept a short time ago, and have not come."""
+        tiers = {(member.name, member.address): member.tiers for member in members}
+        kept = (task for task, until in self._begun.items() if task[0] == "keep" and until > now)
+        return sum(tiers.get(task[1:3], {}).get(task[3]) not in THERE for task in kept)
 
     def _keep(self, task: Task) -> None:
         _, name, address, key = task
         version = self._controller.current(key.rpartition("@")[0])
         if version.key == key:
             peers = self._controller.peers(version, name)
-            self._controller.calls.hold(address, version, peers).result(lambda: not self._ended.is_set())
+            try:
+                self._controller.calls.hold(address, version, peers, lost=True).result(lambda: not self._ended.is_set())
+            except ResourceExhausted:
+                self._full[name, address] = self._clock() + FULL_S
+                raise
 
-    def _begin(self, task: Task, now: float, run: Callable[[Task], None]) -> None:
-        """Runs a task, unless it has begun a short time ago."""
+    def _begin(self, task: Task, now: float, run: Callable[[Task], None]) -> bool:
+        """Runs a task, unless it has begun a short time ago; whether it does."""
         if self._begun.get(task, 0.0) > now:
-            return
+            return False
         self._begun[task] = now + AGAIN_S
 
         def tried() -> None:
@@ -167,5 +190,8 @@ class Upkeep:
                 pass  # it has gone by itself
             except JloraError as e:
                 log.warning("%s of adapter %s at replica %s: %s", task[0], task[3], task[1], e)
+            except Exception:
+                log.exception("%s of adapter %s at replica %s has failed", task[0], task[3], task[1])
 
         self._pool.submit(tried)
+        return True

@@ -49,12 +49,14 @@ class Uses:
         self._last, self._hold_s, self._clock = last, hold_s, clock
         self._began = clock()
         self._requests: Counter[str] = Counter()
+        self._begun: Counter[str] = Counter()
         self._routers: dict[object, _Router] = {}  # by stream
         self._old: dict[str, _Old] = {}
 
     def begin(self, key: str) -> None:
         with self._lock:
             self._requests[key] += 1
+            self._begun[key] += 1
 
     def end(self, key: str) -> None:
         with self._lock:
@@ -67,6 +69,10 @@ class Uses:
     def count(self, key: str) -> int:
         """Requests of this router."""
         return self._requests[key]
+
+    def begun(self, key: str) -> int:
+        """Requests of this router since its start."""
+        return self._begun[key]
 
     def keys(self) -> list[str]:
         """What requests of this router use."""
@@ -118,6 +124,8 @@ class Uses:
 
     def _due(self) -> list[Callable[[], None]]:
         free = [key for key, old in self._old.items() if self._is_free(key, old.epoch)]
+        for key in free:
+            self._begun.pop(key, None)
         return [self._old.pop(key).then for key in free]
 
     def _is_free(self, key: str, epoch: int) -> bool:

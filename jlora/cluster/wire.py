@@ -56,7 +56,7 @@ def start(
 
     `now` is on the clock of the request's deadline; None: it is `time.monotonic()`.
     """
-    message = link.Start(rid=rid, request=generate(request))
+    message = link.Start(rid=rid, request=generate(request), waited_s=request.waited)
     if version is not None:
         message.adapter.CopyFrom(named(version, peers))
     for done in request.done:
@@ -80,6 +80,7 @@ def request(message: link.Start, name: str, now: float | None = None) -> Request
         deadline=now + message.deadline_s if message.HasField("deadline_s") else None,
         cache_salt=asked.cache_salt,
         done=tuple(Done(tuple(done.tokens), done.ended) for done in message.done),
+        waited=message.waited_s if 0 <= message.waited_s <= LONGEST_S else 0.0,
     )
 
 

@@ -27,6 +27,8 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
+KEPT = 0.25  # share of the host tier for copies of adapters whose files are gone
+
 
 @dataclass(frozen=True, slots=True)
 class NewAdapter:
@@ -358,9 +360,20 @@ class Adapters:
         record = self._registry.by_uid(uid)
         return record.node.size if self.shelf.hint(record) else 0
 
-    def keep(self, name: str) -> AdapterInfo:
-        """Hints at an adapter that is on the disk only. Raises NotFound."""
+    def keep(self, name: str, lost: bool) -> AdapterInfo:
+        """Hints at an adapter that is on the disk only; if its files are `lost`, it cannot leave memory.
+
+        Raises NotFound; ResourceExhausted if such adapters would take too much of the host tier.
+        """
         info = self.get(name)
+        if info.tier == "DISK" and lost:
+            held = [r for r in self.records() if not r.node.gone and (r.node.reading or not r.stamp)]
+            most = int(KEPT * self._manager.host.total)
+            if (size := sum(r.node.size for r in held)) + info.blocks > most:
+                raise ResourceExhausted(
+                    f"adapter {name!r} is not kept: {size} blocks of the host tier hold adapters without files, it "
+                    f"has {info.blocks}, and at most {most} may"
+                )
         if info.tier == "DISK":
             self.hint(info.uid)
         return info
@@ -394,6 +407,11 @@ class Adapters:
         merges = self._switching is not None and record.name == self._switching.name
         if not record.node.gone and record.node.backed != (intact and not merges):
             self._manager.back(record.node, intact and not merges)
+
+    def found(self, record: Record, stamp: tuple[int, ...]) -> None:
+        """The files of an adapter that came from a peer are back: it may leave memory again."""
+        record.stamp = stamp
+        self.back(record, True)
 
     def forget(self, record: Record) -> None:
         """Its files are gone, and it is not in memory: its name is unknown from now on."""

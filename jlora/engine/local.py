@@ -192,9 +192,12 @@ class LocalReplica(Replica):
         """Makes an adapter servable that is read when a request needs it. Fails as `Adapters.register`."""
         return self.between_steps(lambda: self._engine.adapters.register(new))
 
-    def keep(self, name: str) -> Future[AdapterInfo]:
-        """Reads an adapter that is on the disk only into memory, when there is room. Fails with NotFound."""
-        return self.between_steps(lambda: self._engine.adapters.keep(name))
+    def keep(self, name: str, lost: bool = False) -> Future[AdapterInfo]:
+        """Reads an adapter that is on the disk only into memory, when there is room.
+
+        `lost`: its files are gone, and a peer has it. Fails with NotFound, ResourceExhausted.
+        """
+        return self.between_steps(lambda: self._engine.adapters.keep(name, lost))
 
     def read_with(self, read: Read) -> None:
         """Has registered adapters read by `read` from now on."""

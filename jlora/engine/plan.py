@@ -55,6 +55,7 @@ class Sequence:
     arrived: float
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
+    came: float = 0.0  # its place in the line of its tenant; before `arrived` if it waited elsewhere first
     resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant
@@ -101,6 +102,11 @@ class Sequence:
         turns.
         """
         return self.order - (self.request.priority << ORDER_BITS)
+
+    @property
+    def line(self) -> tuple[float, int]:
+        """Its place in the line of its tenant."""
+        return self.came, self.order
 
     @property
     def handle(self) -> int:

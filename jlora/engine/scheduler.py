@@ -64,6 +64,7 @@ class Scheduler:
         self._requests: dict[int, list[Sequence]] = {}  # live ones, by handle: their unfinished completions
         self._slots = list(range(config.max_seqs - 1, -1, -1))
         self._order = itertools.count()
+        self._came = 0.0  # when the last request came; the clock's readings may be a little out of order
         self._ahead: dict[Sequence, None] = {}  # run before their adapter has landed (a dict as an ordered set)
         self._seeds = seeds or random.Random(0)  # of requests that name none
         self._planned: float | None = None  # when the last step was, if it had work
@@ -107,11 +108,14 @@ class Scheduler:
         if self.waiting + sampling.n > limit:
             raise QueueFull(f"queue is full: {self.waiting} waiting, limit {limit}")
         seed = sampling.seed if sampling.seed is not None else self._seeds.getrandbits(63)
+        self._came = max(self._came, now)
+        came = now - request.waited if request.waited else self._came
         siblings: list[Sequence] = []
         try:
             for index in request.open:
                 leader = siblings[0] if siblings else None
-                sequence = Sequence(request, index, next(self._order), seed % 2**64, adapter, now, leader, activation)
+                order = next(self._order)
+                sequence = Sequence(request, index, order, seed % 2**64, adapter, now, leader, activation, came)
                 self.queue.enqueue(sequence)
                 siblings.append(sequence)
             handle = siblings[0].order

@@ -24,7 +24,7 @@ PROMPT, OUTPUT = 1.0, 2.0  # cost of a prompt token and of an output token, as i
 # a burst would wait; the cost of a full batch's answers is of this size, and so is the paper's bound.
 AHEAD = 16384.0
 IDLE = 1024  # tenants without a live sequence whose counters are kept, those with the largest
-ORDER = attrgetter("order")
+LINE = attrgetter("line")
 
 
 def account_of(sequence: Sequence) -> Account:
@@ -33,9 +33,9 @@ def account_of(sequence: Sequence) -> Account:
     return sequence.account
 
 
-def turn(sequence: Sequence) -> tuple[int, float, int]:
+def turn(sequence: Sequence) -> tuple[int, float, tuple[float, int]]:
     """Its turn in the order of service, smaller ones first: higher priority, then tenant, then arrival."""
-    return -sequence.request.priority, account_of(sequence).served, sequence.order
+    return -sequence.request.priority, account_of(sequence).served, sequence.line
 
 
 def charge_prompt(sequence: Sequence) -> None:
@@ -101,7 +101,7 @@ class Shares:
         """Queues a sequence: a new one, or one that was preempted."""
         tenant = sequence.request.tenant
         account = sequence.account or self._accounts.get(tenant) or Account()
-        bisect.insort(account.line, sequence, key=ORDER)
+        bisect.insort(account.line, sequence, key=LINE)
         if tenant not in self._waiting:
             account.served = max(account.served, self._floor)
             self._waiting[tenant] = account
@@ -115,7 +115,7 @@ class Shares:
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue."""
         account = account_of(sequence)
-        del account.line[bisect.bisect_left(account.line, sequence.order, key=ORDER)]
+        del account.line[bisect.bisect_left(account.line, sequence.line, key=LINE)]
         if not account.line:
             del self._waiting[sequence.request.tenant]
             self._level = account.served
@@ -142,7 +142,7 @@ class Shares:
 
 def _in_turn(lines: Iterable[tuple[float, list[Sequence]]]) -> Iterator[Sequence]:
     """The sequences of several tenants, by counter, each charged as if it were admitted when its turn comes."""
-    heads = [(served, line[0].order, 0, line) for served, line in lines]
+    heads = [(served, line[0].line, 0, line) for served, line in lines]
     heapq.heapify(heads)
     while heads:
         served, _, at, line = heads[0]
@@ -152,4 +152,4 @@ def _in_turn(lines: Iterable[tuple[float, list[Sequence]]]) -> Iterator[Sequence
             heapq.heappop(heads)
             continue
         served += 0.0 if sequence.paid or sequence.resumed else PROMPT * sequence.prompt_len
-        heapq.heapreplace(heads, (served, line[at + 1].order, at + 1, line))
+        heapq.heapreplace(heads, (served, line[at + 1].line, at + 1, line))

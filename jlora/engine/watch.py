@@ -4,6 +4,7 @@ a new directory in adapters.dir       registered; the first request has it read
 a change before the first read        registered anew
 a change after it                     what is in memory stays there and is served; a read from the disk fails
 gone                                  likewise; once it is on the disk only, its name is unknown
+back, and it came from a peer         read and compared; what is in memory may leave it again
 
 Polling is enough: a round takes a few microseconds of system calls for each adapter, and at most a
 fiftieth of the time. inotify would need a watch for every directory, and network file systems have none.
@@ -19,7 +20,7 @@ from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps
-from jlora.engine.sources import scan_adapter
+from jlora.engine.sources import check_version, read_adapter, scan_adapter
 from jlora.errors import JloraError, Unavailable
 from jlora.ports import Stamp, System
 
@@ -74,7 +75,9 @@ class Watch:
 
     def _compare(self, record: Record, stamp: Stamp | None) -> None:
         intact, node = stamp == record.stamp, record.node
-        if not node.gone:
+        if not (node.gone or node.reading or record.stamp or stamp is None):
+            self._recognise(record, stamp)
+        elif not node.gone:
             if node.backed != intact and not node.reading:
                 if not intact:
                     log.warning("adapter %s: its files have changed or are gone; it stays in memory", record.name)
@@ -86,6 +89,19 @@ class Watch:
                 self._now(lambda: self._adapters.forget(record))
         elif not intact and not record.digest:
             self._register(record.name, record.path, replace=True)
+
+    def _recognise(self, record: Record, stamp: Stamp) -> None:
+        """Files have come to the path of an adapter that was copied without any."""
+        if self._refused.get(record.path) == stamp:
+            return
+        try:
+            new = read_adapter(record.name, record.path, self._reader)
+            check_version(record, new.digest, new.header)
+        except JloraError as e:
+            log.warning("adapter %s: the files at its path are not its own; it stays in memory: %s", record.name, e)
+            self._refused[record.path] = stamp
+        else:
+            self._now(lambda: self._adapters.found(record, new.stamp))
 
     def _found(self) -> Iterator[tuple[str, str]]:
         if not self._directory:

@@ -59,6 +59,7 @@ class Program:
         services: gRPC services on the same port, beside the server's own.
         token: whoever has it may do everything; "" is none.
         replicas: how many engines of `config.engine` are behind it.
+        threads: start those that it serves with; the failure of one ends the process. None: it watches its own.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Program:
     services: Sequence[Service] = ()
     token: str = ""
     replicas: int = 1
+    threads: Threads | None = None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -91,7 +93,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     Without a `program` it serves an engine in this process.
     """
     program = program or ENGINE
-    stop, threads = _stop_on_signal(), OsThreads()
+    stop, threads = _stop_on_signal(), program.threads or OsThreads()
     lost = _lost(threads)
     if not program.token:
         _check_exposed(config.serve, program.token)

@@ -82,6 +82,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     """Runs the simulations and prints the results. `--json` also records the `commit`. Raises ConfigError."""
     args = flags.drawing(args, DRAWN)
+    many.check_alone(args)
     args.policy = args.policy or (list(CHOSEN) if args.replicas == 1 else ["jlora"])
     args.route = args.route or [many.TABLE_ROUTE if args.place else "jlora"]
     scenario = scenario_of(args)

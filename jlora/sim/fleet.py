@@ -242,7 +242,7 @@ class Fleet(Pass):
     def _attempt(self, live: Live, name: str, at: float) -> None:
         """Sends a request to a replica, with what it has got elsewhere."""
         routed = live.routed
-        request = routed.resumed()
+        request = routed.again(at - self._start)
         self._books.sent(name, live.asked)
         self._prefixes.sent(name, live.chain)
         self._table.begin(routed, name, at - self._start)
@@ -304,14 +304,15 @@ class Fleet(Pass):
     def _job(self, live: Live, now: float) -> Job:
         waited = now - live.routed.sent if live.outputs is None else 0.0
         tokens = live.asked.prompt + (live.outputs or 0)
-        return Job(live.routed.handle, live.routed.replica, live.asked.adapter, tokens, waited, live.asked.cached)
+        asked, routed = live.asked, live.routed
+        return Job(routed.handle, routed.replica, asked.adapter, tokens, waited, asked.cached, routed.movable)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""
         waiting = []
         for move in moves.moves:
             live, target = self._lives.get(move.key), self._sides[move.target]
-            if live is None or live.routed.replica != move.source or not target.up:
+            if live is None or live.routed.replica != move.source or not (target.up and live.routed.movable):
                 continue
             if move.adapter is None or target.member.has(int(move.adapter)):
                 self._migrate(at, live, move.target)
@@ -330,6 +331,7 @@ class Fleet(Pass):
         self._books.ended(old.member.name, live.asked, live.outputs)
         self._table.lose(live.routed, at - self._start, moved=True)
         live.asked, live.outputs = self._asked(live.turn, live.routed.resumed(), live.chain), None
+        self._policy.choose({target: self._books.view[target]}, live.asked, at)  # it keeps books of its choices
         self._attempt(live, target, at)
         self.moved += 1
 

@@ -34,6 +34,10 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
 }
 
 
+# Flags that mean nothing without a router, with their defaults.
+ROUTED: Mapping[str, object] = {"route": None, "place": "", "migrate": False, "late": False}
+
+
 def add_flags(many: argparse._ActionsContainer) -> None:
     """The flags."""
     many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
@@ -51,6 +55,13 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--migrate", action="store_true", help="move requests to other replicas (dLoRA's balance)")
     many.add_argument("--fail", nargs="+", default=[], metavar="T:REPLICA[:DOWN_S]", help="kill replicas: 30:r1:10")
     many.add_argument("--migrate-s", type=float, default=1.0, help="between two plans of moves (default: 1)")
+
+
+def check_alone(args: argparse.Namespace) -> None:
+    """Raises ConfigError for what only a router does, if there is none."""
+    for name, default in ROUTED.items():
+        if args.replicas == 1 and getattr(args, name) != default:
+            raise ConfigError(f"--{name}: needs a router: set --replicas to 2 or more")
 
 
 def check(args: argparse.Namespace) -> None:

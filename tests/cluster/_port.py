@@ -14,7 +14,7 @@ from jlora.adapters.catalogue import Row
 from jlora.adapters.registry import Record
 from jlora.cluster import launcher
 from jlora.cluster.attach import Attached
-from jlora.cluster.balance import Move
+from jlora.cluster.balance import Job
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.books import Books
 from jlora.cluster.controller import Controller
@@ -23,11 +23,13 @@ from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.fleet import StaticFleet
 from jlora.cluster.link import LinkServicer, Stream
 from jlora.cluster.peer import Fetcher, Head, _Transfer
+from jlora.cluster.placing import Load, Placing
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.requests import Table
 from jlora.cluster.router import Router
+from jlora.cluster.upkeep import Upkeep
 from jlora.cluster.uses import Uses
 from jlora.cluster.view import ReplicaView
 from jlora.config import Config
@@ -69,9 +71,66 @@ def sends_per_round(patch: pytest.MonkeyPatch) -> list[int]:
     return sent
 
 
-def carry_out(balancing: Balancing, moves: Sequence[Move]) -> Any:
-    """A coroutine that carries moves out."""
-    return balancing._carry_out(moves)
+def jobs(balancing: Balancing) -> list[Job]:
+    """What the next plan sees."""
+    return balancing._jobs()
+
+
+def coming(balancing: Balancing) -> set[int]:
+    """Requests whose moves wait for their adapters."""
+    return set(balancing._waiting)
+
+
+def arrives() -> Seam:
+    """Whether a move's adapter has come."""
+    return Balancing, "_there"
+
+
+def handle(dispatcher: Dispatcher, name: str) -> int:
+    """Of a live request without a tenant."""
+    return dispatcher._handles["", name]
+
+
+def task(router: Router, name: str, work: Any) -> None:
+    """Starts one of the router's own."""
+    router._start(name, work)
+
+
+def cancel(attached: Attached) -> None:
+    """Ends its task from outside."""
+    assert attached._task is not None
+    attached._task.cancel()
+
+
+def follows_by() -> Seam:
+    """One stream of the controller."""
+    return RemoteDirectory, "_watch"
+
+
+def look(upkeep: Upkeep) -> None:
+    """At the disk; what it begins has run when this returns."""
+    upkeep._look()
+    upkeep._pool.submit(lambda: None).result(20)
+
+
+def full(upkeep: Upkeep) -> int:
+    """Replicas that are asked to keep nothing for a while."""
+    return len(upkeep._full)
+
+
+def planned(placing: Placing) -> dict[str, set[str]]:
+    """The homes that the last time step wants."""
+    return {name: set(parts) for name, parts in placing._next.items()}
+
+
+def plan(placing: Placing, homes: dict[str, set[str]], patch: pytest.MonkeyPatch) -> None:
+    """Wants these homes, of adapters that are all asked for."""
+    patch.setattr(placing, "_next", {name: dict.fromkeys(where, 1 / len(where)) for name, where in homes.items()})
+    patch.setattr(placing, "_rates", dict.fromkeys(homes, 1.0))
+
+
+def load(placing: Placing) -> Load:
+    return placing._load
 
 
 def booked(books: Books) -> set[str]:

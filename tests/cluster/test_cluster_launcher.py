@@ -20,6 +20,7 @@ from jlora import config as configuration
 from jlora.cluster import launcher
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.errors import Unavailable
+from jlora.ports import OsThreads
 from jlora.serve import launcher as serving
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -63,7 +64,7 @@ def test_the_router_serves_both_fronts_until_a_signal(
     replicas: list[FakeReplica], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     fleet = FakeFleet({one.name: one.address for one in replicas})
-    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded())
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
     told: list[str] = []
 
     async def client() -> None:
@@ -109,11 +110,42 @@ def test_a_router_is_made_for_the_queues_of_all_its_replicas():
 
 def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
     fleet = FakeFleet({"r0": "127.0.0.1:1"})
-    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded())
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
     config = config_for(tmp_path, **{"cluster.start_timeout_s": 0.2})
     with pytest.raises(Unavailable, match="cluster.start_timeout_s"):
         asyncio.run(serving.serve(config, launcher.program(parts, config.cluster)))
     assert launcher.launch(config, parts) == 1 and fleet.stopped.is_set()
+
+
+def test_the_end_of_a_thread_of_its_parts_ends_the_process(
+    replicas: list[FakeReplica],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+):
+    threads, codes = OsThreads(), []
+    fleet = FakeFleet({one.name: one.address for one in replicas})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), threads)
+    monkeypatch.setattr(serving, "_exit", codes.append)
+
+    def fails() -> None:
+        raise RuntimeError("of no use any more")
+
+    async def both() -> int:
+        served = asyncio.ensure_future(serving.serve(config_for(tmp_path), launcher.program(parts)))
+        while "ready" not in capsys.readouterr().out:
+            await asyncio.sleep(0.01)
+        threads.start("jlora-upkeep", fails)
+        return await served
+
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    try:
+        assert asyncio.run(both()) == serving.FAILED and codes == [serving.FAILED]
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+    assert "thread jlora-upkeep has failed" in caplog.text
 
 
 def test_the_routers_process_does_not_load_jax():

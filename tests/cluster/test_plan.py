@@ -52,6 +52,7 @@ def test_a_plan_of_two_chips_prints_what_it_tried(trace: str, tmp_path: Path, ca
         (["--slo-ms", "nan"], "--slo-ms nan: must be more than 0"),
         (["--slo-ms", "40", "--speed", "0"], "--speed 0: must be above 0"),
         (["--slo-ms", "40", "--attain", "2"], "--attain 2: must be more than 0 and at most 1"),
+        (["--slo-ms", "40", "--replicas", "4"], "--replicas 4: a plan finds the number; --most bounds it"),
         (["--slo-ms", "40", "--most", "0"], "--most 0: must be at least 1"),
         (["--slo-ms", "40", "--route", "jlora", "random"], "one --route"),
     ],

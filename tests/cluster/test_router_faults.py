@@ -193,10 +193,7 @@ def test_a_replica_that_sends_what_no_engine_says_is_left_and_its_request_goes_o
         assert client.last.finish_reason == "length" and client.last.timing is not None
 
 
-def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
-    two: Service, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr("jlora.cluster.balancing.ARRIVE_S", 0.1)
+def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(two: Service):
     two.directory.versions["x"] = Version("x", 1, "/x", "abc")
     for replica in two.replicas:
         replica.paused = True
@@ -206,7 +203,11 @@ def test_the_adapter_of_a_move_is_fetched_though_others_that_need_it_have_ended(
     dispatcher = port.dispatcher(two.router)
     (live,) = dispatcher.table.all()
     moves = [Move(key, source.name, target.name, "x@1") for key in (live.handle + 1, live.handle, live.handle + 2)]
-    two.loop.run(port.carry_out(Balancing(dispatcher, 1.0), moves))
+
+    async def begin() -> None:
+        Balancing(dispatcher, 1.0).begin(moves)
+
+    two.loop.run(begin())
     wait_for(lambda: target.fetched)
     assert target.fetched == ["x@1"]
     two.router.abort_named("waits")

@@ -17,7 +17,7 @@ from jlora.cluster.cli import parse
 from jlora.cluster.fleet import StaticFleet
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.policy import Ask
-from jlora.cluster.routing.routes import ROUTES, policy_of
+from jlora.cluster.routing.routes import LORASERVE, ROUTES, policy_of
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView, View
 from jlora.config import ROUTINGS, Config
@@ -45,7 +45,7 @@ def config(routing: str, **values: object) -> Config:
 
 
 def test_a_configuration_names_every_policy():
-    assert set(ROUTINGS) == set(ROUTES)
+    assert set(ROUTINGS) == {*ROUTES, LORASERVE}
     assert isinstance(policy_of(Config()), SessionSticky)
     assert parse(["--model", "m", "--routing", "most-idle"]).cluster.routing == "most-idle"
     with pytest.raises(ConfigError, match="cluster.routing = 'idlest': must be one of sticky, jlora, "):
@@ -60,7 +60,7 @@ def test_every_policy_routes_a_live_router(name: str, steps: str):
         assert [client.wait().tokens() for client in clients] == [answer(one) for one in asked]
 
 
-@pytest.mark.parametrize("name", ["jlora", "caraserve", "dlora"])
+@pytest.mark.parametrize("name", ["jlora", "caraserve", "dlora", "loraserve"])
 def test_what_predicts_needs_a_step_model_before_anything_starts(name: str, tmp_path: Path):
     static = {"cluster.fleet": "static", "cluster.addresses": "127.0.0.1:1"}
     without = config(name, **static)

@@ -5,138 +5,24 @@ from __future__ import annotations
 import queue
 import shutil
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
 
-import grpc
 import pytest
 
-from jlora import config as configuration
-from jlora.cluster.attach import Terms
-from jlora.cluster.calls import Calls
-from jlora.cluster.controller import Controller
-from jlora.cluster.found import Found
-from jlora.cluster.link import LinkServicer
-from jlora.cluster.peer import Fetcher, PeerServicer
-from jlora.cluster.proto import link_pb2_grpc as rpc
-from jlora.cluster.registry import Registry
-from jlora.cluster.router import Router
-from jlora.cluster.routing.least_loaded import LeastLoaded
-from jlora.cluster.upkeep import Upkeep
-from jlora.cluster.uses import Uses
-from jlora.errors import DataLoss
-from jlora.ports import System
+from jlora.engine import loading
+from jlora.errors import DataLoss, ResourceExhausted
 from jlora.replica import Load
-from jlora.serve.backend import Backend
-from jlora.serve.client import Login
-from jlora.serve.server import GrpcServer
-from jlora.types import Request, SamplingParams, TokenEvent
-from jlora.validation import validate
 from tests import _make
-from tests.cluster._links import Loop, wait_for
-from tests.cluster._real import SECRET, Seat, engines
-from tests.cluster._service import SMALL, text_spec
-from tests.serve._server import PATIENT
-
-PROMPT = tuple(range(3, 12))
-LONG = 1000  # tokens: the answer still runs when the test has done something else
-
-
-class Whole(Seat):
-    """A replica with all services of the cluster, as `jlora cluster replica` has them."""
-
-    fetcher: Fetcher
-
-    grpc: GrpcServer
-
-    def kill(self) -> None:
-        self.loop.run(self.grpc.stop(0))
-
-    def start(self) -> None:
-        self.backend = Backend(self.engine)
-        self.fetcher = Fetcher(lambda: self.engine, Login(SECRET.token))
-
-        def add(backend: Backend, server: grpc.aio.Server) -> None:
-            servicer = LinkServicer(backend, self.name, SECRET, self.fetcher.adopt, self.engine.records)
-            rpc.add_LinkServicer_to_server(servicer, server)
-            rpc.add_PeerServicer_to_server(PeerServicer(lambda: self.engine, SECRET, self.fetcher.adopt), server)
-
-        async def start() -> None:
-            self.grpc = GrpcServer(self.backend, PATIENT, services=[add])
-            self.address = f"127.0.0.1:{self.grpc.bind('127.0.0.1', 0)}"
-            await self.grpc.start()
-
-        self.loop.run(start())
-
-
-@dataclass
-class Answer:
-    """A request under way."""
-
-    events: queue.SimpleQueue[list[TokenEvent]] = field(default_factory=queue.SimpleQueue)
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-
-    def read(self, least: int = 2 * LONG) -> list[int]:
-        """The tokens so far, once there are `least` or all. Raises the error that ended it."""
-        while not self.ended and len(self.tokens) < least:
-            for event in self.events.get(timeout=60):
-                if event.error is not None:
-                    raise event.error
-                self.tokens += [] if event.token_id is None else [event.token_id]
-                self.ended = self.ended or event.finish_reason is not None
-        return self.tokens
-
-
-@dataclass
-class World:
-    router: Router
-    controller: Controller
-    upkeep: Upkeep
-    seats: list[Whole]
-    asked: int = 0
-
-    def ask(self, adapter: str, tokens: int = 64) -> Answer:
-        answer, self.asked = Answer(), self.asked + 1
-        sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-        request = validate(Request(f"q{self.asked}", PROMPT, sampling, adapter=adapter), self.router.info.limits)
-        self.router.submit(request, answer.events.put).result(60)
-        return answer
-
-    def keys(self) -> set[str]:
-        return {record.name for seat in self.seats for record in seat.engine.records()}
+from tests.cluster import _whole
+from tests.cluster._links import wait_for
+from tests.cluster._service import text_spec
+from tests.cluster._whole import LONG, Whole, World
 
 
 @pytest.fixture(scope="module")
 def world(text_model: Path) -> Iterator[World]:
-    config = configuration.load(None, {**SMALL, "model.path": str(text_model)})
-    system = System()
-    with engines([config] * 2) as made, ExitStack() as opened:
-        loop = Loop()
-        opened.callback(loop.close)
-        seats = [Whole(f"r{i}", engine, loop) for i, engine in enumerate(made)]
-        for seat in seats:
-            seat.start()
-            opened.callback(seat.kill)
-        registry, found = Registry("", system.threads), Found(config, system)
-        controller = Controller(registry, found, Calls(Login(SECRET.token)), system)
-        controller.uses = Uses(hold_s=0)
-        upkeep = Upkeep(controller, found, system)
-
-        async def start() -> Router:
-            return Router(controller, LeastLoaded(), Terms("router", Login(SECRET.token), 5.0), 0)
-
-        router = loop.run(start())
-        opened.callback(router.close)
-        router.place({seat.name: seat.address for seat in seats})
-        wait_for(lambda: len(router.replicas) == 2)
-        yield World(router, controller, upkeep, seats)
-        upkeep.close()
-        controller.close()
-        registry.close()
-        for seat in seats:
-            seat.fetcher.close()
+    with _whole.world(text_model) as made:
+        yield made
 
 
 @pytest.fixture
@@ -236,7 +122,24 @@ def test_a_load_in_the_midst_of_which_its_replica_dies_is_anothers(
     world.router.unload_adapter("v").result(60)
 
 
-def test_a_version_whose_files_are_gone_gets_a_second_home(world: World, tmp_path: Path):
+def test_the_blocks_of_adapters_are_summed_by_the_services_own_numbers(world: World, path: str):
+    number = world.router.load_adapter("own", path).result(60).uid
+    for answer in [world.ask("own") for _ in range(4)]:
+        answer.read()
+    keys = {f"own@{number}"}
+    wait_for(lambda: all(keys <= {record.name for record in seat.engine.records()} for seat in world.seats))
+    owners = world.router.owners().result(20)
+    there = [
+        (seat.engine.owners().result(20), seat.engine.adapter(f"own@{number}").result(20).uid) for seat in world.seats
+    ]
+    assert owners.whole and owners.cells == () and owners.kv[number] > 0
+    assert owners.kv[number] == sum(own.kv.get(uid, 0) for own, uid in there)
+    world.router.unload_adapter("own").result(60)
+
+
+def test_a_version_whose_files_are_gone_gets_a_second_home_until_they_are_back(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     path = _make.make_adapter(tmp_path / "lost", text_spec(), seed=6, r=4)
     world.controller.load(Load("lost", str(path))).result(60)
     key = world.controller.current("lost").key
@@ -245,7 +148,13 @@ def test_a_version_whose_files_are_gone_gets_a_second_home(world: World, tmp_pat
     wait_for(lambda: world.controller.peers(world.controller.current("lost"), other.name))
     world.upkeep.look()
     assert key not in {record.name for record in other.engine.records()}, "its files are there"
-    shutil.rmtree(path)
+    shutil.move(path, tmp_path / "away")
+    with monkeypatch.context() as full:
+        full.setattr(loading, "KEPT", 0.0)
+        calls = world.controller.calls
+        with pytest.raises(ResourceExhausted, match="hold adapters without files, .* and at most 0 may"):
+            version = world.controller.current("lost")
+            calls.hold(other.address, version, world.controller.peers(version, other.name), lost=True).result()
     expected = world.ask("lost").read()
     wait_for(lambda: world.upkeep.look() or tier(other, key) in ("HOST", "HBM"))
     assert other.fetcher.fetched == 1
@@ -255,6 +164,16 @@ def test_a_version_whose_files_are_gone_gets_a_second_home(world: World, tmp_pat
     holder.start()
     world.router.place({seat.name: seat.address for seat in world.seats})
     wait_for(lambda: len(world.router.replicas) == 2)
+    (copy,) = (record for record in other.engine.records() if record.name == key)
+    watch = other.engine._watch
+    _make.make_adapter(path, text_spec(), seed=7, r=4)  # another one's files
+    watch.look()
+    assert not copy.node.backed and not copy.stamp
+    shutil.rmtree(path)
+    shutil.move(tmp_path / "away", path)
+    watch.look()
+    assert copy.node.backed, "it may leave memory again"
+    world.router.unload_adapter("lost").result(60)
 
 
 def tier(seat: Whole, key: str) -> str:

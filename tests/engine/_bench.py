@@ -54,7 +54,9 @@ class Bench:
     def submit(self, name: str, prompt: int | list[int], max_tokens: int = 4, **kwargs) -> None:
         tokens = list(range(10, 10 + prompt)) if isinstance(prompt, int) else prompt
         fields = {
-            k: kwargs.pop(k) for k in ("priority", "bypass_prefix_cache", "deadline", "tenant", "done") if k in kwargs
+            k: kwargs.pop(k)
+            for k in ("priority", "bypass_prefix_cache", "deadline", "tenant", "done", "waited")
+            if k in kwargs
         }
         adapter, activation = kwargs.pop("adapter", self.manager.base), kwargs.pop("activation", None)
         params = SamplingParams(max_tokens=max_tokens, **kwargs)

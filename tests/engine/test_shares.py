@@ -56,6 +56,27 @@ def test_tenants_take_turns_and_each_keeps_its_order():
     assert first_tokens(bench.events) == ["a0", "b0", "a1", "b1", "a2", "b2", "a3"]
 
 
+def test_a_request_that_has_waited_elsewhere_is_served_by_its_first_arrival_and_charged_once():
+    elsewhere, bench = Bench(max_seqs=1), Bench(max_seqs=1)
+    elsewhere.submit("runs", fresh(8, 1), max_tokens=4, tenant="a")
+    elsewhere.submit("moves", fresh(8, 2), max_tokens=4, tenant="b")
+    elsewhere.step()
+    account = accounts(elsewhere)["b"]
+    elsewhere.abort("moves")
+    assert account.served == 0 and account.live == 0 and not account.line
+    bench.submit("runs", fresh(8, 1), max_tokens=4, tenant="b")
+    bench.step()
+    for index in range(3):
+        bench.submit(f"b{index}", fresh(8, 100 + index), max_tokens=1, tenant="b")
+        bench.now += 1.0
+    bench.submit("urgent", fresh(8, 104), max_tokens=1, tenant="b", priority=1)
+    bench.submit("moves", fresh(8, 2), max_tokens=4, tenant="b", waited=1.5)
+    account = accounts(bench)["b"]
+    bench.finish()
+    assert first_tokens(bench.events) == ["runs", "urgent", "b0", "b1", "moves", "b2"]
+    assert account.served == PROMPT * 5 * 8 + OUTPUT * (4 + 3 + 4)
+
+
 def test_a_turn_is_as_long_as_its_tokens():
     bench = Bench(max_seqs=1, blocks=256)
     bench.submit("long", fresh(32, 99), max_tokens=4, tenant="a")

@@ -71,6 +71,10 @@ def test_a_users_own_trace_and_a_closed_loop(tmp_path: Path, capsys: pytest.Capt
         (["--shrink", "0"], "--shrink 0: must be at least 1"),
         (["--speed", "0"], "--speed 0: must be above 0"),
         (["--arrivals", "gama:2"], "arrivals 'gama:2'"),
+        (["--migrate"], "--migrate: needs a router: set --replicas to 2 or more"),
+        (["--place", "loraserve"], "--place: needs a router"),
+        (["--route", "jlora"], "--route: needs a router"),
+        (["--late"], "--late: needs a router"),
         (["--users", "4", "--policy", "clairvoyant"], "--policy clairvoyant: needs the times of an open loop"),
     ],
 )

@@ -60,30 +60,34 @@ class HelloBack(_message.Message):
     def __init__(self, replica: _Optional[str] = ..., protocol: _Optional[int] = ..., info: _Optional[bytes] = ...) -> None: ...
 
 class Version(_message.Message):
-    __slots__ = ("key", "path", "digest", "peers")
+    __slots__ = ("key", "path", "digest", "peers", "lost")
     KEY_FIELD_NUMBER: _ClassVar[int]
     PATH_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    LOST_FIELD_NUMBER: _ClassVar[int]
     key: str
     path: str
     digest: str
     peers: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, key: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ...) -> None: ...
+    lost: bool
+    def __init__(self, key: _Optional[str] = ..., path: _Optional[str] = ..., digest: _Optional[str] = ..., peers: _Optional[_Iterable[str]] = ..., lost: _Optional[bool] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rid", "request", "adapter", "done", "deadline_s")
+    __slots__ = ("rid", "request", "adapter", "done", "deadline_s", "waited_s")
     RID_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     ADAPTER_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_S_FIELD_NUMBER: _ClassVar[int]
+    WAITED_S_FIELD_NUMBER: _ClassVar[int]
     rid: int
     request: _jlora_pb2.GenerateRequest
     adapter: Version
     done: _containers.RepeatedCompositeFieldContainer[Done]
     deadline_s: float
-    def __init__(self, rid: _Optional[int] = ..., request: _Optional[_Union[_jlora_pb2.GenerateRequest, _Mapping]] = ..., adapter: _Optional[_Union[Version, _Mapping]] = ..., done: _Optional[_Iterable[_Union[Done, _Mapping]]] = ..., deadline_s: _Optional[float] = ...) -> None: ...
+    waited_s: float
+    def __init__(self, rid: _Optional[int] = ..., request: _Optional[_Union[_jlora_pb2.GenerateRequest, _Mapping]] = ..., adapter: _Optional[_Union[Version, _Mapping]] = ..., done: _Optional[_Iterable[_Union[Done, _Mapping]]] = ..., deadline_s: _Optional[float] = ..., waited_s: _Optional[float] = ...) -> None: ...
 
 class Done(_message.Message):
     __slots__ = ("tokens", "ended")

@@ -139,7 +139,8 @@ class PeerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Keep(self, request, context):
-        """Makes a version known, and reads it into the host tier as soon as there is room.
+        """Makes a version known, and reads it into the host tier as soon as there is room. RESOURCE_EXHAUSTED if copies of
+        lost versions would take too much of it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from jlora.cluster.routing.caraserve import CaraServe
@@ -15,11 +15,14 @@ from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.cluster.routing.table import Table
 from jlora.config import Config
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
 from jlora.step_model import FittedSteps
 
+UNFITTED = "it predicts times: set engine.step_model to a file of `jlora doctor fit`"
+LORASERVE = "loraserve"  # not in `ROUTES`: it routes by a placement that a controller makes
 # Bytes per second of an adapter that a replica must fetch or read first, before any were measured.
 FETCH_BPS = 0.3e9
 
@@ -47,7 +50,7 @@ class Known:
     def costs(self) -> Costs:
         """The steps. Raises ConfigError without them."""
         if self.steps is None:
-            raise ConfigError("it predicts times: set engine.step_model to a file of `jlora doctor fit`")
+            raise ConfigError(UNFITTED)
         return self.steps
 
 
@@ -68,14 +71,20 @@ def policy_of(config: Config) -> Policy:
     """What `cluster.routing` names. Raises ConfigError without the step model that it needs."""
     name, slo_s, path = config.cluster.routing, config.cluster.slo_s or math.inf, config.engine.step_model
     try:
-        if not path:
-            return ROUTES[name](Known(slo_s=slo_s, seed=config.model.seed))
-        steps = FittedSteps.read(Path(path))
-        return ROUTES[name](
-            Known(steps, slo_s, seed=config.model.seed, load_s=tiers_of(steps), batch=config.engine.max_seqs)
-        )
+        known = Known(slo_s=slo_s, seed=config.model.seed, batch=config.engine.max_seqs)
+        if path:
+            steps = FittedSteps.read(Path(path))
+            known = replace(known, steps=steps, load_s=tiers_of(steps))
+        return _placed(known) if name == LORASERVE else ROUTES[name](known)
     except ConfigError as e:
         raise ConfigError(f"cluster.routing = {name}: {e}") from e
+
+
+def _placed(known: Known) -> Table:
+    """By a placement, which has its operating points from the step model. Raises ConfigError."""
+    if known.steps is None:
+        raise ConfigError(UNFITTED)
+    return Table({}, known.seed)
 
 
 def tiers_of(steps: FittedSteps) -> dict[str, float]:

@@ -1,0 +1,116 @@
+"""Moves that the balance makes at a router: their order, their number, and adapters that come late or never."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from jlora.cluster.balance import Move
+from jlora.cluster.balancing import Balancing
+from jlora.cluster.directory import Version
+from jlora.cluster.requests import MOST_MOVES
+from tests.cluster._links import FakeReplica, Service, request, service, submit, wait_for
+
+
+@pytest.fixture
+def two() -> Iterator[Service]:
+    with service(2) as made:
+        for replica in made.replicas:
+            replica.paused = True
+        yield made
+
+
+def sides(two: Service) -> tuple[FakeReplica, FakeReplica]:
+    """The replica that has the requests, and the other one."""
+    wait_for(lambda: any(replica.running for replica in two.replicas))
+    source, target = sorted(two.replicas, key=lambda replica: not replica.running)
+    return source, target
+
+
+def begin(two: Service, balancing: Balancing, moves: Sequence[Move]) -> None:
+    async def run() -> None:
+        balancing.begin(moves)
+
+    two.loop.run(run())
+
+
+def test_a_request_keeps_its_arrival_and_moves_a_bounded_number_of_times(two: Service):
+    client = submit(two, request("first"))
+    source, target = sides(two)
+    dispatcher, balancing = two.router._dispatcher, Balancing(two.router._dispatcher, 1.0)
+    (live,) = dispatcher.table.all()
+    for _ in range(MOST_MOVES):
+        begin(two, balancing, [Move(live.handle, source.name, target.name, None)])
+        wait_for(lambda to=target: to.running)
+        source, target = target, source
+    begin(two, balancing, [Move(live.handle, source.name, target.name, None)])
+    assert balancing.moved == MOST_MOVES and live.replica == source.name
+    waits = sorted(start.waited_s for replica in two.replicas for start in replica.started)
+    assert len(waits) == MOST_MOVES + 1 and waits[0] < waits[1] < waits[2]
+    assert [job.movable for job in balancing._jobs()] == [False]
+    two.router.abort_named("first")
+    client.wait()
+
+
+def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monkeypatch: pytest.MonkeyPatch):
+    two.directory.versions["slow"] = Version("slow", 1, "/slow", "abc")
+    clients = [submit(two, request("stays", adapter="slow"))]
+    source, target = sides(two)
+    for other in two.replicas:
+        other.draining = other is target  # what comes goes where the first one is
+    dispatcher, balancing = two.router._dispatcher, Balancing(two.router._dispatcher, 1.0)
+    wait_for(lambda: dispatcher.books.view[target.name].health == "draining")
+    clients += [submit(two, request(name)) for name in ("goes", "later")]
+    target.draining = False
+    wait_for(lambda: dispatcher.books.view[target.name].health == "up")
+    stays, goes, later = (dispatcher._handles["", name] for name in ("stays", "goes", "later"))
+    begin(
+        two,
+        balancing,
+        [Move(stays, source.name, target.name, "slow@1"), Move(goes, source.name, target.name, None)],
+    )
+    assert balancing.moved == 1 and place(two, goes) == target.name
+    at = {job.key: (job.replica, job.movable) for job in balancing._jobs()}
+    assert at[stays] == (target.name, False), "it counts where it goes, and no plan moves it meanwhile"
+    assert at[later] == (source.name, True)
+    begin(two, balancing, [Move(later, source.name, target.name, None)])
+    assert balancing.moved == 2 and place(two, stays) == source.name
+    wait_for(lambda: target.fetched == ["slow@1"])
+    monkeypatch.setattr(balancing, "_there", lambda move: True)
+    balancing_look(two, balancing)
+    assert balancing.moved == 3 and place(two, stays) == target.name
+    end(two, clients)
+
+
+def test_a_move_whose_adapter_never_comes_is_given_up(two: Service, monkeypatch: pytest.MonkeyPatch):
+    two.directory.versions["slow"] = Version("slow", 1, "/slow", "abc")
+    client = submit(two, request("stays", adapter="slow"))
+    source, target = sides(two)
+    balancing = Balancing(two.router._dispatcher, 1.0)
+    (live,) = two.router._dispatcher.table.all()
+    monkeypatch.setattr("jlora.cluster.balancing.ARRIVE_S", -1.0)
+    begin(two, balancing, [Move(live.handle, source.name, target.name, "slow@1")])
+    assert not balancing._waiting and balancing.moved == 0 and live.replica == source.name
+    assert [job.movable for job in balancing._jobs()] == [True]
+    end(two, [client])
+
+
+def place(two: Service, handle: int) -> str:
+    routed = two.router._dispatcher.table.get(handle)
+    assert routed is not None
+    return routed.replica
+
+
+def balancing_look(two: Service, balancing: Balancing) -> None:
+    async def look() -> None:
+        balancing.look()
+
+    two.loop.run(look())
+
+
+def end(two: Service, clients: Sequence) -> None:
+    for name in [name for _, name in list(two.router._dispatcher.names)]:
+        two.router.abort_named(name)
+    for client in clients:
+        client.wait()

@@ -1,0 +1,111 @@
+"""Versions whose files are gone: which get a second home first, how many at once, and who takes no more."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import pytest
+
+from jlora.cluster.calls import Answer, Calls
+from jlora.cluster.controller import Controller, row_of
+from jlora.cluster.directory import Member, Version
+from jlora.cluster.found import Found
+from jlora.cluster.registry import Registry
+from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, Upkeep
+from jlora.config import Config
+from jlora.errors import ResourceExhausted
+from jlora.ports import System
+from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import AdapterInfo
+from tests.cluster._links import wait_for
+
+COUNT = 3 * SAVES
+INFO = AdapterInfo("", 0, "abc", 4, {"q": 4}, ("q",), 0, 0, "HOST", False, 0, 0, 0, -1.0, 0.0)
+
+
+class Keeps(Calls):
+    """Answers `hold` at once, with an error if the replica is full."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held: list[tuple[str, str]] = []
+        self.full: set[str] = set()
+
+    def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
+        assert lost and peers == ("h:0",)
+        answer: Future[pb.AdapterInfo] = Future()
+        self.held.append((address, version.key))
+        if address in self.full:
+            answer.set_exception(ResourceExhausted("no room"))
+        else:
+            answer.set_result(pb.AdapterInfo())
+        return Answer(address, answer)
+
+
+@dataclass
+class Ground:
+    """A controller and its upkeep over two replicas that are nothing but their messages."""
+
+    calls: Keeps = field(default_factory=Keeps)
+    now: float = 100.0
+    tiers: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        system = System(clock=lambda: self.now)
+        found, registry = Found(Config(), system), Registry("", system.threads)
+        self.controller = Controller(registry, found, self.calls, system)
+        self.controller.follow(lambda: [Member(name, f"h:{name[1:]}", tiers) for name, tiers in self.tiers.items()])
+        self.upkeep = Upkeep(self.controller, found, system)
+        versions = [Version(f"a{i}", i + 1, f"/nowhere/a{i}") for i in range(COUNT)]
+        registry.put([row_of(version, INFO, False, 0.0) for version in versions])
+        self.keys = [version.key for version in versions]
+        self.tiers |= {"r0": dict.fromkeys(self.keys, "HOST"), "r1": {}}
+        for uses, version in enumerate(versions):  # the last one most
+            for _ in range(uses):
+                self.controller.begin(version)
+                self.controller.end(version)
+
+    def look(self, calls: int) -> list[str]:
+        """Which were asked for in a look that begins so many calls; the most used last."""
+        before = len(self.calls.held)
+        self.upkeep._look()
+        wait_for(lambda: len(self.calls.held) >= before + calls)
+        self.upkeep._pool.submit(lambda: None).result(20)
+        return sorted((key for _, key in self.calls.held[before:]), key=self.keys.index)
+
+
+@pytest.fixture
+def ground() -> Iterator[Ground]:
+    made = Ground()
+    yield made
+    made.upkeep.close()
+    made.controller.close()
+    made.controller.registry.close()
+
+
+def test_the_most_used_come_first_and_some_at_a_time(ground: Ground):
+    first = ground.look(SAVES)
+    assert first == ground.keys[-SAVES:]
+    assert ground.look(0) == [], "they are on their way"
+    ground.tiers["r1"] = dict.fromkeys(first, "LOADING")
+    assert ground.look(0) == []
+    ground.tiers["r1"] = dict.fromkeys(first, "HOST")
+    assert ground.look(SAVES) == ground.keys[-2 * SAVES : -SAVES]
+    ground.now += AGAIN_S + 1
+    assert ground.look(SAVES) == ground.keys[-2 * SAVES : -SAVES], "they have not come"
+
+
+def test_a_replica_that_is_full_is_left_in_peace_for_a_while(ground: Ground):
+    ground.calls.full = {"h:1"}
+    assert len(ground.look(SAVES)) == SAVES
+    wait_for(lambda: ground.upkeep._full)
+    ground.now += AGAIN_S + 1
+    assert ground.look(0) == []
+    ground.tiers["r2"] = {}
+    assert ground.look(SAVES) == ground.keys[-SAVES:]
+    assert {address for address, _ in ground.calls.held[SAVES:]} == {"h:2"}
+    ground.now += FULL_S
+    del ground.tiers["r2"]
+    assert len(ground.look(SAVES)) == SAVES
