@@ -103,7 +103,7 @@ def test_the_router_serves_both_fronts_until_a_signal(
 
 
 def test_a_router_is_made_for_the_queues_of_all_its_replicas():
-    parts = launcher.Parts(FakeFleet({}), FakeDirectory(), LeastLoaded())
+    parts = launcher.Parts(FakeFleet({}), FakeDirectory(), LeastLoaded(), OsThreads())
     assert launcher.program(parts, configuration.ClusterConfig(replicas=3)).replicas == 3
     assert launcher.program(parts, configuration.ClusterConfig(addresses=("a:1", "b:1"))).replicas == 2
 
@@ -133,7 +133,8 @@ def test_the_end_of_a_thread_of_its_parts_ends_the_process(
         raise RuntimeError("of no use any more")
 
     async def both() -> int:
-        served = asyncio.ensure_future(serving.serve(config_for(tmp_path), launcher.program(parts)))
+        config = config_for(tmp_path)
+        served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
         while "ready" not in capsys.readouterr().out:
             await asyncio.sleep(0.01)
         threads.start("jlora-upkeep", fails)
