@@ -100,6 +100,7 @@ class Watch:
         except JloraError as e:
             log.warning("adapter %s: the files at its path are not its own; it stays in memory: %s", record.name, e)
             self._refused[record.path] = stamp
+            self._now(lambda: self._adapters.back(record, False))
         else:
             self._now(lambda: self._adapters.found(record, new.stamp))
 

@@ -109,7 +109,7 @@ def follows_by() -> Seam:
 
 def look(upkeep: Upkeep) -> None:
     """At the disk; what it begins has run when this returns."""
-    upkeep._look()
+    upkeep.look()
     upkeep._pool.submit(lambda: None).result(20)
 
 
@@ -121,6 +121,11 @@ def full(upkeep: Upkeep) -> int:
 def planned(placing: Placing) -> dict[str, set[str]]:
     """The homes that the last time step wants."""
     return {name: set(parts) for name, parts in placing._next.items()}
+
+
+def asked(placing: Placing) -> set[str]:
+    """Adapters that the last time step has forecast requests for."""
+    return {name for name, rate in placing._rates.items() if rate > 0}
 
 
 def plan(placing: Placing, homes: dict[str, set[str]], patch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from jlora.cluster.balance import Move
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Version
 from jlora.cluster.requests import MOST_MOVES
+from tests.cluster import _port as port
 from tests.cluster._links import FakeReplica, Service, request, service, submit, wait_for
 
 
@@ -38,7 +39,7 @@ def begin(two: Service, balancing: Balancing, moves: Sequence[Move]) -> None:
 def test_a_request_keeps_its_arrival_and_moves_a_bounded_number_of_times(two: Service):
     client = submit(two, request("first"))
     source, target = sides(two)
-    dispatcher, balancing = two.router._dispatcher, Balancing(two.router._dispatcher, 1.0)
+    dispatcher, balancing = port.dispatcher(two.router), Balancing(port.dispatcher(two.router), 1.0)
     (live,) = dispatcher.table.all()
     for _ in range(MOST_MOVES):
         begin(two, balancing, [Move(live.handle, source.name, target.name, None)])
@@ -48,7 +49,7 @@ def test_a_request_keeps_its_arrival_and_moves_a_bounded_number_of_times(two: Se
     assert balancing.moved == MOST_MOVES and live.replica == source.name
     waits = sorted(start.waited_s for replica in two.replicas for start in replica.started)
     assert len(waits) == MOST_MOVES + 1 and waits[0] < waits[1] < waits[2]
-    assert [job.movable for job in balancing._jobs()] == [False]
+    assert [job.movable for job in port.jobs(balancing)] == [False]
     two.router.abort_named("first")
     client.wait()
 
@@ -59,25 +60,25 @@ def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monk
     source, target = sides(two)
     for other in two.replicas:
         other.draining = other is target  # what comes goes where the first one is
-    dispatcher, balancing = two.router._dispatcher, Balancing(two.router._dispatcher, 1.0)
+    dispatcher, balancing = port.dispatcher(two.router), Balancing(port.dispatcher(two.router), 1.0)
     wait_for(lambda: dispatcher.books.view[target.name].health == "draining")
     clients += [submit(two, request(name)) for name in ("goes", "later")]
     target.draining = False
     wait_for(lambda: dispatcher.books.view[target.name].health == "up")
-    stays, goes, later = (dispatcher._handles["", name] for name in ("stays", "goes", "later"))
+    stays, goes, later = (port.handle(dispatcher, name) for name in ("stays", "goes", "later"))
     begin(
         two,
         balancing,
         [Move(stays, source.name, target.name, "slow@1"), Move(goes, source.name, target.name, None)],
     )
     assert balancing.moved == 1 and place(two, goes) == target.name
-    at = {job.key: (job.replica, job.movable) for job in balancing._jobs()}
+    at = {job.key: (job.replica, job.movable) for job in port.jobs(balancing)}
     assert at[stays] == (target.name, False), "it counts where it goes, and no plan moves it meanwhile"
     assert at[later] == (source.name, True)
     begin(two, balancing, [Move(later, source.name, target.name, None)])
     assert balancing.moved == 2 and place(two, stays) == source.name
     wait_for(lambda: target.fetched == ["slow@1"])
-    monkeypatch.setattr(balancing, "_there", lambda move: True)
+    monkeypatch.setattr(*port.arrives(), lambda self, move: True)
     balancing_look(two, balancing)
     assert balancing.moved == 3 and place(two, stays) == target.name
     end(two, clients)
@@ -87,17 +88,17 @@ def test_a_move_whose_adapter_never_comes_is_given_up(two: Service, monkeypatch:
     two.directory.versions["slow"] = Version("slow", 1, "/slow", "abc")
     client = submit(two, request("stays", adapter="slow"))
     source, target = sides(two)
-    balancing = Balancing(two.router._dispatcher, 1.0)
-    (live,) = two.router._dispatcher.table.all()
+    balancing = Balancing(port.dispatcher(two.router), 1.0)
+    (live,) = port.dispatcher(two.router).table.all()
     monkeypatch.setattr("jlora.cluster.balancing.ARRIVE_S", -1.0)
     begin(two, balancing, [Move(live.handle, source.name, target.name, "slow@1")])
-    assert not balancing._waiting and balancing.moved == 0 and live.replica == source.name
-    assert [job.movable for job in balancing._jobs()] == [True]
+    assert not port.coming(balancing) and balancing.moved == 0 and live.replica == source.name
+    assert [job.movable for job in port.jobs(balancing)] == [True]
     end(two, [client])
 
 
 def place(two: Service, handle: int) -> str:
-    routed = two.router._dispatcher.table.get(handle)
+    routed = port.dispatcher(two.router).table.get(handle)
     assert routed is not None
     return routed.replica
 
@@ -110,7 +111,7 @@ def balancing_look(two: Service, balancing: Balancing) -> None:
 
 
 def end(two: Service, clients: Sequence) -> None:
-    for name in [name for _, name in list(two.router._dispatcher.names)]:
+    for name in [name for _, name in list(port.dispatcher(two.router).names)]:
         two.router.abort_named(name)
     for client in clients:
         client.wait()

@@ -9,6 +9,7 @@ import pytest
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.ports import OsThreads
 from jlora.serve.client import Login
+from tests.cluster import _port as port
 from tests.cluster._links import Service, service, wait_for
 
 
@@ -23,18 +24,17 @@ def test_a_task_that_fails_or_ends_is_the_routers_failure(one: Service):
         pass
 
     async def start() -> None:
-        one.router._start("balance", ends())
+        port.task(one.router, "balance", ends())
 
     one.loop.run(start())
     assert "the task 'balance' has ended" in str(one.router.failure.result(20))
 
 
 def test_a_link_that_ends_by_itself_is_the_routers_failure(one: Service):
-    (link,) = one.router._dispatcher.links.values()
+    (link,) = port.dispatcher(one.router).links.values()
 
     async def end() -> None:
-        assert link._task is not None
-        link._task.cancel()
+        port.cancel(link)
 
     one.loop.run(end())
     assert "the link to replica r0 has ended by itself" in str(one.router.failure.result(20))
@@ -50,7 +50,7 @@ def test_the_end_of_a_directorys_thread_is_told(monkeypatch: pytest.MonkeyPatch)
     def fails(self: RemoteDirectory) -> None:
         raise SystemExit(1)
 
-    monkeypatch.setattr(RemoteDirectory, "_watch", fails)
+    monkeypatch.setattr(*port.follows_by(), fails)
     threads, ended = OsThreads(), []
     threads.watch(lambda name, error: ended.append(name))
     directory = RemoteDirectory("127.0.0.1:1", "r", Login(), threads)

@@ -19,6 +19,7 @@ from jlora.errors import ResourceExhausted
 from jlora.ports import System
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import AdapterInfo
+from tests.cluster import _port as port
 from tests.cluster._links import wait_for
 
 COUNT = 3 * SAVES
@@ -70,9 +71,8 @@ class Ground:
     def look(self, calls: int) -> list[str]:
         """Which were asked for in a look that begins so many calls; the most used last."""
         before = len(self.calls.held)
-        self.upkeep._look()
+        port.look(self.upkeep)
         wait_for(lambda: len(self.calls.held) >= before + calls)
-        self.upkeep._pool.submit(lambda: None).result(20)
         return sorted((key for _, key in self.calls.held[before:]), key=self.keys.index)
 
 
@@ -100,7 +100,7 @@ def test_the_most_used_come_first_and_some_at_a_time(ground: Ground):
 def test_a_replica_that_is_full_is_left_in_peace_for_a_while(ground: Ground):
     ground.calls.full = {"h:1"}
     assert len(ground.look(SAVES)) == SAVES
-    wait_for(lambda: ground.upkeep._full)
+    wait_for(lambda: port.full(ground.upkeep))
     ground.now += AGAIN_S + 1
     assert ground.look(0) == []
     ground.tiers["r2"] = {}

@@ -17,6 +17,7 @@ from tests.cluster import _whole
 from tests.cluster._links import wait_for
 from tests.cluster._service import text_spec
 from tests.cluster._whole import LONG, Whole, World
+from tests.port import look
 
 
 @pytest.fixture(scope="module")
@@ -165,13 +166,12 @@ def test_a_version_whose_files_are_gone_gets_a_second_home_until_they_are_back(
     world.router.place({seat.name: seat.address for seat in world.seats})
     wait_for(lambda: len(world.router.replicas) == 2)
     (copy,) = (record for record in other.engine.records() if record.name == key)
-    watch = other.engine._watch
     _make.make_adapter(path, text_spec(), seed=7, r=4)  # another one's files
-    watch.look()
+    look(other.engine)
     assert not copy.node.backed and not copy.stamp
     shutil.rmtree(path)
     shutil.move(tmp_path / "away", path)
-    watch.look()
+    look(other.engine)
     assert copy.node.backed, "it may leave memory again"
     world.router.unload_adapter("lost").result(60)
 

@@ -1,0 +1,145 @@
+"""LoRAServe's placement over a live router and real engines: adapters move while requests run, and none fails."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from jlora.cluster.demand import Demand
+from jlora.cluster.placing import THERE, Placing, Steps
+from jlora.cluster.routing.table import Table
+from jlora.ports import System
+from tests import _make
+from tests.cluster import _port as port
+from tests.cluster import _whole
+from tests.cluster._links import wait_for
+from tests.cluster._service import text_spec
+from tests.cluster._whole import PROMPT, World
+from tests.test_step_model import STEPS
+
+NAMES = ("a", "b", "c", "d")
+
+
+@pytest.fixture(scope="module")
+def placed(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, Placing, Table]]:
+    table = Table({})
+    with _whole.world(text_model, table) as world:
+        for seed, name in enumerate(NAMES):
+            path = _make.make_adapter(tmp_path_factory.mktemp(name) / name, text_spec(), seed=seed, r=4)
+            world.router.load_adapter(name, str(path)).result(60)
+        placing = Placing(world.controller, world.found, table, Steps(STEPS), System())
+        yield world, placing, table
+        for name in NAMES:
+            world.router.unload_adapter(name).result(60)
+
+
+def homes(table: Table) -> dict[str, set[str]]:
+    return {key.partition("@")[0]: set(parts) for key, parts in table.parts.items()}
+
+
+def crowded(table: Table) -> set[str]:
+    """The home of most adapters; each has one."""
+    at = Counter(min(where) for where in homes(table).values())
+    return {at.most_common(1)[0][0]}
+
+
+def held(world: World) -> dict[str, set[str]]:
+    """Adapter -> the replicas that have it in memory."""
+    found: dict[str, set[str]] = {name: set() for name in NAMES}
+    for seat in world.seats:
+        for info in seat.engine.adapters().result(20):
+            if info.tier in ("HBM", "HOST"):
+                found[info.name.partition("@")[0]].add(seat.name)
+    return found
+
+
+def settle(world: World, placing: Placing, table: Table) -> None:
+    """Looks until every adapter that is asked for is where the table sends its requests, and nowhere else."""
+
+    def settled() -> bool:
+        threading.Event().wait(0.05)  # the replicas tell their tiers ten times a second
+        placing.look(world.controller.members())
+        wanted = port.planned(placing)
+        asked = port.asked(placing)
+        here = held(world)
+        return homes(table) == wanted and all(here[name] == wanted[name] for name in asked)
+
+    wait_for(settled, 60)
+
+
+def test_adapters_move_with_their_demand_and_no_request_fails(
+    placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
+):
+    world, placing, table = placed
+    expected = {name: world.ask(name).read() for name in NAMES}
+    wait_for(lambda: port.load(placing).requests == len(NAMES))
+    assert (port.load(placing).prompt, port.load(placing).output) == (len(NAMES) * len(PROMPT), len(NAMES) * 64)
+    monkeypatch.setattr(world.controller, "served", lambda *told: None)  # the demand is the test's own,
+    monkeypatch.setattr(port.load(placing), "demand", Demand(steps=1))  # and that of one time step
+    placing.step(world.controller.members())
+    settle(world, placing, table)
+    hot = [name for name, where in homes(table).items() if where == crowded(table)][:2]
+    for name in hot:
+        port.load(placing).served(name, 100, 100)
+    running = [world.ask(name, 128) for name in NAMES]  # they run through the moves
+    placing.step(world.controller.members())
+    answers = []
+    while homes(table) != port.planned(placing) or not answers:
+        placing.look(world.controller.members())
+        name = NAMES[len(answers) % len(NAMES)]
+        answers.append((name, world.ask(name, 16)))
+        answers[-1][1].read()
+    settle(world, placing, table)
+    answers += [(name, world.ask(name, 16)) for name in NAMES]
+    assert all(answer.read() == expected[name][:16] for name, answer in answers)
+    assert [answer.read()[:64] for answer in running] == [expected[name] for name in NAMES]
+    first, second = (homes(table)[name] for name in hot)
+    assert first | second == {"r0", "r1"}, "two busy adapters share no replica while the other one idles"
+
+
+def test_a_replica_that_leaves_loses_its_parts_and_gets_new_ones_when_it_is_back(
+    placed: tuple[World, Placing, Table],
+):
+    world, placing, table = placed
+    expected = {name: world.ask(name).read() for name in NAMES}
+    left = world.seats[0]
+    left.kill()
+    wait_for(lambda: len(world.controller.members()) == 1)
+    placing.round()
+    assert {name: world.ask(name).read() for name in NAMES} == expected
+    wait_for(lambda: placing.round() or all(parts == {"r1"} for parts in homes(table).values()))
+    left.start()
+    world.router.place({seat.name: seat.address for seat in world.seats})
+    wait_for(lambda: len(world.controller.members()) == 2)
+    placing.round()
+    wait_for(lambda: placing.round() or "r0" in set().union(*homes(table).values()))
+    assert {name: world.ask(name).read() for name in NAMES} == expected
+
+
+def test_an_adapter_that_does_not_come_keeps_its_places(
+    placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
+):
+    world, placing, table = placed
+    placing.step(world.controller.members())
+    settle(world, placing, table)
+    before = homes(table)
+    new = {name: {"r1"} if parts == {"r0"} else {"r0"} for name, parts in before.items()}
+    port.plan(placing, new, monkeypatch)
+    asked: list[str] = []
+    hold = world.controller.calls.hold
+
+    def lost(address: str, version, peers, lost: bool = False):
+        asked.append(version.name)
+        return hold("127.0.0.1:1", version, peers)  # nobody is there
+
+    monkeypatch.setattr(world.controller.calls, "hold", lost)
+    there = {m.name: {k for k, tier in m.tiers.items() if tier in THERE} for m in world.controller.members()}
+    lacking = {name for name, parts in new.items() if any(f"{name}@" not in str(there[home]) for home in parts)}
+    for _ in range(3):
+        placing.look(world.controller.members())
+    assert set(asked) == lacking and len(asked) == len(lacking), "each is asked for once, until it may have failed"
+    assert all(homes(table)[name] == before[name] for name in lacking)
