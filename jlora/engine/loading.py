@@ -18,7 +18,7 @@ from jlora.adapters.catalogue import Row
 from jlora.adapters.registry import Record
 from jlora.cache.manager import Pins
 from jlora.cache.tree import AdapterNode
-from jlora.engine.futures import done, settle
+from jlora.engine.futures import chained, done
 from jlora.engine.ports import Parts
 from jlora.engine.shelf import Reading, Shelf
 from jlora.engine.switching import Switching
@@ -328,9 +328,10 @@ class Adapters:
         record = self._registry.get(name)
         if not pinned or not (record.node.gone or record.node.reading):
             return done(self.pin(name, pinned))
-        answer: Future[AdapterInfo] = Future()
-        self.shelf.open(record).then.append((answer, lambda: self.pin(name, pinned)))
-        return answer
+        arrived: Future[None] = Future()
+        self.shelf.open(record).then.append(arrived)
+        # The name may mean another version by then, which is on the disk.
+        return chained(arrived, lambda _: self.pin_when_read(name, pinned))
 
     def version(self, uid: int) -> AdapterInfo | None:
         """The version of that uid; None once it is unloaded or replaced."""
@@ -389,15 +390,15 @@ class Adapters:
         self._registry.share(record)
         self.back(record, True)
         self._write(record)
-        for future, action in reading.then:
-            settle(future, action)
+        for future in reading.then:
+            future.set_result(None)
         if not node.wanted:
             self._manager.bring_in(node)
         return True
 
     def missed(self, reading: Reading, error: Exception) -> None:
         """The adapter could not be read, and the requests for it have ended."""
-        for future, _ in reading.then:
+        for future in reading.then:
             if not future.done():  # it is, if nobody has waited for the adapter for a while
                 future.set_exception(error)
         self.shelf.drop(reading)

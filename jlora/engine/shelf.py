@@ -14,8 +14,7 @@ never held twice. If there is none, the reading waits until a request ends.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from jlora.adapters.registry import Record
@@ -35,7 +34,7 @@ class Reading:
         hinted: it is worth reading although no request waits for it.
         blocks: of the host, once it is being read.
         cancelled: nobody waits for it any more: the thread that reads it may stop.
-        then: what to do when it has arrived, and who waits for that.
+        then: who waits until it has arrived, or its name means another version.
     """
 
     record: Record
@@ -43,7 +42,7 @@ class Reading:
     hinted: bool = False
     blocks: tuple[int, ...] = ()
     cancelled: bool = False
-    then: list[tuple[Future, Callable[[], object]]] = field(default_factory=list)
+    then: list[Future[None]] = field(default_factory=list)
 
     @property
     def wanted(self) -> bool:
@@ -118,7 +117,7 @@ class Shelf:
         """The engine is gone: those who wait for the disk get the error."""
         for reading in self._readings.values():
             reading.cancelled = True
-            for future, _ in reading.then:
+            for future in reading.then:
                 if not future.done():
                     future.set_exception(error)
 
@@ -133,6 +132,6 @@ class Shelf:
         self._readings.pop(reading.node, None)
         if not reading.node.gone:
             self._manager.give_up(reading.node)
-        for future, _ in reading.then:
+        for future in reading.then:
             if not future.done():
-                future.set_exception(CancelledError())
+                future.set_result(None)

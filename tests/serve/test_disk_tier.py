@@ -264,6 +264,24 @@ def test_pins_and_hints_reach_down_to_the_disk(served: Served):
     wait_until(lambda: tier(served, other) in ("HBM", "HOST"))
 
 
+def test_a_pin_that_waits_for_the_disk_pins_what_its_name_means_then(
+    served: Served, disk: Disk, library: Path, expected: dict[str, list[int]]
+):
+    def load(source: str, **fields: Any) -> None:
+        path = str(library / source)
+        served.adapters.LoadAdapter(pb.LoadAdapterRequest(name="other", path=path, lazy=True, **fields))
+
+    load("a5")
+    disk.shut("a5")
+    pins = [served.adapters.PinAdapter.future(pb.PinAdapterRequest(name="other", pinned=True)) for _ in range(2)]
+    wait_until(lambda: tier(served, "other") == "LOADING")
+    load("a6", replace=True)
+    disk.shut(None)
+    assert {Tier.Name(pin.result(20).tier) for pin in pins} == {"HBM"}
+    assert ask(served, "other") == expected["a6"]
+    served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="other"))
+
+
 def test_a_request_waits_while_nothing_may_leave_the_host_tier(
     served: Served, disk: Disk, expected: dict[str, list[int]]
 ):
