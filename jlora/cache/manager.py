@@ -151,6 +151,7 @@ class CacheManager:
     def cancel(self, blocks: Sequence[int]) -> None:
         self.reserved.difference_update(blocks)
         self._cells.host.give(ADAPTER, blocks)
+        self._cells.epoch += 1
 
     def add_adapter(self, uid: int, blocks: tuple[int, ...]) -> AdapterNode:
         """Registers an adapter whose master copy is in these reserved host blocks."""

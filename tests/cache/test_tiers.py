@@ -199,8 +199,10 @@ def test_reserved_host_blocks_are_an_adapters_until_they_are_given_back():
     blocks = cache.manager.reserve(4)
     assert blocks is not None and cache.manager.reserve(3) is None
     check_integrity(cache.manager)
+    epoch = cache.manager.epoch
     cache.manager.cancel(blocks)
     check_integrity(cache.manager)
+    assert cache.manager.epoch > epoch  # an adapter that was refused its blocks is tried again
     again = cache.manager.reserve(6)
     assert again is not None and cache.manager.add_adapter(1, again).host == again
     check_integrity(cache.manager)
