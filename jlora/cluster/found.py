@@ -95,6 +95,11 @@ class Found:
             return False
         return False
 
+    def is_intact(self, row: Row) -> bool:
+        """Whether a directory's files are there, and are those that the row was made of, if it knows them."""
+        stamp = self._stamp(row.path)
+        return stamp is not None and (not row.stamp or stamp == tuple(row.stamp))
+
     def _rows(self, registry: Registry, tolerant: bool) -> Iterator[Row]:
         for name, path in at_start(self._adapters.paths, self._adapters.dir, self._files).items():
             path, stamp = os.path.abspath(path), self._stamp(path)

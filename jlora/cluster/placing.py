@@ -8,7 +8,8 @@ fetch     each new place of an adapter that is asked for brings it in, from a pe
 switch    requests go to an adapter's new places once all of these have it
 drop      a replica that an adapter's requests no longer go to gives it up, at the second look that finds it there
 
-No request waits for any of it: an adapter that does not come keeps its old places. A request that reaches a replica
+No request waits for any of it: an adapter that does not come keeps its old places, and one that nobody asks for has
+none. A request that reaches a replica
 after the drop brings its adapter with it.
 """
 
@@ -21,7 +22,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from jlora.adapters.names import is_key
 from jlora.cluster.controller import Controller, key_of
 from jlora.cluster.demand import Demand, operating_points
 from jlora.cluster.directory import Member, Version
@@ -51,7 +51,7 @@ class Steps:
 
 @dataclass(slots=True)
 class Load:
-    """What has been served since the last time step. Any thread may add."""
+    """What has been served: the demand of this time step, and all requests. Any thread may add."""
 
     demand: Demand = field(default_factory=Demand)
     requests: int = 0
@@ -98,8 +98,9 @@ class Placing:
         self._ended = threading.Event()
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
+        self._members: set[str] = set()  # at the last time step
         self._next: Placement = {}  # by name, what the last time step wants
-        self._placed: dict[str, Mapping[str, float]] = {}  # by name, where requests go
+        self._placed: Mapping[str, Mapping[str, float]] = {}  # by key, where requests go
         self._asked: dict[tuple[str, str], float] = {}  # (key, replica), and until when it is not asked again
         self._surplus: set[tuple[str, str]] = set()  # (key, replica) that the last look has found
 
@@ -120,23 +121,23 @@ class Placing:
         """A time step if one is due, or replicas have come or gone; then a look."""
         members, now = self._controller.members(), self._clock()
         due = now - self._stepped >= self._steps.every_s
-        if due or {m.name for m in members} != {name for parts in self._next.values() for name in parts}:
+        if due or {m.name for m in members} != self._members:
             self.step(members, close=due)
         self.look(members)
 
     def step(self, members: Sequence[Member], close: bool = True) -> None:
-        """Places all adapters anew; `close`: by the demand of the time step that ends now."""
-        now = self._clock()
+        """Places what is asked for anew; `close`: by the demand of the time step that ends now."""
+        now, self._members = self._clock(), {m.name for m in members}
         if close:
             self._rates, self._stepped = self._load.close(max(now - self._stepped, 1e-3)), now
-        versions = [version for version in self._controller.registry.versions() if not version.pinned]
+        rates = {name: rate for name, rate in self._rates.items() if rate > LEAST}
+        versions = [v for v in self._controller.registry.versions() if v.name in rates and not v.pinned]
         if not members or not versions:
             self._next = {}
             return
-        rates = self._rates
-        wanted = [Wanted(v.name, v.rank, rates.get(v.name, 0.0), max(v.bytes, 1)) for v in versions]
+        wanted = [Wanted(v.name, v.rank, rates[v.name], max(v.bytes, 1)) for v in versions]
         points = self._load.points(self._steps, {one.rank for one in wanted})
-        self._next = loraserve(sorted(m.name for m in members), wanted, points, self._next)
+        self._next = loraserve(sorted(self._members), wanted, points, self._next)
 
     def look(self, members: Sequence[Member]) -> None:
         """Fetches what is missing, switches what has come, and drops what is left over."""
@@ -146,22 +147,21 @@ class Placing:
             for (key, name), until in self._asked.items()
             if until > now and key not in there.get(name, ())
         }
-        versions = {version.name: version for version in self._controller.registry.versions()}
+        versions = {v.name: v for v in self._controller.registry.versions() if not v.pinned}
+        placed: dict[str, Mapping[str, float]] = {}
         for name, parts in self._next.items():
-            if name in versions and self._placed.get(name) != parts:
-                lacking = self._lacking(versions[name], parts, there)
-                if not lacking:
-                    self._placed[name] = parts
-                self._fetch(versions[name], [m for m in members if m.name in lacking])
-        self._placed = {name: parts for name, parts in self._placed.items() if name in versions}
-        self._table.parts = {versions[name].key: parts for name, parts in self._placed.items()}
-        self._drop(members)
-
-    def _lacking(self, version: Version, parts: Mapping[str, float], there: Mapping[str, set[str]]) -> set[str]:
-        """The places that have to fetch the adapter first; one that nobody asks for comes with its first request."""
-        if self._rates.get(version.name, 0.0) <= LEAST:
-            return set()
-        return {name for name in parts if version.key not in there.get(name, ())}
+            if (version := versions.get(name)) is None:
+                continue
+            old = self._placed.get(version.key)
+            if lacking := {place for place in parts if version.key not in there.get(place, ())}:
+                self._fetch(version, [m for m in members if m.name in lacking])
+            else:
+                placed[version.key] = parts
+            if lacking and old is not None and old.keys() <= there.keys():  # without its replicas it has no places
+                placed[version.key] = old
+        self._placed = placed
+        self._table.parts = placed
+        self._drop(members, there)
 
     def _fetch(self, version: Version, members: Sequence[Member]) -> None:
         coming = Counter(name for _, name in self._asked)
@@ -174,20 +174,20 @@ class Placing:
                 answer = self._controller.calls.hold(member.address, version, peers)
                 answer.future.add_done_callback(lambda done, pair=pair: _told(done, "come to", pair))
 
-    def _drop(self, members: Sequence[Member]) -> None:
-        """What was sent before a switch has arrived by the second look."""
-        places = {(key, name) for key, parts in self._table.parts.items() for name in parts}
-        found = {(key, m.name): m.address for m in members for key in m.tiers if is_key(key)}
-        surplus = {pair for pair in found.keys() - places if pair[0] in self._table.parts and self._may_drop(pair[0])}
+    def _drop(self, members: Sequence[Member], there: Mapping[str, set[str]]) -> None:
+        """Nothing while a place lacks its adapter. What was sent before a switch has arrived by the second look."""
+        whole = {key for key, parts in self._placed.items() if all(key in there.get(place, ()) for place in parts)}
+        found = {(key, m.name): m.address for m in members for key in there[m.name] & whole}
+        surplus = {(key, name) for key, name in found if name not in self._placed[key] and self._may_drop(key)}
         for pair in surplus & self._surplus:
             answer = self._controller.calls.unload(found[pair], pair[0])
             answer.future.add_done_callback(lambda done, pair=pair: _told(done, "leave", pair))
         self._surplus = surplus - self._surplus
 
     def _may_drop(self, key: str) -> bool:
-        """Pinned adapters are everywhere, and those whose files are gone stay where they are."""
+        """Those whose files are gone, or others by now, stay where they are."""
         row = self._controller.registry.find(key.rpartition("@")[0])
-        return row is not None and key_of(row) == key and not row.pinned and not self._found.is_gone(row.path)
+        return row is not None and key_of(row) == key and self._found.is_intact(row)
 
 
 def _told(done: Any, what: str, pair: tuple[str, str]) -> None:

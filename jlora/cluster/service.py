@@ -44,7 +44,9 @@ def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
             directory, services = followed(config, secret, system, opened), ()
         else:
             directory = controller(config, secret, system, opened, policy)
-            services = (_serves(directory, secret),) if secret.token else ()  # without one, whoever reaches the port
+            # Not without a token, whoever reaches the port; nor where this router's demand alone places adapters.
+            followed_by = secret.token and not isinstance(policy, Table)
+            services = (_serves(directory, secret),) if followed_by else ()
         return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services))
 
 

@@ -154,9 +154,9 @@ class Upkeep:
         for key in sorted(lonely, key=lambda k: (self._controller.uses.begun(k), k in on_device), reverse=True):
             row = self._controller.registry.find(key.rpartition("@")[0])
             other = next((m for m in with_room if m.tiers.get(key, "DISK") == "DISK"), None)
-            if left <= 0 or other is None:
+            if left <= 0:
                 return
-            if row is not None and key_of(row) == key and self._found.is_gone(row.path):
+            if other is not None and row is not None and key_of(row) == key and self._found.is_gone(row.path):
                 task = ("keep", other.name, other.address, key)
                 left -= self._begin(task, now, self._keep)
 

@@ -5,13 +5,16 @@ from __future__ import annotations
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from jlora.cluster.demand import Demand
 from jlora.cluster.placing import THERE, Placing, Steps
 from jlora.cluster.routing.table import Table
+from jlora.engine.futures import done
 from jlora.ports import System
 from tests import _make
 from tests.cluster import _port as port
@@ -57,6 +60,15 @@ def held(world: World) -> dict[str, set[str]]:
     return found
 
 
+def told(world: World) -> dict[str, set[str]]:
+    """`held`, as the replicas have told the controller."""
+    found: dict[str, set[str]] = {name: set() for name in NAMES}
+    for member in world.controller.members():
+        for key in [key for key, tier in member.tiers.items() if tier in THERE]:
+            found[key.partition("@")[0]].add(member.name)
+    return found
+
+
 def settle(world: World, placing: Placing, table: Table) -> None:
     """Looks until every adapter that is asked for is where the table sends its requests, and nowhere else."""
 
@@ -80,6 +92,8 @@ def test_adapters_move_with_their_demand_and_no_request_fails(
     assert (port.load(placing).prompt, port.load(placing).output) == (len(NAMES) * len(PROMPT), len(NAMES) * 64)
     monkeypatch.setattr(world.controller, "served", lambda *told: None)  # the demand is the test's own,
     monkeypatch.setattr(port.load(placing), "demand", Demand(steps=1))  # and that of one time step
+    for name in NAMES:
+        port.load(placing).served(name, 100, 100)
     placing.step(world.controller.members())
     settle(world, placing, table)
     hot = [name for name, where in homes(table).items() if where == crowded(table)][:2]
@@ -120,13 +134,56 @@ def test_a_replica_that_leaves_loses_its_parts_and_gets_new_ones_when_it_is_back
     assert {name: world.ask(name).read() for name in NAMES} == expected
 
 
+def test_without_demand_nothing_has_a_place_and_nothing_is_dropped(placed: tuple[World, Placing, Table]):
+    world, placing, table = placed
+    before = held(world)
+    for _ in range(5):  # longer than a forecast remembers
+        placing.step(world.controller.members())
+    for _ in range(3):
+        placing.look(world.controller.members())
+    assert not table.parts and held(world) == before
+
+
+def test_a_copy_is_dropped_only_when_every_home_has_the_adapter(
+    placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
+):
+    world, placing, table = placed
+    dropped: list[tuple[str, str]] = []
+
+    def unload(address: str, key: str) -> SimpleNamespace:
+        dropped.append((address, key))
+        return SimpleNamespace(future=done(None))
+
+    monkeypatch.setattr(world.controller.calls, "hold", lambda *_, **__: SimpleNamespace(future=done(None)))
+    monkeypatch.setattr(world.controller.calls, "unload", unload)
+    version = next(v for v in world.controller.registry.versions() if v.name == "a")
+    port.plan(placing, {"a": {"r1"}}, monkeypatch)
+
+    def look(**tiers: str) -> None:
+        members = world.controller.members()
+        placing.look([replace(m, tiers={version.key: tiers[m.name]} if m.name in tiers else {}) for m in members])
+
+    for tier in ("LOADING", "DISK"):
+        for _ in range(3):
+            look(r0="HBM", r1=tier)
+    assert not dropped and not table.parts
+    look(r0="HBM", r1="HOST")
+    assert table.parts == {version.key: {"r1": 1.0}} and not dropped  # requests on their way to r0 may come yet
+    look(r0="HBM", r1="HOST")
+    assert dropped == [(next(m.address for m in world.controller.members() if m.name == "r0"), version.key)]
+
+
 def test_an_adapter_that_does_not_come_keeps_its_places(
     placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
 ):
     world, placing, table = placed
+    for name in NAMES:
+        port.load(placing).served(name, 100, 100)
     placing.step(world.controller.members())
     settle(world, placing, table)
     before = homes(table)
+    assert before.keys() == set(NAMES)
+    wait_for(lambda: told(world) == held(world))
     new = {name: {"r1"} if parts == {"r0"} else {"r0"} for name, parts in before.items()}
     port.plan(placing, new, monkeypatch)
     asked: list[str] = []

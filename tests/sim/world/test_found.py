@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from concurrent.futures import CancelledError
 
 import pytest
 
-from jlora.errors import ResourceExhausted, Unavailable
+from jlora.errors import NotFound, ResourceExhausted, Unavailable
 from jlora.sim.world.sites import Shortage
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import port
@@ -21,7 +20,7 @@ def test_an_unload_under_a_pin_that_waits_for_the_disk_gives_the_reader_back():
     pinned = world.replica.pin_adapter("lora1", True)
     world.until(lambda: port.reading(world.shelf))
     gone = world.replica.unload_adapter("lora1")
-    with pytest.raises(CancelledError):
+    with pytest.raises(NotFound, match="lora1"):
         world.wait(pinned)
     world.wait(gone)
     world.until(lambda: not port.reading(world.shelf))
