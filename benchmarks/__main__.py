@@ -15,7 +15,7 @@
     router                       what a router adds between a client and its replicas
     cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
     cluster-migration            requests that move between replicas, beside dLoRA's Figures 11, 12 and 15
-    cluster-table                every policy on six kinds of traffic to 4 to 60 replicas
+    cluster-table                routing policies on six kinds of traffic to 4 to 60 replicas
     cluster-real                 the simulator's TTFT and TPOT beside those of real replicas over a paced device
     cluster-placement            where adapters are, beside LoRAServe's Figures 17 to 22
     failures                     R9: what replicas deliver while one of them is killed every minute

@@ -80,6 +80,16 @@ def storage(study: Study, replicas: int, kernel: str = "padded") -> pd.DataFrame
     return pd.DataFrame(list(made.values()))
 
 
+def stored(study: Study, *routers: str) -> str:
+    """Adapters of `loraserve`'s fullest host, as multiples of those of some routers, or all: the least and the most."""
+    ratios = []
+    for sides in _cells(study).values():
+        if placed := sides.get(PLACED[0]):
+            others = routers or (side for side in sides if side not in PLACED)
+            ratios += [placed["adapters_most"] / sides[side]["adapters_most"] for side in others]
+    return f"{min(ratios):.1f} to {max(ratios):.1f}"
+
+
 def predictions(study: Study) -> pd.DataFrame:
     """What was measured, and what the simulator said, in milliseconds; the error in brackets."""
     made: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""`jlora bench cluster-table`: every routing policy on six kinds of traffic to 4, 8, 16 and 60 replicas, simulated.
+"""`jlora bench cluster-table`: routing policies on six kinds of traffic to 4, 8, 16 and 60 replicas, simulated.
 
 Replicas are A10s with Llama-2-7B whose pools hold a part of the adapters, and hosts that fetch an adapter with its
 first request (`FETCH_GBPS`). Both kernels of CaraServe's models are played.
