@@ -245,6 +245,7 @@ class Residency:
         """Starts an adapter's copy to the device if it is not there; False if no room could be made."""
         if node.device or not node.size:
             return True
+        assert node.host, "an adapter that is not in host memory cannot be copied"
         if not self.make_room(adapter=node.size):
             return False
         self.bring(node, [node], demand)

@@ -399,7 +399,8 @@ class Adapters:
     def missed(self, reading: Reading, error: Exception) -> None:
         """The adapter could not be read, and the requests for it have ended."""
         for future in reading.then:
-            if not future.done():  # it is, if nobody has waited for the adapter for a while
+            # It is done if nobody has waited for a while; and it is not about these files if the name has moved on.
+            if not (future.done() or reading.node.gone):
                 future.set_exception(error)
         self.shelf.drop(reading)
 
