@@ -181,15 +181,18 @@ class Spoiler(FakeReplica):
 )
 def test_a_replica_that_sends_what_no_engine_says_is_left_and_its_request_goes_on_elsewhere(spoils: link.Token):
     with service(0) as made:
-        spoiler = Spoiler("a0")  # the first of two that are equal
+        spoiler = Spoiler("a0")
         spoiler.spoils = spoils
         made.loop.run(spoiler.serve())
         made.replicas.append(spoiler)
+        made.place(spoiler)
+        wait_for(lambda: len(made.router.replicas) == 1)
+        client = submit(made, request("whole", max_tokens=5))
+        wait_for(lambda: spoiler.started)
         made.add("r0")
         made.place(*made.replicas)
-        wait_for(lambda: len(made.router.replicas) == 2)
-        client = submit(made, request("whole", max_tokens=5)).wait()
-        assert spoiler.started and client.tokens() == answer(request("whole", max_tokens=5))
+        client.wait()
+        assert client.tokens() == answer(request("whole", max_tokens=5))
         assert client.last.finish_reason == "length" and client.last.timing is not None
 
 

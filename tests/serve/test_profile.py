@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
@@ -27,15 +29,20 @@ def profiled(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield served, directory
 
 
+def beside_steps(served: Served, call: Callable[[], Any]) -> Any:
+    """What the call returns, while the engine has something to do."""
+    with ThreadPoolExecutor(1) as pool:
+        made = pool.submit(call)
+        while not made.done():
+            served.generate(request("Hello", 8))
+    return made.result()
+
+
 def test_a_trace_of_some_steps(profiled: tuple[Served, Path]):
     served, directory = profiled
-    stream = served.inference.GenerateStream(request("Hello", 3000))
-    next(stream)
-    try:
-        made = served.control.Profile(pb.ProfileRequest(steps=5), timeout=LONGEST_S)
-        answer = httpx.post(f"{served.http}/debug/profile?steps=3", headers=JSON, timeout=LONGEST_S)
-    finally:
-        stream.cancel()
+    made = beside_steps(served, lambda: served.control.Profile(pb.ProfileRequest(steps=5), timeout=LONGEST_S))
+    url = f"{served.http}/debug/profile?steps=3"
+    answer = beside_steps(served, lambda: httpx.post(url, headers=JSON, timeout=LONGEST_S))
     assert made.steps >= 5 and answer.status_code == 200 and answer.json()["steps"] >= 3, answer.text
     for name in (made.name, answer.json()["name"]):
         assert list((directory / "plugins" / "profile" / name).glob("*.xplane.pb"))
