@@ -61,7 +61,7 @@ class Excuses:
         if isinstance(error, Planted | Shortage):
             return self._struck.reaches(error, f"request {request.id}")
         if isinstance(error, NotFound):
-            return request.adapter not in self._registry
+            return request.adapter is not None and request.adapter not in self._registry
         if isinstance(error, InvalidArgument):
             return self._activated(request.adapter)
         if isinstance(error, QueueFull):
