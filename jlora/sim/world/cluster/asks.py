@@ -28,7 +28,8 @@ class Ask:
         stops: completions that the client has stopped.
         lost: its router's process is gone.
         judge: hears of its errors as they come.
-        losses: attempts that were lost, with a link or by a replica's word.
+        losses: attempts in a row that were lost, with a link or by a replica's word, since its last token: the one
+            that brought it counts, too.
         causes: what replicas have said of its attempts: kind of error -> how often.
     """
 
@@ -88,6 +89,7 @@ class Ask:
                 raise Violation(f"{self.name}: an event after the end of completion {index}")
             if event.token_id is not None:
                 self.tokens[index].append(event.token_id)
+                self.losses = 0
                 self._compare(index)
             if event.error is not None:
                 self.errors.append(event.error)

@@ -90,7 +90,7 @@ class Blame:
     def judge(self, ask: Ask, error: BaseException) -> None:
         """A client gets an error, just now."""
         if not isinstance(error, JloraError) or not self._excused(ask, error):
-            happened = f"{ask.losses} attempts were lost, and replicas said {dict(ask.causes)}"
+            happened = f"{ask.losses} attempts in a row were lost, and replicas said {dict(ask.causes)}"
             self.found.append(f"{ask.name} has failed: {type(error).__name__}: {error}; {happened}")
 
     def command(self, one: Command) -> bool:

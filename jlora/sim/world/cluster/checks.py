@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from jlora.cluster.attach import BEAT_S
 from jlora.cluster.link import BEATS, LOOK_S
+from jlora.cluster.requests import MOST_MOVES
 from jlora.cluster.view import Held
 from jlora.sim.world.cluster.asks import Violation
 from jlora.sim.world.cluster.members import ReplicaProcess, RouterProcess
@@ -50,6 +51,9 @@ def _tables(router: RouterProcess) -> None:
         raise Violation(
             f"{router.name}: attempts {sorted(dispatcher.table._attempts)}, of live requests {sorted(rids)}"
         )
+    for routed in live:
+        if routed.moves > MOST_MOVES:
+            raise Violation(f"{router.name}: request {routed.request.id} has moved {routed.moves} times")
     if dispatcher.table.completions != sum(routed.request.sampling.n for routed in live):
         raise Violation(f"{router.name}: counts {dispatcher.table.completions} completions")
     if dispatcher.entries.keys() != {routed.handle for routed in live}:
