@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -107,13 +108,14 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
         process = subprocess.Popen(
             command, stdin=side, stdout=side, stderr=side, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}
         )
-        seen = read_until(main, lambda text: text.count("policy jlora") >= 3)
+        screen = Screen(main)
+        seen = screen.until(lambda text: text.count("policy jlora") >= 3)
         assert OTHER_SCREEN in seen
         if leave == "q":
             os.write(main, b"xq")
         else:
             process.send_signal(signal.SIGINT)
-        rest = read_until(main, lambda text: MAIN_SCREEN in text)
+        rest = screen.until(lambda text: MAIN_SCREEN in text)
         assert process.wait(20) == 0 and "Traceback" not in rest
         assert termios.tcgetattr(side) == before
     finally:
@@ -121,13 +123,21 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
         os.close(side)
 
 
-def read_until(descriptor: int, enough) -> str:
-    text, end, decoder = "", time.monotonic() + 60, codecs.getincrementaldecoder("utf-8")()
-    while not enough(text):
-        assert time.monotonic() < end, f"only saw {text[-400:]!r}"
-        if select.select([descriptor], [], [], 0.2)[0]:
-            text += decoder.decode(os.read(descriptor, 65536))  # which may end inside a character
-    return text
+class Screen:
+    """What a program writes to a terminal. One decoder reads it all: a read may end inside a character."""
+
+    def __init__(self, descriptor: int):
+        self.descriptor = descriptor
+        self.decoder = codecs.getincrementaldecoder("utf-8")()
+
+    def until(self, enough: Callable[[str], bool]) -> str:
+        """What came since the last call, up to a read after which `enough` holds."""
+        text, end = "", time.monotonic() + 60
+        while not enough(text):
+            assert time.monotonic() < end, f"only saw {text[-400:]!r}"
+            if select.select([self.descriptor], [], [], 0.2)[0]:
+                text += self.decoder.decode(os.read(self.descriptor, 65536))
+        return text
 
 
 def test_no_server_is_one_clear_line(capsys: pytest.CaptureFixture[str]):

@@ -177,7 +177,9 @@ class World:
         self.sites.heal()
         self._until(lambda: not self.clients.calls and not self.clients.commands, "a request or a command never ends")
         if self.over:
-            assert isinstance(self.replica.check_integrity().exception(), Unavailable)
+            refused = self.replica.check_integrity()
+            self._until(refused.done, "a command to a replica that has failed is never answered")
+            assert isinstance(refused.exception(), Unavailable)
         else:
             self._rest()
         closing = self.tasks.start("close", self.replica.close)

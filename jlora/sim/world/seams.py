@@ -21,7 +21,7 @@ SITES = {
     "queue.enter": Site("memory is too short to queue a sequence", 0.02),
     "commit.publish": Site("an error in taking in a sequence's step", 0.01),
     "plan.guilty": Site("an error in planning a sequence", 0.005),
-    "plan.nobody": Site("an error in planning that is due to nobody", 0.01, ends=True, rare=0.5),
+    "plan.nobody": Site("an error in planning that is due to nobody", 0.015, ends=True, rare=0.5),
 }
 
 # Whom a fault in a call with these arguments strikes: the handle of a request, or nobody known.
@@ -41,7 +41,7 @@ def plant(parts: Parts, sites: Sites, struck: Struck) -> None:
     def owner(args: tuple[Any, ...]) -> int | None:
         """Whose lease it is."""
         lease: Lease = args[0]
-        return next((s.handle for s in scheduler.running if s.lease is lease), None)
+        return next((s.handle for s in (*scheduler.running, *scheduler.loading) if s.lease is lease), None)
 
     for name, thing, method in (
         ("plan.grow", leases, "grow"),
