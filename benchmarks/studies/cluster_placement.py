@@ -30,7 +30,6 @@ from jlora.sim.trace import Trace, Turn, facts
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20))
 RANKS = (8, 16, 32, 64, 128)
-STEP_S = 2.0  # of the placement; the paper's is a minute, in traces of an hour
 SLO_S = 0.05  # per token
 FETCH_GBPS = 1.0
 EVERYWHERE = ("toppings", "toppings, any rank")  # sides whose hosts all have all adapters
@@ -49,7 +48,12 @@ SIDES: Mapping[str, tuple[Place, str, bool]] = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One load. `skew`: how requests spread over ranks: "uniform", "shifting" or "exponential"."""
+    """One load.
+
+    Attributes:
+        skew: how requests spread over ranks: "uniform", "shifting" or "exponential".
+        step_s: a time step of the placement; the paper's is a minute, in traces of an hour.
+    """
 
     name: str
     skew: str
@@ -57,6 +61,7 @@ class Case:
     servers: int = 4
     adapters: int = 100
     seconds: float = 16.0
+    step_s: float = 2.0
 
 
 CASES = (
@@ -65,6 +70,7 @@ CASES = (
     Case("20: exponential", "exponential", 40.0),
     Case("21: 25 adapters", "uniform", 40.0, adapters=25),
     Case("22: 8 servers", "shifting", 80.0, servers=8, seconds=12.0),
+    Case("19: shifting, 300 s", "shifting", 40.0, adapters=25, seconds=300.0, step_s=15.0),
 )
 QUICK = (Case("17, 18: uniform", "uniform", 8.0, servers=2, adapters=10, seconds=2.0),)
 
@@ -116,7 +122,7 @@ def measured(case: Case, side: str, load: tuple[Work, tuple[int, ...], float]) -
     fetch_gbps = 0.0 if side in EVERYWHERE else FETCH_GBPS
     service = Service(
         case.servers, ranks, "padded", fetch_gbps=fetch_gbps, slo_s=SLO_S, outputs=outputs, place=place,
-        place_s=STEP_S, ahead=ahead,
+        place_s=case.step_s, ahead=ahead,
     )  # fmt: skip
     result = simulate_service(SCENARIO, service, work, "jlora", route)
     summary, told = result["summary"], result["service"]
