@@ -9,6 +9,7 @@
     catalogue                    what a registered adapter costs: seconds of a start, bytes of memory and registry
     fronts                       the server's processor time per token, HTTP against gRPC
     lora                         adapters by active blocks against dense slots
+    price                        R4: whole steps with 1, 8 and 64 adapters over the same steps of the base
     alora                        R6: activated against plain LoRAs in pipelines, on this engine
     beyond                       R3: every cache policy in the simulator, against a bound
     caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
@@ -61,6 +62,7 @@ STUDIES: Mapping[str, str] = {
     "fronts": "benchmarks.micro.fronts",
     "router": "benchmarks.micro.router",
     "lora": "benchmarks.micro.lora",
+    "price": "benchmarks.micro.price",
     "startup": "benchmarks.micro.startup",
     "cold": "benchmarks.micro.cold",
     "compare": "benchmarks.compare",
@@ -87,7 +89,7 @@ GROUPS: Mapping[str, Sequence[str]] = {
     "peers": ("throughput", "latency"),
 }
 QUICK = {"engine.max_seqs": 4, "engine.max_step_tokens": 32}  # few programs to compile
-BY_DTYPE = ("throughput", "latency", "lora", "startup", "compare")  # measured once per --dtype
+BY_DTYPE = ("throughput", "latency", "lora", "price", "startup", "compare")  # measured once per --dtype
 
 
 def main(argv: Sequence[str] | None = None) -> int:

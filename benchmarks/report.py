@@ -42,6 +42,7 @@ PAGES: Mapping[str, Page] = {
     "gaps": Page("gaps-*.jsonl"),
     "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
+    "price": Page("price-*.jsonl"),
     "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
     "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
     "step-model": Page("step-model-*.jsonl", figures.step_model, "step-model.png"),

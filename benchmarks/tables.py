@@ -12,6 +12,7 @@ import pandas as pd
 from benchmarks.records import Study, control, median, ratios, told
 
 WAYS = ("blocking", "wait", "stream", "cpu")  # of starting cold
+AUTO = ("auto", "auto, file")  # and of choosing between them
 CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
 
 
@@ -278,40 +279,57 @@ def switches(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def price(studies: Sequence[Study]) -> pd.DataFrame:
+    """A step with adapters over the same step without, in the same round."""
+    made = []
+    for study in studies:
+        for cell, rows in study.rows.groupby("cell", sort=False):
+            base = rows[rows["side"] == "base"]["seconds"].median()
+            row = {"dtype": study.settings["dtype"], "step": cell, "base ms": f"{1e3 * base:.1f}"}
+            sides = [side for side in study.rows["side"].unique() if side != "base"]
+            for side in sides:
+                over = ratios(rows, side, "base", "seconds")
+                row[f"{side}, over base"] = told(over) if len(over) else ""
+            made.append({**row, "control": controls(control(rows, "base", "seconds"))})
+    return pd.DataFrame(made)
+
+
 def cold(study: Study) -> pd.DataFrame:
     """Seconds to the first token: of waiting, and of each way over waiting in the same round."""
     made = []
     for cell, rows in study.rows.groupby("cell", sort=False):
         ttft = rows.pivot(index="round", columns="side", values="ttft_s")
         over = ttft.div(ttft["wait"], axis=0).median()
-        picked = rows.loc[rows["side"] == "auto", "kinds"]
         row = {"case": cell, "wait, ms": f"{1e3 * ttft['wait'].median():.0f}"}
-        row |= {way: f"{over[way]:.2f}" for way in ("stream", "cpu", "auto")}
-        made.append({**row, "auto picked": ", ".join(sorted({kind for kinds in picked for kind in kinds}))})
+        row |= {way: f"{over[way]:.2f}" for way in ("stream", "cpu", *AUTO)}
+        for way in AUTO:
+            picked = rows.loc[rows["side"] == way, "kinds"]
+            row[f"{way} picked"] = ", ".join(sorted({kind for kinds in picked for kind in kinds}))
+        made.append(row)
     return pd.DataFrame(made)
 
 
 def cold_error(study: Study) -> pd.DataFrame:
-    """What was predicted beside what was measured, for single requests."""
-    rows = study.rows.dropna(subset="predicted_s")
-    error, made = rows["predicted_s"] / rows["ttft_s"] - 1, []
-    for side, group in error.groupby(rows["side"], sort=False):
-        made.append(
-            {
-                "way": side,
-                "runs": len(group),
-                "median": f"{group.abs().median():.0%}",
-                "90th percentile": f"{group.abs().quantile(0.9):.0%}",
-                "bias": f"{group.median():+.0%}",
-            }
-        )
+    """What was predicted beside what was measured, for single requests, by how they started."""
+    rows, made = study.rows[study.rows["kinds"].map(lambda kinds: list(kinds.values()) == [1])], []
+    started = rows["side"].where(~rows["side"].isin(AUTO), rows["side"] + " → " + rows["kinds"].map(min))
+    for way, group in rows.groupby(started, sort=False):
+        row = {"way": way, "runs": len(group)}
+        for costs, key in (("rehearsed", "rehearsed_s"), ("file", "file_s")):
+            error = (group[key] / group["ttft_s"] - 1).dropna()
+            told = [error.abs().median(), error.abs().quantile(0.9)]
+            row[f"{costs}: median"], row["p90" + " " * (costs == "file")] = (
+                f"{value:.0%}" if len(error) else "" for value in told
+            )
+            row["bias" + " " * (costs == "file")] = f"{error.median():+.0%}" if len(error) else ""
+        made.append(row)
     return pd.DataFrame(made)
 
 
-def cold_regret(study: Study) -> str:
-    """`auto` over the fastest fixed way of each case: median and worst."""
+def cold_regret(study: Study, way: str) -> str:
+    """A way that picks over the fastest fixed way of each case: median and worst."""
     middle = study.rows.pivot_table(index="cell", columns="side", values="ttft_s", aggfunc="median")
-    over = middle["auto"] / middle[["wait", "stream", "cpu"]].min(axis=1)
+    over = middle[way] / middle[["wait", "stream", "cpu"]].min(axis=1)
     return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
 
 

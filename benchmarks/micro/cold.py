@@ -1,8 +1,9 @@
 """Time to the first token of a request whose adapter is not on the device, by the way it starts.
 
-One engine serves all ways in turn: wait, stream, cpu, and auto, which picks for each request. The link is
-emulated in both directions, for copies and for the exchanges of the host's help alike. The engine is
-stepped here, from one thread. Beside each time is what `engine/cold_start.py` predicted for it.
+One engine for each link serves all ways in turn: wait, stream, cpu, and auto, which picks for each request. It
+does so twice: by costs that it rehearses at its start, and by a file that `jlora doctor fit` wrote for this
+engine (`engine.step_model`). The link is emulated in both directions, for copies and for the exchanges of the
+host's help alike. The engine is stepped here, from one thread. Beside each time is what either predicted.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.cache import inspect
+from jlora.cache.readiness import Helps
+from jlora.doctor import engine_fit
+from jlora.doctor.engine_fit import Course
 from jlora.engine import cold_start
 from jlora.engine.build import Built, build, compile_rest
 from jlora.engine.cold_start import Chooser
@@ -21,7 +26,8 @@ from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_mod
 from jlora.loadgen.rounds import Sample, Side
 from jlora.types import Request, SamplingParams, Timing
 
-WAYS = ("wait", "stream", "cpu", "auto")
+WAYS = ("wait", "stream", "cpu", "auto", "auto, file")
+COURSE = Course({"fit": 2, "held": 1}, 3, 3.0)
 BURST = 4  # requests at once, each for an adapter of its own
 SETTINGS = {
     "engine.max_seqs": 4, "engine.max_step_tokens": 128, "engine.cold_start": "auto",
@@ -61,18 +67,32 @@ def run(options: Options) -> None:
         write_model(folder / "model", spec, 0)
     names = _adapters(folder, cases)
     settings = {**SETTINGS, "model.path": str(folder / "model"), "model.dtype": options.dtype, **options.settings}
-    settings |= {f"adapters.paths.{name}": str(folder / name) for name in names}
     records = options.records(f"cold-{options.dtype}", {"cases": [case.name for case in cases]})
-    built = compile_rest(build(configuration.load(None, settings)), progress=True)
-    try:
-        for gbps in sorted({case.gbps for case in cases}):
-            starts = _Starts(built, gbps)
+    for gbps in sorted({case.gbps for case in cases}):
+        linked = {**settings, "cache.link_gbps": gbps}
+        linked["engine.step_model"] = str(_fitted(folder / f"steps-{options.dtype}-{gbps:g}.json", linked, options))
+        linked |= {f"adapters.paths.{name}": str(folder / name) for name in names}
+        built = compile_rest(build(configuration.load(None, linked)), progress=True)
+        try:
+            starts = _Starts(built)
             for case in cases:
                 if case.gbps == gbps:
                     sides = [Side(way, partial(starts.sample, way, case)) for way in WAYS]
                     records.measure(case.name, sides, options.budget(3))
-    finally:
-        built.engine.close()
+        finally:
+            built.engine.close()
+
+
+def _fitted(path: Path, settings: dict[str, Any], options: Options) -> Path:
+    """The file of `jlora doctor fit` for an engine of these settings."""
+    if not path.exists():
+        built = engine_fit.started(settings["model.path"], settings)
+        try:
+            course = engine_fit.QUICK if options.quick else COURSE
+            engine_fit.run(built, course, lambda what: print(what, flush=True)).steps.write(path)
+        finally:
+            built.engine.close()
+    return path
 
 
 def _adapters(folder: Path, cases: tuple[Case, ...]) -> list[str]:
@@ -89,42 +109,36 @@ def _adapters(folder: Path, cases: tuple[Case, ...]) -> list[str]:
 class _Starts:
     """Cold starts on one engine over one link."""
 
-    def __init__(self, built: Built, gbps: float):
+    def __init__(self, built: Built):
         self._engine, self._registry = built.engine, built.parts.registry
         self._manager = built.parts.scheduler.manager
         self._count = 0
-        swapper, assist = built.parts.swapper, built.runner._assist
-        assert assist is not None
-        swapper._block_s = built.reader.layout.block_bytes / (gbps * 1e9)  # pyright: ignore[reportAttributeAccessIssue]
-        assist._byte_s = 1e-9 / gbps
-        before = self._manager.leases.gate.helps
-        assert isinstance(before, Chooser)
-        fitted = built.info.config.engine.step_model
-        costs = before.costs if fitted else cold_start.measure(built.runner.rehearse, built.runner.largest)
-        self._chooser = Chooser(costs, self._manager.policy.meter, built.runner.pool.groups, before._places)
+        filed = self._manager.leases.gate.helps
+        assert isinstance(filed, Chooser)
+        costs = cold_start.measure(built.runner.rehearse, built.runner.largest)
+        rehearsed = Chooser(costs, self._manager.policy.meter, built.runner.pool.groups, filed._places)
+        self._choosers = {"auto": rehearsed, "auto, file": filed}
         for name in [info.name for info in self._engine.adapters.all()]:  # the meter learns the link
             self._serve("wait", [name], 2)
 
     def sample(self, way: str, case: Case) -> Sample:
-        """Mean seconds to the first token, and the mean of what was predicted when the requests came."""
+        """Mean seconds to the first token, and what was predicted when a single request came."""
         timings, predicted = self._serve(way, [f"r{case.rank}-{i}" for i in range(case.requests)], case.tokens)
         kinds = [timing.cold_start for timing in timings]
         found = {kind: kinds.count(kind) for kind in set(kinds)}
         ttft_s = sum(timing.ttft for timing in timings) / len(timings)
-        return {"ttft_s": ttft_s, "predicted_s": predicted if case.requests == 1 else None, "kinds": found}
+        return {"ttft_s": ttft_s, "kinds": found, **(predicted if case.requests == 1 else {})}
 
-    def _serve(self, way: str, names: list[str], tokens: int) -> tuple[list[Timing], float]:
+    def _serve(self, way: str, names: list[str], tokens: int) -> tuple[list[Timing], Sample]:
         engine, manager = self._engine, self._manager
         cells = inspect.cells(manager)
         while manager.flying:
             engine.step()
         while (node := cells.candidates.victim()) is not None:
             cells.evict(node)
-        choices = {"wait": None, "stream": None, "cpu": lambda *_: True, "auto": self._chooser}
+        choices: dict[str, Helps | None] = {"wait": None, "stream": None, "cpu": lambda *_: True, **self._choosers}
         manager.leases.gate.helps, cells._streams = choices[way], way != "wait"
-        adapter = self._registry.get(names[0]).node
-        cold = self._chooser.cold(adapter, manager.forecast.arrival_s(adapter), tokens)
-        predicted = cold_start.predict(cold, self._chooser.costs)
+        predicted = self._predicted(way, names[0], tokens)
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         like = Request("", tuple(range(3, 3 + tokens)), sampling, bypass_prefix_cache=True)
         for name in names:
@@ -133,4 +147,15 @@ class _Starts:
         timings: list[Timing] = []
         while len(timings) < len(names):
             timings += [event.timing for event in engine.step() if event.timing is not None]
-        return timings, min(predicted.values()) if way == "auto" else predicted[way]
+        return timings, predicted
+
+    def _predicted(self, way: str, name: str, tokens: int) -> Sample:
+        """Seconds to the first token, by either costs."""
+        adapter, found = self._registry.get(name).node, {}
+        for side, key in (("auto", "rehearsed_s"), ("auto, file", "file_s")):
+            chooser = self._choosers[side]
+            cold = chooser.cold(adapter, self._manager.forecast.arrival_s(adapter), tokens)
+            told = cold_start.predict(cold, chooser.costs)
+            if way in told or way == side:
+                found[key] = told[way] if way in told else min(told.values())
+        return found

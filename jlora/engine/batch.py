@@ -8,7 +8,6 @@ that everything is compiled at start.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -167,7 +166,7 @@ class BatchBuilder:
         self._width = layout.blocks_for(spec.max_len)
         self._projections = projections
         self._merged = NOTHING  # of the step whose launches are laid out
-        self._lists = functools.lru_cache(SETS)(self._group)
+        self._kept: dict[tuple[Any, bool], Lists] = {}  # the last used last
 
     def by_projection(self, uid: int, blocks: Sequence[int]) -> dict[str, tuple[int, ...]]:
         """An adapter's blocks of either tier by the projection whose units they hold."""
@@ -244,6 +243,14 @@ class BatchBuilder:
     def _reads(self, rows: int) -> int:
         """Rows that a launch samples from, with padding: one alone may be slow."""
         return max(self.buckets.decode[0], rows)
+
+    def _lists(self, adapters: tuple[tuple[int, tuple[int, ...]], ...], bare: bool) -> Lists:
+        """The lists of these adapters, kept for later launches of the same."""
+        key = adapters, bare
+        self._kept[key] = lists = self._kept.pop(key, None) or self._group(adapters, bare)
+        if len(self._kept) > SETS:
+            del self._kept[next(iter(self._kept))]
+        return lists
 
     def _group(self, adapters: Sequence[tuple[int, Sequence[int]]], bare: bool) -> Lists:
         """The blocks of these adapters, by uid, grouped by projection."""

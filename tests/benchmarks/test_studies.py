@@ -53,6 +53,14 @@ def test_adapters_by_blocks_and_dense_slots_are_timed_side_by_side(tmp_path: Pat
 
 
 @pytest.mark.slow
+def test_whole_steps_are_timed_with_adapters_and_without(tmp_path: Path):
+    lines = study(tmp_path, "price", "--rounds", "1")
+    assert {line["side"] for line in lines} == {"base", "1 adapter", "8 adapters"}
+    assert all(line["seconds"] > 0 for line in lines)
+    assert render("price", tmp_path / "out", draw=False)
+
+
+@pytest.mark.slow
 def test_both_fronts_send_the_same_deltas(tmp_path: Path):
     lines = study(tmp_path, "fronts", "--rounds", "1")
     sides = {line["side"]: line for line in lines}
@@ -105,7 +113,8 @@ def test_host_time_is_counted_per_step(tmp_path: Path):
 @pytest.mark.slow
 def test_cold_starts_are_measured_by_their_way(tmp_path: Path):
     lines = study(tmp_path, "cold", "--rounds", "1")
-    assert {line["side"] for line in lines} == {"wait", "stream", "cpu", "auto"}
+    assert {line["side"] for line in lines} == {"wait", "stream", "cpu", "auto", "auto, file"}
+    assert all(line["rehearsed_s"] > 0 for line in lines if line["side"] == "wait" and "at once" not in line["cell"])
     assert {kind for line in lines if line["side"] == "cpu" for kind in line["kinds"]} == {"cpu"}
     assert all(line["ttft_s"] > 0 for line in lines)
 

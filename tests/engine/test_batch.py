@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import jax
 import pytest
 
 from jlora.cache.lease import Lease
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.batch import BatchBuilder, Buckets, Launch
+from jlora.engine.batch import SETS, BatchBuilder, Buckets, Launch, Lists
 from jlora.engine.plan import ROW, Sequence, Work
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
@@ -128,6 +131,32 @@ def test_what_the_host_says_of_a_launch_is_two_arrays_and_the_lists_of_its_adapt
     assert launches[0].lists is launches[2].lists and launches[1].lists is launches[3].lists
     (launch,) = builder.launches([running(1, tuple(range(1, 10)))], [])
     assert len(jax.tree.leaves((launch.record, launch.sampling))) == 2
+
+
+def test_only_the_lists_of_the_last_sets_of_adapters_are_kept(builder: BatchBuilder):
+    def lists(uid: int) -> Lists:
+        return builder.launch([work(adapter(uid), 5, 1)], 2, 1).lists
+
+    first, second = lists(1), lists(2)
+    for uid in range(3, SETS + 1):
+        lists(uid)
+    assert lists(1) is first  # it is the last used now, and the second set leaves before it
+    lists(SETS + 1)
+    assert lists(1) is first and lists(2) is not second
+
+
+def test_nothing_keeps_the_lists_of_an_engine_that_is_gone():
+    spec = tiny_spec()
+    config = EngineConfig(max_seqs=4, max_step_tokens=256)
+    made = BatchBuilder(PoolLayout.of(spec, 100, 8), config, spec, lambda uid: ("q", "v"))
+    made.launch([work(adapter(1), 5, 1)], 2, 1)
+    gone = weakref.ref(made)
+    gc.disable()  # a cycle would wait for the collector, and arrays of the device with it
+    try:
+        del made
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 def test_programs_without_adapters_are_fewer_than_those_with_them():

@@ -12,12 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 from jlora.cache.transfer import Copy
 from jlora.engine.cold_start import Chooser, measure
+from jlora.engine.device import name_of as device_of
 from jlora.engine.host_lora import HostLora
+from jlora.engine.runner import Runner
 from jlora.engine.scheduler import SETBACKS
+from jlora.step_model import Help
 from jlora.types import Request, TokenEvent
 from tests import port
 from tests._make import make_adapter
@@ -25,6 +29,7 @@ from tests.cache._books import evict_all
 from tests.engine._replica import Running
 from tests.engine.test_engine import GREEDY, SEEDED, mixed, serve, tokens
 from tests.engine.test_exactness import TIGHT, poisoned
+from tests.test_step_model import STEPS
 
 HELP: dict[str, Any] = {"cache__monitor_s": 60, "engine__cold_start": "cpu", "cache__link_gbps": 0.01}
 PROMPT = tuple(3 + i * 7 % 80 for i in range(40))
@@ -259,3 +264,23 @@ def test_auto_measures_its_costs_at_the_start(tiny_model: Path, tiny_adapters: d
     with poisoned(tiny_model, tiny_adapters, **{**HELP, "engine__cold_start": "auto"}) as running:
         assert isinstance(running.manager.leases.gate.helps, Chooser)
         assert len(tokens(serve(running, [COLD])["cold"])) == GREEDY.max_tokens
+
+
+def test_with_a_fitted_file_auto_asks_its_costs_and_rehearses_nothing(
+    tmp_path: Path, service: Running, tiny_model: Path, tiny_adapters: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    """The file says that the host takes half a second for each token and place: less than the copy for three tokens."""
+    reader, path = service.built.reader, tmp_path / "steps.json"
+    device, block_tokens = device_of(jax.devices()[0]), reader.layout.block_tokens
+    told = replace(STEPS, spec=reader.spec, device=device, block_tokens=block_tokens, help=Help((0.0, 0.5), (0.0, 0.0)))
+    told.write(path)
+    monkeypatch.setattr(Runner, "rehearse", None)
+    keys = {"engine__cold_start": "auto", "engine__step_model": str(path)}
+    with poisoned(tiny_model, tiny_adapters, **{**HELP, **keys}) as running:
+        monkeypatch.setattr(running.manager.forecast, "arrival_s", lambda adapter: 10.0)
+        for prompt, helped in ((PROMPT[:3], True), (PROMPT, False)):
+            with cold(running) as link:
+                if not helped:
+                    link.release()
+                events = serve(running, [replace(COLD, prompt=prompt)])["cold"]
+                assert len(tokens(events)) == GREEDY.max_tokens and (start_of(events) == "cpu") == helped

@@ -11,6 +11,7 @@ import os
 import re
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -39,12 +40,20 @@ COPIED = PoolLayout.of(LLAMA3_8B, 1, 32).block_bytes  # of one block; a pool is 
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """What a compiler said of a program: its HLO; bytes of temporaries and of arguments updated in place; seconds."""
+    """What a compiler said of a program: its HLO; bytes of temporaries and of arguments updated in place.
+
+    Attributes:
+        stages: seconds of tracing, lowering and compiling.
+    """
 
     text: str
     temp: int
     alias: int
-    seconds: float
+    stages: tuple[float, float, float]
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.stages)
 
     @property
     def vmem(self) -> int:
@@ -89,11 +98,18 @@ def placed(tree: Any, mesh: Mesh, specs: Any = None) -> Any:
 
 def compiled(f: Any, args: tuple[Any, ...], mesh: Mesh) -> Compiled:
     """A jitted function compiled for the mesh's chips."""
-    began = time.monotonic()
+    times = [time.monotonic()]
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):  # kernels ask it which chip they are for
-        program = f.trace(*args).lower().compile()
-    memory, seconds = program.memory_analysis(), time.monotonic() - began
-    return Compiled(program.as_text(), memory.temp_size_in_bytes, memory.alias_size_in_bytes, seconds)
+        traced = f.trace(*args)
+        times.append(time.monotonic())
+        lowered = traced.lower()
+        times.append(time.monotonic())
+        program = lowered.compile()
+    times.append(time.monotonic())
+    memory = program.memory_analysis()
+    traced_s, lowered_s, compiled_s = (later - before for before, later in pairwise(times))
+    stages = (traced_s, lowered_s, compiled_s)
+    return Compiled(program.as_text(), memory.temp_size_in_bytes, memory.alias_size_in_bytes, stages)
 
 
 def compiled_copy(name: str, mesh: Mesh) -> Compiled:

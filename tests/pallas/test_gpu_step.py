@@ -35,7 +35,9 @@ DECODE, PROMPTS = (64, 1), (16, 32)
 SHAPES = pytest.mark.parametrize("shape", [DECODE, PROMPTS], ids=["decode", "prompts"])
 
 
-def compiled_step(spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1, bare: bool = False) -> Compiled:
+def compiled_step(
+    spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1, bare: bool = False, kernels: str = "pallas"
+) -> Compiled:
     """The forward program with layers unrolled, over a pool of `gib` on each device."""
     _gpu.need_compiler()
     mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
@@ -43,7 +45,7 @@ def compiled_step(spec: ModelSpec, gib: int, shape: tuple[int, int], tp: int = 1
     layout = fit_units(PoolLayout.of(spec, blocks, 32, tp))
     width = layout.blocks_for(spec.max_len)
     site = Site("gpu", "H200", layout, spec.heads, (DECODE, PROMPTS), width, 64, Gpu("9.0"))
-    programs = step.build(spec, layout, mesh, False, choose(site, "pallas").ops)
+    programs = step.build(spec, layout, mesh, False, choose(site, kernels).ops)
     params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
     builder = BatchBuilder(layout, EngineConfig(max_seqs=64, max_step_tokens=512), spec, lambda uid: (), bare)
     pool = _aot.placed(jax.ShapeDtypeStruct(layout.shape, jnp.dtype(layout.dtype)), mesh, sharding.POOL)
