@@ -144,10 +144,12 @@ class Help:
     Attributes:
         place: of the exchanges at one of the four places of a layer.
         block: of reading a block of the adapter and its products.
+        parts: of what the device takes longer for the base in parts.
     """
 
     place: tuple[Seconds, Seconds]
     block: tuple[Seconds, Seconds]
+    parts: tuple[Seconds, Seconds] = (0.0, 0.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -144,7 +144,7 @@ def _record(built: Built, found: Fit, rows: list[dict[str, Any]]) -> FittedSteps
         fixed_s=found.fixed_s,
         decode=found.decode,
         prompt=found.prompt,
-        help=Help((costs.place.fixed, costs.place.each), (costs.block.fixed, costs.block.each)),
+        help=Help(*((line.fixed, line.each) for line in (costs.place, costs.block, costs.parts))),
         facts={
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
             "versions": machine.versions(),

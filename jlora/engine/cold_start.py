@@ -15,7 +15,7 @@ from typing import NamedTuple
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import ADAPTER, AdapterNode
 from jlora.model.spec import PROJECTIONS
-from jlora.step_model import FittedSteps
+from jlora.step_model import FittedSteps, StepLoad
 
 FEW, MANY = 1, 9  # blocks per projection of rehearsals
 ROUNDS = 3  # interleaved: a neighbour on the machine then disturbs no case in all of them
@@ -40,12 +40,14 @@ class Line(NamedTuple):
 
 
 class Prompts(NamedTuple):
-    """Seconds by tokens of a prompt, as fitted."""
+    """Seconds by tokens of a prompt, as fitted; with an adapter of so many blocks, or the base's."""
 
     steps: FittedSteps
 
-    def at(self, tokens: float) -> float:
-        return self.steps.prefill_s({0: 1}, math.ceil(tokens))
+    def at(self, tokens: float, blocks: int = 0) -> float:
+        count = math.ceil(tokens)
+        pairs, rows = count * (count + 1) / 2, -(-count // self.steps.row_tokens)
+        return self.steps.seconds(StepLoad(count, 0, count, pairs, blocks, blocks * count, rows))
 
 
 class Costs(NamedTuple):
@@ -55,16 +57,22 @@ class Costs(NamedTuple):
         device: the base's part.
         place: of the exchanges between device and host, at one of the four places of a layer.
         block: of reading a block of the adapter and its products on the host.
+        parts: of what the base takes longer in parts, between which the exchanges are.
     """
 
     device: Line | Prompts
     place: Line
     block: Line
+    parts: Line = Line(0.0, 0.0)
 
     @classmethod
     def fitted(cls, steps: FittedSteps) -> Costs:
         """Costs of a file of `jlora doctor fit`."""
-        return cls(Prompts(steps), Line(*steps.help.place), Line(*steps.help.block))
+        return cls(Prompts(steps), *(Line(*line) for line in (steps.help.place, steps.help.block, steps.help.parts)))
+
+    def adapted(self, tokens: int, blocks: int) -> float:
+        """Seconds on the device with an adapter; a rehearsal does not know what the adapter adds to the base."""
+        return self.device.at(tokens, blocks) if isinstance(self.device, Prompts) else self.device.at(tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,29 +97,31 @@ class Cold:
 
 def predict(cold: Cold, costs: Costs) -> dict[str, float]:
     """Seconds to the first token by the way of starting."""
-    device_s = costs.device.at(cold.tokens)
-    added_s = cold.places * costs.place.at(cold.tokens) + cold.blocks * costs.block.at(cold.tokens)
+    device_s = costs.adapted(cold.tokens, cold.blocks)
+    host_s = costs.device.at(cold.tokens) + costs.parts.at(cold.tokens)
+    host_s += cold.places * costs.place.at(cold.tokens) + cold.blocks * costs.block.at(cold.tokens)
     streamed = helped = 0.0
     for group in range(1, cold.groups + 1):
         arrives = cold.left_s - cold.copy_s * (1 - group / cold.groups)
         streamed = max(streamed, arrives) + device_s / cold.groups
-        helped += (device_s + added_s * (arrives > helped)) / cold.groups
+        helped += (host_s if arrives > helped else device_s) / cold.groups
     return {"wait": cold.left_s + device_s, "stream": streamed, "cpu": helped}
 
 
-def measure(rehearse: Callable[[int, int], float], sizes: Sequence[int]) -> Costs:
-    """Costs from rehearsals of forwards: `rehearse(tokens, blocks per projection)` gives seconds."""
-    cases = [(tokens, blocks) for tokens in sizes for blocks in (0, FEW, MANY)]
+def measure(rehearse: Callable[[int, int | None], float], sizes: Sequence[int]) -> Costs:
+    """Costs from rehearsals of forwards: `rehearse(tokens, blocks per projection)` gives seconds; None: as a whole."""
+    cases = [(tokens, blocks) for tokens in sizes for blocks in (None, 0, FEW, MANY)]
     taken = [{case: rehearse(*case) for case in cases} for _ in range(ROUNDS)]
     best = {case: min(times[case] for times in taken) for case in cases}
-    device, place, block = [], [], []
+    device, place, block, parts = [], [], [], []
     for tokens in sizes:
-        bare, few, many = (best[tokens, blocks] for blocks in (0, FEW, MANY))
+        whole, bare, few, many = (best[tokens, blocks] for blocks in (None, 0, FEW, MANY))
         each = max(0.0, (many - few) / (MANY - FEW) / len(PROJECTIONS))
-        device.append((tokens, bare))
+        device.append((tokens, whole))
         place.append((tokens, max(0.0, few - bare - FEW * len(PROJECTIONS) * each) / 4))
         block.append((tokens, each))
-    return Costs(*(Line.through(points) for points in (device, place, block)))
+        parts.append((tokens, max(0.0, bare - whole)))
+    return Costs(*(Line.through(points) for points in (device, place, block, parts)))
 
 
 class Chooser:

@@ -96,10 +96,13 @@ class Engine:
         stalled_s = 0.0 if pending is None else pending.stalled_s
         counts.plan_s += planned - began
         counts.dispatch_s += self._clock() - planned - stalled_s
-        done, self._in_flight = (self._in_flight, pending) if self._shape.overlap else (pending, None)
-        if pending is None and done is None:
+        # The host has computed its part of a helped step: the next one would only keep its tokens waiting.
+        overlaps = self._shape.overlap and not plan.helps
+        done = [step for step in (self._in_flight, None if overlaps else pending) if step is not None]
+        self._in_flight = pending if overlaps else None
+        if pending is None and not done:
             self.rest()
-        committed = [] if done is None else self._commit(done)
+        committed = [event for step in done for event in self._commit(step)]
         events, self._ended, self._faults.ended = committed + self._ended + self._faults.ended, [], []
         self._registry.purge(self._manager.adapters)
         return events
@@ -148,7 +151,7 @@ class Engine:
         events = self._scheduler.commit(done.plan, drawn, now)
         counts = self._counts
         prompt = sum(work.count for work in done.plan.prefill)
-        if prompt >= ROW:  # what a prompt token costs beside the running sequences
+        if prompt >= ROW and not done.plan.helps:  # what a prompt token costs beside the running sequences
             self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
         if self._switching is not None and done.plan.decode and not prompt:
             self._observe(done.plan, now - max(counts.committed, done.dispatched))

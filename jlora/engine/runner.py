@@ -203,16 +203,19 @@ class Runner:
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
 
-    def rehearse(self, tokens: int, blocks: int) -> float:
+    def rehearse(self, tokens: int, blocks: int | None) -> float:
         """Seconds of a forward with the host's help, for an adapter of so many blocks per projection; 0: of the base.
 
-        It touches no live block. Call it before the engine serves.
+        None: of the base as a whole. It touches no live block. Call it before the engine serves.
         """
         chunk = min(ROW, tokens)
         blank = self._builder.blank(tokens // chunk, chunk)
-        share = Share(np.arange(tokens), dict.fromkeys(PROJECTIONS, (0,) * blocks))
+        share = Share(np.arange(tokens), dict.fromkeys(PROJECTIONS, (0,) * (blocks or 0)))
         began = self._clock()
-        _, hidden = self._grouped(blank, _Copies(), _Arrivals(None), [share] if blocks else [])
+        if blocks is None:
+            _, hidden = self._forward(blank)
+        else:
+            _, hidden = self._grouped(blank, _Copies(), _Arrivals(None), [share] if blocks else [])
         jax.block_until_ready(hidden)
         return self._clock() - began
 

@@ -284,3 +284,18 @@ def test_with_a_fitted_file_auto_asks_its_costs_and_rehearses_nothing(
                     link.release()
                 events = serve(running, [replace(COLD, prompt=prompt)])["cold"]
                 assert len(tokens(events)) == GREEDY.max_tokens and (start_of(events) == "cpu") == helped
+
+
+def test_a_token_with_the_hosts_help_does_not_wait_for_the_next_step(service: Running, monkeypatch: pytest.MonkeyPatch):
+    """The engine reads such a step before it computes another: each has ended when it is dispatched."""
+    runner, drawn = service.parts.runner, list[int]()
+    run = runner.run
+
+    def watched(plan: Any, swapper: Any) -> Any:
+        drawn.append(sum(work.sequence.in_flight for work in plan.work))
+        return run(plan, swapper)
+
+    with cold(service):
+        monkeypatch.setattr(runner, "run", watched)
+        assert start_of(serve(service, [COLD])["cold"]) == "cpu"
+    assert len(drawn) > GREEDY.max_tokens and max(drawn) == 1  # its own, and none that is not read

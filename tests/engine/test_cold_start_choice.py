@@ -8,6 +8,7 @@ from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode
 from jlora.engine.cold_start import FEW, MANY, Chooser, Cold, Costs, Line, measure, predict
 from jlora.model.spec import PROJECTIONS
+from tests.test_step_model import STEPS
 
 COSTS = Costs(device=Line(0.1, 0.001), place=Line(0.02, 0.0), block=Line(0.0, 1e-5))
 
@@ -34,13 +35,26 @@ def test_the_device_takes_over_the_groups_that_have_arrived():
     assert late["cpu"] == pytest.approx(0.2 + (4 * 0.02 + 10 * 0.001) / 4)
 
 
+def test_the_base_takes_longer_in_parts_and_the_device_longer_with_the_adapter():
+    parts = predict(cold(), COSTS._replace(parts=Line(0.05, 0.0)))
+    assert parts["cpu"] == pytest.approx(predict(cold(), COSTS)["cpu"] + 0.05)
+    filed = Costs.fitted(STEPS)
+    more_s = filed.adapted(100, 10) - filed.device.at(100)
+    bare, held = (predict(cold(blocks=blocks), filed._replace(block=Line(0.0, 0.0))) for blocks in (0, 10))
+    assert more_s == pytest.approx(100 * 10 * STEPS.prompt.token_s) and held["cpu"] == bare["cpu"]
+    assert [held[way] - bare[way] for way in ("wait", "stream")] == pytest.approx([more_s, more_s / 4])
+
+
 def test_costs_are_found_again_from_rehearsals():
-    def rehearse(tokens: int, blocks: int) -> float:
-        held = blocks * len(PROJECTIONS)
-        return 0.1 + 1e-3 * tokens + bool(blocks) * 4 * (0.02 + 1e-4 * tokens) + held * (1e-4 + 1e-6 * tokens)
+    def rehearse(tokens: int, blocks: int | None) -> float:
+        whole = 0.1 + 1e-3 * tokens
+        if blocks is None:
+            return whole
+        held, parts_s = blocks * len(PROJECTIONS), 0.03 + 2e-4 * tokens
+        return whole + parts_s + bool(blocks) * 4 * (0.02 + 1e-4 * tokens) + held * (1e-4 + 1e-6 * tokens)
 
     found = measure(rehearse, (64, 512))
-    for line, wanted in zip(found, ((0.1, 1e-3), (0.02, 1e-4), (1e-4, 1e-6)), strict=True):
+    for line, wanted in zip(found, ((0.1, 1e-3), (0.02, 1e-4), (1e-4, 1e-6), (0.03, 2e-4)), strict=True):
         assert line == pytest.approx(wanted)
     assert FEW < MANY
 
