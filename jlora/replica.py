@@ -123,8 +123,11 @@ class Replica(Protocol):
         """
         ...
 
-    def abort(self, handle: int) -> Future[bool]:
-        """Ends a request and frees its blocks. False: it is not live."""
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
+        """Ends a request and frees its blocks. False: it is not live.
+
+        `moved`: another replica goes on with it, so its tenant is not charged here for a prompt without an answer.
+        """
         ...
 
     def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:

@@ -40,6 +40,8 @@ T = TypeVar("T")
 
 THREADS = 16  # calls of clients at once; others wait
 TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
+# Takes what requests of any router have taken of an adapter: its name, tokens of prompts and answers, their number.
+Served = Callable[[str, int, int, int], None]
 NONE_UP = "no replica is up that could read the adapter; try again later"
 
 
@@ -57,7 +59,7 @@ class Controller(Directory):
         self._publishing = threading.Lock()  # one change of the registry at a time
         self._loading: set[str] = set()  # keys that replicas have and the registry has not
         self.members: Members = lambda: ()
-        self.served: Callable[[str, int, int], None] = lambda name, prompt, output: None  # what requests have taken
+        self.served: Served = lambda name, prompt, output, requests: None
 
     def follow(self, members: Members) -> None:
         self.members = members
@@ -79,7 +81,7 @@ class Controller(Directory):
         self.uses.begin(version.key)
 
     def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
-        self.served(version.name, prompt, output)
+        self.served(version.name, prompt, output, 1)
         self.uses.end(version.key)
 
     def wanted(self, key: str) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import AsyncIterator, Awaitable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
 
@@ -22,6 +22,9 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import status_of
 from jlora.types import AdapterInfo
 
+# Where requests go: version key -> address of a replica -> part. None: no table says so.
+Placed = Callable[[], Mapping[str, Mapping[str, float]] | None]
+
 MOST = 1000  # entries in one message
 BEAT_S = 1.0  # between two messages, at most: a router takes a longer silence for the end
 
@@ -29,9 +32,10 @@ BEAT_S = 1.0  # between two messages, at most: a router takes a longer silence f
 class DirectoryServicer(rpc.DirectoryServicer):
     """For one event loop; whoever has the service's token may call."""
 
-    def __init__(self, controller: Controller, secret: Secret):
+    def __init__(self, controller: Controller, secret: Secret, placed: Placed = lambda: None):
         self._controller = controller
         self._secret = secret
+        self._placed = placed
 
     async def Watch(self, request_iterator: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[directory.Table]:
         await self._secret.check(context)
@@ -44,7 +48,7 @@ class DirectoryServicer(rpc.DirectoryServicer):
         reading = asyncio.create_task(self._read(request_iterator))
         reading.add_done_callback(lambda _: changed.set())
         try:
-            epoch = 0
+            epoch, told_places = 0, None
             while not reading.done():
                 changed.clear()
                 change = self._controller.table.since(epoch)
@@ -52,6 +56,10 @@ class DirectoryServicer(rpc.DirectoryServicer):
                     for message in self._messages(change):
                         yield message
                     epoch = change.epoch
+                if (places := self._placed()) != told_places:
+                    for message in _placements(places or {}, epoch):
+                        yield message
+                    told_places = places
                 try:
                     await asyncio.wait_for(changed.wait(), BEAT_S)
                 except TimeoutError:
@@ -61,11 +69,13 @@ class DirectoryServicer(rpc.DirectoryServicer):
             reading.cancel()
 
     async def _read(self, received: AsyncIterator[directory.Using]) -> None:
-        """What the router's requests use, until it goes."""
+        """What the router's requests use and have taken, until it goes."""
         uses, stream = self._controller.uses, object()
         try:
             async for using in received:
                 uses.saw(stream, using.router, using.epoch, using.keys)
+                for one in using.served:
+                    self._controller.served(one.name, one.prompt, one.output, one.requests)
         finally:
             uses.left(stream)
 
@@ -111,3 +121,11 @@ class DirectoryServicer(rpc.DirectoryServicer):
         except Exception as e:
             code, details = status_of(e, "Directory")
             await context.abort(code, details)
+
+
+def _placements(places: Mapping[str, Mapping[str, float]], epoch: int) -> Iterator[directory.Table]:
+    """The whole placement."""
+    entries = [directory.Places(key=key, parts=parts) for key, parts in places.items()]
+    for first in range(0, max(1, len(entries)), MOST):
+        more = first + MOST < len(entries)
+        yield directory.Table(epoch=epoch, more=more, placed=True, places=entries[first : first + MOST])

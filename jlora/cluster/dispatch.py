@@ -25,7 +25,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.view import ReplicaView, View
-from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, Unavailable
+from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, ResourceExhausted, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
 
@@ -45,14 +45,14 @@ class Entry:
         chain: its prompt, for `Prompts`.
         ask: of the attempt under way; None without one.
         outputs: tokens that the attempt has delivered; None before its first answer.
-        unread: a replica could not read its adapter.
+        lacking: a replica lacked its adapter, or memory.
     """
 
     submitted: Future[int] | None
     chain: Sequence[int] = ()
     ask: Ask | None = None
     outputs: int | None = None
-    unread: bool = False
+    lacking: bool = False
 
 
 @dataclass(slots=True)
@@ -296,7 +296,7 @@ class Dispatcher:
             with self._alone(routed):
                 if self.choose(ask_of(routed.request, routed.version)) is None:
                     return
-                self._cancel(routed)
+                self._cancel(routed, moved=True)
                 self._lose(routed, Unavailable(f"replica {name} drains"))
 
     # -- balance --------------------------------------------------------------------------------
@@ -309,7 +309,7 @@ class Dispatcher:
         if not (routed.movable and self._has_room(seen)):
             return False
         with self._alone(routed):
-            self._cancel(routed)
+            self._cancel(routed, moved=True)
             self._settle(routed)
             if events := self.table.lose(routed, self.terms.clock(), moved=True):
                 self._give(routed, events)
@@ -386,28 +386,27 @@ class Dispatcher:
         if ask is not None:
             self.books.ended(routed.replica, ask, entry.outputs)
 
-    def _cancel(self, routed: Routed) -> None:
+    def _cancel(self, routed: Routed, moved: bool = False) -> None:
         if routed.rid:
-            self.links[routed.replica].send(link.ToReplica(cancel=link.Cancel(rid=routed.rid)))
+            self.links[routed.replica].send(link.ToReplica(cancel=link.Cancel(rid=routed.rid, moved=moved)))
 
     def _failed(self, failure: link.Failure) -> None:
         routed = self.table.attempt(failure.rid)
         if routed is None:
             return
         error = wire.error(failure)
-        if failure.elsewhere or isinstance(error, Busy) or self._may_read(routed, error):
+        if failure.elsewhere or isinstance(error, Busy) or self._lacks(routed, error):
             self._lose(routed, error)
         else:
             self._fail(routed, error)
 
-    def _may_read(self, routed: Routed, error: Exception) -> bool:
-        """Whether another replica may read the adapter that this one cannot; one other is asked."""
+    def _lacks(self, routed: Routed, error: Exception) -> bool:
+        """Whether another replica may have what this one lacks: the adapter's files, or memory. One other is asked."""
         entry = self.entries[routed.handle]
-        if entry.unread or entry.outputs is not None or routed.version is None:
+        if entry.lacking or not isinstance(error, NotFound | DataLoss | ResourceExhausted):
             return False
-        entry.unread = isinstance(error, NotFound | DataLoss)
-        others = (seen for name, seen in self.books.view.items() if name != routed.replica)
-        return entry.unread and any(seen.health == "up" for seen in others)
+        entry.lacking = True
+        return any(seen.health == "up" for name, seen in self.books.view.items() if name != routed.replica)
 
     def _lose(self, routed: Routed, why: Exception) -> None:
         """The attempt is over before the request is; it waits to go on elsewhere (`_pump`).

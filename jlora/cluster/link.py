@@ -277,7 +277,7 @@ class Stream:
                     self._keep(self._fetch(message.fetch))
                 case "cancel":
                     if (live := self._live.get(message.cancel.rid)) is not None:
-                        self._give_up(live)
+                        self._give_up(live, message.cancel.moved)
                 case "stop":
                     if (live := self._live.get(message.stop.rid)) is not None:
                         live.stops.append(message.stop)
@@ -309,15 +309,17 @@ class Stream:
             stop = live.stops.pop()
             self._replica.stop(live.handle, stop.index, stop.outputs)
 
-    def _give_up(self, live: _Live) -> None:
+    def _give_up(self, live: _Live, moved: bool = False) -> None:
         """Nobody waits for the request any more. Its submission may be under way: `_submitted` looks."""
         live.gone = True
         self._live.pop(live.rid, None)
         if live.handle is not None:
-            self._replica.abort(live.handle)
+            self._replica.abort(live.handle, moved)
 
     def _refuse(self, rid: int, error: Exception) -> None:
         """The request has ended with an error, or never begun. Another replica may serve what this one cannot now."""
+        if isinstance(error, MemoryError):
+            error = ResourceExhausted("the replica has too little memory now; try again later")
         if not isinstance(error, JloraError):
             error = RuntimeError(opaque(error, "Link/Attach"))
         self._refused.append(wire.failure(rid, error, elsewhere=isinstance(error, Unavailable)))

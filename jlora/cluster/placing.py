@@ -2,7 +2,7 @@
 
 A time step, on a thread of the controller's process:
 
-demand    tokens per second of each adapter, of this router's requests that have ended
+demand    tokens per second of each adapter, of the requests of all routers that have ended
 place     Algorithm 1 (`jlora.cluster.placement`) over the replicas that are up
 fetch     each new place of an adapter that is asked for brings it in, from a peer or its path
 switch    requests go to an adapter's new places once all of these have it
@@ -59,11 +59,11 @@ class Load:
     output: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def served(self, name: str, prompt: int, output: int) -> None:
-        """A request for an adapter has ended."""
+    def served(self, name: str, prompt: int, output: int, requests: int = 1) -> None:
+        """Requests for an adapter have ended."""
         with self.lock:
             self.demand.served(name, prompt + output)
-            self.requests += 1
+            self.requests += requests
             self.prompt += prompt
             self.output += output
 
@@ -109,6 +109,12 @@ class Placing:
 
     def close(self) -> None:
         self._ended.set()
+
+    def places(self) -> Mapping[str, Mapping[str, float]]:
+        """Where requests go, by the addresses of replicas: further routers name them so."""
+        addresses = {member.name: member.address for member in self._controller.members()}
+        placed = self._placed
+        return {key: {addresses.get(n, n): part for n, part in parts.items()} for key, parts in placed.items()}
 
     def _run(self) -> None:
         while not self._ended.wait(LOOK_S):

@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -38,6 +38,10 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
+NO_CONTROLLER = (
+    "it serves no adapters to further routers: cluster.controller must be the address of a `jlora cluster` that has "
+    "cluster.token_file and no cluster.controller of its own"
+)
 AGAIN_S = 0.5  # before the controller is called again
 SILENT_S = 5.0  # without a message: the controller, or the way to it, is gone
 # A new connection for each channel, and soon after the controller has come back.
@@ -54,12 +58,16 @@ class RemoteDirectory(Directory):
         self._login = login
         self._threads = threads
         self._lock = threading.Lock()
+        # Takes where requests go, version key -> address of a replica -> part.
+        self.placed: Callable[[Mapping[str, Mapping[str, float]]], None] = lambda parts: None
         self._epoch = 0  # 0: no table has come yet
         self._versions: dict[str, Version] = {}
         self._infos: dict[str, AdapterInfo] = {}
         self._names: list[str] = []  # in order
         self._near = NearNames()
         self._requests: Counter[str] = Counter()  # by key
+        self._served: dict[str, proto.Served] = {}  # by name, what the controller has not been told
+        self._away = ""  # why the controller does not answer
         self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
         self._ended = threading.Event()
         self._members: Members = lambda: ()
@@ -96,6 +104,8 @@ class RemoteDirectory(Directory):
 
     def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
         with self._lock:
+            one = self._served.setdefault(version.name, proto.Served(name=version.name))
+            one.requests, one.prompt, one.output = one.requests + 1, one.prompt + prompt, one.output + output
             self._requests[version.key] -= 1
             if self._requests[version.key]:
                 return
@@ -105,7 +115,8 @@ class RemoteDirectory(Directory):
 
     def _unknown(self, name: str) -> NoReturn:
         if not self._epoch:
-            raise Unavailable(f"the controller at {self._address} has not answered yet; try again")
+            why = f" ({self._away})" if self._away else ""
+            raise Unavailable(f"the controller at {self._address} has not answered yet{why}; try again")
         with self._lock:
             raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
 
@@ -166,6 +177,8 @@ class RemoteDirectory(Directory):
                 f"no controller answers at {self._address}: adapters cannot be loaded, unloaded or pinned now; "
                 "requests for those that are known go on"
             )
+        if error.code() == grpc.StatusCode.UNIMPLEMENTED:
+            return Unavailable(f"{self._address}: {NO_CONTROLLER}")
         return error_of(error, self._address)
 
     # -- the table ------------------------------------------------------------------------------
@@ -180,8 +193,10 @@ class RemoteDirectory(Directory):
                     return
                 if not isinstance(e, grpc.RpcError):
                     log.exception("following the controller at %s has failed; it goes on", self._address)
-                elif said != self._epoch:
-                    log.warning("the controller at %s is away: %s", self._address, e.details() or e.code().name)
+                else:
+                    self._away = _reason(e)
+                    if said != self._epoch:
+                        log.warning("the controller at %s is away: %s", self._address, self._away)
                 said = self._epoch
             finally:
                 self._heard = math.inf
@@ -236,13 +251,16 @@ class RemoteDirectory(Directory):
                     bisect.insort(self._names, name)
                     self._near.add(name)
                 self._infos[name], self._versions[name] = info, _version(info, path)
+        if any(part.placed for part in parts):
+            self.placed({one.key: dict(one.parts) for part in parts for one in part.places})
 
     def _tell(self) -> None:
-        """Which versions the requests here use that are not current any more."""
+        """Which versions the requests here use that are not current any more, and what they have taken."""
         with self._lock:
             current = {version.key for version in self._versions.values()}
             keys = [key for key in self._requests if key not in current]
-            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys))
+            served, self._served = self._served, {}
+            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served.values()))
 
 
 def _version(info: AdapterInfo, path: str) -> Version:
@@ -256,3 +274,8 @@ def _version(info: AdapterInfo, path: str) -> Version:
         pinned=info.pinned,
         alora_invocation_tokens=info.alora_invocation_tokens,
     )
+
+
+def _reason(error: grpc.RpcError) -> str:
+    """Why the controller does not answer."""
+    return NO_CONTROLLER if error.code() == grpc.StatusCode.UNIMPLEMENTED else error.details() or error.code().name

@@ -127,7 +127,7 @@ class Router(Replica):
         submitted.add_done_callback(answered)
         return submitted
 
-    def abort(self, handle: int) -> Future[bool]:
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
         return self._call(lambda: self._dispatcher.abort(handle))
 
     def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:

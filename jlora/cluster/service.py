@@ -10,7 +10,7 @@ import grpc
 
 from jlora.cluster.calls import Calls
 from jlora.cluster.controller import Controller
-from jlora.cluster.directory_server import DirectoryServicer
+from jlora.cluster.directory_server import DirectoryServicer, Placed
 from jlora.cluster.fleet import Fleet
 from jlora.cluster.found import Found
 from jlora.cluster.launcher import Parts, launch, login
@@ -19,12 +19,11 @@ from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.routing.policy import Policy
-from jlora.cluster.routing.routes import LORASERVE, policy_of
+from jlora.cluster.routing.routes import policy_of
 from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.config import Config
-from jlora.errors import ConfigError
 from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.serve.backend import Backend
 from jlora.serve.server import Service
@@ -41,17 +40,21 @@ def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
     system = System(files=files, threads=threads or OsThreads(), garbage=ServerGarbage())
     with ExitStack() as opened:
         if config.cluster.controller:
-            directory, services = followed(config, secret, system, opened), ()
+            directory, services = followed(config, secret, system, opened, policy), ()
         else:
-            directory = controller(config, secret, system, opened, policy)
-            # Not without a token, whoever reaches the port; nor where this router's demand alone places adapters.
-            followed_by = secret.token and not isinstance(policy, Table)
-            services = (_serves(directory, secret),) if followed_by else ()
+            directory, placed = controller(config, secret, system, opened, policy)
+            # Not without a token, whoever reaches the port.
+            services = (_serves(directory, secret, placed),) if secret.token else ()
         return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services))
 
 
-def controller(config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy) -> Controller:
-    """The adapters of the service, in this process; placed, if the policy routes by a table. Raises ConfigError."""
+def controller(
+    config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy
+) -> tuple[Controller, Placed]:
+    """The adapters of the service, in this process, and where they are if the policy routes by a table.
+
+    Raises ConfigError.
+    """
     registry = Registry(config.adapters.registry, system.threads)
     opened.callback(registry.close)
     found = Found(config, system)
@@ -60,34 +63,30 @@ def controller(config: Config, secret: Secret, system: System, opened: ExitStack
     upkeep = Upkeep(made, found, system)
     opened.callback(upkeep.close)
     upkeep.start()
-    if isinstance(policy, Table):
-        steps = Steps(
-            FittedSteps.read(Path(config.engine.step_model)), config.cluster.placement_s, config.cluster.slo_s
-        )
-        placing = Placing(made, found, policy, steps, system)
-        opened.callback(placing.close)
-        placing.start()
-    return made
+    if not isinstance(policy, Table):
+        return made, lambda: None
+    fitted = FittedSteps.read(Path(config.engine.step_model))
+    placing = Placing(made, found, policy, Steps(fitted, config.cluster.placement_s, config.cluster.slo_s), system)
+    opened.callback(placing.close)
+    placing.start()
+    return made, placing.places
 
 
-def followed(config: Config, secret: Secret, system: System, opened: ExitStack) -> RemoteDirectory:
-    """Those that the controller at `cluster.controller` has. Raises ConfigError."""
-    if config.cluster.routing == LORASERVE:
-        raise ConfigError(
-            f"cluster.routing = {LORASERVE}: needs the adapters' registry in this process, and cluster.controller = "
-            f"{config.cluster.controller} has it"
-        )
+def followed(config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy) -> RemoteDirectory:
+    """Those that the controller at `cluster.controller` has, and where it has placed them."""
     router = f"router-{uuid.uuid4().hex[:12]}"
     made = RemoteDirectory(config.cluster.controller, router, login(config, secret.token), system.threads)
+    if isinstance(policy, Table):
+        made.placed = policy.place
     opened.callback(made.close)
     made.start()
     return made
 
 
-def _serves(controller: Controller, secret: Secret) -> Service:
+def _serves(controller: Controller, secret: Secret, placed: Placed) -> Service:
     """Lets further routers follow the controller, on this router's port."""
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
-        rpc.add_DirectoryServicer_to_server(DirectoryServicer(controller, secret), server)
+        rpc.add_DirectoryServicer_to_server(DirectoryServicer(controller, secret, placed), server)
 
     return add

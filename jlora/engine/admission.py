@@ -92,9 +92,10 @@ class Admission:
 
     def enqueue(self, sequence: Sequence) -> None:
         """If it raises, the sequence is not in the queue."""
+        shares = self._shares.get(sequence.request.priority, Shares())
+        sequence.rank = shares.rank(sequence)
         want = self._manager.expect(sequence.origin, sequence.tokens, sequence.reuses, sequence.place)
         try:
-            shares = self._shares.get(sequence.request.priority, Shares())
             shares.enter(sequence)
         except BaseException:
             self._manager.unexpect(want)

@@ -201,9 +201,9 @@ class Engine:
         self._registry.touch(origin.adapter.uid, arrived)
         return handle
 
-    def abort(self, handle: int) -> bool:
-        """Ends a request and frees its blocks at once; whether it was live."""
-        ended = self._scheduler.abort(handle, self._clock())
+    def abort(self, handle: int, moved: bool = False) -> bool:
+        """Ends a request and frees its blocks at once; whether it was live. `moved`: it goes on at another replica."""
+        ended = self._scheduler.abort(handle, self._clock(), moved)
         self._ended += ended
         return bool(ended)
 

@@ -71,8 +71,9 @@ class Loaders:
 
     def _read(self, reading: Reading) -> None:
         try:
-            new = self._version(reading)
-            self._adapters.fill(reading.blocks, new)
+            with _within_memory(reading.record.name):
+                new = self._version(reading)
+                self._adapters.fill(reading.blocks, new)
         except BaseException as e:  # SystemExit, too: the requests would wait for ever
             error = e
             if not isinstance(e, _Unwanted):
@@ -103,8 +104,6 @@ class Loaders:
             raise NotFound(f"adapter {record.name!r}: its files are gone from the disk ({e})") from e
         except (InvalidArgument, ResourceExhausted) as e:
             raise DataLoss(f"adapter {record.name!r}: its files have changed on the disk: {e}") from e
-        except MemoryError as e:
-            raise ResourceExhausted(f"adapter {record.name!r}: too little memory to read it; try again later") from e
 
     # -- what callers ask for -------------------------------------------------------------------
 
@@ -163,17 +162,28 @@ class Loaders:
             return adapters.register(new, load.replace)
 
         now(begin)
-        new = read_adapter(load.name, load.path, self._reader)
+        with _within_memory(load.name):
+            new = read_adapter(load.name, load.path, self._reader)
         if load.lazy:  # it was read once, so that its digest is pinned
             new = replaced(new, data=None)
             return now(register)
         blocks = now(reserve)
         try:
-            adapters.fill(blocks, new)
+            with _within_memory(load.name):
+                adapters.fill(blocks, new)
         except BaseException:
             between_steps(lambda: adapters.cancel(blocks))
             raise
         return now(publish)
+
+
+@contextmanager
+def _within_memory(name: str) -> Iterator[None]:
+    """What runs here reads an adapter: without memory for it, this load alone fails."""
+    try:
+        yield
+    except MemoryError as e:
+        raise ResourceExhausted(f"adapter {name!r}: too little memory to read it; try again later") from e
 
 
 class _Unwanted(JloraError):

@@ -141,8 +141,8 @@ class LocalReplica(Replica):
         submitted.add_done_callback(refused)
         return submitted
 
-    def abort(self, handle: int) -> Future[bool]:
-        return self.between_steps(lambda: self._engine.abort(handle))
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
+        return self.between_steps(lambda: self._engine.abort(handle, moved))
 
     def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:
         live = self._names.get((tenant, request_id))

@@ -56,6 +56,7 @@ class Sequence:
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
     came: float = 0.0  # its place in the line of its tenant; before `arrived` if it waited elsewhere first
+    rank: int = field(init=False)  # its order, or that of who came after it if it waited elsewhere first
     resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant
@@ -88,6 +89,7 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         done = request.done[self.index] if request.done else Done()
+        self.rank = self.order
         self.tokens, self.resumed = [*request.prompt, *done.tokens], len(done.tokens)
         self.prompt_len = len(request.prompt)
         self.longest = self.prompt_len + (request.sampling.max_tokens or 1)
@@ -96,12 +98,12 @@ class Sequence:
 
     @property
     def place(self) -> int:
-        """Its place among all arrivals, smaller ones first: higher priority, then arrival.
+        """Its place among all arrivals, smaller ones first: higher priority, then arrival, be it at another replica.
 
-        It never changes, so the cache goes by it; in the order of service (`jlora.engine.shares.turn`) tenants take
-        turns.
+        It never changes while the sequence is queued, so the cache goes by it; in the order of service
+        (`jlora.engine.shares.turn`) tenants take turns.
         """
-        return self.order - (self.request.priority << ORDER_BITS)
+        return self.rank - (self.request.priority << ORDER_BITS)
 
     @property
     def line(self) -> tuple[float, int]:

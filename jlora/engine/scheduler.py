@@ -131,8 +131,14 @@ class Scheduler:
             raise
         return handle
 
-    def abort(self, handle: int, now: float) -> list[TokenEvent]:
-        """Ends a request at once; the final events of its unfinished completions, none if it is not live."""
+    def abort(self, handle: int, now: float, moved: bool = False) -> list[TokenEvent]:
+        """Ends a request at once; the final events of its unfinished completions, none if it is not live.
+
+        `moved`: another replica goes on with it, and charges a prompt that has brought no token here.
+        """
+        for sequence in self._unfinished(handle) if moved else ():
+            if not sequence.first_token:
+                refund_prompt(sequence)
         return [self._finish(s, "abort", now) for s in self._unfinished(handle)]
 
     def stop(self, handle: int, index: int, outputs: int, now: float) -> list[TokenEvent]:

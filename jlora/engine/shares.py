@@ -74,6 +74,7 @@ class Shares:
         self.live = 0  # sequences that have not ended
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}  # those with queued sequences
+        self._line: list[Sequence] = []  # the queued sequences of all tenants, by arrival
         self._level = 0.0  # the counter of the tenant that was the last to wait
         self._limit = 2 * IDLE  # accounts; with more, those that do not matter are forgotten
 
@@ -97,11 +98,20 @@ class Shares:
         short = [(a, (most - a.leased) // 2) for a in self._waiting.values() if a.served <= richest + AHEAD]
         return _in_turn([(account.served, account.line[:count]) for account, count in short if count > 0])
 
+    def rank(self, sequence: Sequence) -> int:
+        """Its order, moved between the ranks of the queued sequences before and behind it in line."""
+        at = bisect.bisect_left(self._line, sequence.line, key=LINE)
+        rank = sequence.order
+        if at:
+            rank = max(rank, self._line[at - 1].rank)
+        return min(rank, self._line[at].rank) if at < len(self._line) else rank
+
     def enter(self, sequence: Sequence) -> None:
         """Queues a sequence: a new one, or one that was preempted."""
         tenant = sequence.request.tenant
         account = sequence.account or self._accounts.get(tenant) or Account()
         bisect.insort(account.line, sequence, key=LINE)
+        bisect.insort(self._line, sequence, key=LINE)
         if tenant not in self._waiting:
             account.served = max(account.served, self._floor)
             self._waiting[tenant] = account
@@ -115,7 +125,8 @@ class Shares:
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue."""
         account = account_of(sequence)
-        del account.line[bisect.bisect_left(account.line, sequence.line, key=LINE)]
+        for line in (account.line, self._line):
+            del line[bisect.bisect_left(line, sequence.line, key=LINE)]
         if not account.line:
             del self._waiting[sequence.request.tenant]
             self._level = account.served

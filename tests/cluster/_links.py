@@ -90,6 +90,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     epochs: list[int] = field(default_factory=list)
     started: list[link.Start] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
+    moved: list[int] = field(default_factory=list)  # of these, those that go on elsewhere
     stopped: list[link.Stop] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
     metadata: list[tuple[str, str]] = field(default_factory=list)
@@ -165,6 +166,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
                     out.begun.append(start.rid)
             elif what == "cancel":
                 self.cancelled.append(message.cancel.rid)
+                self.moved += [message.cancel.rid] if message.cancel.moved else []
                 running.pop(message.cancel.rid, None)
             elif what == "fetch":
                 self.fetched.append(message.fetch.adapter.key)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,8 +12,10 @@ import pytest
 
 from jlora.cluster import directory_server, remote_directory
 from jlora.cluster.directory_server import DirectoryServicer
+from jlora.cluster.placing import Load as Demanded
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.remote_directory import RemoteDirectory
+from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.table import Change
 from jlora.errors import AlreadyExists, NotFound, Unavailable
@@ -45,6 +47,7 @@ class World:
     port: int
     loop: Loop
     server: grpc.aio.Server = field(init=False)
+    places: Mapping[str, Mapping[str, float]] | None = None
 
     @contextmanager
     def controller_away(self) -> Iterator[None]:
@@ -55,7 +58,8 @@ class World:
     def start(self) -> None:
         async def start() -> None:
             self.server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-            rpc.add_DirectoryServicer_to_server(DirectoryServicer(self.service.controller, SECRET), self.server)
+            servicer = DirectoryServicer(self.service.controller, SECRET, lambda: self.places)
+            rpc.add_DirectoryServicer_to_server(servicer, self.server)
             self.port = self.server.add_insecure_port(f"127.0.0.1:{self.port}")
             await self.server.start()
 
@@ -230,3 +234,49 @@ def test_before_the_first_table_nothing_is_said_to_be_unknown():
     with pytest.raises(Unavailable, match="has not answered yet"):
         remote.current("fr")
     remote.close()
+
+
+def test_the_demand_of_a_second_router_counts_and_it_routes_by_the_same_table(world: World):
+    controller, remote, load, table = world.service.controller, world.remote, Demanded(), Table({})
+    controller.served, remote.placed = load.served, table.place
+    version = remote.current("fr")
+    for router in (controller, remote, remote):
+        router.begin(version)
+        router.end(version, 20, 5)
+    wait_until(lambda: load.requests == 3)
+    assert (load.prompt, load.output) == (60, 15)
+    assert load.close(1.0) == {"fr": 75.0}, "its forecast is of the requests of both"
+    for places in ({"fr@1": {"127.0.0.1:7": 0.25, "127.0.0.1:8": 0.75}}, {}):
+        world.places = places
+        wait_until(lambda places=places: table.parts == places)
+
+
+def test_a_placement_of_many_adapters_comes_whole(world: World, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(directory_server, "MOST", 2)
+    seen: list[Mapping[str, Mapping[str, float]]] = []
+    world.remote.placed = seen.append
+    world.places = {f"a{index}@1": {"127.0.0.1:7": 1.0} for index in range(5)}
+    wait_until(lambda: bool(seen))
+    assert seen == [world.places]
+
+
+def test_a_process_without_a_controller_is_named_as_one(caplog: pytest.LogCaptureFixture):
+    async def start() -> tuple[grpc.aio.Server, int]:
+        server = grpc.aio.server()
+        number = server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        return server, number
+
+    loop = Loop()
+    server, number = loop.run(start())
+    remote = RemoteDirectory(f"127.0.0.1:{number}", "r3", Login(), OsThreads())
+    remote.start()
+    says = "it serves no adapters to further routers: cluster.controller must be the address of a `jlora cluster`"
+    wait_until(lambda: says in caplog.text)
+    with pytest.raises(Unavailable, match=says):
+        remote.current("fr")
+    with pytest.raises(Unavailable, match=says):
+        remote.unload("fr").result(60)
+    remote.close()
+    loop.run(server.stop(0))
+    loop.close()

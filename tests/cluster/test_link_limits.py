@@ -52,7 +52,7 @@ class Flood:
             self.tokens += 1
             sink([TokenEvent("r", 0, 1 << 19, handle=1)])
 
-    def abort(self, handle: int) -> Future[bool]:
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
         self.aborted.set()
         return done(True)
 

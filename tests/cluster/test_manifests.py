@@ -139,6 +139,35 @@ def test_our_command_line_accepts_what_the_containers_run(tmp_path: Path):
     assert all(c.cluster.token_file == "/run/jlora/token" and c.serve.drain_s < 60 for c in parsed)
 
 
+def test_what_a_pod_writes_is_its_users():
+    """A new volume is root's; the images run as another user."""
+    user = {int(found) for path in DOCKERFILES for found in re.findall(r"^USER (\d+)$", path.read_text(), re.MULTILINE)}
+    assert len(user) == 1
+    for spec in pod_specs():
+        writes = [m for c in spec["containers"] for m in c["volumeMounts"] if not m.get("readOnly")]
+        assert not writes or {spec["securityContext"]["fsGroup"], spec["securityContext"]["runAsUser"]} == user
+
+
+def test_every_pod_says_how_it_is_probed_and_has_time_to_drain():
+    """KubeRay would probe with programs that the images have not."""
+    for spec in pod_specs():
+        assert spec["terminationGracePeriodSeconds"] >= 60
+        for container in spec["containers"]:
+            assert {"startupProbe", "readinessProbe", "livenessProbe"} <= container.keys()
+
+
+def test_a_policy_lets_in_what_a_pod_needs():
+    """Ray's nodes talk on ports that they choose, so the policy of plain replicas is not for them."""
+    policies = {d["metadata"]["name"]: d["spec"] for d in DOCUMENTS.values() if d["kind"] == "NetworkPolicy"}
+    ray = next(d for d in DOCUMENTS.values() if d["kind"] == "RayCluster")
+    labels = [template["metadata"]["labels"] for template in templates(ray)]
+    plain = policies["jlora-replicas"]["podSelector"]["matchLabels"]
+    assert not any(plain.items() <= one.items() for one in labels)
+    own = policies["jlora-ray"]["podSelector"]["matchLabels"]
+    assert [own.items() <= one.items() for one in labels] == [False, True, True]
+    assert all("ports" not in rule for rule in policies["jlora-ray"]["ingress"])
+
+
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
 def test_images_are_set_up_by_the_script_of_continuous_integration(path: Path):
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -52,6 +52,8 @@ def test_a_request_keeps_its_arrival_and_moves_a_bounded_number_of_times(two: Se
     assert [job.movable for job in port.jobs(balancing)] == [False]
     two.router.abort_named("first")
     client.wait()
+    wait_for(lambda: sum(len(replica.cancelled) for replica in two.replicas) == MOST_MOVES + 1)
+    assert sum(len(replica.moved) for replica in two.replicas) == MOST_MOVES, "an abort is no move"
 
 
 def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monkeypatch: pytest.MonkeyPatch):

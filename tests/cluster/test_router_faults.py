@@ -18,7 +18,7 @@ from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView
-from jlora.errors import DataLoss, NotFound
+from jlora.errors import DataLoss, NotFound, ResourceExhausted
 from jlora.serve.proto import jlora_pb2 as pb
 from tests.cluster import _port as port
 from tests.cluster._links import (
@@ -91,7 +91,10 @@ def test_the_requests_of_a_lost_replica_go_on_spread_and_some_at_a_time(
         assert [client.wait().tokens() for client in clients] == [answer(one) for one in asked]
 
 
-@pytest.mark.parametrize("error", [NotFound("no such directory"), DataLoss("files have changed")])
+LACKS = [NotFound("no such directory"), DataLoss("files have changed"), ResourceExhausted("too little memory")]
+
+
+@pytest.mark.parametrize("error", LACKS, ids=lambda error: type(error).__name__)
 def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error: Exception):
     two.directory.versions["x"] = Version("x", 1, "/x")
     asked = request("one", adapter="x")

@@ -15,7 +15,7 @@ import pytest
 
 from jlora import config
 from jlora.engine import loaders, local
-from jlora.errors import AlreadyExists, DataLoss, NotFound, Unavailable
+from jlora.errors import AlreadyExists, DataLoss, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import PythonGarbage, System
 from jlora.replica import Load
 from jlora.types import AdapterInfo, Request, TokenEvent
@@ -115,7 +115,7 @@ def test_a_load_that_fails_leaves_nothing_behind(
         monkeypatch.setattr(disk, "error", OSError(5, "Input/output error"))
     else:
         monkeypatch.setattr(replica.parts.swapper, "fill", _fail)
-    with pytest.raises((NotFound, DataLoss, MemoryError), match="Input/output error|no memory"):
+    with pytest.raises((NotFound, DataLoss, ResourceExhausted), match="Input/output error|too little memory to read"):
         replica.load_adapter("broken", path)
     assert replica.cache_state().host.free == free and replica.adapters() == []
 

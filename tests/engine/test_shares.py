@@ -175,6 +175,24 @@ def test_what_is_cancelled_costs_what_was_computed():
     bench.finish()
 
 
+def test_a_prompt_that_goes_on_elsewhere_costs_nothing_here_unless_it_has_brought_a_token():
+    bench = Bench(blocks=128, max_seqs=3, max_step_tokens=64)
+    bench.submit("answers", fresh(8, 1), max_tokens=9, tenant="a")
+    bench.step()
+    bench.step()
+    bench.submit("half", fresh(130, 2), tenant="b")
+    bench.submit("queued", fresh(8, 3), tenant="c")
+    kept = accounts(bench)
+    bench.step()
+    (half,) = (s for s in bench.scheduler.running if s.request.id == "half")
+    assert 0 < half.computed < 130 and kept["b"].served >= 130
+    lifted, answered = kept["b"].served - 130, kept["a"].served
+    for name in ("half", "queued", "answers"):
+        bench.scheduler.abort(bench.handles[name], bench.now, moved=True)
+    assert (kept["b"].served, kept["a"].served) == (lifted, answered)
+    bench.finish()
+
+
 def test_a_tenant_takes_the_slots_of_one_that_runs_more_and_never_more_than_its_share():
     bench = Bench(blocks=512, max_seqs=8, max_step_tokens=512)
     for index in range(20):
@@ -234,6 +252,34 @@ def alone(sequences: int) -> list[Sequence]:
 def test_with_one_tenant_the_order_is_of_priority_and_arrival():
     order = [sequence.place for sequence in alone(9)]
     assert order == sorted(order)
+
+
+def test_one_that_has_waited_elsewhere_has_the_place_of_its_first_arrival_in_the_cache_too():
+    """Its adapter is read, and leaves, in the order in which the queue is served."""
+    draw, bench = random.Random(0), Bench(max_seqs=2, blocks=24)
+    cold = bench.adapter(1, 4)
+    for index in range(60):
+        fields = {"waited": draw.uniform(0.0, 20.0)} if draw.random() < 0.3 else {}
+        bench.submit(f"q{index}", fresh(8, index + 1), max_tokens=8, tenant=draw.choice("ab"), **fields)
+        if draw.random() < 0.5:
+            bench.step()
+        queued = sorted(bench.scheduler.queue, key=lambda sequence: sequence.line)
+        assert [s.place for s in queued] == sorted(s.place for s in queued)
+    assert any(s.place != s.order for s in queued)
+    bench.submit("moves", fresh(8, 99), adapter=cold, waited=bench.now + 100)
+    assert cold.wanted == (min(s.place for s in queued),)
+    bench.finish(2000)
+    assert bench.scheduler.preemptions, "none has come back to the queue"
+
+
+def test_the_place_of_one_that_has_waited_nowhere_else_is_its_order():
+    bench = Bench(max_seqs=4, blocks=12)
+    for index in range(20):
+        bench.submit(f"q{index}", fresh(8, index + 1), max_tokens=8, tenant="ab"[index % 2])
+        bench.step()
+        assert all(s.place == s.order for s in bench.scheduler.queue)
+    bench.finish(2000)
+    assert bench.scheduler.preemptions
 
 
 def _charge_again(sequence: Sequence) -> None:

@@ -89,7 +89,7 @@ class Double(Replica):
             prompt if sampling.prompt_logprobs is not None and not (index or i) else None, handle=handle, **ends,
         )  # fmt: skip
 
-    def abort(self, handle: int) -> Future[bool]:
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
         return done(self.live.pop(handle, None) is not None)
 
     def abort_named(self, request_id: str, tenant: str = "") -> Future[bool]:

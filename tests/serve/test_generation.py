@@ -45,7 +45,7 @@ class Noted:
         self.deadlines += [] if asked.deadline is None else [asked.deadline]
         return self._replica.submit(asked, sink)
 
-    def abort(self, handle: int) -> Future[bool]:
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
         if self._deaf:
             return Future()
         done = self._replica.abort(handle)

@@ -98,10 +98,12 @@ class Done(_message.Message):
     def __init__(self, tokens: _Optional[_Iterable[int]] = ..., ended: _Optional[bool] = ...) -> None: ...
 
 class Cancel(_message.Message):
-    __slots__ = ("rid",)
+    __slots__ = ("rid", "moved")
     RID_FIELD_NUMBER: _ClassVar[int]
+    MOVED_FIELD_NUMBER: _ClassVar[int]
     rid: int
-    def __init__(self, rid: _Optional[int] = ...) -> None: ...
+    moved: bool
+    def __init__(self, rid: _Optional[int] = ..., moved: _Optional[bool] = ...) -> None: ...
 
 class Fetch(_message.Message):
     __slots__ = ("adapter", "prompt")

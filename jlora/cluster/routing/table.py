@@ -21,6 +21,10 @@ class Table:
         self.parts = parts
         self._random = random.Random(seed)
 
+    def place(self, parts: Mapping[str, Mapping[str, float]]) -> None:
+        """Replaces the placement; any thread may call."""
+        self.parts = parts
+
     def choose(self, view: View, ask: Ask, now: float) -> str | None:
         drawn = self._random.random()  # once a request, so that runs with different tables stay comparable
         replicas = {replica.name: replica for replica in up(view)}

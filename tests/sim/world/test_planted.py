@@ -46,8 +46,8 @@ def ignored_cancel(patch: pytest.MonkeyPatch) -> None:
     """A request that runs is not aborted."""
     real = Scheduler.abort
 
-    def abort(scheduler: Scheduler, handle: int, now: float) -> list[TokenEvent]:
-        return [] if any(s.handle == handle for s in scheduler.running) else real(scheduler, handle, now)
+    def abort(scheduler: Scheduler, handle: int, now: float, moved: bool = False) -> list[TokenEvent]:
+        return [] if any(s.handle == handle for s in scheduler.running) else real(scheduler, handle, now, moved)
 
     patch.setattr(Scheduler, "abort", abort)
 

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 
+LACKS = ("NotFound", "DataLoss", "ResourceExhausted")  # with these, a router asks one other replica
+
+
 class Blame:
     """What has struck whom. `found`: errors that nothing explains."""
 
@@ -85,7 +88,7 @@ class Blame:
                 )
             ask = self._ask(routed)
             ask.causes[failure.kind] += 1
-            ask.losses += failure.elsewhere
+            ask.losses += failure.elsewhere or failure.kind in LACKS
 
     def judge(self, ask: Ask, error: BaseException) -> None:
         """A client gets an error, just now."""

@@ -172,7 +172,7 @@ class ModelReplica:
         self._go_on()
         return self.handles
 
-    def abort(self, handle: int) -> Future[bool]:
+    def abort(self, handle: int, moved: bool = False) -> Future[bool]:
         def end() -> bool:
             run = self.live.get(handle)
             if run is not None:
