@@ -104,6 +104,16 @@ def compare(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def startup(study: Study) -> pd.DataFrame:
+    """Seconds of a start, medians over the rounds: until ready, by phase, and until every program is compiled."""
+    middle, made = median(study.rows, ["side"]), []
+    for side, row in middle.iterrows():
+        phases = {name: f"{row[f'{name}_s']:.1f}" for name in ("process", "adapters", "weights", "programs", "rest")}
+        ends = {"ready": f"{row['seconds']:.1f}", **phases, "all programs": f"{row['all_compiled_s']:.1f}"}
+        made.append({"start": side, **ends, "control": controls(control(study.rows, str(side), "seconds"))})
+    return pd.DataFrame(made)
+
+
 def host(study: Study) -> pd.DataFrame:
     """Microseconds of Python per engine step."""
     middle = median(study.rows, ["running", "queued"])["step_s"].reset_index()

@@ -6,9 +6,9 @@ Every command returns a `concurrent.futures.Future`. An asyncio front awaits it 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jlora.config import Config
@@ -29,6 +29,7 @@ class ReplicaInfo:
         block_tokens, block_bytes: of one block of the pool.
         platform, devices: where it runs; each device is its kind and number.
         base: a fingerprint of the model's weights; "" if it has none.
+        start_s: seconds of the start by phase, in order.
     """
 
     model: str
@@ -41,6 +42,7 @@ class ReplicaInfo:
     devices: tuple[str, ...]
     config: Config
     base: str = ""
+    start_s: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

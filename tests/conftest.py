@@ -45,11 +45,13 @@ def shared_programs() -> Iterator[None]:
     build, made = step.build, {}
 
     @functools.wraps(build)
-    def shared(spec: ModelSpec, layout: PoolLayout, mesh: jax.sharding.Mesh, stacked: bool, ops: Ops = XLA):
+    def shared(
+        spec: ModelSpec, layout: PoolLayout, mesh: jax.sharding.Mesh, stacked: bool, ops: Ops = XLA, **wrap: step.Wrap
+    ):
         if ops not in (XLA, CPU):  # kernels
-            return build(spec, layout, mesh, stacked, ops)
+            return build(spec, layout, mesh, stacked, ops, **wrap)
         key = repr((replace(spec, name=""), layout)), mesh, stacked, ops
-        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops))
+        return made.get(key) or made.setdefault(key, build(spec, layout, mesh, stacked, ops, **wrap))
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(step, "build", shared)

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 
 import jax
 import pytest
+from jax.sharding import Sharding
 
 from jlora.adapters import peft_config
 from jlora.cache.fastlibra import Fastlibra
@@ -34,7 +35,7 @@ from jlora.engine.scheduler import Scheduler
 from jlora.engine.shelf import Shelf
 from jlora.engine.switching import Switching
 from jlora.gaps import Gaps
-from jlora.model import checkpoint, sampling
+from jlora.model import checkpoint, place, sampling
 from jlora.model.sampling import SlotState
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
@@ -69,6 +70,16 @@ def tensor_read() -> Seam:
 def open_weights(model: Path, spec: ModelSpec, files: ExitStack) -> object:
     """Opens a checkpoint's files, and checks their headers."""
     return checkpoint._open(model, spec, files)
+
+
+def mover(where: Sharding, dtype: str, transposed: bool) -> Any:
+    """Turns a tensor as it is stored into a weight."""
+    return place._mover(where, dtype, transposed)
+
+
+def filler(where: Sharding, transposed: bool) -> Any:
+    """The same, into a layer of a stack."""
+    return place._filler(where, transposed)
 
 
 def with_tables(logits: jax.Array, state: SlotState, batch: Any) -> jax.Array:

@@ -137,7 +137,7 @@ class _Starts:
         while (node := cells.candidates.victim()) is not None:
             cells.evict(node)
         choices: dict[str, Helps | None] = {"wait": None, "stream": None, "cpu": lambda *_: True, **self._choosers}
-        manager.leases.gate.helps, cells._streams = choices[way], way != "wait"
+        manager.leases.gate.helps, cells.streams = choices[way], way != "wait"
         predicted = self._predicted(way, names[0], tokens)
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         like = Request("", tuple(range(3, 3 + tokens)), sampling, bypass_prefix_cache=True)

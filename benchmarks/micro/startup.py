@@ -29,8 +29,9 @@ def run(options: Options) -> None:
             began = time.perf_counter()
             server = OverGrpc(workload, options.dtype, {**options.settings, "serve.compile_cache": programs})
             ready = time.perf_counter() - began
+            phases = {f"{name}_s": seconds for name, seconds in server.info().start_s.items()}
             with server:
-                return {"seconds": ready, "all_compiled_s": time.perf_counter() - began}
+                return {"seconds": ready, "all_compiled_s": time.perf_counter() - began, **phases}
 
         def cold() -> Sample:
             shutil.rmtree(programs, ignore_errors=True)

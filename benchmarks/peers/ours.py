@@ -123,6 +123,11 @@ class OverGrpc:
     def __exit__(self, *_: object) -> None:
         self.server.stop()
 
+    def info(self) -> pb.ServerInfo:
+        """What the server says of itself."""
+        with grpc.insecure_channel(self.server.address) as channel:
+            return rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=60)
+
     def run(self, jobs: Sequence[Job]) -> Run:
         """All jobs at once, each a unary call."""
         return asyncio.run(self._run(jobs))

@@ -32,7 +32,7 @@ class DevicePool:
     def __init__(self, layout: PoolLayout, mesh: Mesh, programs: Programs, groups: int, pinned: bool = False):
         self.layout = layout
         self.groups = groups
-        self.pieces = tuple(size for size in PIECES if size <= max(1, layout.blocks * PIECE_SHARE))
+        self.pieces = pieces(layout.blocks)
         self._programs = programs
         self._staging = NamedSharding(mesh, PartitionSpec(None, None, None, "tp"))
         self._pinned = self._staging.with_memory_kind("pinned_host") if pinned else None
@@ -103,6 +103,11 @@ class DevicePool:
             size = next(p for p in self.pieces if p <= len(ids) - at)
             yield at, np.asarray(ids[at : at + size], np.int32)
             at += size
+
+
+def pieces(blocks: int) -> tuple[int, ...]:
+    """Blocks per copy program of a pool of so many."""
+    return tuple(size for size in PIECES if size <= max(1, blocks * PIECE_SHARE))
 
 
 def as_shortage(error: Exception) -> Exception:

@@ -77,7 +77,7 @@ class Residency:
         self.traffic = Traffic()
         self.candidates = Candidates(policy, clock)
         self.epoch = 0  # grows whenever something that was refused may now be granted
-        self._streams = streams  # a long copy that a request waits for comes in groups of layers
+        self.streams = streams  # a long copy that a request waits for comes in groups of layers
         self._blocks = [0] * 6, [0] * 6  # nodes' device blocks, by kind and standing
 
     @property
@@ -266,7 +266,7 @@ class Residency:
         source = tuple(block for node in nodes for block in node.host)
         target = self.device.take(nodes[0].kind, len(source))
         long = self.policy.meter.load_s(nodes[0].kind, len(source)) > STREAM_FROM_S
-        copy = Copy("in", adapter, tuple(nodes), source, target, demand, streams=self._streams and demand and long)
+        copy = Copy("in", adapter, tuple(nodes), source, target, demand, streams=self.streams and demand and long)
         at = 0
         for node in nodes:
             node.coming = True

@@ -36,33 +36,38 @@ class Ahead:
         self._params, self._pool, self._state = jax.tree.map(_shape, (params, pool.array, state))
 
     def compile(self, form: Form, blank: Launch) -> None:
-        """Compiles what launches of this form run; `blank` is one of them."""
-        for lowered in self._lowered(blank, self.streams(form)):
+        """Compiles what every launch of this form runs; `blank` is one of them."""
+        programs, params, last = self._programs, self._params, self._state.last
+        lists = blank.batch.lists
+        lists = jax.ShapeDtypeStruct(lists.shape, lists.dtype, sharding=last.sharding)
+        forward = programs.forward.lower(params, self._pool, last, blank.batch._replace(lists=lists))
+        forward.compile()
+        _, rows, hidden = (self._replicated(out) for out in forward.out_info)
+        if blank.sampling is not None:
+            programs.sample.lower(head_of(params), rows, self._state, blank.sampling).compile()
+        if blank.score_targets is not None:
+            programs.score.lower(head_of(params), hidden, blank.score_targets).compile()
+
+    def compile_groups(self, form: Form, blank: Launch) -> None:
+        """Compiles what launches of this form run behind copies on their way, group of layers by group."""
+        for lowered in self._grouped(blank):
             lowered.compile()
 
-    def streams(self, form: Form) -> bool:
-        """Whether launches of this form may also run in groups of layers, behind copies on their way."""
-        return form.chunk > 1 and self._groups > 1
+    def grouped(self, form: Form) -> bool:
+        """Whether launches of this form may run behind copies on their way."""
+        return self.helps or (form.chunk > 1 and self._groups > 1)
 
-    def _lowered(self, launch: Launch, streams: bool) -> Iterator[jax.stages.Lowered]:
-        programs, params, last = self._programs, self._params, self._state.last
-        lists = launch.batch.lists
-        lists = jax.ShapeDtypeStruct(lists.shape, lists.dtype, sharding=last.sharding)
-        forward = programs.forward.lower(params, self._pool, last, launch.batch._replace(lists=lists))
-        yield forward
-        _, rows, hidden = (self._replicated(out) for out in forward.out_info)
-        if launch.sampling is not None:
-            yield programs.sample.lower(head_of(params), rows, self._state, launch.sampling)
-        if launch.score_targets is not None:
-            yield programs.score.lower(head_of(params), hidden, launch.score_targets)
-        if streams or self.helps:
-            batch = jax.device_put(launch.batch, last.sharding)
-            yield programs.embed.lower(params["embed"], last, batch)
-            group = group_layers(params, 0, self._group_layers)
-            yield programs.layers.lower(group, self._pool, hidden, np.int32(0), batch)
-            yield programs.finish.lower(params["norm"], hidden, batch)
-            if self.helps:
-                yield from self._cut(hidden, batch)
+    def _grouped(self, launch: Launch) -> Iterator[jax.stages.Lowered]:
+        programs, params = self._programs, self._params
+        batch = jax.device_put(launch.batch, self._state.last.sharding)
+        embed = programs.embed.lower(params["embed"], self._state.last, batch)
+        yield embed
+        x = self._replicated(embed.out_info)
+        group = group_layers(params, 0, self._group_layers)
+        yield programs.layers.lower(group, self._pool, x, np.int32(0), batch)
+        yield programs.finish.lower(params["norm"], x, batch)
+        if self.helps:
+            yield from self._cut(x, batch)
 
     def _cut(self, x: jax.ShapeDtypeStruct, batch: Any) -> Iterator[jax.stages.Lowered]:
         """The programs of a layer with the host's help; its weights tell the products' widths."""

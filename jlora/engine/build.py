@@ -6,6 +6,8 @@ import logging
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import replace as replaced
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -25,7 +27,7 @@ from jlora.config import Config, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.assist import Assist
 from jlora.engine.batch import Projections
-from jlora.engine.built import Built
+from jlora.engine.built import Between, Built, Phases
 from jlora.engine.cold_start import Costs
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
@@ -64,7 +66,7 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
-    system = system or System()
+    system, phases = system or System(), Phases()
     kept = compile_cache.use(config.serve.compile_cache)
     directory = hub.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
@@ -80,17 +82,17 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
     found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
+    phases.end("adapters")
     runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
+    phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
-    streams = pool.groups > 1 and config.engine.cold_start != "wait"
-    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock, streams)
+    manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
     switching = make_switching(config, reader, runner, registry, swapper)
     seeds = system.random or random.Random(config.model.seed)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
-    helps = config.engine.cold_start in ("auto", "cpu")
-    if helps:
+    if config.engine.cold_start in ("auto", "cpu"):
         lora = HostLora(layout, host.layer, system)
         runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
     parts = Parts(scheduler, registry, runner, swapper, system.clock, config.adapters.readers, catalogue, system.wall)
@@ -99,16 +101,20 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         warm_up(runner, progress, system)
         if switching is not None:
             switching.policy.times.share = adapter_share(runner, runner.builder, layout)
-    if helps:
-        decide = _helps(config, steps, runner, manager, registry)
-        manager.leases.gate.helps = decide if switching is None else _apart(decide, switching)
+    phases.end("programs")
+    open_groups = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
+    if not runner.left:
+        open_groups(lambda call: call())
     engine.adapters.begin_with(found)
     _read_in(engine, sources.eager(found, host_blocks, config), reader)
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
+    phases.end("rest")
+    log.info("started in %s", phases)
     if runner.left:
-        log.info("%d smaller forms of a step compile while it serves", len(runner.left))
-    return Built(engine, parts, runner, info, reader, catalogue)
+        log.info("%d parts of further programs compile while it serves", len(runner.left))
+    info = replaced(info, start_s=phases.seconds)
+    return Built(engine, parts, runner, info, reader, catalogue, open_groups)
 
 
 def build_device(
@@ -144,14 +150,12 @@ def make_switching(
     return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)
 
 
-def make_manager(
-    config: Config, layout: PoolLayout, host_blocks: int, max_len: int, clock: Clock, streams: bool
-) -> CacheManager:
+def make_manager(config: Config, layout: PoolLayout, host_blocks: int, max_len: int, clock: Clock) -> CacheManager:
     """The cache that `config.cache` asks for. `max_len`: tokens of the longest context."""
     block_s = layout.block_bytes / (1e9 * (config.cache.link_gbps or ASSUMED_GBPS))
     policy = make_policy(config.cache, Meter(block_s, block_tokens=layout.block_tokens))
     sizes = Sizes(layout.blocks - 1, host_blocks, layout.block_tokens, layout.blocks_for(max_len))
-    return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, streams, config.cache.monitor_s)
+    return CacheManager(sizes, policy, clock, config.cache.prefix_reuse, monitor_s=config.cache.monitor_s)
 
 
 def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedSteps | None:
@@ -164,20 +168,39 @@ def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedS
     return steps
 
 
-def _helps(
-    config: Config, steps: FittedSteps | None, runner: Runner, manager: CacheManager, registry: AdapterRegistry
-) -> Helps:
-    """Where the host computes the part of adapters that are on their way."""
-    if config.engine.cold_start == "cpu":
-        return lambda adapter, left_s, tokens: True
-    costs = Costs.fitted(steps) if steps else cold_start.measure(runner.rehearse, runner.largest)
-    log.info("cold starts: %s", "fitted step model" if steps else costs)
+def _open_groups(
+    way: str,
+    steps: FittedSteps | None,
+    parts: Parts,
+    switching: Switching | None,
+    runner: Runner,
+    between: Between,
+) -> None:
+    """See `Built.open_groups`: from now on copies come in groups of layers, and the host helps."""
+    manager = parts.scheduler.manager
+    if not between(lambda: runner.takes_groups):
+        return
+    if runner.pool.groups > 1 and way != "wait":
+        between(manager.stream)
+    if way in ("auto", "cpu"):
+        helps = _helps(steps, runner, parts, between) if way == "auto" else lambda adapter, left_s, tokens: True
+        decide = helps if switching is None else _apart(helps, switching)
+        between(lambda: setattr(manager.leases.gate, "helps", decide))
+
+
+def _helps(steps: FittedSteps | None, runner: Runner, parts: Parts, between: Between) -> Helps:
+    """Decides by measured costs where the host computes the part of adapters that are on their way."""
+
+    def rehearse(tokens: int, blocks: int | None) -> float:
+        return between(lambda: runner.rehearse(tokens, blocks))
 
     def places(uid: int) -> int:
-        held = set(registry.by_uid(uid).projections)
+        held = set(parts.registry.by_uid(uid).projections)
         return sum(not held.isdisjoint(names) for names in SITES)
 
-    return cold_start.Chooser(costs, manager.policy.meter, runner.pool.groups, places)
+    costs = Costs.fitted(steps) if steps else cold_start.measure(rehearse, runner.largest)
+    log.info("cold starts: %s", "fitted step model" if steps else costs)
+    return cold_start.Chooser(costs, parts.scheduler.manager.policy.meter, runner.pool.groups, places)
 
 
 def _apart(helps: Helps, switching: Switching) -> Helps:
@@ -198,9 +221,12 @@ def warm_up(runner: Runner, progress: bool, system: System) -> None:
 
 def compile_rest(built: Built, progress: bool = False) -> Built:
     """Compiles at once what `build` has left: before a measurement, or for `jlora compile`."""
-    for form in tqdm(built.runner.left, desc="compiling the rest", disable=not progress, leave=False):
-        built.runner.compile(form)
-        built.runner.admit(form)
+    rest = built.runner.left
+    for left in tqdm(rest, desc="compiling the rest", disable=not progress, leave=False):
+        built.runner.compile(left)
+        built.runner.admit(left)
+    if rest:
+        built.open_groups(lambda call: call())
     return built
 
 

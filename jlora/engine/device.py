@@ -5,6 +5,8 @@ Kept apart from `build`, which reads files: a benchmark with random weights need
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +21,7 @@ from jlora.layout import PoolLayout
 from jlora.model import sampling, sharding, step
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
+from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
 from jlora.pallas.gpu_support import Gpu
 
@@ -34,9 +37,13 @@ def device_side(
     mesh = sharding.make_mesh(config.model.tp)
     platform = mesh.devices.flat[0].platform
     builder = BatchBuilder(layout, config.engine, spec, projections, has_bare(platform))
-    ops = choose_ops(config, spec, layout, tuple(builder.buckets.shapes)).ops
+    shapes = tuple(builder.buckets.shapes)
+    ops = choose_ops(config, spec, layout, shapes).ops
     stacked = uses_scan(config.engine.layers, platform)
-    programs = step.build(spec, layout, mesh, stacked, ops)
+    facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, shapes), config.engine.kernels
+    kept = jax.config.jax_compilation_cache_dir
+    wrap = {"wrap": Traced(Path(kept), *facts)} if kept else {}
+    programs = step.build(spec, layout, mesh, stacked, ops, **wrap)
     pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
     replicated = NamedSharding(mesh, sharding.REPLICATED)
     state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
@@ -45,10 +52,13 @@ def device_side(
 
 def choose_ops(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Chosen:
     """The implementation of each op on this process's devices, for launches of `shapes`."""
+    return choose(_site(config, spec, layout, shapes), config.engine.kernels)
+
+
+def _site(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Site:
     device = jax.devices()[0]
     width, rank = layout.blocks_for(spec.max_len), config.adapters.max_rank
-    site = Site(device.platform, device.device_kind, layout, spec.heads, shapes, width, rank, Gpu.of(device))
-    return choose(site, config.engine.kernels)
+    return Site(device.platform, device.device_kind, layout, spec.heads, shapes, width, rank, Gpu.of(device))
 
 
 def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:

@@ -37,7 +37,7 @@ from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
 from jlora.types import AdapterInfo, Invocation, Owners, PrefetchResult, ProfileResult, Request, TokenEvent
 
 if TYPE_CHECKING:  # it imports jax
-    from jlora.engine.batch import Form
+    from jlora.engine.runner import Left
 
 log = logging.getLogger(__name__)
 
@@ -82,9 +82,13 @@ class LocalReplica(Replica):
         system.threads.watch(lambda name, error: self._fail(error))
         self._thread = system.threads.start("jlora-engine", self._loop)
         system.threads.start("jlora-watch", self._watch.run)
-        for form in built.runner.left:
-            self._compiler.submit(self._compile, form)
-        if built.runner.left:  # what they leave behind is loaded for good, too
+        rest = built.runner.left
+        self._opened = not rest
+        if rest:
+            for left in rest:
+                self._compiler.submit(self._compile, left)
+            self._compiler.submit(self._open_groups)
+            # What they leave behind is loaded for good, too.
             self.warm().add_done_callback(lambda done: done.exception() or system.garbage.begin())
 
     @classmethod
@@ -101,18 +105,28 @@ class LocalReplica(Replica):
 
     def warm(self) -> Future[bool]:
         """Done when every program is compiled. Requests need not wait for it; measurements should."""
-        return self._when(lambda: self._built.runner.programs_left == 0 or None)
+        return self._when(lambda: (self._opened and self._built.runner.programs_left == 0) or None)
 
-    def _compile(self, form: Form) -> None:
+    def _compile(self, left: Left) -> None:
         """Runs on the compiler's thread, beside the steps."""
         runner = self._built.runner
         try:
-            runner.compile(form)
+            runner.compile(left)
         except BaseException:  # also SystemExit: the form would be left for ever
-            log.exception("%s does not compile; a larger form stands in for it", form)
-            self.between_steps(lambda: runner.drop(form))
+            log.exception("%s does not compile; a larger form stands in for it", left)
+            self.between_steps(lambda: runner.drop(left))
         else:
-            self.between_steps(lambda: runner.admit(form))
+            self.between_steps(lambda: runner.admit(left))
+
+    def _open_groups(self) -> None:
+        """All programs are there: steps need not wait for whole copies from now on."""
+        try:
+            self._built.open_groups(lambda call: self.between_steps(call).result())
+        except Unavailable as e:  # it stops
+            log.info("steps wait for whole copies: %s", e)
+        except BaseException:  # also SystemExit: the replica would never count as warm
+            log.exception("steps go on waiting for whole copies")
+        self.between_steps(lambda: setattr(self, "_opened", True))
 
     # -- requests ---------------------------------------------------------------------------
 

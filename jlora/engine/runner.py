@@ -71,6 +71,17 @@ class Dispatched:
         return [drawn[work] for work in self.plan.work]
 
 
+class Left(NamedTuple):
+    """What `Runner.warm_up` leaves for later.
+
+    Attributes:
+        grouped: the form's programs for launches behind copies on their way, not those that it always runs.
+    """
+
+    form: Form
+    grouped: bool = False
+
+
 class Runner:
     """The device side of an engine: weights, pool, slot state and the jitted programs."""
 
@@ -93,7 +104,8 @@ class Runner:
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
         self._ahead = Ahead(programs, params, pool, state)
         self._assist: Assist | None = None
-        self._left: dict[Form, Launch] = {}
+        self._left: dict[Left, Launch] = {}
+        self._whole = True  # no form lacks programs that did not compile
         self._warmed = get_ident(), COMPILES.count  # by thread: compilations before it began to serve
         self.compiling = False
         self.compiled_at = 0.0
@@ -180,25 +192,23 @@ class Runner:
     def warm_up(self, threads: Executor) -> Iterator[str]:
         """Compiles the programs that serve every launch, several at a time, and calls each; yields its name.
 
-        The others are `left`: until they are admitted, a launch takes a larger one. Touches no live block.
+        The others are `left`: until they are admitted, a launch takes a larger one, and none runs behind copies
+        on their way. Touches no live block.
         """
         buckets = self._builder.buckets
         blanks = {form: self._builder.blank(*form) for form in buckets.forms()}  # here: the builder has one thread
         self._builder.compiled = buckets.largest
-        first = {form: blanks.pop(form) for form in buckets.largest.forms()}
-        self._left = blanks
+        first = {form: blanks[form] for form in buckets.largest.forms()}
+        self._left = {Left(form): blank for form, blank in blanks.items() if form not in first}
+        self._left |= {Left(form, True): blank for form, blank in blanks.items() if self._ahead.grouped(form)}
         compiled = [threads.submit(self._ahead.compile, *item) for item in first.items()]
         self._reset(0, (), (), {})
         self.pool.warm_up()
         yield "copies"
         for (form, blank), done in zip(first.items(), compiled, strict=True):
             done.result()
-            with self._watched([blank], streamed=True):
+            with self._watched([blank]):
                 self._dispatch(blank, _Copies(), _Arrivals(None))
-                if self._ahead.streams(form):
-                    self._grouped(blank, _Copies(), _Arrivals(None))
-                if self._assist is not None:
-                    self._grouped(blank, _Copies(), _Arrivals(None), ())
             yield f"{form.rows}x{form.chunk}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count
@@ -206,18 +216,22 @@ class Runner:
     def rehearse(self, tokens: int, blocks: int | None) -> float:
         """Seconds of a forward with the host's help, for an adapter of so many blocks per projection; 0: of the base.
 
-        None: of the base as a whole. It touches no live block. Call it before the engine serves.
+        None: of the base as a whole. It touches no live block. Call it between two steps.
         """
         chunk = min(ROW, tokens)
         blank = self._builder.blank(tokens // chunk, chunk)
         share = Share(np.arange(tokens), dict.fromkeys(PROJECTIONS, (0,) * (blocks or 0)))
+        batch = jax.device_put(blank.batch, self._state.last.sharding)
+        jax.block_until_ready(self.pool.array)  # what was dispatched before is not measured
         began = self._clock()
         if blocks is None:
-            _, hidden = self._forward(blank)
-        else:
-            _, hidden = self._grouped(blank, _Copies(), _Arrivals(None), [share] if blocks else [])
-        jax.block_until_ready(hidden)
-        return self._clock() - began
+            jax.block_until_ready(self._forward(blank))
+            return self._clock() - began
+        assert self._assist is not None
+        x = self._programs.embed(self._weights.params["embed"], self._state.last, batch)
+        layers, shares = range(self.pool.group_layers), [share] if blocks else []  # of one group: a step goes on sooner
+        jax.block_until_ready(self._assist.run(self._weights.params, layers, self.pool, (x, batch), shares))
+        return self.pool.groups * (self._clock() - began)
 
     @property
     def largest(self) -> tuple[int, ...]:
@@ -230,7 +244,7 @@ class Runner:
         return 1 + len(self._builder.buckets.largest.forms())
 
     @property
-    def left(self) -> tuple[Form, ...]:
+    def left(self) -> tuple[Left, ...]:
         """What `warm_up` has left: compile each on any thread, then admit it."""
         return tuple(self._left)
 
@@ -238,18 +252,26 @@ class Runner:
     def programs_left(self) -> int:
         return len(self._left)
 
-    def compile(self, form: Form) -> None:
-        """Compiles the programs of a form that is left. Any thread may call it while steps run."""
-        self._ahead.compile(form, self._left[form])
+    @property
+    def takes_groups(self) -> bool:
+        """Whether every launch may run in groups of layers, behind copies on their way."""
+        return self._whole and not any(left.grouped for left in self._left)
 
-    def admit(self, form: Form) -> None:
-        """Lets launches take a compiled form from now on. Call it between two steps."""
-        self._met |= set(_programs_of(self._left.pop(form), streamed=True))
-        self._builder.compiled = self._builder.compiled.having(form)
+    def compile(self, left: Left) -> None:
+        """Compiles what is left of a form. Any thread may call it while steps run."""
+        compile_it = self._ahead.compile_groups if left.grouped else self._ahead.compile
+        compile_it(left.form, self._left[left])
 
-    def drop(self, form: Form) -> None:
-        """Leaves a form that does not compile to a larger one."""
-        del self._left[form]
+    def admit(self, left: Left) -> None:
+        """Lets launches take what is compiled from now on. Call it between two steps."""
+        self._met |= set(_programs_of(self._left.pop(left), streamed=left.grouped))
+        if not left.grouped:
+            self._builder.compiled = self._builder.compiled.having(left.form)
+
+    def drop(self, left: Left) -> None:
+        """Does without what does not compile: larger forms stand in; without groups of layers, launches wait."""
+        del self._left[left]
+        self._whole = self._whole and not left.grouped
 
     def close(self) -> None:
         """Frees the device: weights, pool and slot state."""

@@ -14,7 +14,6 @@ from pathlib import Path
 
 import jax
 import msgspec
-import orbax.checkpoint as ocp
 
 from jlora.errors import AlreadyExists, DataLoss
 from jlora.model.config_json import read_json
@@ -50,6 +49,8 @@ def check_target(target: Path) -> None:
 
 def save(source: Path, target: Path, spec: ModelSpec, params: Params) -> None:
     """Writes the converted directory; the tokenizer files come from `source`."""
+    import orbax.checkpoint as ocp  # only here and below: it takes a second, and most models are not converted
+
     target.mkdir(parents=True, exist_ok=True)
     # Weights hardly compress, and decompressing them doubles the time to load.
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler(use_compression=False)) as checkpointer:
@@ -74,6 +75,8 @@ def read_spec(directory: Path) -> ModelSpec:
 
 def load_into(into: Listed, directory: Path, spec: ModelSpec, shardings: Params) -> None:
     """Restores every weight to its devices, then adds them to `into` one by one."""
+    import orbax.checkpoint as ocp
+
     shapes = abstract(spec)[0]
     wanted = jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, spec.dtype, sharding=s), shapes, shardings)
     try:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import export
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.stages import Wrapped
 
@@ -25,7 +26,7 @@ from jlora.model import sampling, sharding
 from jlora.model.cut import CutLayer, Cutter
 from jlora.model.llama import Joints, Params, Run, Shard, embed, forward, logits, no_adapters, over_layers, rms_norm
 from jlora.model.packed import Packed
-from jlora.model.sampling import Array, SlotState
+from jlora.model.sampling import Array, Sampled, SlotState
 from jlora.model.spec import PROJECTIONS, ROW_PARALLEL, ModelSpec
 from jlora.pallas.ops import GROUPS, ActiveBlocks, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
@@ -116,6 +117,10 @@ class Fields(NamedTuple):
     merged: Array
 
 
+for kind in (SlotState, Sampled):  # what programs return, so that they can be kept as StableHLO
+    export.register_namedtuple_serialization(kind, serialized_name=f"jlora.{kind.__name__}")
+
+
 class Programs(NamedTuple):
     """The jitted programs; see `build` for each one's signature."""
 
@@ -148,8 +153,18 @@ def head_of(params: Params) -> Params:
     return {"head": params["head"]} if "head" in params else {"embed": params["embed"]}
 
 
-def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA) -> Programs:
-    """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`).
+# Wraps a named function whose arguments are arrays, before it is jitted.
+Wrap = Callable[[str, Callable[..., Any]], Callable[..., Any]]
+
+
+def _as_it_is(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
+
+
+def build(
+    spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: Ops = XLA, wrap: Wrap = _as_it_is
+) -> Programs:
+    """Programs for one model, pool and mesh from `ops` (see `jlora.pallas.dispatch`); `wrap`: see `Traced`.
 
     forward(params, pool, last, batch) -> pool, rows [R, D], hidden [T, D]
     sample(head_of(params), rows [S, D], state, rows of `sampling.row_type`) -> state, Sampled
@@ -176,7 +191,8 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
         shardings = jax.tree.map(
             lambda s: NamedSharding(mesh, s), outputs, is_leaf=lambda s: isinstance(s, PartitionSpec)
         )
-        return jax.jit(mapped, donate_argnums=() if donate is None else (donate,), out_shardings=shardings)
+        donated = () if donate is None else (donate,)
+        return jax.jit(wrap(_name(f), mapped), donate_argnums=donated, out_shardings=shardings)
 
     place = _Place(layout, Shard("tp", mesh.shape["tp"]), ops)
     return Programs(
@@ -192,6 +208,12 @@ def build(spec: ModelSpec, layout: PoolLayout, mesh: Mesh, stacked: bool, ops: O
         on_mesh(partial(ops.write_layers, layers=spec.layers), (pool, rep, sharding.BLOCKS, rep), pool, donate=0),
         Cutter(spec, place.shard, partial(_attending, place), stacked).build(on_mesh, weights, pool),
     )
+
+
+def _name(function: Callable[..., Any]) -> str:
+    while isinstance(function, partial):
+        function = function.func
+    return function.__name__.strip("_")
 
 
 class _Place(NamedTuple):

@@ -92,8 +92,8 @@ def answers(replica: Running, name: str) -> list[list[int]]:
 @pytest.mark.parametrize("served", [1, 2], indirect=True, ids=["one device", "two devices"])
 def test_the_largest_programs_serve_everything_until_the_others_are_there(served: Served):
     replica, compiler = served
-    left = len(compiler.calls)
-    assert replica.stats().programs_left == left > 1
+    left = replica.stats().programs_left
+    assert left > 1 and not replica.manager.streams
 
     first = answers(replica, "before")
     compiler.run(left // 2)
@@ -102,7 +102,7 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
     garbage = port.system(replica.local).garbage
     assert isinstance(garbage, Counted) and garbage.loaded == 1
     compiler.run(left)
-    assert replica.local.warm().result(60)
+    assert replica.local.warm().result(60) and replica.manager.streams
     assert garbage.loaded == 2, "what the programs left behind is kept out of later collections"
     assert answers(replica, "after") == first
 
@@ -113,8 +113,8 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
 def test_a_program_that_a_step_compiles_is_counted(served: Served):
     """Otherwise 0 elsewhere would say nothing, for example once jax gives its event another name."""
     replica, compiler = served
-    for _, (form,) in compiler.calls:
-        replica.built.runner.admit(form)  # nobody has compiled it
+    for left in replica.built.runner.left:
+        replica.built.runner.admit(left)  # nobody has compiled it
     compiler.calls.clear()
     assert replica.stats().compiles_after_warmup == 0
     assert len(answers(replica, "x")) == 12
@@ -125,10 +125,19 @@ def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
     served: Served, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
     replica, compiler = served
-    left = len(compiler.calls)
+    left = replica.stats().programs_left
     with monkeypatch.context() as patched:
-        patched.setattr(replica.built.runner, "compile", lambda form: 1 / 0)
-        compiler.run(left)
-    assert replica.local.warm().result(60)
+        patched.setattr(replica.built.runner, "compile", lambda left: 1 / 0)
+        compiler.run(left + 1)
+    assert replica.local.warm().result(60) and not replica.manager.streams, "no program runs a group of layers"
     assert caplog.text.count("does not compile; a larger form stands in") == left
     assert len(answers(replica, "x")) == 12 and replica.stats().compiles_after_warmup == 0
+
+
+def test_a_replica_whose_groups_do_not_open_is_warm(served: Served, monkeypatch, caplog: pytest.LogCaptureFixture):
+    """Once it waited for ever, for example when a rehearsal failed."""
+    replica, compiler = served
+    monkeypatch.setattr(replica.manager, "stream", lambda: 1 / 0)
+    compiler.run(len(compiler.calls))
+    assert replica.local.warm().result(60) and not replica.manager.streams
+    assert "ZeroDivisionError" in caplog.text and len(answers(replica, "x")) == 12

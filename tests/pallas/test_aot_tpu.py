@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jlora.cache.pool import pieces
 from jlora.config import EngineConfig
 from jlora.engine.batch import BatchBuilder
 from jlora.layout import PoolLayout
@@ -27,6 +28,7 @@ from jlora.pallas import cases
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.ops import GROUPS, Adapted, Ops
 from jlora.pallas.tiles import chip_of
+from tests import port
 from tests.pallas import _aot
 from tests.pallas._aot import Compiled
 
@@ -194,6 +196,29 @@ def test_all_of_llama3_8b_compiles_for_one_v5e_beside_half_a_gib_of_pool(rows: i
     pool_bytes = 0.5 * GIB - PoolLayout.of(cases.LLAMA3_8B, 1, 32).block_bytes
     assert program.alias >= pool_bytes
     assert program.temp < 0.05 * pool_bytes
+
+
+def test_the_weights_of_llama3_8b_load_on_one_v5e_in_the_room_of_half_a_gib_of_pool(record_property: Any):
+    """The head comes before the layers; a layer's matrix is stored and transposed beside its stack."""
+    spec, mesh = cases.LLAMA3_8B, _aot.tpu_mesh("v5e", 1)
+    where = NamedSharding(mesh, PartitionSpec())
+    head = _aot.placed(jax.ShapeDtypeStruct((spec.vocab, spec.width), jnp.bfloat16), mesh)
+    program = _aot.compiled(port.mover(where, "bfloat16", True), (head,), mesh)
+    record_property("compiled", program.row("llama3-8b's head is transposed", "v5e", 1))
+    size = 2 * spec.vocab * spec.width
+    assert 2 * size + program.temp < 4 * GIB  # itself twice, when the embedding is all there is
+    stored = _aot.placed(jax.ShapeDtypeStruct((spec.mlp, spec.width), jnp.bfloat16), mesh)
+    stack = _aot.placed(jax.ShapeDtypeStruct((spec.layers, spec.width, spec.mlp), jnp.bfloat16), mesh)
+    program = _aot.compiled(port.filler(where, True), (stack, stored, _aot.placed(np.int32(0), mesh)), mesh)
+    record_property("compiled", program.row("llama3-8b's largest matrix enters its stack", "v5e", 1))
+    size = 2 * spec.mlp * spec.width
+    assert program.alias >= spec.layers * size
+    assert 2 * size + program.temp < 0.5 * GIB  # two are on their way at most
+
+
+def test_a_piece_of_a_copy_is_a_small_part_of_half_a_gib_of_pool():
+    blocks = int(0.5 * GIB) // PoolLayout.of(cases.LLAMA3_8B, 1, 32).block_bytes
+    assert max(pieces(blocks)) * PoolLayout.of(cases.LLAMA3_8B, 1, 32).block_bytes <= 0.5 * GIB / 16
 
 
 @pytest.mark.parametrize("tp", [1, 4])

@@ -350,7 +350,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class ServerInfo(_message.Message):
-    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left", "merge", "replicas", "live_requests", "generated_tokens", "prompt_tokens", "preemptions", "plan_s", "dispatch_s", "read_s", "commit_s", "recent_ttft_p50_s", "recent_ttft_p90_s", "recent_tpot_requests", "recent_tpot_mean_s", "recent_tpot_p50_s", "recent_tpot_p90_s", "recent_tpot_p99_s")
+    __slots__ = ("version", "model", "platform", "devices", "tp", "dtype", "max_model_len", "vocab", "block_tokens", "blocks", "config", "uptime_s", "compiles_after_warmup", "host_s_per_step", "steps", "running", "waiting", "draining", "text", "chat", "recent_requests", "recent_ttft_mean_s", "recent_ttft_p99_s", "longest_loop_gap_s", "longest_engine_gap_s", "programs_left", "merge", "replicas", "live_requests", "generated_tokens", "prompt_tokens", "preemptions", "plan_s", "dispatch_s", "read_s", "commit_s", "recent_ttft_p50_s", "recent_ttft_p90_s", "recent_tpot_requests", "recent_tpot_mean_s", "recent_tpot_p50_s", "recent_tpot_p90_s", "recent_tpot_p99_s", "start_s")
     class ConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -358,6 +358,13 @@ class ServerInfo(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class StartSEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: float
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     PLATFORM_FIELD_NUMBER: _ClassVar[int]
@@ -401,6 +408,7 @@ class ServerInfo(_message.Message):
     RECENT_TPOT_P50_S_FIELD_NUMBER: _ClassVar[int]
     RECENT_TPOT_P90_S_FIELD_NUMBER: _ClassVar[int]
     RECENT_TPOT_P99_S_FIELD_NUMBER: _ClassVar[int]
+    START_S_FIELD_NUMBER: _ClassVar[int]
     version: str
     model: str
     platform: str
@@ -444,7 +452,8 @@ class ServerInfo(_message.Message):
     recent_tpot_p50_s: float
     recent_tpot_p90_s: float
     recent_tpot_p99_s: float
-    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., plan_s: _Optional[float] = ..., dispatch_s: _Optional[float] = ..., read_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., recent_ttft_p50_s: _Optional[float] = ..., recent_ttft_p90_s: _Optional[float] = ..., recent_tpot_requests: _Optional[int] = ..., recent_tpot_mean_s: _Optional[float] = ..., recent_tpot_p50_s: _Optional[float] = ..., recent_tpot_p90_s: _Optional[float] = ..., recent_tpot_p99_s: _Optional[float] = ...) -> None: ...
+    start_s: _containers.ScalarMap[str, float]
+    def __init__(self, version: _Optional[str] = ..., model: _Optional[str] = ..., platform: _Optional[str] = ..., devices: _Optional[_Iterable[str]] = ..., tp: _Optional[int] = ..., dtype: _Optional[str] = ..., max_model_len: _Optional[int] = ..., vocab: _Optional[int] = ..., block_tokens: _Optional[int] = ..., blocks: _Optional[int] = ..., config: _Optional[_Mapping[str, str]] = ..., uptime_s: _Optional[float] = ..., compiles_after_warmup: _Optional[int] = ..., host_s_per_step: _Optional[float] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., draining: _Optional[bool] = ..., text: _Optional[bool] = ..., chat: _Optional[bool] = ..., recent_requests: _Optional[int] = ..., recent_ttft_mean_s: _Optional[float] = ..., recent_ttft_p99_s: _Optional[float] = ..., longest_loop_gap_s: _Optional[float] = ..., longest_engine_gap_s: _Optional[float] = ..., programs_left: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., replicas: _Optional[_Iterable[_Union[ReplicaStatus, _Mapping]]] = ..., live_requests: _Optional[int] = ..., generated_tokens: _Optional[int] = ..., prompt_tokens: _Optional[int] = ..., preemptions: _Optional[int] = ..., plan_s: _Optional[float] = ..., dispatch_s: _Optional[float] = ..., read_s: _Optional[float] = ..., commit_s: _Optional[float] = ..., recent_ttft_p50_s: _Optional[float] = ..., recent_ttft_p90_s: _Optional[float] = ..., recent_tpot_requests: _Optional[int] = ..., recent_tpot_mean_s: _Optional[float] = ..., recent_tpot_p50_s: _Optional[float] = ..., recent_tpot_p90_s: _Optional[float] = ..., recent_tpot_p99_s: _Optional[float] = ..., start_s: _Optional[_Mapping[str, float]] = ...) -> None: ...
 
 class ReplicaStatus(_message.Message):
     __slots__ = ("name", "address", "health", "sent", "running", "waiting", "free_blocks", "blocks", "adapters", "step_s")
