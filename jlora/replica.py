@@ -161,7 +161,10 @@ class Replica(Protocol):
         ...
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        """Pins an adapter and waits for its copy, or unpins it. Fails with NotFound, ResourceExhausted."""
+        """Pins an adapter and waits for its copy, or unpins it.
+
+        Fails with NotFound, ResourceExhausted; FailedPrecondition if it is unpinned before it is read from the disk.
+        """
         ...
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:

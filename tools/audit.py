@@ -8,12 +8,16 @@ is no internet.
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 
 from tools.lock import PYTHONS, ROOT, path_of
 
 SKIPPED = "SKIPPED, nothing was checked"
+# pip-audit catches only a connection that times out. Any other ends it, with this as the trace's last line.
+UNREACHED = re.compile(r"requests\.exceptions\.(ConnectionError|ConnectTimeout|ReadTimeout|ProxyError): ")
+TIMED_OUT = "Could not connect to "
 
 
 def main() -> int:
@@ -42,9 +46,9 @@ def verdict(answer: str, complaint: str = "") -> tuple[int, str]:
     try:
         found = json.loads(answer)["dependencies"]
     except (ValueError, KeyError):
-        if "connect" in complaint.lower() and "Traceback" not in complaint:
-            return 0, f"{SKIPPED}: the vulnerability service cannot be reached"
         last = complaint.strip().rpartition("\n")[2]
+        if UNREACHED.match(last) or (TIMED_OUT in complaint and "Traceback" not in complaint):
+            return 0, f"{SKIPPED}: the vulnerability service cannot be reached"
         return 1, f"FAILED, nothing was checked: pip-audit has given no answer: {last or 'it says nothing'}"
     known = [one for one in found if "skip_reason" not in one]
     if not known:

@@ -54,7 +54,7 @@ def run(options: Options) -> None:
         raise ConfigError(
             f"--only {' '.join(sorted(unknown))}: must be of {', '.join((*_ON_A_SERVER, *signals.FAULTS))}"
         )
-    records = options.records("faults-real", {"counts": dataclasses.asdict(counts)})
+    records = options.records("faults-real", {"faults": wanted, "counts": dataclasses.asdict(counts)})
     broken = []
 
     def keep(name: str, figures: Figures) -> None:

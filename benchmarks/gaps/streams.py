@@ -35,7 +35,7 @@ class Streams:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
-        """They run, and each has had a token."""
+        """They run: each has had a token, or was refused."""
         own = [("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(self._address, options=own) as channel:
             stub = rpc.InferenceStub(channel)
@@ -69,11 +69,11 @@ class Streams:
             try:
                 async for _ in stub.GenerateStream(asked, timeout=ANSWER_S):
                     self._heard(number)
+                self._last.pop(number, None)
             except grpc.aio.AioRpcError as e:
                 self._failed[e.code().name] += 1
+                self._last.setdefault(number, time.perf_counter())  # its user waits until it has a place
                 await asyncio.sleep(AGAIN_S)
-            finally:
-                self._last.pop(number, None)
 
     def _heard(self, number: int) -> None:
         now = time.perf_counter()

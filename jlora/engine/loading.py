@@ -324,8 +324,13 @@ class Adapters:
         return self._info(record)
 
     def pin_when_read(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        """As `pin`, for an adapter that may have to be read from the disk first."""
+        """As `pin`, for an adapter that may have to be read from the disk first.
+
+        The future raises FailedPrecondition if the adapter is unpinned before it is read.
+        """
         record = self._registry.get(name)
+        if not pinned:
+            self.shelf.unpin(name)
         if not pinned or not (record.node.gone or record.node.reading):
             return done(self.pin(name, pinned))
         arrived: Future[None] = Future()

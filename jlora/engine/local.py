@@ -189,8 +189,9 @@ class LocalReplica(Replica):
         return chained(self.between_steps(lambda: (adapters.get(name), adapters.remove(name))), gone)
 
     def pin_adapter(self, name: str, pinned: bool) -> Future[AdapterInfo]:
-        pinning = self.between_steps(lambda: self._engine.adapters.pin_when_read(name, pinned))
-        return chained(chained(pinning, lambda pinned: pinned), self._settled)
+        asked = self.between_steps(lambda: self._engine.adapters.pin_when_read(name, pinned))
+        answered = chained(asked, lambda answer: answer)
+        return chained(answered, self._settled) if pinned else answered
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
         return self.between_steps(lambda: self._engine.adapters.all(after, most))

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from jlora.adapters.registry import Record
 from jlora.cache.tree import AdapterNode
 from jlora.engine.ports import Parts
+from jlora.errors import FailedPrecondition
 
 log = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ class Reading:
         hinted: it is worth reading although no request waits for it.
         blocks: of the host, once it is being read.
         cancelled: nobody waits for it any more: the thread that reads it may stop.
-        then: who waits until it has arrived, or its name means another version.
+        then: pins that wait until it has arrived, or its name means another version.
     """
 
     record: Record
@@ -77,6 +78,14 @@ class Shelf:
             return False
         self.open(record).hinted = True
         return True
+
+    def unpin(self, name: str) -> None:
+        """Ends the pins that wait for an adapter of this name: the last word counts."""
+        for reading in self._readings.values():
+            if reading.record.name == name:
+                for future in reading.then:
+                    future.set_exception(FailedPrecondition(f"adapter {name!r} was unpinned before it was read"))
+                reading.then.clear()
 
     def begin(self) -> list[Reading]:
         """The readings to start now; each ends with `take` or `drop`."""

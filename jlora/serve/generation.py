@@ -49,7 +49,7 @@ class Inbox:
         self._pausing = False
         self._events: list[TokenEvent] = []  # both threads only ever put at its end and cut its beginning at once
         self._wake = asyncio.Event()
-        self._woken = False  # a wake-up is under way; `get` clears it before it empties the deque
+        self._woken = False  # a wake-up is under way; `get` clears it before it takes events
         self.begun = False  # there have been events
 
     def put(self, events: list[TokenEvent]) -> None:

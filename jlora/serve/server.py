@@ -38,9 +38,10 @@ log = logging.getLogger(__name__)
 PERIOD_S = 0.02  # between two rounds of the watch over the loop and the replica
 LATE_S = 1.0  # a round that comes later: the process was stopped, or the loop stood still
 SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
-# Seconds until gRPC ends a call that no handler has taken (CANCELLED). Less would not help against a flood of calls
-# that are reset without ending honest calls of a burst: with 10 s, 2,078 of 10,000 at once.
-PENDING_S = 30
+# Seconds until gRPC ends a call that no handler has taken: CANCELLED, and no client knows why. So long that a busy
+# machine, too, gets through a burst of `BURST` calls and refuses what is too much itself: two busy cores with 32
+# streams need 36 to 45 s to answer 10,000. With 10 s, 2,078 were ended, and a flood of resets did no less harm.
+PENDING_S = 120
 CONNECTIONS = 4096
 METADATA_BYTES = 16 << 10  # of one call
 HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2

@@ -84,7 +84,7 @@ def test_hostile_connections_are_counted_and_a_good_client_is_served(tmp_path: P
 @pytest.mark.slow
 def test_gaps_are_measured_under_attacks(tmp_path: Path):
     only = ["idle", "odd shapes", "FIFOs for files", "one id for all", "ListAdapters"]
-    lines = study(tmp_path, "gaps", "--only", *only)
+    lines = study(tmp_path, "gaps", "--only", *only, "large adapters")
     assert [line["side"] for line in lines] == [*only, "idle", "large adapters"]
     assert all(line["messages"] > 0 and not line["failed"] and line["tokens_s"] > 0 for line in lines)
     assert set(lines[1]["answers"]) <= {"INVALID_ARGUMENT", "DATA_LOSS"} and lines[2]["answers"]["NOT_FOUND"] >= 8

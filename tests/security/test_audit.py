@@ -27,8 +27,17 @@ def test_what_is_said_of_a_lock_file(found: list[dict[str, Any]], code: int, sai
     assert verdict(json.dumps({"dependencies": found, "fixes": []})) == (code, said)
 
 
-def test_a_service_that_cannot_be_reached_is_told():
-    code, said = verdict("", "ERROR:pip_audit._cli:Could not connect to PyPI's vulnerability feed\n")
+@pytest.mark.parametrize(
+    "complaint",
+    [
+        "ERROR:pip_audit._cli:Could not connect to PyPI's vulnerability feed\n"
+        "ERROR:pip_audit._cli:Tip: your network may be blocking this service. Try another service with `-s SERVICE`\n",
+        'Traceback (most recent call last):\n  File "pypi.py"\nrequests.exceptions.ConnectionError: '
+        "HTTPSConnectionPool(host='127.0.0.1', port=9): Max retries exceeded\n",
+    ],
+)
+def test_a_service_that_cannot_be_reached_is_told(complaint: str):
+    code, said = verdict("", complaint)
     assert code == 0 and said.startswith(SKIPPED)
 
 
@@ -36,6 +45,7 @@ def test_a_service_that_cannot_be_reached_is_told():
     ("answer", "complaint", "said"),
     [
         ("", "Traceback (most recent call last):\n  File \"connect.py\"\nKeyError: 'version'\n", "KeyError: 'version'"),
+        ("", "ERROR:pip_audit._cli:disconnected: no such option\n", "no such option"),
         ("", "python: No module named pip_audit\n", "No module named pip_audit"),
         ("{}", "", "it says nothing"),
         ("Traceback", "", "it says nothing"),

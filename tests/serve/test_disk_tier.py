@@ -282,6 +282,22 @@ def test_a_pin_that_waits_for_the_disk_pins_what_its_name_means_then(
     served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="other"))
 
 
+def test_an_unpin_ends_a_pin_that_waits_for_the_disk(served: Served, disk: Disk):
+    name = one_on_disk(served)
+    disk.shut(name)
+    pin = served.adapters.PinAdapter.future(pb.PinAdapterRequest(name=name, pinned=True))
+    wait_until(lambda: tier(served, name) == "LOADING")
+    asked = served.inference.Generate.future(request(model=name), timeout=60)  # so that it is read all the same
+    wait_until(lambda: served.stats().live_requests == 1)
+    # It waits for no disk.
+    assert not served.adapters.PinAdapter(pb.PinAdapterRequest(name=name, pinned=False), timeout=20).pinned
+    with refused(grpc.StatusCode.FAILED_PRECONDITION, repr(name), "unpinned"):
+        pin.result(20)
+    disk.shut(None)
+    assert asked.result(60).outputs
+    assert not served.adapters.GetAdapter(pb.GetAdapterRequest(name=name)).pinned
+
+
 def test_a_request_waits_while_nothing_may_leave_the_host_tier(
     served: Served, disk: Disk, expected: dict[str, list[int]]
 ):
