@@ -154,7 +154,7 @@ class Clients:
     def prefetch(self) -> None:
         """Says what will be asked."""
         request = self._request(self._name())
-        self.command("prefetch", self._around.replica.prefetch(request), request.adapter or "")
+        self.command("prefetch", self._around.replica.prefetch(request), request.adapter or "").hint = request
 
     # -- adapters -----------------------------------------------------------------------------------
 

@@ -163,8 +163,8 @@ class DeviceMemory:
         try:
             self._sites.strike("copy.fails")
             self._sites.lack("copy.short")
-        except (Planted, Shortage):
-            self._struck.copy(ids)
+        except (Planted, Shortage) as error:
+            self._struck.copy(error, ids)
             raise
 
     def stage(self, ids: Sequence[int], data: Sequence[Cell]) -> Staged:
@@ -210,8 +210,9 @@ class DeviceMemory:
             self.lost = True
             raise Planted("pool.lost")
         if self._sites.fires("copy.placed"):
-            self._struck.copy(block for block, _ in staged)
-            raise Shortage("copy.placed")
+            error = Shortage("copy.placed")
+            self._struck.copy(error, (block for block, _ in staged))
+            raise error
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,26 +30,28 @@ SITES = {
     "disk.error": Site("a read or an open fails with an I/O error", 0.05),
     "disk.vanished": Site("a directory is gone when it is opened", 0.08),
     "disk.changed": Site("a directory changes while it is read", 0.1),
+    "disk.replaced": Site("another adapter of the same size has taken a directory's place", 0.1),
     "disk.full": Site("the registry of adapters is on a full disk", 0.2),
 }
 
 READ_S = 0.002  # of a read
 SPEC = ModelSpec(64, 4, 4, 2, 1, 1, 4, max_len=48, eos_ids=(2,))
 BLOCK_TOKENS = 4
-VERSIONS = 12  # adapters that the seeds draw from; each has one of four shapes
-ACTIVATED = 4  # of them, activated LoRAs
+VERSIONS = 16  # adapters that the seeds draw from; each has one of four shapes
+ACTIVATED = 8  # of them, activated LoRAs
 INVOCATION = (5, 6)
 HF = {"q": "q_proj", "v": "v_proj"}
 
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One adapter. `mark`: what the device makes of its blocks."""
+    """One adapter. `mark`: what the device makes of its blocks; `shape`: equal for two of one size."""
 
     files: Mapping[str, bytes]
     digest: str
     mark: int
     activated: bool
+    shape: int
 
 
 @functools.cache
@@ -78,11 +80,10 @@ def _version(number: int) -> Version:
     files: dict[str, bytes] = dict(zip(FILES, (json.dumps(config).encode(), _safetensors(tensors)), strict=True))
     disk = Disk(random.Random(0), Sites(SITES, random.Random(0)), lambda seconds: None)
     disk.sites.heal()
-    disk.put("a", Version(files, "", 0, activated))
+    disk.put("a", Version(files, "", 0, activated, number % 4))
     adapter = read_peft("a", SPEC, 8, (), disk)
-    return Version(
-        files, adapter.digest, adapter_mark(pack(adapter, PoolLayout.of(SPEC, 2, BLOCK_TOKENS)).data), activated
-    )
+    mark = adapter_mark(pack(adapter, PoolLayout.of(SPEC, 2, BLOCK_TOKENS)).data)
+    return Version(files, adapter.digest, mark, activated, number % 4)
 
 
 def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:
@@ -147,6 +148,8 @@ class Disk(Files):
         if self.fires("disk.vanished", directory):
             raise OSError(errno.ENOENT, "No such file or directory")
         found = self.look(directory)
+        if self.fires("disk.replaced", directory):
+            self.write(found, alike=True)
         yield _OpenFolder(self, directory, found, found.inode)
 
     def stamp(self, directory: str, names: Iterable[str]) -> Stamp:
@@ -167,9 +170,11 @@ class Disk(Files):
             self._struck(path)
         return fires
 
-    def write(self, directory: _Directory) -> None:
-        """Somebody writes another version into an open directory, file by file."""
-        like = [version for version in versions() if version.activated == directory.version.activated]
+    def write(self, directory: _Directory, alike: bool = False) -> None:
+        """Somebody writes another version into a directory, file by file; `alike`: one of its size."""
+        now = directory.version
+        others = [v for v in versions() if v.activated == now.activated and v is not now]
+        like = [v for v in others if v.shape == now.shape] if alike else others
         directory.version, directory.inode = self._draw.choice(like), next(self._inodes)
 
     def delay(self, path: str) -> None:

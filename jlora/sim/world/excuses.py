@@ -20,24 +20,32 @@ from jlora.errors import (
     ResourceExhausted,
     Unavailable,
 )
-from jlora.sim.world.disk import Disk
+from jlora.sim.world.disk import BLOCK_TOKENS, Disk
 from jlora.sim.world.sites import Planted, Shortage
 from jlora.sim.world.struck import Struck
 from jlora.types import Request
 
-SIZED = ("load", "pin", "prefetch")  # commands for which there may be no room
+SIZED = ("load", "pin")  # commands for which there may be no room
 
 
 @dataclass(slots=True, eq=False)
 class Command:
-    """A command of a client. `name`: the adapter's; `replaces`: a load that may take a name over."""
+    """A command of a client.
+
+    Attributes:
+        name: the adapter's.
+        replaces: a load that may take a name over.
+        cancelled: by its client.
+        hint: what a prefetch announces.
+    """
 
     kind: str
     name: str
     began: float
     future: Future[Any]
     replaces: bool = True
-    cancelled: bool = False  # by its client
+    cancelled: bool = False
+    hint: Request | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.name}"
@@ -62,12 +70,10 @@ class Excuses:
             return self._struck.reaches(error, f"request {request.id}")
         if isinstance(error, NotFound):
             return request.adapter is not None and request.adapter not in self._registry
-        if isinstance(error, InvalidArgument):
-            return self._activated(request.adapter)
         if isinstance(error, QueueFull):
             scheduler = self._scheduler
             return len(scheduler.queue) + request.sampling.n > scheduler.config.max_queue
-        return isinstance(error, ResourceExhausted) or (isinstance(error, AlreadyExists) and again)
+        return self._unfit(request, error) or (isinstance(error, AlreadyExists) and again)
 
     def command(self, command: Command, error: BaseException) -> bool:
         """Whether a command may fail."""
@@ -76,6 +82,8 @@ class Excuses:
             return struck.reaches(error, name or kind) or struck.was_unread(name, began)
         if isinstance(error, CancelledError):
             return command.cancelled or (kind == "pin" and struck.was_gone(name, began))
+        if command.hint is not None and self._unfit(command.hint, error):
+            return True
         if isinstance(error, ResourceExhausted):
             return kind in SIZED
         if kind == "load":
@@ -84,9 +92,27 @@ class Excuses:
             return taken or (unread and (struck.disturbed(name, began) or not self._disk.digest(name)))
         if isinstance(error, NotFound) and (name not in self._registry or struck.was_gone(name, began)):
             return kind in ("unload", "pin", "prefetch")
-        if kind == "prefetch":
-            return isinstance(error, InvalidArgument) and self._activated(name)
         return kind == "pin" and struck.was_unread(name, began)
 
-    def _activated(self, name: str | None) -> bool:
-        return bool(name and self._registry.invocation(name))
+    def _unfit(self, request: Request, error: BaseException) -> bool:
+        """Whether a request can never run as things are now: its prompt lacks the invocation, or the pool is small."""
+        if request.adapter is not None and request.adapter not in self._registry:
+            return False
+        if isinstance(error, InvalidArgument):
+            tokens = self._registry.invocation(request.adapter or "")
+            spans = (request.prompt[at : at + len(tokens)] for at in range(len(request.prompt)))
+            return bool(tokens) and tokens not in spans
+        return isinstance(error, ResourceExhausted) and self._too_long(request)
+
+    def _too_long(self, request: Request) -> bool:
+        """Whether its longest answer passes what the pool has beside its adapter and the pinned ones."""
+        manager = self._scheduler.manager
+        held = {node for node in manager.adapters.values() if node.pinned}
+        if request.adapter is not None:
+            held.add(self._registry.get(request.adapter).node)
+        adapters, total = sum(node.size for node in held), manager.device.total
+        most = total - adapters
+        if (share := manager.policy.share) is not None:  # what is not the adapters' is KV's
+            room = max(1, round(share * total))
+            most = min(most, total - room) if adapters <= room else 0
+        return len(request.prompt) + (request.sampling.max_tokens or 1) > most * BLOCK_TOKENS

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
+from jlora.cache.transfer import Copy
+
 STEPS = 2  # from a fault to the last events of those whom it ends
 
 
@@ -18,7 +20,8 @@ class Struck:
         self.step = 0
         self._now = now
         self._requests: dict[int, int] = {}  # handle -> the step in which it was struck last
-        self._copies: set[int] = set()  # blocks of the device whose copies were struck
+        self._copies: dict[int, frozenset[int]] = {}  # errors of copies, and the device's blocks that each has struck
+        self._failed: dict[int, Copy] = {}  # and the copy that each has failed
         self._paths: dict[str, float] = {}  # when a read of a directory was disturbed last, or it has changed
         self._unread: dict[str, float] = {}  # when an adapter could not be read from the disk, last
         self._gone: dict[str, float] = {}  # when a name was given up, last
@@ -31,9 +34,10 @@ class Struck:
         """A fault has struck a request, and may end it."""
         self._requests[handle] = self.step
 
-    def copy(self, blocks: Iterable[int]) -> None:
-        """A fault has struck a copy to these blocks of the device."""
-        self._copies.update(blocks)
+    def copy(self, error: Exception, blocks: Iterable[int]) -> None:
+        """A fault has struck a copy to these blocks of the device, which fails with this error."""
+        self._errors.append(error)
+        self._copies[id(error)] = frozenset(blocks)
 
     def path(self, directory: str) -> None:
         """A read of a directory was disturbed, or the directory is another one."""
@@ -53,10 +57,10 @@ class Struck:
         """Whether the request may have ended with an error just now."""
         return self.step - self._requests.get(handle, -1 - STEPS) <= STEPS
 
-    def failed(self, blocks: Iterable[int]) -> bool:
-        """Whether a copy to these blocks may have failed; one whose blocks were given back harms nobody."""
-        blocks = tuple(blocks)
-        return not blocks or not self._copies.isdisjoint(blocks)
+    def failed(self, copy: Copy, error: Exception) -> bool:
+        """Whether a copy may have failed with this error: each error fails the one copy that it has struck."""
+        struck = self._copies.get(id(error), frozenset())
+        return struck == frozenset(copy.target) and self._failed.setdefault(id(error), copy) is copy
 
     def disturbed(self, directory: str, since: float) -> bool:
         """Whether a directory was struck since then."""

@@ -25,7 +25,7 @@ class Witness:
         fail_copy, remove, registry = self._scheduler.fail_copy, parts.registry.remove, parts.registry
 
         def watched(copy: Copy, error: Exception, now: float) -> list[TokenEvent]:
-            self._copy(copy)
+            self._copy(copy, error)
             return fail_copy(copy, error, now)
 
         def removed(name: str) -> Any:
@@ -64,9 +64,9 @@ class Witness:
         struck.unread(record.name)
         self._strike(waiting)
 
-    def _copy(self, copy: Copy) -> None:
-        if not self._struck.failed(copy.target):
-            self._found.append(AssertionError("a copy has failed, and nothing was wrong with it"))
+    def _copy(self, copy: Copy, error: Exception) -> None:
+        if not self._struck.failed(copy, error):
+            self._found.append(AssertionError(f"a copy has failed, and nothing was wrong with it: {error}"))
         nodes, scheduler = set(copy.nodes), self._scheduler
         leased = [s for s in (*scheduler.running, *scheduler.loading) if s.lease is not None]
         self._strike([s for s in leased if s.lease.adapter in nodes or not nodes.isdisjoint(s.lease.path)])

@@ -73,8 +73,9 @@ def test_a_failed_copy_ends_its_request_alone_where_memory_is_too_short_to_queue
         raise Shortage("planted")
 
     def fails(ids: Sequence[int], _: object) -> None:
-        world.struck.copy(ids)
-        raise Shortage("planted")
+        error = Shortage("planted")
+        world.struck.copy(error, ids)
+        raise error
 
     monkeypatch.setattr(world.memory, "stage", fails)
     world.replica.submit(request, ended.extend)

@@ -16,8 +16,12 @@ import numpy as np
 import pytest
 
 from jlora.adapters.packing import NUMPY_DTYPES
+from jlora.adapters.registry import AdapterRegistry
+from jlora.cache.manager import CacheManager
+from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Copy
 from jlora.cache.tree import Origin
+from jlora.cluster import peer
 from jlora.cluster.peer import Head, _Transfer
 from jlora.engine import faults as faults_module
 from jlora.engine import loaders
@@ -28,6 +32,7 @@ from jlora.engine.local import LocalReplica
 from jlora.engine.plan import NOTHING, Sequence, StepPlan
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.switching import Switching
+from jlora.errors import InvalidArgument
 from jlora.sim.world import disk, report
 from jlora.sim.world.merging import Weights
 from jlora.types import TokenEvent
@@ -138,6 +143,44 @@ def failed_copy_ends_another(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "fail_copy", fail_copy)
 
 
+def failure_that_lasts(patch: pytest.MonkeyPatch) -> None:
+    """A copy to a block fails because an earlier one to it has."""
+    real = Swapper._finish
+
+    def finish(swapper: Swapper, job: Any, error: BaseException | None) -> None:
+        failed: dict[int, BaseException] = vars(swapper).setdefault("planted", {})
+        if job is not None and job.copy.direction == "in":
+            error = error or next((failed[block] for block in job.copy.target if block in failed), None)
+            failed.update(dict.fromkeys(job.copy.target, error) if error else {})
+        real(swapper, job, error)
+
+    patch.setattr(Swapper, "_finish", finish)
+
+
+def pins_count_twice(patch: pytest.MonkeyPatch) -> None:
+    """A request is refused for room that the pool has."""
+    real = CacheManager.capacity
+
+    def capacity(manager: CacheManager, adapter: Any, pinned: Any = None) -> int:
+        again = sum(node.size for node in manager._pinned) * manager.block_tokens
+        return max(0, real(manager, adapter, pinned) - again)
+
+    patch.setattr(CacheManager, "capacity", capacity)
+
+
+def first_position_is_none(patch: pytest.MonkeyPatch) -> None:
+    """An invocation that a prompt begins with is not seen."""
+    real = AdapterRegistry.resolve
+
+    def resolve(registry: AdapterRegistry, name: str, prompt: Any, known: Any = None) -> Any:
+        record, at = real(registry, name, prompt, known)
+        if at == 0:
+            raise InvalidArgument("prompt: does not invoke the adapter")
+        return record, at
+
+    patch.setattr(AdapterRegistry, "resolve", resolve)
+
+
 def unread_ends_others(patch: pytest.MonkeyPatch) -> None:
     """An adapter that cannot be read ends all requests that wait."""
 
@@ -235,7 +278,8 @@ def mixed_versions(patch: pytest.MonkeyPatch) -> None:
 
 def changed_on_the_disk(patch: pytest.MonkeyPatch) -> None:
     """An adapter that is read again may be another than was registered."""
-    patch.setattr(loaders, "check_version", lambda *_: None)
+    for module in (loaders, peer):
+        patch.setattr(module, "check_version", lambda *_: None)
 
 
 def unchecked(patch: pytest.MonkeyPatch) -> None:
@@ -250,7 +294,8 @@ PLANTS: tuple[Plant, ...] = (
     cache.suffix_without_adapter, cache.suffix_of_any_adapter, cache.suffix_outlives_adapter,
     cache.invocation_block_as_base, cache.copy_of_two_owners,
     wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
-    lost_command, failure_ends_all, failed_copy_ends_another, unread_ends_others, cancelled_load_fails_another,
+    lost_command, failure_ends_all, failed_copy_ends_another, failure_that_lasts, pins_count_twice,
+    first_position_is_none, unread_ends_others, cancelled_load_fails_another,
     everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, unchecked_bytes, shortage_ends_the_engine,
     failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
     mixed_versions, changed_on_the_disk, unchecked,
