@@ -42,7 +42,7 @@ def run(options: Options) -> None:
     with checkout(options.commits[0]) as old, checkout(options.commits[1]) as new:
         trees = {"old": old, "new": new}
         settings = {"old": _commit(old), "new": _commit(new), "quick": options.quick}
-        name = f"compare-{options.dtype}"
+        name = "-".join(("compare", *options.studies, options.dtype))
         records = options.records(name, settings)
         for study in options.studies or STUDIES:
             sides = [Side(side, lambda t=tree, s=study: measured(options, t, s)) for side, tree in trees.items()]

@@ -35,7 +35,7 @@ PAGES: Mapping[str, Page] = {
     "throughput": Page("throughput-*.jsonl"),
     "latency": Page("latency-*.jsonl"),
     "llama": Page("llama-*.jsonl"),
-    "start-up": Page("startup-*.jsonl"),
+    "start-up": Page("compare-startup-*.jsonl"),
     "host": Page("host-*.jsonl"),
     "fronts": Page("fronts-*.jsonl"),
     "refusals": Page("refusals-*.jsonl"),

@@ -105,13 +105,21 @@ def compare(study: Study) -> pd.DataFrame:
 
 
 def startup(study: Study) -> pd.DataFrame:
-    """Seconds of a start, medians over the rounds: until ready, by phase, and until every program is compiled."""
+    """Seconds of a start at two commits, medians over the rounds: until ready, by phase, and with every program."""
     middle, made = median(study.rows, ["side"]), []
-    for side, row in middle.iterrows():
-        phases = {name: f"{row[f'{name}_s']:.1f}" for name in ("process", "adapters", "weights", "programs", "rest")}
-        ends = {"ready": f"{row['seconds']:.1f}", **phases, "all programs": f"{row['all_compiled_s']:.1f}"}
-        made.append({"start": side, **ends, "control": controls(control(study.rows, str(side), "seconds"))})
+    for start in ("cached", "cold"):
+        for side in ("old", "new"):
+            told_s = {what: middle[key][side] for what, key in _start_columns(start).items() if key in middle}
+            row = {"start": start, "commit": study.settings[side]}
+            row |= {what: "" if math.isnan(seconds) else f"{seconds:.1f}" for what, seconds in told_s.items()}
+            row["old / new"] = told(ratios(study.rows, "old", "new", f"{start} seconds")) if side == "new" else ""
+            made.append({**row, "control": controls(control(study.rows, side, f"{start} seconds"))})
     return pd.DataFrame(made)
+
+
+def _start_columns(start: str) -> dict[str, str]:
+    phases = {phase: f"{start} {phase}_s" for phase in ("process", "adapters", "weights", "programs", "rest")}
+    return {"ready": f"{start} seconds", **phases, "all programs": f"{start} all_compiled_s"}
 
 
 def host(study: Study) -> pd.DataFrame:
