@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
@@ -110,16 +111,18 @@ def step_model(study: Study, path: Path) -> None:
     _finish(figure, path)
 
 
-def failures(study: Study, path: Path) -> None:
-    """Tokens per second over time, with the times in which a replica was down."""
-    rows = study.rows
-    figure, (axes,) = _grid(1, 1, (9, 3.5))
-    for side in ("clean", "killed"):
-        at = rows[rows["side"] == side]
-        axes.plot(at["round"], at["tokens"].rolling(5, min_periods=1).mean(), label=side, linewidth=1)
-    for kill in rows[rows["side"] == "kill"].itertuples():
-        axes.axvspan(kill.at_s, kill.back_s, color="0.85")
-    axes.set(xlabel="seconds", ylabel="tokens per second (mean of 5 s)", ylim=(0, None))
+def failures(studies: Sequence[Study], path: Path) -> None:
+    """Tokens per second over time, with the times in which a replica was down; a panel for each number of replicas."""
+    figure, panels = _grid(len(studies), 1, (9, 3))
+    for axes, study in zip(panels, studies, strict=True):
+        rows = study.rows
+        for side in ("clean", "killed"):
+            at = rows[rows["side"] == side]
+            axes.plot(at["round"], at["tokens"].rolling(5, min_periods=1).mean(), label=side, linewidth=1)
+        for kill in rows[rows["side"] == "kill"].itertuples():
+            axes.axvspan(kill.at_s, kill.back_s, color="0.85")
+        axes.set(xlabel="seconds", ylabel="tokens per second (mean of 5 s)", ylim=(0, None))
+        axes.set_title(rows["cell"].iloc[0], fontsize=9)
     _finish(figure, path)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -51,17 +50,21 @@ def abuse(study: Study) -> pd.DataFrame:
 def failures(studies: Sequence[Study]) -> pd.DataFrame:
     """Goodput of both phases, what was wrong, and the pauses that clients saw, for each number of replicas."""
     made = []
-    for study, side in itertools.product(studies, ("clean", "killed")):
-        (row,) = study.rows[study.rows["side"] == f"{side} in all"].to_dict("records")
-        pauses = [f"{1e3 * row[f'gap_{name}_s']:.0f}" for name in ("p50", "p99", "max")]
-        made.append({
-            "": f"{row['cell']}, {side}",
-            "tokens per second": f"{row['goodput']:.0f}",
-            "answers": int(row["answers"]),
-            "errors": int(row["errors"]),
-            "wrong tokens": int(row["wrong_tokens"]),
-            "longest pause of an answer, ms (p50, p99, max)": ", ".join(pauses),
-        })  # fmt: skip
+    for study in sorted(studies, key=lambda study: study.rows["cell"].iloc[0]):
+        sides = {side: study.rows[study.rows["side"] == f"{side} in all"].iloc[0] for side in ("clean", "killed")}
+        count = int(sides["killed"]["cell"].split()[0])
+        ratio = sides["killed"]["goodput"] / sides["clean"]["goodput"]
+        for side, row in sides.items():
+            pauses = [f"{1e3 * row[f'gap_{name}_s']:.0f}" for name in ("p50", "p99", "max")]
+            made.append({
+                "": f"{row['cell']}, {side}",
+                "tokens per second": f"{row['goodput']:.0f}",
+                "over clean (goal)": "" if side == "clean" else f"{ratio:.2f} ({0.95 * (count - 1) / count:.2f})",
+                "answers": int(row["answers"]),
+                "errors": int(row["errors"]),
+                "wrong tokens": int(row["wrong_tokens"]),
+                "longest pause of an answer, ms (p50, p99, max)": ", ".join(pauses),
+            })  # fmt: skip
     return pd.DataFrame(made)
 
 

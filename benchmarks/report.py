@@ -6,7 +6,7 @@ come from the records. Rendering twice gives the same page; nothing on a page is
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,11 +24,16 @@ TEMPLATES = Path(__file__).with_name("templates")
 
 @dataclass(frozen=True, slots=True)
 class Page:
-    """A page: the files that it needs (a pattern), and what draws its figure from the first of them."""
+    """A page: the files that it needs (a pattern), and what draws its figure from them."""
 
     files: str
-    draw: Callable[[Study, Path], None] | None = None
+    draw: Callable[[Sequence[Study], Path], None] | None = None
     figure: str = ""
+
+
+def _first(draw: Callable[[Study, Path], None]) -> Callable[[Sequence[Study], Path], None]:
+    """Draws the first file alone."""
+    return lambda studies, path: draw(studies[0], path)
 
 
 PAGES: Mapping[str, Page] = {
@@ -41,25 +46,25 @@ PAGES: Mapping[str, Page] = {
     "refusals": Page("refusals-*.jsonl"),
     "abuse": Page("abuse-*.jsonl"),
     "gaps": Page("gaps-*.jsonl"),
-    "cache": Page("cache-*.jsonl", figures.cache, "cache-growth.png"),
+    "cache": Page("cache-*.jsonl", _first(figures.cache), "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
     "price": Page("price-*.jsonl"),
-    "alora": Page("alora-*.jsonl", figures.alora, "alora.png"),
-    "beyond": Page("beyond-*.jsonl", figures.beyond, "beyond.png"),
-    "step-model": Page("step-model-*.jsonl", figures.step_model, "step-model.png"),
+    "alora": Page("alora-*.jsonl", _first(figures.alora), "alora.png"),
+    "beyond": Page("beyond-*.jsonl", _first(figures.beyond), "beyond.png"),
+    "step-model": Page("step-model-*.jsonl", _first(figures.step_model), "step-model.png"),
     "cold": Page("cold-*.jsonl"),
     "switches": Page("switches-*.jsonl"),
     "tiers": Page("tiers-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
-    "soak": Page("soak-serve.jsonl", figures.soak, "soak.png"),
+    "soak": Page("soak-serve.jsonl", _first(figures.soak), "soak.png"),
     "faults": Page("faults-real.jsonl"),
     "cluster-routing": Page("cluster-routing-*.jsonl"),
     "cluster-migration": Page("cluster-migration-*.jsonl"),
     "cluster-placement": Page("cluster-placement-*.jsonl"),
     "cluster-real": Page("cluster-real-paced.jsonl"),
-    "cluster-table": Page("cluster-table-*.jsonl", figures.services, "cluster-table.png"),
-    "caraserve": Page("caraserve-*.jsonl", figures.caraserve, "caraserve.png"),
+    "cluster-table": Page("cluster-table-*.jsonl", _first(figures.services), "cluster-table.png"),
+    "caraserve": Page("caraserve-*.jsonl", _first(figures.caraserve), "caraserve.png"),
 }
 
 
@@ -77,7 +82,7 @@ def render(name: str, out: Path, draw: bool) -> bool:
     if not found:
         return False
     if draw and page.draw is not None:
-        page.draw(found[0], out / page.figure)
+        page.draw(found, out / page.figure)
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )

@@ -10,6 +10,7 @@ import importlib
 import json
 import logging
 import os
+import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -63,8 +64,9 @@ def clean(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
     stamp, removed = directory / STAMP, []
-    began = stamp.with_suffix(".new")
-    began.touch()  # before the entries are looked at: one that is written meanwhile is checked next time
+    # Before the entries are looked at: one that is written meanwhile is checked next time. Replicas start together.
+    opened, began = tempfile.mkstemp(prefix=STAMP, dir=directory)
+    os.close(opened)
     since = stamp.stat().st_mtime_ns if stamp.exists() else 0
     for entry in _changed(directory, since):
         if not _whole(entry.read_bytes()):

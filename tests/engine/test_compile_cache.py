@@ -84,6 +84,21 @@ def test_only_entries_that_changed_are_read_again(tmp_path: Path, monkeypatch: p
     assert {"0-cache", "notes.txt"} <= {path.name for path in tmp_path.iterdir()}
 
 
+def test_two_replicas_that_start_at_once_both_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    replace, others = os.replace, [lambda: compile_cache.clean(tmp_path)]
+
+    def meanwhile(*names: object) -> None:
+        for other in others[:]:
+            others.clear()
+            other()
+        replace(*names)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(os, "replace", meanwhile)
+    (tmp_path / "damaged-cache").write_bytes(b"x")
+    assert compile_cache.clean(tmp_path) == ["damaged-cache"]
+    assert [path.name for path in tmp_path.iterdir()] == [compile_cache.STAMP]
+
+
 def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, events: Counter[str]):
     assert compile_cache.clean(tmp_path / "none") == []
     (tmp_path / "file").write_text("")
