@@ -83,6 +83,7 @@ def settle(world: World, placing: Placing, table: Table) -> None:
     wait_for(settled, 60)
 
 
+@pytest.mark.slow
 def test_adapters_move_with_their_demand_and_no_request_fails(
     placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
 ):

@@ -82,6 +82,7 @@ def test_a_running_server_and_one_started_here_play_one_trace_in_turn(model: lis
     assert not list(tmp_path.glob("serve-*.jsonl"))  # nothing is left to continue
 
 
+@pytest.mark.slow
 def test_a_random_model_and_its_adapters_are_written_and_served(tmp_path: Path):
     file = tmp_path / "few.toml"
     file.write_text("[engine]\nmax_seqs = 2\n")

@@ -243,6 +243,7 @@ def free_ports() -> tuple[int, int]:
         return one.getsockname()[1], two.getsockname()[1]
 
 
+@pytest.mark.slow
 def test_the_page_survives_a_restart_of_the_process(page: Any, text_model: Path):
     """The same ports, another process: the page finds it, shows its numbers, and begins its strip of requests anew."""
     ports = free_ports()

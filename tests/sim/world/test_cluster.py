@@ -193,7 +193,7 @@ def what_the_registry_has_is_not_on_its_disk() -> list[Any]:
 
 
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
-PLANTED: list[tuple[Callable[[], list[Any]], str]] = [
+PLANTED: list[Any] = [
     (a_token_is_replayed, r"token \d+ of completion \d+ is not what"),
     (a_dead_attempt_is_heard, r"attempts \[.*\], of live requests"),
     (an_attempt_gets_the_version_of_today, r"token \d+ of completion \d+ is not what"),
@@ -202,7 +202,7 @@ PLANTED: list[tuple[Callable[[], list[Any]], str]] = [
     (a_deadline_is_of_another_clock, "was aborted, and nobody asked for it"),
     (silence_is_of_the_wall_clock, "has not ended|is not served|without a reason"),
     (an_old_epoch_is_accepted, "without a reason: the replica has ended the stream"),
-    (what_waits_for_a_replica_has_no_bound, r"\d+ messages wait for"),
+    pytest.param(what_waits_for_a_replica_has_no_bound, r"\d+ messages wait for", marks=pytest.mark.slow),
     (a_lost_routers_requests_run_on, "is not served|runs on, and its router is gone"),
     (a_router_never_resumes, "has not ended|is not served"),
     (a_failed_step_ends_its_neighbours, "which nothing struck: Unavailable: a step has failed"),
