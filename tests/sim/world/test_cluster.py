@@ -91,7 +91,7 @@ def an_attempt_gets_the_version_of_today() -> list[Any]:
 
 
 def a_replica_ignores_cancels() -> list[Any]:
-    def forget(self: link.Stream, live: link._Live) -> None:
+    def forget(self: link.Stream, live: link._Live, moved: bool = False) -> None:
         live.gone = True
         self._live.pop(live.rid, None)
 
