@@ -182,6 +182,8 @@ class Clients:
         """Pins an adapter, or unpins it."""
         name, on = self._name(), self._draw.random() < 0.5
         self._say(f"pin {name} {on}")
+        if not on:
+            self._around.excuses.unpins(name)
         self.command("pin", self._around.replica.pin_adapter(name, on), name)
 
     def write(self, name: str = "") -> None:

@@ -14,6 +14,7 @@ from jlora.engine.ports import Parts
 from jlora.errors import (
     AlreadyExists,
     DataLoss,
+    FailedPrecondition,
     InvalidArgument,
     NotFound,
     QueueFull,
@@ -92,7 +93,13 @@ class Excuses:
             return taken or (unread and (struck.disturbed(name, began) or not self._disk.digest(name)))
         if isinstance(error, NotFound) and (name not in self._registry or struck.was_gone(name, began)):
             return kind in ("unload", "pin", "prefetch")
+        if isinstance(error, FailedPrecondition):
+            return kind == "pin" and struck.was_unpinned(name, began)
         return kind == "pin" and struck.was_unread(name, began)
+
+    def unpins(self, name: str) -> None:
+        """A client asks that an adapter be unpinned."""
+        self._struck.unpin(name)
 
     def _unfit(self, request: Request, error: BaseException) -> bool:
         """Whether a request can never run as things are now: its prompt lacks the invocation, or the pool is small."""

@@ -25,6 +25,7 @@ class Struck:
         self._paths: dict[str, float] = {}  # when a read of a directory was disturbed last, or it has changed
         self._unread: dict[str, float] = {}  # when an adapter could not be read from the disk, last
         self._gone: dict[str, float] = {}  # when a name was given up, last
+        self._unpinned: dict[str, float] = {}  # when a client asked that a name be unpinned, last
         self._ended: dict[int, str] = {}  # errors that sites have raised, and whom each has reached
         self._errors: list[BaseException] = []  # they stay, or another would get the identity of one
 
@@ -51,6 +52,10 @@ class Struck:
         """A name stands for nothing any more, or for another version."""
         self._gone[name] = self._now()
 
+    def unpin(self, name: str) -> None:
+        """A client does not want a name pinned any more: pins that wait for it fail."""
+        self._unpinned[name] = self._now()
+
     # -- what is excused --------------------------------------------------------------------------
 
     def ends(self, handle: int) -> bool:
@@ -73,6 +78,10 @@ class Struck:
     def was_gone(self, name: str, since: float) -> bool:
         """Whether a name was given up since then."""
         return self._gone.get(name, -1.0) >= since
+
+    def was_unpinned(self, name: str, since: float) -> bool:
+        """Whether a client has asked that a name be unpinned, since then."""
+        return self._unpinned.get(name, -1.0) >= since
 
     def reaches(self, error: BaseException, whom: str) -> bool:
         """Whether an error that a site has raised may reach this one: each reaches one."""

@@ -50,10 +50,11 @@ class Witness:
         """An adapter could not be read."""
         began, record, struck = self._begun.pop(reading), reading.record, self._struck
         waiting = [s for s in self._scheduler.queue if s.adapter is reading.node]
+        cause = error.__cause__ if isinstance(error.__cause__, Shortage) else error
         if reading.cancelled:
             excused = not waiting
-        elif isinstance(error, Planted | Shortage):
-            excused = struck.reaches(error, record.name)
+        elif isinstance(cause, Planted | Shortage):
+            excused = struck.reaches(cause, record.name)
         else:
             changed = self._disk.digest(record.path) != record.digest
             excused = changed or struck.disturbed(record.path, began)

@@ -18,7 +18,7 @@ import pytest
 from jlora.adapters import catalogue
 from jlora.cluster import attach, dispatch, link, requests, wire
 from jlora.engine.futures import done
-from jlora.errors import NotFound, ResourceExhausted
+from jlora.errors import NotFound, QueueFull, ResourceExhausted
 from jlora.sim.world import report
 from jlora.sim.world.cluster.sites import SITES
 from jlora.types import Request, TokenEvent
@@ -192,6 +192,43 @@ def what_the_registry_has_is_not_on_its_disk() -> list[Any]:
     return [mock.patch.object(catalogue.Catalogue, "put", lambda self, rows: done(None))]
 
 
+def another_replica_is_never_asked() -> list[Any]:
+    """What one replica lacks ends a request."""
+    return [mock.patch.object(dispatch.Dispatcher, "_lacks", lambda self, routed, error: False)]
+
+
+def a_request_is_given_up_early() -> list[Any]:
+    return [mock.patch.object(requests.Routed, "given_up", property(lambda self: self.losses >= 3))]
+
+
+def a_busy_replica_counts_as_one_that_drains() -> list[Any]:
+    """Its requests are given up, and go on elsewhere."""
+    tick = dispatch.Dispatcher.tick
+
+    def ticked(self: dispatch.Dispatcher) -> None:
+        tick(self)
+        for name, seen in list(self.books.view.items()):
+            if seen.health == "up" and seen.waiting > 2:
+                self._move(name)
+
+    return [mock.patch.object(dispatch.Dispatcher, "tick", ticked)]
+
+
+def moves_have_no_bound() -> list[Any]:
+    return [mock.patch.object(requests.Routed, "movable", property(lambda self: True))]
+
+
+def full_replicas_refuse_at_once() -> list[Any]:
+    """A request that a full replica has refused is not sent again."""
+    lose = dispatch.Dispatcher._lose
+
+    def lost(self: dispatch.Dispatcher, routed: requests.Routed, why: Exception) -> None:
+        routed.refusals += isinstance(why, QueueFull) * requests.MOST_LOSSES
+        lose(self, routed, why)
+
+    return [mock.patch.object(dispatch.Dispatcher, "_lose", lost)]
+
+
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
 PLANTED: list[Any] = [
     (a_token_is_replayed, r"token \d+ of completion \d+ is not what"),
@@ -208,6 +245,11 @@ PLANTED: list[Any] = [
     (a_failed_step_ends_its_neighbours, "which nothing struck: Unavailable: a step has failed"),
     (a_drain_refuses, "has failed: Unavailable: (the replica drains|a step has failed)"),
     (an_unread_adapter_ends_a_request_of_another, "which nothing struck: ResourceExhausted"),
+    (another_replica_is_never_asked, r"has failed: (NotFound|DataLoss|ResourceExhausted): "),
+    (a_request_is_given_up_early, r"has failed: Unavailable: .*; [34567] attempts in a row were lost"),
+    (a_busy_replica_counts_as_one_that_drains, r"gives up an attempt at r\d, which nothing struck"),
+    (moves_have_no_bound, r"has moved 3 times"),
+    (full_replicas_refuse_at_once, r"has failed: QueueFull"),
     (what_the_registry_has_is_not_on_its_disk, "the registry's file has"),
 ]
 

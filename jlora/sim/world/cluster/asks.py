@@ -28,9 +28,12 @@ class Ask:
         stops: completions that the client has stopped.
         lost: its router's process is gone.
         judge: hears of its errors as they come.
-        losses: attempts in a row that were lost, with a link or by a replica's word, since its last token: the one
-            that brought it counts, too.
+        losses: attempts in a row that were lost without a token; `refusals`: by replicas that were full.
+        moves: attempts that its router has ended to balance its replicas.
+        fruitful: the attempt under way has brought a token.
+        lacked: a replica lacked its adapter's files, or memory, and the router asks another one.
         causes: what replicas have said of its attempts: kind of error -> how often.
+        final: those after which no other replica is asked.
     """
 
     request: Request
@@ -48,7 +51,12 @@ class Ask:
     errors: list[Exception] = field(default_factory=list)
     submitted: Future[int] | None = None
     losses: int = 0
+    refusals: int = 0
+    moves: int = 0
+    fruitful: bool = False
+    lacked: bool = False
     causes: Counter[str] = field(default_factory=Counter)
+    final: set[str] = field(default_factory=set)
     _answers: dict[str, list[list[int]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -89,7 +97,7 @@ class Ask:
                 raise Violation(f"{self.name}: an event after the end of completion {index}")
             if event.token_id is not None:
                 self.tokens[index].append(event.token_id)
-                self.losses = 0
+                self.fruitful, self.refusals = True, 0
                 self._compare(index)
             if event.error is not None:
                 self.errors.append(event.error)
@@ -97,6 +105,17 @@ class Ask:
             if event.finish_reason is not None:
                 self.reasons[index] = event.finish_reason
                 self._ended(index, event)
+
+    def lose(self, refused: bool, moved: bool) -> None:
+        """An attempt is over before the request is."""
+        if refused:
+            self.refusals += 1
+        elif self.fruitful:
+            self.losses = 0
+        elif not moved:
+            self.losses += 1
+        self.moves += moved
+        self.fruitful = False
 
     def _compare(self, index: int) -> None:
         at = len(self.tokens[index]) - 1

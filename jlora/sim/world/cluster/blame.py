@@ -2,7 +2,7 @@
 
 A replica may fail an attempt that a fault struck there: its step, its adapter, its full queue, its drain. An attempt
 may be lost with its link. The client hears of none of these, unless they have cost its request all its attempts, or
-no replica reads its adapter. Everything else must end well.
+a second replica lacks what the first did. Everything else must end well.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from jlora.cluster.proto import link_pb2 as link
-from jlora.cluster.requests import MOST_LOSSES, Routed
+from jlora.cluster.requests import MOST_LOSSES, MOST_MOVES, Routed
 from jlora.errors import AlreadyExists, Busy, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.sim.world.cluster.asks import Ask
 from jlora.sim.world.cluster.loop import Loop
@@ -34,6 +34,7 @@ class Blame:
         self._attempts: set[tuple[str, str, str]] = set()  # (replica, its name of a request, kind of error)
         self._unread: set[tuple[str, str, str]] = set()  # (replica, version's key, kind of error)
         self._draining: set[Loop] = set()
+        self._over: dict[tuple[str, int], str] = {}  # attempts that have ended: (router, number) -> why
         self._files: dict[str, float] = {}  # a fault of the registry's file, and when it struck last
         self._spoiled: set[str] = set()
         self._changed: dict[str, float] = {}  # when a name's files, or what it stands for, changed last
@@ -70,7 +71,18 @@ class Blame:
         """A router is about to lose a replica; whether it may is looked at elsewhere."""
         process = next(one for one in self._world.routers if one.name == router)
         for routed in process.router._dispatcher.table.at(replica):
-            self._ask(routed).losses += 1
+            self._over[process.id, routed.rid] = "lost"
+
+    def watch(self, router: RouterProcess) -> None:
+        """Hears when a router's attempts are over before their requests are."""
+        table: Any = router.router._dispatcher.table
+        lose = table.lose
+
+        def over(routed: Routed, now: float, refused: bool = False, moved: bool = False) -> Any:
+            self._given_up(router.id, routed, refused, moved)
+            return lose(routed, now, refused, moved)
+
+        table.lose = over
 
     def heard(self, stream: Stream, message: Any) -> None:
         """A router is about to take a replica's message."""
@@ -88,7 +100,10 @@ class Blame:
                 )
             ask = self._ask(routed)
             ask.causes[failure.kind] += 1
-            ask.losses += failure.elsewhere or failure.kind in LACKS
+            if self._final(router, routed, failure):
+                ask.final.add(failure.kind)
+            else:
+                self._over[router.id, routed.rid] = failure.kind
 
     def judge(self, ask: Ask, error: BaseException) -> None:
         """A client gets an error, just now."""
@@ -122,16 +137,35 @@ class Blame:
             return True
         return routed.version is not None and (replica.name, routed.version.key, failure.kind) in self._unread
 
+    def _final(self, router: RouterProcess, routed: Routed, failure: link.Failure) -> bool:
+        """Whether no other replica is asked after this failure: one is, for what the first lacks."""
+        if failure.elsewhere or failure.kind == "QueueFull":
+            return False
+        ask, view = self._ask(routed), router.router._dispatcher.books.view
+        if failure.kind not in LACKS or ask.lacked:
+            return True
+        ask.lacked = True
+        return not any(seen.health == "up" for name, seen in view.items() if name != routed.replica)
+
+    def _given_up(self, router: str, routed: Routed, refused: bool, moved: bool) -> None:
+        ask, why = self._ask(routed), self._over.pop((router, routed.rid), "")
+        ask.lose(refused, moved)
+        drains = any(loop.name == routed.replica for loop in self._draining)
+        if ask.moves > MOST_MOVES:
+            self.found.append(f"{ask.name} has moved {ask.moves} times")
+        if not (moved or drains or why) or refused != (why == "QueueFull"):
+            self.found.append(f"{ask.name} gives up an attempt at {routed.replica}, which nothing struck: {why!r}")
+
     def _excused(self, ask: Ask, error: JloraError) -> bool:
         if isinstance(error, Busy):
-            return ask.causes["QueueFull"] >= MOST_LOSSES or _full(ask)
+            return ask.refusals >= MOST_LOSSES or _full(ask)
         if isinstance(error, Unavailable):
             deadline = ask.request.deadline
             late = deadline is not None and self._world.time.now >= deadline
             return late or ask.losses >= MOST_LOSSES or ask.router.waits_for_table
         if isinstance(error, NotFound) and not _known(ask):
             return True
-        return ask.causes[type(error).__name__] > 0
+        return type(error).__name__ in ask.final
 
 
 def _attempt(request: str) -> str:

@@ -150,6 +150,7 @@ class RouterProcess:
             self.router = Router(self.directory, self.policy(), terms, seed, self.balance_s)
             self.router.balancing._terms = BALANCE
             self.routers.append(self.router)
+            self.grounds.blame.watch(self)
         finally:
             asyncio._set_running_loop(None)
         self.router.place(addresses)
