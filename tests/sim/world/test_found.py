@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -79,8 +80,9 @@ def test_a_failed_copy_ends_its_request_alone_where_memory_is_too_short_to_queue
 
     monkeypatch.setattr(world.memory, "stage", fails)
     world.replica.submit(request, ended.extend)
-    world.until(lambda: world.parts.scheduler.loading)
-    monkeypatch.setattr(world.parts.scheduler.queue, "enqueue", short)
+    scheduler: Any = world.parts.scheduler
+    world.until(lambda: scheduler.loading)
+    monkeypatch.setattr(scheduler.queue, "enqueue", short)
     world.until(lambda: ended)
     assert isinstance(ended[0].error, ResourceExhausted) and not world.over
     monkeypatch.undo()
