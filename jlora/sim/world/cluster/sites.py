@@ -34,6 +34,6 @@ SITES: Mapping[str, Site] = {
     "clients.burst": Site("many requests come at once", 0.01),
     "clients.flood": Site("many requests come and leave at once while a replica reads nothing", 0.01),
     "disk.slow": Site("an adapter takes seconds to read", 0.4),
-    "load.memory": Site("host memory is short while an adapter loads", 0.3),
-    "load.killed": Site("a replica is killed for want of memory while an adapter loads", 0.3),
+    "load.memory": Site("host memory is short while an adapter loads", 0.36),
+    "load.killed": Site("a replica is killed for want of memory while an adapter loads", 0.36),
 }
