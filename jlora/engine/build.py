@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -19,7 +20,7 @@ from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
-from jlora.cache.pool import DevicePool, HostPool
+from jlora.cache.pool import DevicePool, HostPool, as_shortage
 from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
@@ -41,7 +42,7 @@ from jlora.engine.share import adapter_share
 from jlora.engine.sizing import choose_host_blocks, choose_layout, free_memory
 from jlora.engine.sources import Reader
 from jlora.engine.switching import Switching
-from jlora.errors import ConfigError, DataLoss, JloraError
+from jlora.errors import ConfigError, DataLoss, JloraError, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, hub, sharding
 from jlora.model.cut import SITES
@@ -58,6 +59,18 @@ ASSUMED_GBPS = 10.0  # of the link, until copies have been measured
 COMPILERS = 4  # programs compiled at a time; XLA uses several cores for each
 
 
+@contextmanager
+def _within_memory() -> Iterator[None]:
+    """What runs here loads an engine: without memory for it, the start says so in one line."""
+    try:
+        yield
+    except Exception as e:
+        if not isinstance(as_shortage(e), MemoryError):
+            raise
+        raise ResourceExhausted(f"too little memory to load the model and its cache: {e}") from e
+
+
+@_within_memory()
 def build(config: Config, progress: bool = True, system: System | None = None) -> Built:
     """Loads the model and its adapters, makes the pool, compiles the programs that serve every request.
 

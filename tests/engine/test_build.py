@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import pytest
 
 from jlora import config
 from jlora.engine import build
-from jlora.errors import ConfigError
+from jlora.errors import ConfigError, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
 from tests import _make
 
@@ -62,3 +62,16 @@ def test_a_share_that_is_too_small_can_be_set_by_hand():
     assert refused(free_bytes) == "set cache.hbm_blocks, to at most 7"
     assert chosen(free_bytes, hbm_blocks=7).blocks == 8
     assert chosen(WEIGHTS + 8 * BLOCK).blocks == 3
+
+
+@pytest.mark.parametrize("error", [MemoryError("of host"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: of device")])
+def test_a_start_without_memory_is_one_clear_line(error: Exception, monkeypatch: pytest.MonkeyPatch):
+    def short(*_: object) -> NoReturn:
+        raise error
+
+    monkeypatch.setattr(build.checkpoint, "read_spec", short)
+    monkeypatch.setattr(build.hub, "resolve", str)
+    with pytest.raises(
+        ResourceExhausted, match="too little memory to load the model and its cache: .*of (host|device)"
+    ):
+        build.build(config.load(None, {"model.path": "m", "serve.compile_cache": ""}))
