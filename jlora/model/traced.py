@@ -16,6 +16,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import jax
@@ -98,7 +99,7 @@ def _read(path: Path) -> export.Exported | None:
 def _write(path: Path, traced: export.Exported) -> None:
     """Keeps an entry; a reader sees all of it or nothing."""
     content = bytes(traced.serialize())
-    new = path.with_suffix(f".{os.getpid()}")
+    new = path.with_suffix(f".{os.getpid()}-{get_ident()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         new.write_bytes(_digest(content) + content)
