@@ -212,8 +212,10 @@ class ClusterConfig:
         suspect_s: seconds without a message after which a replica's requests go on elsewhere; the router
             waits longer where steps take long.
         routing: chooses a replica for each request (see `ROUTINGS`). "jlora", "caraserve", "dlora" and "loraserve"
-            predict from `engine.step_model`; "loraserve" also moves adapters.
-        placement_s: seconds of "loraserve" between two placements of the adapters.
+            predict from `engine.step_model`; "loraserve" also places adapters.
+        placement: brings adapters to replicas before requests come: "off", "loraserve" (by their demand; from
+            `engine.step_model`) or "dlora" (the preload that stands bursts best).
+        placement_s: seconds between two placements of the adapters.
         slo_s: seconds that a decode step may take, for routing that predicts; 0: no limit.
         balance: moves requests between replicas: "off", or "dlora" (from those that are behind to the idlest).
         balance_s: between two plans of moves.
@@ -236,6 +238,7 @@ class ClusterConfig:
     start_timeout_s: Annotated[float, Meta(gt=0, lt=1e6)] = 600.0
     suspect_s: Annotated[float, Meta(gt=0, lt=1e6)] = 0.5
     routing: Annotated[str, _one_of(*ROUTINGS)] = "sticky"
+    placement: Annotated[str, _one_of("off", "loraserve", "dlora")] = "off"
     placement_s: Annotated[float, Meta(gt=0, lt=1e6)] = 60.0
     slo_s: Annotated[float, Meta(ge=0, lt=1e6)] = 0.0
     balance: Annotated[str, _one_of("off", "dlora")] = "off"

@@ -114,6 +114,7 @@ NO_JAX = {
     "cluster.dispatch",
     "cluster.fleet",
     "cluster.found",
+    "cluster.homes",
     "cluster.launcher",
     "cluster.merged",
     "cluster.migration",

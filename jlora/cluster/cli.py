@@ -45,6 +45,7 @@ FLAGS = (
     ("cluster.replicas", "--replicas", "N", "replicas to start (default 1)"),
     ("cluster.fleet", "--fleet", "KIND", "who runs them: local, ray or static (default local)"),
     ("cluster.routing", "--routing", "NAME", "how a request's replica is chosen (default sticky)"),
+    ("cluster.placement", "--placement", "NAME", "who brings adapters ahead: off, loraserve or dlora (default off)"),
     ("cluster.addresses", "--addresses", "HOST:PORT,...", "of a static fleet; DNS names are followed"),
     ("cluster.ray_address", "--ray-address", "HOST:PORT", "Ray's head (default: a Ray of this machine alone)"),
     ("cluster.token_file", "--token-file", "FILE", "the secret that routers and replicas share"),

@@ -48,11 +48,13 @@ class Member:
     Attributes:
         address: of its gRPC port; a replica that starts again may have another.
         tiers: version key -> "HBM", "HOST", "LOADING" or "DISK"; a version that it lacks is not named.
+        blocks: of its pool.
     """
 
     name: str
     address: str
     tiers: Mapping[str, str] = field(default_factory=dict)
+    blocks: int = 0
 
 
 Members = Callable[[], Sequence[Member]]

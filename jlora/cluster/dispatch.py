@@ -102,7 +102,8 @@ class Dispatcher:
         view = self.books.view
         links = list(self.links.values())
         seen = [(one, view.get(one.name)) for one in links]  # the loop's thread may take it away just now
-        return [Member(one.name, one.address, it.tiers) for one, it in seen if it is not None and it.health == "up"]
+        up = [(one, it) for one, it in seen if it is not None and it.health == "up"]
+        return [Member(one.name, one.address, it.tiers, it.blocks) for one, it in up]
 
     def place(self, addresses: Mapping[str, str]) -> None:
         """The service's replicas from now on, by name."""

@@ -1,16 +1,17 @@
-"""LoRAServe's placement in a live service: it moves adapters between replicas while requests run.
+"""A placement in a live service: it moves adapters between replicas while requests run.
 
 A time step, on a thread of the controller's process:
 
-demand    tokens per second of each adapter, of the requests of all routers that have ended
-place     Algorithm 1 (`jlora.cluster.placement`) over the replicas that are up
-fetch     each new place of an adapter that is asked for brings it in, from a peer or its path
-switch    requests go to an adapter's new places once all of these have it
-drop      a replica that an adapter's requests no longer go to gives it up, at the second look that finds it there
+demand    tokens per second of each adapter, of the requests of all routers that have ended; for dLoRA's preload
+          their number so far
+plan      homes for those that are asked for, on the replicas that are up (`jlora.cluster.homes`)
+fetch     each home that lacks its adapter brings it in, from a peer or its path
+switch    requests go to an adapter's new homes once all of these have it
+drop      where requests go to homes alone, a replica that has no part in an adapter gives it up, at the second look
+          that finds it there
 
-No request waits for any of it: an adapter that does not come keeps its old places, and one that nobody asks for has
-none. A request that reaches a replica
-after the drop brings its adapter with it.
+No request waits for any of it: an adapter that does not come, or that nobody asks for, keeps its homes. A request that
+reaches a replica after the drop brings its adapter with it.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from typing import Any
 
 from jlora.cluster.controller import Controller, key_of
 from jlora.cluster.demand import Demand, operating_points
-from jlora.cluster.directory import Member, Version
+from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
-from jlora.cluster.placement import LEAST, Placement, Wanted, loraserve
+from jlora.cluster.homes import Homes, Pair, Room, Rule
+from jlora.cluster.placement import LEAST, Wanted
 from jlora.cluster.routing.costs import Costs
 from jlora.cluster.routing.table import Table
 from jlora.ports import System
@@ -42,18 +44,29 @@ THERE = ("HBM", "HOST")
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """When and by what a placement is made: `every_s` is a time step, `slo_s` the objective of a decode step."""
+    """When and by what a placement is made.
 
-    costs: Costs
+    Attributes:
+        costs: predicts times, for LoRAServe's operating points; None: dLoRA's preload needs none.
+        every_s: length of a time step.
+        slo_s: objective of a decode step.
+    """
+
+    costs: Costs | None
+    rule: Rule = Rule()
     every_s: float = 60.0
     slo_s: float = 0.0
 
 
 @dataclass(slots=True)
 class Load:
-    """What has been served: the demand of this time step, and all requests. Any thread may add."""
+    """What has been served: the demand of this time step, and all requests, of which `asked` for each adapter.
+
+    Any thread may add.
+    """
 
     demand: Demand = field(default_factory=Demand)
+    asked: Counter[str] = field(default_factory=Counter)
     requests: int = 0
     prompt: int = 0
     output: int = 0
@@ -63,6 +76,7 @@ class Load:
         """Requests for an adapter have ended."""
         with self.lock:
             self.demand.served(name, prompt + output)
+            self.asked[name] += requests
             self.requests += requests
             self.prompt += prompt
             self.output += output
@@ -74,6 +88,8 @@ class Load:
 
     def points(self, steps: Steps, ranks: set[int]) -> Mapping[int, float]:
         """Operating points by rank, of sequences like those so far."""
+        if steps.costs is None:
+            return {}
         slo_s = steps.slo_s or POINT * steps.costs.step_s({})
         context = round((self.prompt + self.output / 2) / max(1, self.requests))
         return operating_points(steps.costs, ranks, slo_s, context, self.prompt / max(1, self.output))
@@ -99,10 +115,8 @@ class Placing:
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
-        self._next: Placement = {}  # by name, what the last time step wants
-        self._placed: Mapping[str, Mapping[str, float]] = {}  # by key, where requests go
-        self._asked: dict[tuple[str, str], float] = {}  # (key, replica), and until when it is not asked again
-        self._surplus: set[tuple[str, str]] = set()  # (key, replica) that the last look has found
+        self._homes = Homes(steps.rule)  # by name
+        self._asked: dict[Pair, float] = {}  # (key, replica), and until when it is not asked again
 
     def start(self) -> None:
         self._threads.start("jlora-placing", self._run)
@@ -113,7 +127,7 @@ class Placing:
     def places(self) -> Mapping[str, Mapping[str, float]]:
         """Where requests go, by the addresses of replicas: further routers name them so."""
         addresses = {member.name: member.address for member in self._controller.members()}
-        placed = self._placed
+        placed = self._table.parts
         return {key: {addresses.get(n, n): part for n, part in parts.items()} for key, parts in placed.items()}
 
     def _run(self) -> None:
@@ -136,64 +150,48 @@ class Placing:
         now, self._members = self._clock(), {m.name for m in members}
         if close:
             self._rates, self._stepped = self._load.close(max(now - self._stepped, 1e-3)), now
-        rates = {name: rate for name, rate in self._rates.items() if rate > LEAST}
-        versions = [v for v in self._controller.registry.versions() if v.name in rates and not v.pinned]
-        if not members or not versions:
-            self._next = {}
-            return
-        wanted = [Wanted(v.name, v.rank, rates[v.name], max(v.bytes, 1)) for v in versions]
-        points = self._load.points(self._steps, {one.rank for one in wanted})
-        self._next = loraserve(sorted(self._members), wanted, points, self._next)
+        rates = self._load.asked if self._steps.rule.kind == "dlora" else self._rates
+        wanted = [
+            Wanted(row.name, max(row.ranks.values(), default=0), rates.get(row.name, 0.0), max(row.blocks, 1))
+            for row in self._controller.registry.all()
+            if not row.pinned
+        ]
+        points = self._load.points(self._steps, {one.rank for one in wanted if one.rate > LEAST})
+        self._homes.plan(Room({m.name: m.blocks for m in sorted(members, key=lambda m: m.name)}, points), wanted)
 
     def look(self, members: Sequence[Member]) -> None:
         """Fetches what is missing, switches what has come, and drops what is left over."""
-        now, there = self._clock(), {m.name: {k for k, tier in m.tiers.items() if tier in THERE} for m in members}
-        self._asked = {
-            (key, name): until
-            for (key, name), until in self._asked.items()
-            if until > now and key not in there.get(name, ())
-        }
-        versions = {v.name: v for v in self._controller.registry.versions() if not v.pinned}
-        placed: dict[str, Mapping[str, float]] = {}
-        for name, parts in self._next.items():
-            if (version := versions.get(name)) is None:
-                continue
-            old = self._placed.get(version.key)
-            if lacking := {place for place in parts if version.key not in there.get(place, ())}:
-                self._fetch(version, [m for m in members if m.name in lacking])
-            else:
-                placed[version.key] = parts
-            if lacking and old is not None and old.keys() <= there.keys():  # without its replicas it has no places
-                placed[version.key] = old
-        self._placed = placed
-        self._table.parts = placed
-        self._drop(members, there)
+        rows = {name: row for name in self._homes.wanted if (row := self._controller.registry.find(name)) is not None}
+        names = {key_of(row): name for name, row in rows.items() if not row.pinned}
+        there = {m.name: {names[k] for k, tier in m.tiers.items() if tier in THERE and k in names} for m in members}
+        keys = {name: key for key, name in names.items()}
+        todo = self._homes.look(there)
+        self._table.parts = {keys[name]: parts for name, parts in self._homes.parts.items() if name in keys}
+        self._fetch([(keys[name], replica) for name, replica in todo.fetch if name in keys], members)
+        # Those whose files are gone, or others by now, stay where they are.
+        intact = [pair for pair in todo.drop if self._found.is_intact(rows[pair[0]])]
+        self._drop([(keys[name], replica) for name, replica in intact], members)
 
-    def _fetch(self, version: Version, members: Sequence[Member]) -> None:
+    def _fetch(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
+        """Asks for what has not been asked for a short time ago, at each replica for a few at once."""
+        now, lacking, at = self._clock(), set(pairs), {member.name: member for member in members}
+        self._asked = {pair: until for pair, until in self._asked.items() if until > now and pair in lacking}
         coming = Counter(name for _, name in self._asked)
-        for member in members:
-            pair = version.key, member.name
-            if pair not in self._asked and coming[member.name] < COMING:
-                self._asked[pair] = self._clock() + AGAIN_S
+        for pair in pairs:
+            key, name = pair
+            if pair not in self._asked and coming[name] < COMING:
+                coming[name] += 1
+                self._asked[pair] = now + AGAIN_S
                 self.moved += 1
-                peers = self._controller.peers(version, member.name)
-                answer = self._controller.calls.hold(member.address, version, peers)
+                version = self._controller.current(key.rpartition("@")[0])
+                answer = self._controller.calls.hold(at[name].address, version, self._controller.peers(version, name))
                 answer.future.add_done_callback(lambda done, pair=pair: _told(done, "come to", pair))
 
-    def _drop(self, members: Sequence[Member], there: Mapping[str, set[str]]) -> None:
-        """Nothing while a place lacks its adapter. What was sent before a switch has arrived by the second look."""
-        whole = {key for key, parts in self._placed.items() if all(key in there.get(place, ()) for place in parts)}
-        found = {(key, m.name): m.address for m in members for key in there[m.name] & whole}
-        surplus = {(key, name) for key, name in found if name not in self._placed[key] and self._may_drop(key)}
-        for pair in surplus & self._surplus:
-            answer = self._controller.calls.unload(found[pair], pair[0])
+    def _drop(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
+        at = {member.name: member.address for member in members}
+        for pair in pairs:
+            answer = self._controller.calls.unload(at[pair[1]], pair[0])
             answer.future.add_done_callback(lambda done, pair=pair: _told(done, "leave", pair))
-        self._surplus = surplus - self._surplus
-
-    def _may_drop(self, key: str) -> bool:
-        """Those whose files are gone, or others by now, stay where they are."""
-        row = self._controller.registry.find(key.rpartition("@")[0])
-        return row is not None and key_of(row) == key and self._found.is_intact(row)
 
 
 def _told(done: Any, what: str, pair: tuple[str, str]) -> None:

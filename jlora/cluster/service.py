@@ -13,17 +13,19 @@ from jlora.cluster.controller import Controller
 from jlora.cluster.directory_server import DirectoryServicer, Placed
 from jlora.cluster.fleet import Fleet
 from jlora.cluster.found import Found
+from jlora.cluster.homes import Rule
 from jlora.cluster.launcher import Parts, launch, login
 from jlora.cluster.placing import Placing, Steps
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.routing.policy import Policy
-from jlora.cluster.routing.routes import policy_of
+from jlora.cluster.routing.routes import LORASERVE, UNFITTED, policy_of
 from jlora.cluster.routing.table import Table
 from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.config import Config
+from jlora.errors import ConfigError
 from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.serve.backend import Backend
 from jlora.serve.server import Service
@@ -42,19 +44,44 @@ def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
         if config.cluster.controller:
             directory, services = followed(config, secret, system, opened, policy), ()
         else:
-            directory, placed = controller(config, secret, system, opened, policy)
+            directory, found = controller(config, secret, system, opened)
+            places = placed(config, directory, found, system, opened, policy)
             # Not without a token, whoever reaches the port.
-            services = (_serves(directory, secret, placed),) if secret.token else ()
+            services = (_serves(directory, secret, places),) if secret.token else ()
         return launch(config, Parts(fleet, directory, policy, system.threads, secret.token, services))
 
 
-def controller(
-    config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy
-) -> tuple[Controller, Placed]:
-    """The adapters of the service, in this process, and where they are if the policy routes by a table.
+def placed(
+    config: Config, controller: Controller, found: Found, system: System, opened: ExitStack, policy: Policy
+) -> Placed:
+    """Begins the placement that the configuration asks for; where requests go by it. Raises ConfigError."""
+    steps = steps_of(config)
+    if steps is None:
+        return lambda: None
+    table = policy if isinstance(policy, Table) else Table({})  # another policy finds adapters by their tiers
+    placing = Placing(controller, found, table, steps, system)
+    opened.callback(placing.close)
+    placing.start()
+    return placing.places if steps.rule.routed else lambda: None
 
-    Raises ConfigError.
-    """
+
+def steps_of(config: Config) -> Steps | None:
+    """How adapters are placed; None: they come with their requests. Raises ConfigError."""
+    cluster, routed = config.cluster, config.cluster.routing == LORASERVE
+    if cluster.placement == "off" and not routed:
+        return None
+    if cluster.placement == "dlora":
+        if routed:
+            raise ConfigError("cluster.placement = dlora: cluster.routing = loraserve needs loraserve's placement")
+        return Steps(None, Rule("dlora", routed=False), cluster.placement_s)
+    if not config.engine.step_model:
+        raise ConfigError(f"cluster.placement = loraserve: {UNFITTED}")
+    costs = FittedSteps.read(Path(config.engine.step_model))
+    return Steps(costs, Rule("loraserve", routed=routed), cluster.placement_s, cluster.slo_s)
+
+
+def controller(config: Config, secret: Secret, system: System, opened: ExitStack) -> tuple[Controller, Found]:
+    """The adapters of the service, in this process. Raises ConfigError."""
     registry = Registry(config.adapters.registry, system.threads)
     opened.callback(registry.close)
     found = Found(config, system)
@@ -63,13 +90,7 @@ def controller(
     upkeep = Upkeep(made, found, system)
     opened.callback(upkeep.close)
     upkeep.start()
-    if not isinstance(policy, Table):
-        return made, lambda: None
-    fitted = FittedSteps.read(Path(config.engine.step_model))
-    placing = Placing(made, found, policy, Steps(fitted, config.cluster.placement_s, config.cluster.slo_s), system)
-    opened.callback(placing.close)
-    placing.start()
-    return made, placing.places
+    return made, found
 
 
 def followed(config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy) -> RemoteDirectory:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping, Sequence
 
+from jlora.cluster.homes import KINDS
 from jlora.cluster.routing.routes import ROUTES
 from jlora.errors import ConfigError
 from jlora.sim import losses
 from jlora.sim.kernels import KERNELS
-from jlora.sim.placing import PLACES
 from jlora.sim.service import TABLE as TABLE_ROUTE
 from jlora.sim.service import Service, check_route
 from jlora.sim.wires import Balance
@@ -48,7 +48,7 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--fetch-gbps", type=float, default=0.0, help="to adapters elsewhere (default: all are here)")
     many.add_argument("--path-gbps", type=float, default=0.0, help="to those in no other host's memory (default: same)")
     many.add_argument(
-        "--place", choices=PLACES, default="", help="place adapters; requests follow its table unless --route"
+        "--place", choices=KINDS, default="", help="place adapters; requests follow its table unless --route"
     )
     many.add_argument("--place-s", type=float, default=60.0, help="a time step of the placement (default: 60)")
     many.add_argument("--late", action="store_true", help="move an adapter with its first request, as in LoRAServe")

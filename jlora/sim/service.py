@@ -14,6 +14,7 @@ import numpy as np
 from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cluster.demand import operating_points
+from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known, load_s
 from jlora.cluster.routing.table import Table
@@ -46,7 +47,7 @@ class Service:
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
         outputs: tokens of a mean answer, as the policies believe.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
-            table, every `place_s` seconds a new one; `ahead`: see `jlora.sim.placing.Placed`.
+            table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
         balance: moves requests between the replicas; None: they stay where they were sent.
         losses: replicas that are killed, in the order of their times.
     """
@@ -148,22 +149,20 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
     chosen = Table({}) if route == TABLE else ROUTES[route](known)
     if service.place:
-        placing = Placing(placed_of(service, work, costs, spec.sizes.device), members)
+        rule = Rule(service.place, service.ahead, route == TABLE, service.seed)
+        placing = Placing(placed_of(rule, service, work, costs, spec.sizes.device), members)
         wires = replace(wires, placing=placing, every_s=service.place_s)
         chosen = placing.table if route == TABLE else chosen
     fleet = Fleet(members, work.trace, chosen, wires)
     return fleet
 
 
-def placed_of(service: Service, work: Work, costs: Costs, room: int) -> Placed:
+def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: int) -> Placed:
     """What the placement needs to know. Operating points are of sequences like the trace's."""
     prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
     slo_s = service.slo_s or POINT * costs.step_s({})
     points = operating_points(costs, service.ranks, slo_s, round(work.facts.prompt[0] + output / 2), prompt / output)
-    return Placed(
-        service.place, service.ranks, work.sizes, points, service.place_s, service.ahead, service.seed,
-        work.trace.asked, room,
-    )  # fmt: skip
+    return Placed(rule, service.ranks, work.sizes, points, service.place_s, work.trace.asked, room)
 
 
 def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:

@@ -120,7 +120,7 @@ def full(upkeep: Upkeep) -> int:
 
 def planned(placing: Placing) -> dict[str, set[str]]:
     """The homes that the last time step wants."""
-    return {name: set(parts) for name, parts in placing._next.items()}
+    return {name: set(parts) for name, parts in placing._homes.wanted.items()}
 
 
 def asked(placing: Placing) -> set[str]:
@@ -130,8 +130,14 @@ def asked(placing: Placing) -> set[str]:
 
 def plan(placing: Placing, homes: dict[str, set[str]], patch: pytest.MonkeyPatch) -> None:
     """Wants these homes, of adapters that are all asked for."""
-    patch.setattr(placing, "_next", {name: dict.fromkeys(where, 1 / len(where)) for name, where in homes.items()})
-    patch.setattr(placing, "_rates", dict.fromkeys(homes, 1.0))
+    wanted = {name: dict.fromkeys(where, 1 / len(where)) for name, where in homes.items()}
+    patch.setattr(placing._homes, "wanted", wanted)
+    patch.setattr(placing._homes, "_asked", homes.keys())
+
+
+def homeless(placing: Placing, patch: pytest.MonkeyPatch) -> None:
+    """Requests have no homes to go to, until the next look."""
+    patch.setattr(placing._homes, "parts", {})
 
 
 def load(placing: Placing) -> Load:

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import pytest
 
 from jlora.cluster.demand import Demand
+from jlora.cluster.homes import Rule
 from jlora.cluster.placing import THERE, Placing, Steps
 from jlora.cluster.routing.table import Table
 from jlora.engine.futures import done
@@ -135,14 +136,16 @@ def test_a_replica_that_leaves_loses_its_parts_and_gets_new_ones_when_it_is_back
     assert {name: world.ask(name).read() for name in NAMES} == expected
 
 
-def test_without_demand_nothing_has_a_place_and_nothing_is_dropped(placed: tuple[World, Placing, Table]):
+def test_what_nobody_asks_for_stays_where_it_is(placed: tuple[World, Placing, Table]):
     world, placing, table = placed
-    before = held(world)
+    settle(world, placing, table)
+    wait_for(lambda: told(world) == held(world))
+    before, parts, asked = held(world), homes(table), placing.moved
     for _ in range(5):  # longer than a forecast remembers
         placing.step(world.controller.members())
     for _ in range(3):
         placing.look(world.controller.members())
-    assert not table.parts and held(world) == before
+    assert parts and homes(table) == parts and held(world) == before and placing.moved == asked
 
 
 def test_a_copy_is_dropped_only_when_every_home_has_the_adapter(
@@ -159,6 +162,7 @@ def test_a_copy_is_dropped_only_when_every_home_has_the_adapter(
     monkeypatch.setattr(world.controller.calls, "unload", unload)
     version = next(v for v in world.controller.registry.versions() if v.name == "a")
     port.plan(placing, {"a": {"r1"}}, monkeypatch)
+    port.homeless(placing, monkeypatch)
 
     def look(**tiers: str) -> None:
         members = world.controller.members()
@@ -201,3 +205,24 @@ def test_an_adapter_that_does_not_come_keeps_its_places(
         placing.look(world.controller.members())
     assert set(asked) == lacking and len(asked) == len(lacking), "each is asked for once, until it may have failed"
     assert all(homes(table)[name] == before[name] for name in lacking)
+
+
+def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_drops_nothing(
+    placed: tuple[World, Placing, Table],
+):
+    world = placed[0]
+    placing = Placing(world.controller, world.found, Table({}), Steps(None, Rule("dlora", routed=False)), System())
+    for name, count in zip("abc", (8, 4, 2), strict=True):
+        port.load(placing).served(name, 10, 10, count)
+    before = held(world)
+    assert any(len(where) < 2 for name, where in before.items() if name != "d")
+    placing.step(world.controller.members())
+    wanted = port.planned(placing)
+    assert wanted["a"] == {"r0", "r1"} and "d" not in wanted  # which nobody asks for
+
+    def come() -> bool:
+        placing.look(world.controller.members())
+        return all(held(world)[name] >= where | before[name] for name, where in wanted.items())
+
+    wait_for(come)
+    assert held(world)["d"] == before["d"] and placing.moved <= sum(map(len, wanted.values()))

@@ -8,10 +8,11 @@ from dataclasses import replace
 import pytest
 
 from jlora import cli
+from jlora.cluster.homes import Kind, Rule
 from jlora.cluster.placement import moves
 from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
-from jlora.sim.placing import Place, Placed, Placing
+from jlora.sim.placing import Placed, Placing
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
 from tests.sim._sim import SPEC, policy_of
@@ -28,10 +29,10 @@ def shifting(count: int = 120) -> Trace:
     return Trace("shifting", tuple(turns), tuple("abcd"))
 
 
-def placed(kind: Place, ahead: bool = True, fetch_s: float = 0.3) -> tuple[Fleet, Placing]:
+def placed(kind: Kind, ahead: bool = True, fetch_s: float = 0.3) -> tuple[Fleet, Placing]:
     spec = replace(SPEC, adapters=SIZES)
     members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(4)]
-    placing = Placing(Placed(kind, RANKS, SIZES, POINTS, every_s=2.0, ahead=ahead), members)
+    placing = Placing(Placed(Rule(kind, ahead), RANKS, SIZES, POINTS, every_s=2.0), members)
     return Fleet(members, shifting(), placing.table, Wires(RANKS, 0.001, placing, 2.0)), placing
 
 
@@ -60,7 +61,7 @@ def test_every_adapter_lives_where_the_table_says_and_nowhere_else():
 
 
 @pytest.mark.parametrize("kind", ["random", "contiguous"])
-def test_the_baselines_never_move_anything(kind: Place):
+def test_the_baselines_never_move_anything(kind: Kind):
     fleet, placing = placed(kind)
     before = dict(placing.table.parts)
     fleet.run()
@@ -96,7 +97,7 @@ def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replic
     spec = replace(SPEC, adapters=SIZES)
     members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: 0.3) for i in range(4)]
     loads = {0: 80.0, 1: 10.0, 2: 5.0}
-    placing = Placing(Placed("dlora", RANKS, SIZES, POINTS, loads=loads, room=20), members)
+    placing = Placing(Placed(Rule("dlora"), RANKS, SIZES, POINTS, loads=loads, room=20), members)
     places = {key: len(parts) for key, parts in placing.table.parts.items()}
     assert places["0"] == 4 > places["2"] >= 1 and places["3"] == 1  # which nobody asks for
     assert all(member.has(0) for member in members)
