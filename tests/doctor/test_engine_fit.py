@@ -13,7 +13,7 @@ from jlora import config as configuration
 from jlora.cli import main
 from jlora.doctor import launches, profile
 from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
-from jlora.engine.build import build, fitted_steps
+from jlora.engine.build import build, compile_rest, fitted_steps
 from jlora.engine.cold_start import Chooser
 from jlora.engine.plan import ROW
 from jlora.errors import ConfigError
@@ -149,7 +149,7 @@ def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, cap
     assert set(found.decode.forms) >= {2, 4} and set(found.prompt.forms) == {1, 2} and found.device_blocks == 512
     assert all(seconds > 0 for seconds in found.prompt.forms.values())
     keys = {"model.path": str(tmp_path / "model"), "engine.cold_start": "auto", "engine.step_model": str(path)}
-    built = build(configuration.load(None, {**sizes, **keys}), progress=False)
+    built = compile_rest(build(configuration.load(None, {**sizes, **keys}), progress=False))
     try:
         helps = built.parts.scheduler.manager.leases.gate.helps
         assert isinstance(helps, Chooser) and helps.costs.device.at(32) == found.prefill_s({0: 1}, 32)
