@@ -35,7 +35,7 @@ from jlora.engine.scheduler import Scheduler
 from jlora.engine.shelf import Shelf
 from jlora.engine.switching import Switching
 from jlora.gaps import Gaps
-from jlora.model import checkpoint, place, sampling
+from jlora.model import checkpoint, place, sampling, traced
 from jlora.model.sampling import SlotState
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
@@ -293,3 +293,8 @@ def at_rest(fleet: Fleet) -> bool:
 def timed_waits() -> Seam:
     """The device profile's wait for a step."""
     return profile._Watched, "wait"
+
+
+def sources_of_programs() -> bytes:
+    """A digest of the source files that decide the programs, as they are now."""
+    return traced._sources()

@@ -87,11 +87,16 @@ class Homes:
         fetch: list[Pair] = []
         wanted, parts = {}, {}
         for key in self.wanted:
+            if key not in self._asked:  # a replica that is back has its adapters again
+                wanted[key] = parts[key] = self.parts.get(key, self.wanted[key])
+                continue
             old = _within(self.parts.get(key, {}), there)
-            wanted[key] = new = _within(self.wanted[key], there) or old
+            new = _within(self.wanted[key], there) or old
             lacking = [(key, name) for name in new if key not in there[name]]
-            if self._rule.ahead and key in self._asked:
+            if self._rule.ahead:
                 fetch += lacking
+            if new:
+                wanted[key] = new
             if homes := old if lacking and self._rule.ahead else new:
                 parts[key] = homes
         self.wanted, self.parts = wanted, parts
@@ -106,7 +111,7 @@ class Homes:
         """None while a home lacks its adapter. What was sent before a switch has arrived by the second look."""
         if not self._rule.routed:
             return ()
-        whole = {key for key, parts in self.parts.items() if all(key in there[name] for name in parts)}
+        whole = {key for key, parts in self.parts.items() if all(key in there.get(name, ()) for name in parts)}
         copies = ((key, name) for name, keys in there.items() for key in keys & whole)
         surplus = {(key, name) for key, name in copies if name not in self.parts[key]}
         drop = surplus & self._surplus

@@ -68,6 +68,7 @@ class _Live:
     open: int
     handle: int | None = None  # the replica's, once it is queued
     gone: bool = False  # nobody waits for it any more
+    moved: bool = False  # because another replica serves it
     stops: list[link.Stop] = field(default_factory=list)  # that wait until it is queued
 
 
@@ -311,7 +312,7 @@ class Stream:
 
     def _give_up(self, live: _Live, moved: bool = False) -> None:
         """Nobody waits for the request any more. Its submission may be under way: `_submitted` looks."""
-        live.gone = True
+        live.gone, live.moved = True, moved
         self._live.pop(live.rid, None)
         if live.handle is not None:
             self._replica.abort(live.handle, moved)
@@ -367,7 +368,7 @@ class Stream:
             self._tell(live, e)
             return
         if live.gone:
-            self._replica.abort(live.handle)
+            self._replica.abort(live.handle, live.moved)
         self._tell(live, None)
 
     def _tell(self, live: _Live, what: Told) -> None:

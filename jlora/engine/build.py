@@ -67,7 +67,8 @@ def _within_memory() -> Iterator[None]:
     except Exception as e:
         if not isinstance(as_shortage(e), MemoryError):
             raise
-        raise ResourceExhausted(f"too little memory to load the model and its cache: {e}") from e
+        reason = str(e).partition("\n")[0]
+        raise ResourceExhausted(f"too little memory to load the model and its cache: {reason}") from e
 
 
 @_within_memory()

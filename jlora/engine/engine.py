@@ -153,7 +153,7 @@ class Engine:
         prompt = sum(work.count for work in done.plan.prefill)
         if prompt >= ROW and not done.plan.helps:  # what a prompt token costs beside the running sequences
             self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
-        if self._switching is not None and done.plan.decode and not prompt:
+        if self._switching is not None and done.plan.decode and not prompt and not done.plan.helps:
             self._observe(done.plan, now - max(counts.committed, done.dispatched))
         counts.committed = now
         counts.steps += 1

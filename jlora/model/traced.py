@@ -32,6 +32,19 @@ SOURCES = ("layout.py", "model/*.py", "pallas/*.py", "pallas/*.json")
 PLACES = "jax_compilation_cache_dir", "jax_persistent_cache", "jax_log"  # settings that decide no program
 
 
+def _sources() -> bytes:
+    """A digest of all source that decides a program."""
+    sources = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
+    return _digest(b"".join(path.read_bytes() for path in sources))
+
+
+def _digest(data: bytes) -> bytes:
+    return hashlib.sha256(data).digest()
+
+
+LOADED = _sources()  # of the code that runs; the files may change under a process that lives on
+
+
 class Traced:
     """Wraps functions for `jax.jit`. Any thread may trace them.
 
@@ -43,9 +56,12 @@ class Traced:
     def __init__(self, directory: Path, *facts: object):
         self._directory = directory / FOLDER
         self._about = _digest(repr((_environment(), facts)).encode()).hex()
+        self._keeps = _sources() == LOADED
 
     def __call__(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         """The function of arrays, which calls what was traced for arguments of the same shapes."""
+        if not self._keeps:
+            return function
 
         def program(*args: Any) -> Any:
             arrays, tree = jax.tree.flatten(args)
@@ -68,16 +84,10 @@ class Traced:
 
 def _environment() -> list[object]:
     """What decides a program beside its own facts: sources, versions, devices, settings."""
-    sources = sorted(path for pattern in SOURCES for path in ROOT.glob(pattern))
-    contents = _digest(b"".join(path.read_bytes() for path in sources)).hex()
     devices = [(d.platform, d.device_kind, d.client.platform_version) for d in jax.devices()]
     settings = sorted((k, str(v)) for k, v in jax.config.values.items() if not k.startswith(PLACES))
     versions = jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS", "")
-    return [contents, devices, settings, versions]
-
-
-def _digest(data: bytes) -> bytes:
-    return hashlib.sha256(data).digest()
+    return [LOADED.hex(), devices, settings, versions]
 
 
 def _read(path: Path) -> export.Exported | None:

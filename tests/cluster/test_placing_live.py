@@ -127,13 +127,19 @@ def test_a_replica_that_leaves_loses_its_parts_and_gets_new_ones_when_it_is_back
     wait_for(lambda: len(world.controller.members()) == 1)
     placing.round()
     assert {name: world.ask(name).read() for name in NAMES} == expected
-    wait_for(lambda: placing.round() or all(parts == {"r1"} for parts in homes(table).values()))
+    wait_for(lambda: traffic(world, placing) or all(parts == {"r1"} for parts in homes(table).values()))
     left.start()
     world.router.place({seat.name: seat.address for seat in world.seats})
     wait_for(lambda: len(world.controller.members()) == 2)
-    placing.round()
-    wait_for(lambda: placing.round() or "r0" in set().union(*homes(table).values()))
+    wait_for(lambda: traffic(world, placing) or "r0" in set().union(*homes(table).values()))
     assert {name: world.ask(name).read() for name in NAMES} == expected
+
+
+def traffic(world: World, placing: Placing) -> None:
+    """A time step in which all adapters are asked for: what nobody asks for stays where it is."""
+    for name in NAMES:
+        world.ask(name).read()
+    placing.round()
 
 
 def test_what_nobody_asks_for_stays_where_it_is(placed: tuple[World, Placing, Table]):

@@ -141,9 +141,11 @@ def test_a_refusal_is_the_submissions_error(two: Service):
 def test_a_failure_under_way_reaches_the_client(two: Service):
     for replica in two.replicas:
         replica.tells, replica.paused = True, True
-    client = submit(two, request())
-    busy = next(r for r in two.replicas if r.started)
-    two.loop.loop.call_soon_threadsafe(lambda: fail(two, busy))
+    client, asked = submit(two, request()), []
+    for _ in two.replicas:  # the second one is asked whether it has what the first one lacks
+        wait_for(lambda: any(r.started and r not in asked for r in two.replicas))
+        asked.append(next(r for r in two.replicas if r.started and r not in asked))
+        two.loop.loop.call_soon_threadsafe(fail, two, asked[-1])
     error = client.wait().last.error
     assert isinstance(error, DataLoss) and client.last.finish_reason == "abort"
 

@@ -112,8 +112,12 @@ def test_answers_do_not_depend_on_how_the_cache_is_used(
     settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
 ):
     with poisoned(tiny_model, tiny_adapters, **{**TIGHT, **settings}) as service:
-        state = check(service, 3, expected)
-        assert (state.kv_host_hit_tokens > 0) == settings.get("cache__prefix_reuse", True)
+        reuse = settings.get("cache__prefix_reuse", True)
+        for _ in range(5):  # the clock decides by the costs whether KV comes back from the host, or is computed again
+            state = check(service, 3, expected)
+            if state.kv_host_hit_tokens or not reuse:
+                break
+        assert (state.kv_host_hit_tokens > 0) == reuse
 
 
 def test_what_a_full_host_tier_drops_is_computed_again_with_equal_answers(

@@ -18,6 +18,7 @@ from jlora.model.packed import Packed
 from jlora.model.traced import FOLDER, Traced
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, Request, config, serve, tokens
+from tests.port import sources_of_programs
 
 X = jnp.arange(4.0)
 
@@ -44,14 +45,27 @@ def test_a_program_is_traced_once_for_all_processes(tmp_path: Path):
     assert (first.traces, second.traces) == (1, 0)
 
 
+def write_source(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (directory / "model").mkdir()
+    (directory / "model" / "step.py").write_text("changed")
+    monkeypatch.setattr(traced, "ROOT", directory)
+
+
+def test_a_process_older_than_its_files_keeps_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """What it runs is not what the files say, so a later process must not find it."""
+    write_source(tmp_path, monkeypatch)
+    first, second = Program(), Program()
+    assert run(tmp_path, first) == run(tmp_path, second) == [0.0, 2.0, 4.0, 6.0]
+    assert (first.traces, second.traces) == (1, 1) and not (tmp_path / FOLDER).exists()
+
+
 @pytest.mark.parametrize("other", ["facts", "shape", "type", "source", "version", "setting", "platform", "flags"])
 def test_another_program_is_never_found(other: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     run(tmp_path, Program())
     x = {"shape": jnp.arange(5.0), "type": jnp.arange(4)}.get(other, X)
     if other == "source":
-        (tmp_path / "model").mkdir()
-        (tmp_path / "model" / "step.py").write_text("changed")
-        monkeypatch.setattr(traced, "ROOT", tmp_path)
+        write_source(tmp_path, monkeypatch)
+        monkeypatch.setattr(traced, "LOADED", sources_of_programs())
     if other == "version":
         monkeypatch.setattr(jax, "__version__", "99.0")
     if other == "platform":
@@ -119,7 +133,7 @@ def test_a_second_server_traces_nothing_and_answers_alike(
     before = jax.config.jax_compilation_cache_dir
     few = {"engine.max_seqs": 2, "engine.max_step_tokens": 32, "engine.one_row": "off"}
     settings = {**BASE, **few, "model.path": str(tiny_model), "model.tp": tp, "serve.compile_cache": str(tmp_path)}
-    found = []
+    found, asked = [], []
     try:
         for _ in range(2):
             replica = Running(config.load(None, settings))
@@ -128,7 +142,7 @@ def test_a_second_server_traces_nothing_and_answers_alike(
                 assert replica.stats().compiles_after_warmup == 0
             finally:
                 replica.stop()
-            monkeypatch.setattr(traced.export, "export", lambda *_: pytest.fail("traced"))
+            monkeypatch.setattr(traced.export, "export", lambda *_: asked.append("traced") or pytest.fail("traced"))
     finally:
         compile_cache.use(str(before))
-    assert found[0] == found[1]
+    assert found[0] == found[1] and asked == []

@@ -124,11 +124,14 @@ def test_live_in_a_terminal_it_redraws_and_puts_the_terminal_back(served: Served
 
 
 class Screen:
-    """What a program writes to a terminal. One decoder reads it all: a read may end inside a character."""
+    """What a program writes to a terminal. One decoder reads it all: a read may end inside a character.
+
+    A signal may end a write inside one, too.
+    """
 
     def __init__(self, descriptor: int):
         self.descriptor = descriptor
-        self.decoder = codecs.getincrementaldecoder("utf-8")()
+        self.decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def until(self, enough: Callable[[str], bool]) -> str:
         """What came since the last call, up to a read after which `enough` holds."""
