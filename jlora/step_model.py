@@ -152,6 +152,16 @@ class Help:
     parts: tuple[Seconds, Seconds] = (0.0, 0.0)
 
 
+class Basis(NamedTuple):
+    """What step times hold for; see the fields of `FittedSteps`."""
+
+    spec: ModelSpec
+    device: str
+    chips: int
+    block_tokens: int
+    link_gbps: float
+
+
 @dataclass(frozen=True, slots=True)
 class FittedSteps:
     """Step times of one engine on one machine, as they were measured.
@@ -162,7 +172,8 @@ class FittedSteps:
         block_tokens, device_blocks: of the pool.
         row_tokens: tokens in a row of a prompt.
         rank_blocks: blocks of an adapter on q, k, v and o for each rank.
-        link_bps: bytes per second from the host to the device.
+        link_bps: bytes per second from the host to the device, as measured; link_gbps: `cache.link_gbps` then.
+        jax: its version.
         help: the host's part of cold starts.
         facts: errors of the fit, date, versions: for readers.
     """
@@ -176,6 +187,8 @@ class FittedSteps:
     row_tokens: Annotated[int, Meta(ge=1)]
     rank_blocks: Annotated[float, Meta(gt=0)]
     link_bps: Annotated[float, Meta(gt=0)]
+    link_gbps: Annotated[float, Meta(ge=0)]
+    jax: str
     fixed_s: Seconds
     decode: Launches
     prompt: Launches
@@ -202,14 +215,11 @@ class FittedSteps:
         """Writes the file."""
         path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1) + b"\n")  # NaN becomes null
 
-    def check(self, spec: ModelSpec, device: str, chips: int, block_tokens: int) -> None:
-        """Raises ConfigError if it was fitted to another model, machine or pool than these."""
-        pairs = [
-            ("spec", dataclasses.replace(self.spec, name=spec.name), spec),
-            ("device", self.device, device),
-            ("chips", self.chips, chips),
-            ("block_tokens", self.block_tokens, block_tokens),
-        ]
+    def check(self, here: Basis) -> None:
+        """Raises ConfigError if it was fitted to another model, machine, pool or link than `here`."""
+        spec = dataclasses.asdict(dataclasses.replace(self.spec, name=here.spec.name))
+        pairs = [(f"spec.{name}", spec[name], wanted) for name, wanted in dataclasses.asdict(here.spec).items()]
+        pairs += [(name, getattr(self, name), getattr(here, name)) for name in here._fields[1:]]
         for name, told, wanted in pairs:
             if told != wanted:
                 raise ConfigError(

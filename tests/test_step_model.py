@@ -14,7 +14,7 @@ from jlora.engine import cold_start
 from jlora.errors import ConfigError
 from jlora.loadgen.checkpoints import TINY
 from jlora.sim.hardware import Hardware
-from jlora.step_model import FITTED, FittedSteps, Help, Launches, StepLoad
+from jlora.step_model import FITTED, Basis, FittedSteps, Help, Launches, StepLoad
 
 STEPS = FittedSteps(
     format=FITTED,
@@ -26,6 +26,8 @@ STEPS = FittedSteps(
     row_tokens=32,
     rank_blocks=0.5,
     link_bps=1e9,
+    link_gbps=0.5,
+    jax="0.1",
     fixed_s=0.001,
     decode=Launches({2: 0.01, 8: 0.02}, context_s=1e-6, adapters_s=1e-4, block_s=1e-5, spread_s=1e-6),
     prompt=Launches({1: 0.02, 4: 0.06}, pair_s=1e-7, token_s=1e-6),
@@ -84,19 +86,32 @@ def test_any_other_file_is_refused(tmp_path: Path, change: dict | None, message:
         FittedSteps.read(path)
 
 
+HERE = Basis(TINY, "a processor, 2 cores", 1, 16, 0.5)
+
+
 @pytest.mark.parametrize(
-    ("here", "field"),
+    ("here", "message"),
     [
-        ((dataclasses.replace(TINY, layers=3), "a processor, 2 cores", 1, 16), "spec"),
-        ((TINY, "another processor, 2 cores", 1, 16), "device"),
-        ((TINY, "a processor, 2 cores", 2, 16), "chips"),
-        ((TINY, "a processor, 2 cores", 1, 32), "block_tokens"),
+        (HERE._replace(spec=dataclasses.replace(TINY, layers=3)), f"spec.layers = {TINY.layers}: must be 3, as here"),
+        (HERE._replace(spec=dataclasses.replace(TINY, dtype="bfloat16")), "spec.dtype = float32: must be bfloat16"),
+        (HERE._replace(device="another"), "device = a processor, 2 cores: must be another"),
+        (HERE._replace(chips=2), "chips = 1: must be 2"),
+        (HERE._replace(block_tokens=32), "block_tokens = 16: must be 32"),
+        (HERE._replace(link_gbps=0.0), "link_gbps = 0.5: must be 0.0"),
     ],
 )
-def test_another_model_or_machine_is_refused(here: tuple, field: str):
-    STEPS.check(dataclasses.replace(TINY, name="the same under another name"), STEPS.device, 1, 16)
-    with pytest.raises(ConfigError, match=f"{field} = "):
-        STEPS.check(*here)
+def test_another_model_machine_pool_or_link_is_refused(here: Basis, message: str):
+    STEPS.check(HERE._replace(spec=dataclasses.replace(TINY, name="the same under another name")))
+    with pytest.raises(ConfigError, match=message):
+        STEPS.check(here)
+
+
+@pytest.mark.parametrize("field", ["link_gbps", "jax"])
+def test_a_file_that_does_not_say_what_it_was_fitted_on_is_refused(tmp_path: Path, field: str):
+    path = tmp_path / "steps.json"
+    path.write_text(json.dumps({name: value for name, value in dataclasses.asdict(STEPS).items() if name != field}))
+    with pytest.raises(ConfigError, match=f"{field}.*jlora doctor fit"):
+        FittedSteps.read(path)
 
 
 def test_the_simulator_takes_model_pool_and_steps_from_the_file(tmp_path: Path, capsys: pytest.CaptureFixture):

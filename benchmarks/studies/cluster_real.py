@@ -83,7 +83,7 @@ def steps_of(block_tokens: int) -> FittedSteps:
     decode = Launches({n: 0.018 + 20e-6 * n for n in range(1, STREAMS + 1)}, context_s=20e-9, token_s=1e-7)
     prompt = Launches(rows, pair_s=1e-10, token_s=1e-7)
     return FittedSteps(
-        "jlora-step-model-2", "paced", 1, spec, block_tokens, BLOCKS, ROW, 1.0, 2e9, 0.002, decode, prompt,
+        "jlora-step-model-2", "paced", 1, spec, block_tokens, BLOCKS, ROW, 1.0, 2e9, 0.0, "", 0.002, decode, prompt,
         Help((0.0, 0.0), (0.0, 0.0)),
     )  # fmt: skip
 

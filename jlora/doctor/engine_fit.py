@@ -141,6 +141,8 @@ def _record(built: Built, found: Fit, rows: list[dict[str, Any]]) -> FittedSteps
         row_tokens=ROW,
         rank_blocks=space.blocks[0] / 64,
         link_bps=layout.block_bytes * MANY / manager.policy.meter.load_s(ADAPTER, MANY),
+        link_gbps=config.cache.link_gbps,
+        jax=jax.__version__,
         fixed_s=found.fixed_s,
         decode=found.decode,
         prompt=found.prompt,

@@ -50,7 +50,7 @@ from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.ports import Clock, System
 from jlora.replica import ReplicaInfo
-from jlora.step_model import FittedSteps
+from jlora.step_model import Basis, FittedSteps
 from jlora.validation import Limits
 
 log = logging.getLogger(__name__)
@@ -173,12 +173,17 @@ def make_manager(config: Config, layout: PoolLayout, host_blocks: int, max_len: 
 
 
 def fitted_steps(config: Config, spec: ModelSpec, layout: PoolLayout) -> FittedSteps | None:
-    """What `engine.step_model` names. Raises ConfigError if it was fitted to something else."""
+    """What `engine.step_model` names; warns if another jax ran then. Raises ConfigError if it does not fit."""
     path = config.engine.step_model
     if not path:
         return None
     steps = FittedSteps.read(Path(path))
-    steps.check(spec, device.name_of(jax.devices()[0]), config.model.tp, layout.block_tokens)
+    name = device.name_of(jax.devices()[0])
+    steps.check(Basis(spec, name, config.model.tp, layout.block_tokens, config.cache.link_gbps))
+    if steps.jax != jax.__version__:
+        log.warning(
+            "step model %s: jax = %s, here it is %s; its times may differ: fit again", path, steps.jax, jax.__version__
+        )
     return steps
 
 

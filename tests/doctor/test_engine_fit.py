@@ -6,6 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -15,6 +16,7 @@ from jlora.doctor import launches, profile
 from jlora.doctor.profile import ANSWER, TOKENS, Space, Timed
 from jlora.engine.build import build, compile_rest, fitted_steps
 from jlora.engine.cold_start import Chooser
+from jlora.engine.device import name_of
 from jlora.engine.plan import ROW
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
@@ -112,6 +114,23 @@ def test_a_file_of_another_machine_is_refused_before_the_weights_are_read(tmp_pa
         fitted_steps(configuration.load(None, keys), TINY, layout)
     with pytest.raises(ConfigError, match="step model .*nowhere"):
         fitted_steps(configuration.load(None, {"engine.step_model": "nowhere"}), TINY, layout)
+
+
+def test_a_file_of_another_link_is_refused_and_one_of_another_jax_is_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    from tests.test_step_model import STEPS
+
+    path, layout = tmp_path / "steps.json", PoolLayout.of(TINY, 256, 16)
+    keys = {"model.path": "x", "engine.step_model": str(path), "cache.link_gbps": 0.5}
+    here = dataclasses.replace(STEPS, device=name_of(jax.devices()[0]), jax=jax.__version__)
+    here.write(path)
+    assert fitted_steps(configuration.load(None, keys), TINY, layout) == here and not caplog.messages
+    with pytest.raises(ConfigError, match=r"link_gbps = 0\.5: must be 2\.0"):
+        fitted_steps(configuration.load(None, {**keys, "cache.link_gbps": 2.0}), TINY, layout)
+    dataclasses.replace(here, jax="0.1").write(path)
+    assert fitted_steps(configuration.load(None, keys), TINY, layout) is not None
+    assert f"jax = 0.1, here it is {jax.__version__}" in caplog.text
 
 
 def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -273,6 +273,7 @@ def test_with_a_fitted_file_auto_asks_its_costs_and_rehearses_nothing(
     reader, path = service.built.reader, tmp_path / "steps.json"
     device, block_tokens = device_of(jax.devices()[0]), reader.layout.block_tokens
     told = replace(STEPS, spec=reader.spec, device=device, block_tokens=block_tokens, help=Help((0.0, 0.5), (0.0, 0.0)))
+    told = replace(told, link_gbps=HELP["cache__link_gbps"])
     told.write(path)
     monkeypatch.setattr(Runner, "rehearse", None)
     keys = {"engine__cold_start": "auto", "engine__step_model": str(path)}
