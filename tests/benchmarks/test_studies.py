@@ -68,6 +68,7 @@ def test_both_fronts_send_the_same_deltas(tmp_path: Path):
     assert all(0 < line["deltas_per_token"] <= 1 for line in sides.values())
 
 
+@pytest.mark.slow
 def test_refusals_are_counted_and_timed(tmp_path: Path):
     lines = study(tmp_path, "refusals", "--rounds", "1")
     assert [line["callers"] for line in lines] == [10, 100]
@@ -294,6 +295,7 @@ def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name:
     assert all(f"| {side} |" in page for side in sides)
 
 
+@pytest.mark.slow
 def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     lines = study(tmp_path, "cluster-table")
     assert {line["cell"] for line in lines} == set(KINDS) and len(KINDS) == 6

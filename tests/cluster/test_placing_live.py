@@ -117,6 +117,7 @@ def test_adapters_move_with_their_demand_and_no_request_fails(
     assert first | second == {"r0", "r1"}, "two busy adapters share no replica while the other one idles"
 
 
+@pytest.mark.slow
 def test_a_replica_that_leaves_loses_its_parts_and_gets_new_ones_when_it_is_back(
     placed: tuple[World, Placing, Table],
 ):

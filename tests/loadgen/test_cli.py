@@ -60,6 +60,7 @@ def trace(tmp_path: Path, *rows: str) -> str:
     return str(path)
 
 
+@pytest.mark.slow
 def test_a_running_server_and_one_started_here_play_one_trace_in_turn(model: list[str], server: str, tmp_path: Path):
     paths = dict(pair.split("=") for flag, pair in pairwise(model) if flag == "--adapter")
     settings = {**FEW_SHAPES, **{f"adapters.paths.{name}": path for name, path in paths.items()}}
