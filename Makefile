@@ -1,8 +1,10 @@
 # jlora: `make demo` and `make test` set up everything they need.
 
 PYTHON := .venv/bin/python
-# In the order of the rooms: by their number of tests, the files of the longest tests would come last.
-PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# One worker more than cores: many tests wait for a process or a clock. In the order of the rooms: by their
+# number of tests, the files of the longest tests would come last.
+WORKERS = $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
+PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo demo-cluster test test-all fuzz setup lint bench soak train-demo proto supply lock sbom audit release clean
 
