@@ -160,6 +160,7 @@ class Attached:
             waiting=state.waiting,
             free_blocks=state.free_blocks,
             blocks=state.blocks,
+            host_blocks=state.host_blocks,
             tiers=heard.tiers,
             ranks=heard.ranks,
             step_s=heard.step_s,

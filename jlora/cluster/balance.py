@@ -217,14 +217,14 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
     """Adapter -> replicas that should have it, such that the least burst tolerance is as large as it gets.
 
     The tolerance of an adapter is the room that is left where it is, over its load. The one with the least goes to
-    one more replica, the emptiest, until that lowers the least tolerance. An adapter that nobody asks for, or for
-    which there is no room, gets no replica.
+    one more replica, the emptiest, until that lowers the least tolerance. An adapter that nobody asks for gets no
+    replica; if all replicas together lack room, those that are asked for least get none.
 
     Args:
         rooms: replica -> blocks for adapters and KV.
         adapters: `rate` is the mean load, `size` the blocks.
     """
-    names, asked = list(rooms), [adapter for adapter in adapters if adapter.rate > LEAST]
+    names, asked = list(rooms), _most_asked(adapters, sum(rooms.values()))
     if not names or not asked:
         return {}
     left = np.array([rooms[name] for name in names], float)
@@ -245,3 +245,13 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
             break
         least = tolerance
     return {adapter.key: [names[j] for j in np.flatnonzero(row)] for adapter, row in zip(asked, here, strict=True)}
+
+
+def _most_asked(adapters: Sequence[Wanted], room: int) -> list[Wanted]:
+    """Those that are asked for most, in the order given, as many as fit into so many blocks."""
+    fitting = set()
+    for adapter in sorted(adapters, key=lambda adapter: -adapter.rate):
+        room -= adapter.size
+        if adapter.rate > LEAST and room >= 0:
+            fitting.add(adapter.key)
+    return [adapter for adapter in adapters if adapter.key in fitting]

@@ -1,36 +1,73 @@
-"""How much each adapter will be asked for: LoRAServe, Algorithm 1, step 1; and what a server can do of it."""
+"""How much each adapter will be asked for, and what a server can do of it.
+
+LoRAServe (Algorithm 1, step 1) places by the tokens of the next time step, dLoRA (section 5.1) by the requests of a
+long time.
+"""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Protocol
 
+from jlora.cluster.placement import LEAST
 from jlora.cluster.routing.costs import Costs
 
 STEPS = 4  # time steps that a forecast looks back
 GROWTH = 2.0  # times the last step's rate that a forecast may reach
+HALF = 10  # time steps after which a request counts half in dLoRA's preload
 MOST = 4096  # sequences of a batch that an operating point is looked for among
 
 
-class Demand:
-    """Tokens per second of each adapter, by time step."""
+class Demand(Protocol):
+    """What adapters are asked for, by time step."""
+
+    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
+        """Requests in the step under way, with the tokens of their prompts and answers."""
+        ...
+
+    def close(self, seconds: float) -> Mapping[str, float]:
+        """Ends a time step of so many seconds; the rate of each adapter in the next one. Old ones have left."""
+        ...
+
+
+class Trend:
+    """LoRAServe's: tokens per second, on the line through the last time steps."""
 
     def __init__(self, steps: int = STEPS):
         self._steps = steps
         self._now: Counter[str] = Counter()
         self._past: dict[str, deque[float]] = {}
 
-    def served(self, adapter: str, tokens: int) -> None:
-        """Tokens of a request, prompt and answer, in the step under way."""
+    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
         self._now[adapter] += tokens
 
     def close(self, seconds: float) -> dict[str, float]:
-        """Ends a time step of so many seconds; the forecast of the next one. Adapters unused for long have left."""
         for adapter in {*self._past, *self._now}:
             self._past.setdefault(adapter, deque(maxlen=self._steps)).append(self._now[adapter] / seconds)
         self._now.clear()
         self._past = {adapter: rates for adapter, rates in self._past.items() if any(rates)}
         return {adapter: extrapolate(rates) for adapter, rates in self._past.items()}
+
+
+class Recent:
+    """dLoRA's: requests per second, a mean in which older time steps count less: half after `HALF` steps."""
+
+    def __init__(self, known: Mapping[str, float] | None = None):
+        """`known`: requests per second of each adapter over a long time before."""
+        self._now: Counter[str] = Counter()
+        self._rates: dict[str, float] = dict(known or {})
+
+    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
+        self._now[adapter] += requests
+
+    def close(self, seconds: float) -> dict[str, float]:
+        keep = 0.5 ** (1 / HALF)
+        for adapter in {*self._rates, *self._now}:
+            self._rates[adapter] = keep * self._rates.get(adapter, 0.0) + (1 - keep) * self._now[adapter] / seconds
+        self._now.clear()
+        self._rates = {adapter: rate for adapter, rate in self._rates.items() if rate > LEAST}
+        return self._rates
 
 
 def extrapolate(rates: Iterable[float]) -> float:

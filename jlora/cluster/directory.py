@@ -48,13 +48,14 @@ class Member:
     Attributes:
         address: of its gRPC port; a replica that starts again may have another.
         tiers: version key -> "HBM", "HOST", "LOADING" or "DISK"; a version that it lacks is not named.
-        blocks: of its pool.
+        blocks: of its pool; host_blocks: of its host tier; 0 while it has not told them.
     """
 
     name: str
     address: str
     tiers: Mapping[str, str] = field(default_factory=dict)
     blocks: int = 0
+    host_blocks: int = 0
 
 
 Members = Callable[[], Sequence[Member]]

@@ -103,7 +103,7 @@ class Dispatcher:
         links = list(self.links.values())
         seen = [(one, view.get(one.name)) for one in links]  # the loop's thread may take it away just now
         up = [(one, it) for one, it in seen if it is not None and it.health == "up"]
-        return [Member(one.name, one.address, it.tiers, it.blocks) for one, it in up]
+        return [Member(one.name, one.address, it.tiers, it.blocks, it.host_blocks) for one, it in up]
 
     def place(self, addresses: Mapping[str, str]) -> None:
         """The service's replicas from now on, by name."""

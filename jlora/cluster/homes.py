@@ -14,11 +14,12 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jlora.cluster.balance import preload
-from jlora.cluster.placement import LEAST, Placement, Wanted, contiguous, loraserve, random_placement
+from jlora.cluster.placement import LEAST, Placement, Wanted, contiguous, fitted, loraserve, random_placement
 
 Kind = Literal["loraserve", "dlora", "random", "contiguous"]
 KINDS: tuple[Kind, ...] = ("loraserve", "dlora", "random", "contiguous")
 Pair = tuple[str, str]  # an adapter and a replica
+HOST = 0.75  # of a replica's host tier that a plan may fill; the rest is for KV and for what the plan does not know
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +39,16 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """What a placement may use: blocks of each replica's pool, and tokens per second of a replica by rank."""
+    """What a placement may use.
+
+    Attributes:
+        blocks: of each replica's pool, for adapters and KV.
+        host: blocks of each replica's host tier, for the adapters that it is a home of.
+        points: tokens per second of a replica by rank.
+    """
 
     blocks: Mapping[str, int]
+    host: Mapping[str, int]
     points: Mapping[int, float]
 
 
@@ -64,7 +72,7 @@ class Homes:
         self.wanted: Placement = {}
         self.parts: Placement = {}
         self._rule = rule
-        self._asked: Set[str] = frozenset()  # adapters that the last plan has seen demand for
+        self._placed: Set[str] = frozenset()  # adapters that the last plan has given homes
         self._surplus: Set[Pair] = frozenset()  # copies that the last look found to be too many
 
     def begin(self, room: Room, adapters: Sequence[Wanted]) -> None:
@@ -74,11 +82,14 @@ class Homes:
         self.parts = self.wanted
 
     def plan(self, room: Room, adapters: Sequence[Wanted]) -> None:
-        """A time step has ended. `adapters`: all that the service has; others have no homes from now on."""
+        """A time step has ended. `adapters`: all that the service has; others have no homes from now on.
+
+        Those that nobody asks for, or that have no room, stay where they are.
+        """
         asked = [adapter for adapter in adapters if adapter.rate > LEAST]
-        self._asked = {adapter.key for adapter in asked}
-        stay = {a.key: parts for a in adapters if a.key not in self._asked and (parts := self.parts.get(a.key))}
         found = place(self._rule, room, asked, self.wanted) if asked and room.blocks else {}
+        self._placed = found.keys()
+        stay = {a.key: parts for a in adapters if a.key not in found and (parts := self.parts.get(a.key))}
         self.wanted = {**stay, **found}
         self.parts = {key: parts for key, parts in self.parts.items() if key in self.wanted}
 
@@ -87,7 +98,7 @@ class Homes:
         fetch: list[Pair] = []
         wanted, parts = {}, {}
         for key in self.wanted:
-            if key not in self._asked:  # a replica that is back has its adapters again
+            if key not in self._placed:  # a replica that is back has its adapters again
                 wanted[key] = parts[key] = self.parts.get(key, self.wanted[key])
                 continue
             old = _within(self.parts.get(key, {}), there)
@@ -120,16 +131,18 @@ class Homes:
 
 
 def place(rule: Rule, room: Room, adapters: Sequence[Wanted], last: Placement) -> Placement:
-    """Homes for the adapters by the rule's algorithm."""
+    """Homes for the adapters by the rule's algorithm, as far as the replicas' host tiers have room for them."""
     names = list(room.blocks)
     if rule.kind == "random":
-        return random_placement(names, adapters, rule.seed)
-    if rule.kind == "contiguous":
-        return contiguous(names, adapters)
-    if rule.kind == "dlora":
-        found = preload(room.blocks, adapters)
-        return {key: dict.fromkeys(homes, 1 / len(homes)) for key, homes in found.items() if homes}
-    return loraserve(names, adapters, room.points, last)
+        found = random_placement(names, adapters, rule.seed)
+    elif rule.kind == "contiguous":
+        found = contiguous(names, adapters)
+    elif rule.kind == "dlora":
+        homes = preload(room.blocks, adapters)
+        found = {key: dict.fromkeys(at, 1 / len(at)) for key, at in homes.items() if at}
+    else:
+        found = loraserve(names, adapters, room.points, last)
+    return fitted(found, adapters, room.host)
 
 
 def _within(parts: Mapping[str, float], there: Mapping[str, Set[str]]) -> Mapping[str, float]:

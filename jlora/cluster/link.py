@@ -449,8 +449,8 @@ class Stream:
             age_s=replica.heartbeat_age(),
         )
         if self._state is not None:
-            stats, tier = self._state.stats, self._state.cache.hbm
+            stats, cache = self._state.stats, self._state.cache
             state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting
-            state.free_blocks, state.blocks = tier.free, tier.total
+            state.free_blocks, state.blocks, state.host_blocks = cache.hbm.free, cache.hbm.total, cache.host.total
         state.adapters.extend(self._tiers.changes())
         return state

@@ -151,6 +151,39 @@ def contiguous(servers: Sequence[str], adapters: Sequence[Wanted]) -> Placement:
     return {a.key: {servers[i * len(servers) // len(ordered)]: 1.0} for i, a in enumerate(ordered)}
 
 
+def fitted(placed: Placement, adapters: Sequence[Wanted], room: Mapping[str, int]) -> Placement:
+    """As much of a placement as the servers have room for.
+
+    The parts that ask most for their size have room first. What has none goes to the adapter's other servers, or else
+    to the one with most room left.
+
+    Args:
+        room: server -> the sum of its adapters' sizes at most.
+
+    Returns:
+        The same placement if all of it fits; else without the adapters that no server has room for.
+    """
+    sizes, rates = {a.key: a.size for a in adapters}, {a.key: a.rate for a in adapters}
+    order = [
+        (rates[key] * part / sizes[key], key, server) for key, parts in placed.items() for server, part in parts.items()
+    ]
+    left, kept, lost = dict(room), dict[str, dict[str, float]](), []
+    for _, key, server in sorted(order, key=lambda one: (-one[0], *one[1:])):
+        if sizes[key] <= left[server]:
+            left[server] -= sizes[key]
+            kept.setdefault(key, {})[server] = placed[key][server]
+        else:
+            lost.append(key)
+    if not lost:
+        return placed
+    for key in lost:
+        to = max(left, key=lambda server: left[server])
+        if key not in kept and sizes[key] <= left[to]:
+            left[to] -= sizes[key]
+            kept[key] = {to: 1.0}
+    return {key: _normalised(parts) for key, parts in kept.items()}
+
+
 def moves(last: Placement, new: Placement) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """(adapter, server) pairs: what servers have to fetch, and what they may drop."""
     before, after = ({(key, server) for key, parts in p.items() for server in parts} for p in (last, new))

@@ -2,8 +2,7 @@
 
 A time step, on a thread of the controller's process:
 
-demand    tokens per second of each adapter, of the requests of all routers that have ended; for dLoRA's preload
-          their number so far
+demand    what the requests of all routers that have ended say of each adapter (`jlora.cluster.demand`)
 plan      homes for those that are asked for, on the replicas that are up (`jlora.cluster.homes`)
 fetch     each home that lacks its adapter brings it in, from a peer or its path
 switch    requests go to an adapter's new homes once all of these have it
@@ -17,6 +16,7 @@ reaches a replica after the drop brings its adapter with it.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from jlora.cluster.controller import Controller, key_of
-from jlora.cluster.demand import Demand, operating_points
+from jlora.cluster.demand import Demand, Recent, Trend, operating_points
 from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
-from jlora.cluster.homes import Homes, Pair, Room, Rule
+from jlora.cluster.homes import HOST, Homes, Pair, Room, Rule
 from jlora.cluster.placement import LEAST, Wanted
 from jlora.cluster.routing.costs import Costs
 from jlora.cluster.routing.table import Table
@@ -60,13 +60,12 @@ class Steps:
 
 @dataclass(slots=True)
 class Load:
-    """What has been served: the demand of this time step, and all requests, of which `asked` for each adapter.
+    """What has been served: the demand of this time step, and all requests with their tokens.
 
     Any thread may add.
     """
 
-    demand: Demand = field(default_factory=Demand)
-    asked: Counter[str] = field(default_factory=Counter)
+    demand: Demand = field(default_factory=Trend)
     requests: int = 0
     prompt: int = 0
     output: int = 0
@@ -75,14 +74,13 @@ class Load:
     def served(self, name: str, prompt: int, output: int, requests: int = 1) -> None:
         """Requests for an adapter have ended."""
         with self.lock:
-            self.demand.served(name, prompt + output)
-            self.asked[name] += requests
+            self.demand.served(name, prompt + output, requests)
             self.requests += requests
             self.prompt += prompt
             self.output += output
 
     def close(self, seconds: float) -> Mapping[str, float]:
-        """Ends a time step; the forecast of the next one, in tokens per second."""
+        """Ends a time step; the rates of the next one."""
         with self.lock:
             return self.demand.close(seconds)
 
@@ -109,14 +107,14 @@ class Placing:
         self._table = table
         self._steps = steps
         self._clock, self._threads = system.clock, system.threads
-        self._load = Load()
+        self._load = Load(Recent() if steps.rule.kind == "dlora" else Trend())
         controller.served = self._load.served
         self._ended = threading.Event()
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
         self._homes = Homes(steps.rule)  # by name
-        self._asked: dict[Pair, float] = {}  # (key, replica), and until when it is not asked again
+        self._asked: dict[Pair, float] = {}  # (key, replica), and until when it is not asked again in this time step
 
     def start(self) -> None:
         self._threads.start("jlora-placing", self._run)
@@ -141,23 +139,31 @@ class Placing:
         """A time step if one is due, or replicas have come or gone; then a look."""
         members, now = self._controller.members(), self._clock()
         due = now - self._stepped >= self._steps.every_s
-        if due or {m.name for m in members} != self._members:
+        if due or {m.name for m in members if m.blocks} != self._members:
             self.step(members, close=due)
         self.look(members)
 
     def step(self, members: Sequence[Member], close: bool = True) -> None:
-        """Places what is asked for anew; `close`: by the demand of the time step that ends now."""
-        now, self._members = self._clock(), {m.name for m in members}
+        """Places what is asked for anew; `close`: by the demand of the time step that ends now.
+
+        A replica counts once it has told its blocks.
+        """
+        told, now = sorted((m for m in members if m.blocks), key=lambda m: m.name), self._clock()
+        self._members = {m.name for m in told}
+        self._asked.clear()
         if close:
             self._rates, self._stepped = self._load.close(max(now - self._stepped, 1e-3)), now
-        rates = self._load.asked if self._steps.rule.kind == "dlora" else self._rates
+        rows = self._controller.registry.all()
+        pinned = sum(row.blocks for row in rows if row.pinned)  # they are at every replica
         wanted = [
-            Wanted(row.name, max(row.ranks.values(), default=0), rates.get(row.name, 0.0), max(row.blocks, 1))
-            for row in self._controller.registry.all()
+            Wanted(row.name, max(row.ranks.values(), default=0), self._rates.get(row.name, 0.0), max(row.blocks, 1))
+            for row in rows
             if not row.pinned
         ]
         points = self._load.points(self._steps, {one.rank for one in wanted if one.rate > LEAST})
-        self._homes.plan(Room({m.name: m.blocks for m in sorted(members, key=lambda m: m.name)}, points), wanted)
+        # An older replica does not tell its host tier, which is as large as its pool or larger.
+        host = {m.name: int(HOST * (m.host_blocks or m.blocks)) - pinned for m in told}
+        self._homes.plan(Room({m.name: m.blocks - pinned for m in told}, host, points), wanted)
 
     def look(self, members: Sequence[Member]) -> None:
         """Fetches what is missing, switches what has come, and drops what is left over."""
@@ -173,13 +179,17 @@ class Placing:
         self._drop([(keys[name], replica) for name, replica in intact], members)
 
     def _fetch(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
-        """Asks for what has not been asked for a short time ago, at each replica for a few at once."""
-        now, lacking, at = self._clock(), set(pairs), {member.name: member for member in members}
-        self._asked = {pair: until for pair, until in self._asked.items() if until > now and pair in lacking}
-        coming = Counter(name for _, name in self._asked)
+        """Asks for what has not been asked for a short time ago, at each replica for a few at once.
+
+        What has come and is missing again has been dropped by the replica's cache, for something worth more there: it
+        is asked for with the next time step.
+        """
+        now, at = self._clock(), {member.name: member for member in members}
+        self._asked |= dict.fromkeys(self._asked.keys() - set(pairs), math.inf)
+        coming = Counter(name for (_, name), until in self._asked.items() if now < until < math.inf)
         for pair in pairs:
             key, name = pair
-            if pair not in self._asked and coming[name] < COMING:
+            if self._asked.get(pair, 0.0) <= now and coming[name] < COMING:
                 coming[name] += 1
                 self._asked[pair] = now + AGAIN_S
                 self.moved += 1

@@ -38,6 +38,7 @@ class ReplicaView:
         health: only a replica that is "up" takes requests.
         sent: requests that this router has there, those included that the last state does not know yet.
         running, waiting: sequences, of all routers.
+        blocks: of its pool; host_blocks: of its host tier.
         tiers: adapter version key -> "HBM", "HOST", "LOADING" or "DISK".
         ranks: adapter version key -> its largest rank.
         step_s: mean time of a step, as messages show it.
@@ -51,6 +52,7 @@ class ReplicaView:
     waiting: int = 0
     free_blocks: int = 0
     blocks: int = 0
+    host_blocks: int = 0
     tiers: Mapping[str, str] = field(default_factory=dict)
     ranks: Mapping[str, int] = field(default_factory=dict)
     step_s: float = 0.0

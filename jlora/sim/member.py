@@ -144,7 +144,9 @@ class Member(Replica):
             nodes = self.manager.adapters
             self._tiers = {str(index): _tier(nodes[uid]) for uid, index in self.indices.items() if uid in nodes}
         waiting = scheduler.waiting + len(scheduler.loading)
-        return ReplicaView(self.name, "up", 0, scheduler.active, waiting, device.free, self.manager.total, self._tiers)
+        return ReplicaView(
+            self.name, "up", 0, scheduler.active, waiting, device.free, self.manager.total, tiers=self._tiers
+        )
 
 
 def _tier(node: AdapterNode) -> str:

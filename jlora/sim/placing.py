@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jlora.cluster.demand import Demand
-from jlora.cluster.homes import Homes, Kind, Pair, Room, Rule
+from jlora.cluster.demand import Demand, Recent, Trend
+from jlora.cluster.homes import HOST, Homes, Kind, Pair, Room, Rule
 from jlora.cluster.placement import Wanted, moves
 from jlora.cluster.routing.table import Table
 from jlora.sim.member import Member
@@ -22,18 +22,19 @@ class Placed:
 
     Attributes:
         points: tokens per second of a replica by rank.
+        room: blocks of a replica's pool; host: of its host tier.
         every_s: length of a time step.
-        loads: requests of each adapter over a long time, by index, for dLoRA's preload; empty: equal.
-        room: blocks of a replica's pool.
+        loads: requests per second of each adapter over a long time before, by index, for dLoRA's preload; empty: equal.
     """
 
     rule: Rule
     ranks: Sequence[int]
     sizes: Sequence[int]
     points: Mapping[int, float]
+    room: int
+    host: int
     every_s: float = 60.0
     loads: Mapping[int, float] = field(default_factory=dict)
-    room: int = 0
 
 
 class Placing:
@@ -44,10 +45,12 @@ class Placing:
         self.most = 0  # adapters of the replica that has had most
         self._placed = placed
         self._members = {member.name: member for member in members}
-        self._demand = Demand()
+        loads = {str(adapter): load for adapter, load in placed.loads.items()}
+        self._demand: Demand = Recent(loads) if placed.rule.kind == "dlora" else Trend()
         self._homes = Homes(placed.rule)
         self._asked: set[Pair] = set()  # to fetch, in this time step
-        self._homes.begin(self._room(), self._wanted(self._loads()))
+        first = dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)  # LoRAServe does not know them, dLoRA does
+        self._homes.begin(self._room(), self._wanted(loads if placed.rule.kind == "dlora" and loads else first))
         self.table = Table(self._homes.parts, placed.rule.seed)
         for key, parts in self._homes.parts.items():
             for name in parts:
@@ -69,7 +72,7 @@ class Placing:
         """Ends a time step, and plans the next."""
         rates = self._demand.close(self._placed.every_s)
         self.most = max([self.most, *(member.stored for member in self._members.values())])
-        if self._placed.rule.kind != "loraserve" or not self._members:  # the others are placed once
+        if self._placed.rule.kind not in ("loraserve", "dlora") or not self._members:  # the others are placed once
             return
         last = self._homes.wanted
         self._homes.plan(self._room(), self._wanted(rates))
@@ -92,14 +95,8 @@ class Placing:
         return {str(adapter) for adapter in member.indices.values() if member.has(adapter)}
 
     def _room(self) -> Room:
-        return Room(dict.fromkeys(self._members, self._placed.room), self._placed.points)
-
-    def _loads(self) -> Mapping[str, float]:
-        """For the first homes: LoRAServe does not know them, dLoRA does."""
-        placed = self._placed
-        if placed.rule.kind == "dlora" and placed.loads:
-            return {str(adapter): load for adapter, load in placed.loads.items()}
-        return dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)
+        placed, names = self._placed, self._members
+        return Room(dict.fromkeys(names, placed.room), dict.fromkeys(names, int(HOST * placed.host)), placed.points)
 
     def _wanted(self, rates: Mapping[str, float]) -> list[Wanted]:
         sizes = zip(self._placed.ranks, self._placed.sizes, strict=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from jlora import config as configuration
 from jlora.cache import inspect
+from jlora.cache.manager import Sizes
 from jlora.cluster.demand import operating_points
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
@@ -109,7 +110,10 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | {"unsent": fleet.unsent, "preemptions": sum(member.scheduler.preemptions for member in members)},
         "cache": {key: _joined(key, [cache[key] for cache in caches]) for key in caches[0]},
         "device": {"seconds": end, "steps": sum(m.device.counts.steps for m in members), "busy": busy},
-        "service": told(asks, end, service) | stored(members, block_bytes) | moved(fleet),
+        "service": told(asks, end, service)
+        | {"missed": missed(asks, service)}
+        | stored(members, block_bytes)
+        | moved(fleet),
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
     return outcome.rounded(result)
@@ -150,19 +154,20 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     chosen = Table({}) if route == TABLE else ROUTES[route](known)
     if service.place:
         rule = Rule(service.place, service.ahead, route == TABLE, service.seed)
-        placing = Placing(placed_of(rule, service, work, costs, spec.sizes.device), members)
+        placing = Placing(placed_of(rule, service, work, costs, spec.sizes), members)
         wires = replace(wires, placing=placing, every_s=service.place_s)
         chosen = placing.table if route == TABLE else chosen
     fleet = Fleet(members, work.trace, chosen, wires)
     return fleet
 
 
-def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: int) -> Placed:
+def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: Sizes) -> Placed:
     """What the placement needs to know. Operating points are of sequences like the trace's."""
     prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
     slo_s = service.slo_s or POINT * costs.step_s({})
     points = operating_points(costs, service.ranks, slo_s, round(work.facts.prompt[0] + output / 2), prompt / output)
-    return Placed(rule, service.ranks, work.sizes, points, service.place_s, work.trace.asked, room)
+    loads = {adapter: count * work.facts.rate / work.facts.requests for adapter, count in work.trace.asked.items()}
+    return Placed(rule, service.ranks, work.sizes, points, room.device, room.host, service.place_s, loads)
 
 
 def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
@@ -177,6 +182,23 @@ def told(asks: Sequence[Ask], end: float, service: Service) -> dict[str, float]:
         "per_token_s": statistics.fmean(done) if done else 0.0,
         "per_token_p99_s": float(np.percentile(done, 99)) if done else 0.0,
         "goodput": met / end,
+    }
+
+
+def missed(asks: Sequence[Ask], service: Service) -> dict[str, float]:
+    """The answers that miss the objective: their number, that of those that never ended, seconds of a token by part."""
+    late = [ask for ask in asks if per_token_s(ask) > service.slo_s] if service.slo_s else []
+    ended = [
+        (ask.timing, ask.usage.completion_tokens) for ask in late if ask.timing is not None and ask.usage is not None
+    ]
+    tokens = max(sum(count for _, count in ended), 1)
+    return {
+        "answers": len(late),
+        "unfinished": len(late) - len(ended),
+        "queue_s": sum(timing.queue for timing, _ in ended) / tokens,
+        "copies_s": sum(outcome.swap_s(timing) for timing, _ in ended) / tokens,
+        "prefill_s": sum(timing.prefill for timing, _ in ended) / tokens,
+        "decode_s": sum(timing.tpot * (count - 1) for timing, count in ended) / tokens,
     }
 
 

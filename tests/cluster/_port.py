@@ -132,7 +132,7 @@ def plan(placing: Placing, homes: dict[str, set[str]], patch: pytest.MonkeyPatch
     """Wants these homes, of adapters that are all asked for."""
     wanted = {name: dict.fromkeys(where, 1 / len(where)) for name, where in homes.items()}
     patch.setattr(placing._homes, "wanted", wanted)
-    patch.setattr(placing._homes, "_asked", homes.keys())
+    patch.setattr(placing._homes, "_placed", homes.keys())
 
 
 def homeless(placing: Placing, patch: pytest.MonkeyPatch) -> None:

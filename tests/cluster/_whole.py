@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 
@@ -106,9 +107,10 @@ class World:
 
 
 @contextmanager
-def world(model: Path, policy: Policy | None = None) -> Iterator[World]:
-    """Two replicas without adapters, and a router that is attached to both."""
-    config = configuration.load(None, {**SMALL, "model.path": str(model)})
+def world(model: Path, policy: Policy | None = None, **settings: Any) -> Iterator[World]:
+    """Two replicas without adapters, and a router that is attached to both. `settings` are of the cache."""
+    cache = {f"cache.{key}": value for key, value in settings.items()}
+    config = configuration.load(None, {**SMALL, **cache, "model.path": str(model)})
     system = System()
     with engines([config] * 2) as made, ExitStack() as opened:
         loop = Loop()

@@ -146,5 +146,7 @@ def test_preload_stops_where_one_more_would_lower_the_least_tolerance():
     placed = preload(rooms, [Wanted("a", 8, 1.0, 6), Wanted("b", 8, 1.0, 6)])
     assert sorted(len(names) for names in placed.values()) == [1, 1]
     assert placed["a"] != placed["b"]
-    assert preload(rooms, [Wanted("a", 8, 1.0, 11)]) == {"a": []}
+    assert preload(rooms, [Wanted("a", 8, 1.0, 11)]) == {"a": []}  # no single one has the room
+    few = preload(rooms, [Wanted("cold", 8, 1.0, 7), Wanted("hot", 8, 9.0, 7), Wanted("warm", 8, 5.0, 7)])
+    assert few.keys() == {"hot", "warm"} and all(few.values())
     assert preload({}, [Wanted("a", 8, 1.0, 1)]) == preload(rooms, []) == {}

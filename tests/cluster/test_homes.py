@@ -6,12 +6,12 @@ import pytest
 
 from jlora import config as configuration
 from jlora.cluster import service
-from jlora.cluster.homes import Homes, Room, Rule
+from jlora.cluster.homes import Homes, Kind, Room, Rule
 from jlora.cluster.placement import Wanted
 from jlora.errors import ConfigError
 
 TABLE = Rule()
-ROOM = Room({"r0": 20, "r1": 20}, {8: 100.0})
+ROOM = Room({"r0": 20, "r1": 20}, {"r0": 100, "r1": 100}, {8: 100.0})
 
 
 def asked(**rates: float) -> list[Wanted]:
@@ -60,6 +60,16 @@ def test_what_nobody_asks_for_keeps_its_home_and_is_not_fetched_again():
     assert made.parts == {"a": {"r0": 1.0}, "b": {"r1": 1.0}, "c": {"r1": 1.0}}
 
 
+@pytest.mark.parametrize("kind", ["loraserve", "dlora"])
+def test_a_plan_is_held_by_every_host_tier_and_what_has_no_room_stays_where_it_is(kind: Kind):
+    made = homes(Rule(kind))
+    made.plan(Room(ROOM.blocks, {"r0": 2, "r1": 3}, ROOM.points), asked(a=50.0, b=40.0, c=1.0))
+    assert made.wanted.keys() == {"a", "b", "c"} and made.wanted["c"] == {"r1": 1.0}  # its home so far
+    assert sorted(next(iter(made.wanted[key])) for key in "ab") == ["r0", "r1"]
+    there = {name: {key for key in "ab" if name in made.wanted[key]} for name in ("r0", "r1")}
+    assert not made.look(there).fetch, "the one that has no room is not fetched"
+
+
 def test_what_the_service_has_no_more_has_no_home():
     made = homes()
     made.plan(ROOM, asked(a=0.0, b=50.0))
@@ -69,7 +79,7 @@ def test_what_the_service_has_no_more_has_no_home():
 
 def test_homes_that_are_not_up_have_no_part():
     made = homes()
-    made.plan(Room({"r1": 20}, ROOM.points), asked(a=50.0, b=0.0, c=0.0))
+    made.plan(Room({"r1": 20}, {"r1": 100}, ROOM.points), asked(a=50.0, b=0.0, c=0.0))
     todo = made.look({"r1": {"b", "c"}})
     assert todo.fetch == [("a", "r1")] and "a" not in made.parts
     made.look({"r1": {"a", "b", "c"}})

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jlora.cluster.demand import Demand, extrapolate, operating_points
-from jlora.cluster.placement import Wanted, budget, contiguous, loraserve, moves, random_placement
+from jlora.cluster.demand import HALF, Recent, Trend, extrapolate, operating_points
+from jlora.cluster.placement import Wanted, budget, contiguous, fitted, loraserve, moves, random_placement
 from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.table import Table
@@ -102,7 +102,7 @@ def test_forecasts_follow_a_trend_within_bounds():
     assert extrapolate([10.0, 20.0, 30.0]) == pytest.approx(40.0)
     assert extrapolate([30.0, 20.0, 10.0]) == 0.0
     assert extrapolate([0.0, 0.0, 100.0]) <= 200.0
-    demand = Demand(steps=2)
+    demand = Trend(steps=2)
     demand.served("a", 100)
     demand.served("b", 50)
     assert demand.close(10.0) == {"a": 10.0, "b": 5.0}
@@ -110,6 +110,48 @@ def test_forecasts_follow_a_trend_within_bounds():
     assert demand.close(10.0) == {"a": pytest.approx(30.0), "b": 0.0}
     demand.served("a", 200)
     assert demand.close(10.0) == {"a": pytest.approx(20.0)}  # b has been quiet for two steps
+
+
+def test_a_request_counts_half_after_some_time_steps_and_is_forgotten_in_the_end():
+    demand = Recent({"old": 8.0})
+    demand.served("new", tokens=500, requests=30)
+    first = dict(demand.close(10.0))
+    assert first["old"] > first["new"] > 0
+    later = [dict(demand.close(10.0)) for _ in range(HALF)][-1]
+    assert later == {key: pytest.approx(rate / 2) for key, rate in first.items()}
+    demand = Recent({"old": 8.0})
+    for _ in range(3 * HALF):  # a new habit
+        demand.served("new", tokens=500, requests=80)
+        rates = demand.close(10.0)
+    assert rates["new"] == pytest.approx(7.0) and rates["old"] == pytest.approx(1.0)
+    for _ in range(60 * HALF):
+        rates = demand.close(10.0)
+    assert not rates
+
+
+@settings(max_examples=100, deadline=None)
+@given(count=st.integers(1, 6), adapters=adapters_of, room=st.integers(0, 30))
+def test_no_server_has_more_adapters_than_it_has_room_for(count: int, adapters: list[Wanted], room: int):
+    sized = [Wanted(a.key, a.rank, a.rate, max(1, a.rank // 8)) for a in adapters]
+    placed = loraserve(servers(count), sized, POINTS)
+    found = fitted(placed, sized, dict.fromkeys(servers(count), room))
+    for server in servers(count):
+        assert sum(a.size for a in sized if server in found.get(a.key, {})) <= room
+    assert all(math.isclose(sum(parts.values()), 1.0) for parts in found.values())
+    assert fitted(placed, sized, dict.fromkeys(servers(count), 10_000)) is placed
+
+
+def test_where_room_is_short_the_adapters_that_are_asked_for_most_keep_it():
+    adapters = [
+        Wanted("cold", 8, 1.0, 4),
+        Wanted("hot", 8, 90.0, 4),
+        Wanted("warm", 8, 9.0, 4),
+        Wanted("big", 8, 9.0, 8),
+    ]
+    both = {"s0": 0.5, "s1": 0.5}
+    placed = {"cold": {"s0": 1.0}, "hot": both, "warm": {"s0": 1.0}, "big": {"s0": 1.0}}
+    assert fitted(placed, adapters, {"s0": 8, "s1": 8}) == {"hot": both, "warm": {"s0": 1.0}, "cold": {"s1": 1.0}}
+    assert fitted(placed, adapters, {"s0": 3, "s1": 4}) == {"hot": {"s1": 1.0}}
 
 
 def test_an_operating_point_is_the_largest_batch_within_the_objective():

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jlora.cluster.demand import Demand
+from jlora.cluster.demand import Trend
 from jlora.cluster.homes import Rule
 from jlora.cluster.placing import THERE, Placing, Steps
 from jlora.cluster.routing.table import Table
@@ -93,7 +93,7 @@ def test_adapters_move_with_their_demand_and_no_request_fails(
     wait_for(lambda: port.load(placing).requests == len(NAMES))
     assert (port.load(placing).prompt, port.load(placing).output) == (len(NAMES) * len(PROMPT), len(NAMES) * 64)
     monkeypatch.setattr(world.controller, "served", lambda *told: None)  # the demand is the test's own,
-    monkeypatch.setattr(port.load(placing), "demand", Demand(steps=1))  # and that of one time step
+    monkeypatch.setattr(port.load(placing), "demand", Trend(steps=1))  # and that of one time step
     for name in NAMES:
         port.load(placing).served(name, 100, 100)
     placing.step(world.controller.members())
@@ -233,3 +233,28 @@ def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_dr
 
     wait_for(come)
     assert held(world)["d"] == before["d"] and placing.moved <= sum(map(len, wanted.values()))
+
+
+@pytest.mark.slow
+def test_more_adapters_than_host_tiers_hold_are_not_fetched_for_ever(
+    placed: tuple[World, Placing, Table], text_model: Path, tmp_path: Path
+):
+    blocks = next(row.blocks for row in placed[0].controller.registry.all())
+    table = Table({})
+    with _whole.world(text_model, table, host_blocks=2 * blocks) as world:
+        names = [f"many{i}" for i in range(6)]
+        for seed, name in enumerate(names):
+            path = _make.make_adapter(tmp_path / name, text_spec(), seed=seed, r=4)
+            world.router.load_adapter(name, str(path)).result(60)
+        placing = Placing(world.controller, world.found, table, Steps(STEPS), System())
+        for name in names:
+            port.load(placing).served(name, 100, 100)
+        wait_for(lambda: all(member.host_blocks == 2 * blocks for member in world.controller.members()))
+        placing.step(world.controller.members())
+        moved = []
+        for _ in range(60):
+            placing.look(world.controller.members())
+            moved.append(placing.moved)
+            threading.Event().wait(0.05)
+        assert moved[-1] <= 2 and moved[-1] == moved[30], "each host tier holds two, and a plan fills three quarters"
+        assert world.ask(names[-1]).read() and all(len(world.ask(name, 4).read()) == 4 for name in names)

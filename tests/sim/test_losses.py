@@ -96,7 +96,9 @@ def test_without_a_replica_for_a_minute_they_end_without_an_answer():
 
 def test_a_placement_gives_a_lost_replicas_adapters_to_others():
     members = [member(f"r{i}") for i in range(3)]
-    placing = Placing(Placed(Rule("loraserve"), RANKS, SPEC.adapters, {8: 400.0, 16: 200.0}, every_s=1.0), members)
+    placing = Placing(
+        Placed(Rule("loraserve"), RANKS, SPEC.adapters, {8: 400.0, 16: 200.0}, 100, 100, every_s=1.0), members
+    )
     wires = Wires(RANKS, DELAY_S, placing, 1.0, losses=[Loss(0.5, 0)], again=member)
     fleet = Checked(members, chats(60, 2, rate=10.0), placing.table, wires)
     fleet.run()

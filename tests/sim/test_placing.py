@@ -29,11 +29,15 @@ def shifting(count: int = 120) -> Trace:
     return Trace("shifting", tuple(turns), tuple("abcd"))
 
 
-def placed(kind: Kind, ahead: bool = True, fetch_s: float = 0.3) -> tuple[Fleet, Placing]:
+def placed(
+    kind: Kind, ahead: bool = True, fetch_s: float = 0.3, every_s: float = 2.0, loads: dict[int, float] | None = None
+) -> tuple[Fleet, Placing]:
     spec = replace(SPEC, adapters=SIZES)
     members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(4)]
-    placing = Placing(Placed(Rule(kind, ahead), RANKS, SIZES, POINTS, every_s=2.0), members)
-    return Fleet(members, shifting(), placing.table, Wires(RANKS, 0.001, placing, 2.0)), placing
+    placing = Placing(
+        Placed(Rule(kind, ahead), RANKS, SIZES, POINTS, 100, 100, every_s=every_s, loads=loads or {}), members
+    )
+    return Fleet(members, shifting(), placing.table, Wires(RANKS, 0.001, placing, every_s)), placing
 
 
 @pytest.mark.parametrize("ahead", [True, False])
@@ -97,10 +101,19 @@ def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replic
     spec = replace(SPEC, adapters=SIZES)
     members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: 0.3) for i in range(4)]
     loads = {0: 80.0, 1: 10.0, 2: 5.0}
-    placing = Placing(Placed(Rule("dlora"), RANKS, SIZES, POINTS, loads=loads, room=20), members)
+    placing = Placing(Placed(Rule("dlora"), RANKS, SIZES, POINTS, 20, 100, loads=loads), members)
     places = {key: len(parts) for key, parts in placing.table.parts.items()}
     assert places["0"] == 4 > places["2"] >= 1 and places["3"] == 1  # which nobody asks for
     assert all(member.has(0) for member in members)
+
+
+def test_dloras_preload_forgets_what_was_asked_for_once():
+    fleet, placing = placed("dlora", every_s=0.25, loads={0: 5.0, 1: 5.0})
+    at = [len(placing.table.parts[key]) for key in "02"]
+    fleet.run()  # half a run for the small ranks, then half a run for the large ones
+    assert all(ask.usage for ask in fleet.asks) and placing.moved
+    later = [len(placing.table.parts[key]) for key in "02"]
+    assert at[0] > at[1] == 1 and later[1] > 1, "the new habit has more homes than the last resort"
 
 
 @pytest.mark.parametrize("route", ["jlora", "table"])

@@ -158,7 +158,7 @@ class Failure(_message.Message):
     def __init__(self, rid: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s")
+    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s", "host_blocks")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -169,6 +169,7 @@ class State(_message.Message):
     COMPILING_FIELD_NUMBER: _ClassVar[int]
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     number: int
     steps: int
     running: int
@@ -179,7 +180,8 @@ class State(_message.Message):
     compiling: bool
     adapters: _containers.RepeatedCompositeFieldContainer[Residency]
     age_s: float
-    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ...) -> None: ...
+    host_blocks: int
+    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ..., host_blocks: _Optional[int] = ...) -> None: ...
 
 class Residency(_message.Message):
     __slots__ = ("key", "tier", "rank")
