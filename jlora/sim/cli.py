@@ -52,15 +52,15 @@ DRAWN: Mapping[str, Any] = {
 }
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `jlora sim`."""
+def add_flags(parser: argparse.ArgumentParser, chip: str | None = "npu") -> None:
+    """The flags of `jlora sim`. `chip`: the default of `--chip`."""
     what = parser.add_argument_group("workload")
     flags.add(what, DRAWN)
     what.add_argument("--adapters", type=int, help="number of adapters (default: 100)")
     what.add_argument("--ranks", default="32,64", metavar="MIX", help="equal shares; hot:...: highest on most popular")
     what.add_argument("--hint-s", type=float, default=0.0, help="clients send Prefetch this many seconds before a turn")
     where = parser.add_argument_group("hardware")
-    where.add_argument("--chip", default="npu", choices=list(CHIPS), help="npu is the paper's (default)")
+    where.add_argument("--chip", default=chip, choices=list(CHIPS), help=f"npu is FASTLIBRA's (default: {chip})")
     where.add_argument("--chips", type=int, default=1, choices=range(1, 5), help="tensor parallel (default: 1)")
     where.add_argument("--model", default="llama-2-7b", choices=list(MODELS), help="(default: llama-2-7b)")
     where.add_argument("--steps", type=Path, metavar="JSON", help="measured step times instead of the chip's peaks")

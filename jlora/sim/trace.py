@@ -28,6 +28,7 @@ from msgspec import Meta
 from jlora.errors import ConfigError
 
 COLUMNS = ("arrival_s", "prompt_tokens", "output_tokens", "adapter", "session")
+NEEDED = COLUMNS[:3]
 FIRST_ID = 3  # token ids below are special in most vocabularies
 
 
@@ -144,7 +145,7 @@ class Facts:
 
 
 def read_csv(path: Path, vocab: int, seed: int = 0) -> Trace:
-    """Reads a trace from a CSV with the columns of `COLUMNS`; adapter and session may be empty.
+    """Reads a trace from a CSV with the columns of `COLUMNS`; adapter and session may be empty, or have no column.
 
     A prompt longer than its session's context so far continues it; a shorter one starts a new
     context. Token ids are drawn from the seed. Raises ConfigError.
@@ -334,24 +335,26 @@ def _lengths(values: Sequence[int]) -> tuple[float, float, float]:
 class _Row(msgspec.Struct):
     """A line of a trace's CSV, with the columns of `COLUMNS`."""
 
-    arrival_s: Annotated[float, Meta(ge=-1e15, le=1e15, description="must be a number")]
+    arrival_s: Annotated[float, Meta(ge=-1e15, le=1e15, description="must be a number of seconds")]
     prompt_tokens: Annotated[int, Meta(ge=1, description="must be a whole number of at least 1")]
     output_tokens: Annotated[int, Meta(ge=1, description="must be a whole number of at least 1")]
-    adapter: str
-    session: str
+    adapter: str = ""
+    session: str = ""
 
 
 def _rows(path: Path) -> Iterator[_Row]:
     try:
-        with path.open(newline="", encoding="utf-8") as file:
+        with path.open(newline="", encoding="utf-8-sig") as file:  # spreadsheets write a byte order mark
             reader = csv.DictReader(file, restval="")
-            missing = [name for name in COLUMNS if name not in (reader.fieldnames or ())]
+            missing = [name for name in NEEDED if name not in (reader.fieldnames or ())]
             if missing:
-                raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it needs {', '.join(COLUMNS)}")
+                raise ConfigError(f"trace {path}: has no column {missing[0]!r}; it may have {', '.join(COLUMNS)}")
             for line, row in enumerate(reader, 2):
                 yield _row(row, f"trace {path}: line {line}")
     except OSError as e:
         raise ConfigError(f"trace {path}: {e.strerror}") from e
+    except (UnicodeDecodeError, csv.Error) as e:
+        raise ConfigError(f"trace {path}: is no CSV in UTF-8: {e}") from e
 
 
 def _row(row: dict[str, str], where: str) -> _Row:

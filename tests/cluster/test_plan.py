@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -48,13 +49,20 @@ def test_a_plan_of_two_chips_prints_what_it_tried(trace: str, tmp_path: Path, ca
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ([], "--slo-ms 0: must be more than 0"),
-        (["--slo-ms", "nan"], "--slo-ms nan: must be more than 0"),
-        (["--slo-ms", "40", "--speed", "0"], "--speed 0: must be above 0"),
-        (["--slo-ms", "40", "--attain", "2"], "--attain 2: must be more than 0 and at most 1"),
-        (["--slo-ms", "40", "--replicas", "4"], "--replicas 4: a plan finds the number; --most bounds it"),
-        (["--slo-ms", "40", "--most", "0"], "--most 0: must be at least 1"),
-        (["--slo-ms", "40", "--route", "jlora", "random"], "one --route"),
+        ([], "--on: name the chips to compare, of npu, a100"),
+        (["--on", "l40s", "--slo-ms", "40"], "--on: invalid choice: 'l40s' (choose from"),
+        (["--on", "a10"], "--slo-ms 0: must be more than 0"),
+        (["--on", "a10", "--steps", "step.json", "--slo-ms", "40"], "--on a10: --steps are of one device"),
+        (["--on", "a10", "--slo-ms", "40", "--json", "nowhere/plan.json"], "--json nowhere/plan.json: nowhere is no"),
+        (["--on", "a10", "--slo-ms", "nan"], "--slo-ms nan: must be more than 0"),
+        (["--on", "a10", "--slo-ms", "40", "--speed", "0"], "--speed 0: must be above 0"),
+        (["--on", "a10", "--slo-ms", "40", "--attain", "2"], "--attain 2: must be more than 0 and at most 1"),
+        (
+            ["--on", "a10", "--slo-ms", "40", "--replicas", "4"],
+            "--replicas 4: a plan finds the number; --most bounds it",
+        ),
+        (["--on", "a10", "--slo-ms", "40", "--most", "0"], "--most 0: must be at least 1"),
+        (["--on", "a10", "--slo-ms", "40", "--route", "jlora", "random"], "one --route"),
     ],
 )
 def test_wrong_flags_are_named(trace: str, flags: list[str], said: str, capsys: pytest.CaptureFixture[str]):
@@ -63,6 +71,45 @@ def test_wrong_flags_are_named(trace: str, flags: list[str], said: str, capsys: 
     assert e.value.code == 2 and said in capsys.readouterr().err
 
 
-def test_too_few_replicas_are_an_error_code(trace: str, capsys: pytest.CaptureFixture[str]):
-    assert cli.main(["plan", "--trace", trace, "--slo-ms", "1", "--most", "2"]) == 1
-    assert "2 x npu are too few" in capsys.readouterr().out
+def test_without_a_trace_nothing_is_drawn_in_silence(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--on", "a10", "--slo-ms", "40"])
+    assert "--trace: give a CSV of your requests" in capsys.readouterr().err
+
+
+def test_where_the_most_are_too_few_it_says_what_they_attain_and_what_limits(
+    trace: str, capsys: pytest.CaptureFixture[str]
+):
+    assert cli.main(["plan", "--trace", trace, "--slo-ms", "60", "--on", "a10", "--most", "2"]) == 1
+    told = capsys.readouterr()
+    found = re.search(r"2 x a10 are too few for 99.0% within 60 ms per token: they attain (\d+\.\d)%", told.out)
+    assert found and 0 <= float(found[1]) < 99
+    assert (
+        "A late answer takes" in told.out and "in decode" in told.out and "More replicas may help (--most)" in told.out
+    )
+    assert "a10: 1 attain" in told.err and "a10: 2 attain" in told.err
+
+
+def test_an_objective_that_no_number_meets_is_found_out_early(trace: str, tmp_path: Path, capsys):
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", "--trace", trace, "--slo-ms", "1", "--on", "a10", "--json", str(out)]) == 1
+    told = capsys.readouterr().out
+    assert "No number is enough for 99.0% within 1 ms per token: a step takes" in told and "a faster chip" in told
+    assert json.loads(out.read_text())["plans"] == [{"chip": "a10", "replicas": 0, "tried": []}]
+
+
+def test_a_plan_stops_where_more_replicas_bring_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, out = tmp_path / "long.csv", tmp_path / "plan.json"  # a long prompt takes more than its few tokens may
+    path.write_text("arrival_s,prompt_tokens,output_tokens\n" + "".join(f"{4 * i},3000,4\n" for i in range(12)))
+    assert cli.main(["plan", "--trace", str(path), "--slo-ms", "60", "--on", "a10", "--json", str(out)]) == 1
+    told = capsys.readouterr().out
+    assert "x a10 are too few" in told and "More replicas bring nothing; what helps: a faster chip" in told
+    assert re.search(r"ms per token: \d+\.\d in prefill", told)
+    assert max(each["replicas"] for each in json.loads(out.read_text())["plans"][0]["tried"]) <= 4
+
+
+def test_one_replica_may_be_enough(trace: str, tmp_path: Path):
+    out = tmp_path / "plan.json"
+    assert cli.main(["plan", "--trace", trace, "--slo-ms", "5000", "--on", "h100", "--json", str(out)]) == 0
+    (plan,) = json.loads(out.read_text())["plans"]
+    assert plan["replicas"] == 1 and len(plan["tried"]) == 1

@@ -54,6 +54,17 @@ def test_a_wrong_csv_is_one_clear_line(tmp_path: Path, text: str, says: str):
         read_csv(tmp_path / "no.csv", vocab=100)
 
 
+def test_a_csv_of_a_spreadsheet_without_adapters_and_sessions_is_read(tmp_path: Path):
+    path = tmp_path / "mine.csv"
+    path.write_text("\ufeffarrival_s,prompt_tokens,output_tokens\n0,8,4\n1,9,2\n", encoding="utf-8")
+    trace = read_csv(path, vocab=100)
+    assert [len(turn.adds) for turn in trace.turns] == [8, 9] and not trace.adapters
+    assert len({turn.session for turn in trace.turns}) == 2
+    path.write_bytes("arrival_s,prompt_tokens,output_tokens,adapter\n0,8,4,größe\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="mine.csv: is no CSV in UTF-8"):
+        read_csv(path, vocab=100)
+
+
 def test_facts_count_what_a_cache_of_any_size_would_find():
     # Two sessions share a first block of 4; the second turn of session 0 comes back to 3 full blocks.
     shared = (3, 4, 5, 6)
