@@ -1,38 +1,7 @@
 """`jlora bench STUDY`: measures, and writes tidy JSON lines into --out; `report` makes pages of them.
 
-    throughput, latency, peers   R1, R1b, both; --peer-python adds transformers + PEFT (docs/benchmarks.md)
-    llama                        R2; --llama-server adds llama.cpp
-    host, cache                  Python's time per step; cost growth of tree and scheduler (R7)
-    refusals                     what a full queue costs: time to a refusal, refusals per second of a core
-    abuse                        what idle connections and rapid resets cost a good client and the server's memory
-    gaps                         the longest gaps of loop, engine and streams under everything that hostile clients send
-    catalogue                    what a registered adapter costs: seconds of a start, bytes of memory and registry
-    fronts                       the server's processor time per token, HTTP against gRPC
-    lora                         adapters by active blocks against dense slots
-    price                        R4: whole steps with 1, 8 and 64 adapters over the same steps of the base
-    alora                        R6: activated against plain LoRAs in pipelines, on this engine
-    beyond                       R3: every cache policy in the simulator, against a bound
-    caraserve                    cold starts of adapters in the simulator, beside CaraServe's numbers
-    router                       what a router adds between a client and its replicas
-    cluster-routing              many replicas under every routing policy, beside CaraServe's Figures 19 and 20
-    cluster-migration            requests that move between replicas, beside dLoRA's Figures 11, 12 and 15
-    cluster-table                routing policies on six kinds of traffic to 4 to 60 replicas
-    cluster-real                 the simulator's TTFT and TPOT beside those of real replicas over a paced device
-    cluster-placement            where adapters are, beside LoRAServe's Figures 17 to 22
-    failures                     R9: what replicas deliver while one of them is killed every minute
-    faults                       F1 to F19 of docs/reliability.md on real processes, at their full counts
-    soak                         an hour of all that users do to a server: memory, threads, TTFT, wrong answers
-    merging                      merged against unmerged inference by skew, in the simulator (dLoRA, Figure 10)
-    startup                      seconds until a server is ready, with and without compiled programs
-    steps                        what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms
-    switches                     merging on this engine: seconds of a switch, of a step merged and unmerged
-    tiers                        the first token by the adapter's tier, and what a load costs those who run
-    zipf                         whether answers stay exact with most adapters on the disk
-    cold                         the first token of a request whose adapter is not on the device, by how it starts
-    compare OLD NEW              two commits, or two checkouts: throughput, latency, llama, host, startup
-    report                       the pages and figures of the files in --out
-    all                          throughput, latency, host, cache
-    serve, workloads             the load generator and its traffic; each has its own --help
+{studies}
+    serve, workloads     the load generator and its traffic; each has its own --help
 
 An interrupted study goes on where it stopped. Run it on a machine that does nothing else.
 """
@@ -43,46 +12,48 @@ import argparse
 import importlib
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 
 from benchmarks.runner import Options
 from jlora.errors import ConfigError, JloraError
 from jlora.serve.flags import Parser
 
-STUDIES: Mapping[str, str] = {
-    "throughput": "benchmarks.peers.throughput",
-    "latency": "benchmarks.peers.latency",
-    "llama": "benchmarks.peers.llama",
-    "host": "benchmarks.micro.host",
-    "cache": "benchmarks.micro.cache",
-    "refusals": "benchmarks.micro.refusals",
-    "abuse": "benchmarks.micro.abuse",
-    "gaps": "benchmarks.gaps.study",
-    "catalogue": "benchmarks.micro.catalogue",
-    "fronts": "benchmarks.micro.fronts",
-    "router": "benchmarks.micro.router",
-    "lora": "benchmarks.micro.lora",
-    "price": "benchmarks.micro.price",
-    "startup": "benchmarks.micro.startup",
-    "cold": "benchmarks.micro.cold",
-    "compare": "benchmarks.compare",
-    "steps": "benchmarks.micro.step_model",
-    "switches": "benchmarks.micro.switches",
-    "tiers": "benchmarks.micro.tiers",
-    "zipf": "benchmarks.micro.zipf",
-    "alora": "benchmarks.studies.alora",
-    "beyond": "benchmarks.studies.beyond",
-    "caraserve": "benchmarks.studies.caraserve",
-    "cluster-routing": "benchmarks.studies.cluster_routing",
-    "cluster-migration": "benchmarks.studies.cluster_migration",
-    "cluster-table": "benchmarks.studies.cluster_table",
-    "cluster-real": "benchmarks.studies.cluster_real",
-    "cluster-placement": "benchmarks.studies.cluster_placement",
-    "failures": "benchmarks.failures.study",
-    "faults": "benchmarks.faults.study",
-    "soak": "benchmarks.soak.study",
-    "merging": "benchmarks.studies.merging",
-    "report": "benchmarks.report",
+# Study -> (module, what it measures).
+STUDIES: Mapping[str, tuple[str, str]] = {
+    "throughput": ("peers.throughput", "R1: tokens per second; --peer-python adds transformers + PEFT"),
+    "latency": ("peers.latency", "R1b: prefill and decode of one request; likewise"),
+    "llama": ("peers.llama", "R2; --llama-server adds llama.cpp"),
+    "host": ("micro.host", "Python's time per step"),
+    "cache": ("micro.cache", "cost growth of tree and scheduler (R7)"),
+    "refusals": ("micro.refusals", "what a full queue costs: time to a refusal, refusals per second of a core"),
+    "abuse": ("micro.abuse", "what idle connections and rapid resets cost a good client and the server's memory"),
+    "gaps": ("gaps.study", "the longest gaps of loop, engine and streams under all that hostile clients send"),
+    "catalogue": ("micro.catalogue", "a registered adapter: seconds of a start, bytes of memory and registry"),
+    "fronts": ("micro.fronts", "the server's processor time per token, HTTP against gRPC"),
+    "router": ("micro.router", "what a router adds between a client and its replicas"),
+    "lora": ("micro.lora", "adapters by active blocks against dense slots"),
+    "price": ("micro.price", "R4: whole steps with 1, 8 and 64 adapters over the same steps of the base"),
+    "startup": ("micro.startup", "seconds until a server is ready, with and without compiled programs"),
+    "cold": ("micro.cold", "the first token of a request whose adapter is not on the device, by how it starts"),
+    "compare": ("compare", "OLD NEW: two commits or checkouts: throughput, latency, llama, host, startup"),
+    "steps": ("micro.step_model", "what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms"),
+    "switches": ("micro.switches", "merging on this engine: seconds of a switch, of a step merged and unmerged"),
+    "tiers": ("micro.tiers", "the first token by the adapter's tier, and what a load costs those who run"),
+    "zipf": ("micro.zipf", "whether answers stay exact with most adapters on the disk"),
+    "alora": ("studies.alora", "R6: activated against plain LoRAs in pipelines, on this engine"),
+    "beyond": ("studies.beyond", "R3: every cache policy in the simulator, against a bound"),
+    "caraserve": ("studies.caraserve", "cold starts of adapters in the simulator, beside CaraServe's numbers"),
+    "cluster-routing": ("studies.cluster_routing", "many replicas by routing policy; CaraServe's Figures 19 and 20"),
+    "cluster-migration": ("studies.cluster_migration", "requests that move; dLoRA's Figures 11, 12 and 15"),
+    "cluster-table": ("studies.cluster_table", "routing policies on six kinds of traffic to 4 to 60 replicas"),
+    "cluster-real": ("studies.cluster_real", "simulated TTFT and TPOT beside those of replicas over a paced device"),
+    "cluster-placement": ("studies.cluster_placement", "where adapters are; LoRAServe's Figures 17 to 22"),
+    "failures": ("failures.study", "R9: what replicas deliver while one of them is killed every minute"),
+    "faults": ("faults.study", "F1 to F19 of docs/reliability.md on real processes, at their full counts"),
+    "soak": ("soak.study", "an hour of all that users do to a server: memory, threads, TTFT, wrong answers"),
+    "merging": ("studies.merging", "merged against unmerged inference by skew, simulated (dLoRA, Figure 10)"),
+    "report": ("report", "the pages and figures of the files in --out"),
 }
 GROUPS: Mapping[str, Sequence[str]] = {
     "all": ("throughput", "latency", "host", "cache"),
@@ -96,14 +67,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the studies asked for; returns the exit code. Without a name it only says which there are."""
     args = parser().parse(list(sys.argv[1:] if argv is None else argv))
     if args.name is None:
-        print(__doc__)
+        print(description())
         return 2
     try:
         if args.commits and args.name != "compare":
             raise ConfigError(f"{args.commits[0]}: only compare takes commits")
         for name in GROUPS.get(args.name, (args.name,)):
             for dtype in args.dtype if name in BY_DTYPE else args.dtype[:1]:
-                importlib.import_module(STUDIES[name]).run(options(args, dtype))
+                importlib.import_module(f"benchmarks.{STUDIES[name][0]}").run(options(args, dtype))
     except (JloraError, RuntimeError) as e:
         print(f"jlora bench: {e}", file=sys.stderr)
         return 1
@@ -111,9 +82,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def description() -> str:
+    """What `jlora bench` is, and a line for each study and group."""
+    told = {**{name: what for name, (_, what) in STUDIES.items()}, **{name: ", ".join(g) for name, g in GROUPS.items()}}
+    return (__doc__ or "").format(studies="\n".join(f"    {name:<20} {what}" for name, what in told.items()))
+
+
 def parser() -> Parser:
     """The flags."""
-    made = Parser("jlora bench", __doc__ or "")
+    made = Parser("jlora bench", description())
     made.add_argument("name", nargs="?", choices=[*GROUPS, *STUDIES], help="which study")
     made.add_argument("commits", nargs="*", metavar="COMMIT", help="compare: OLD and NEW")
     made.add_argument("--studies", nargs="+", default=[], metavar="STUDY", help="compare: which (default: all five)")
@@ -131,7 +108,9 @@ def parser() -> Parser:
         "--out", type=Path, help="where results go (default: build/bench/results; quick: build/bench/quick)"
     )
     made.add_argument("--work", type=Path, default=Path("build/bench"), help="weights")
-    made.add_argument("--no-grpc", action="store_true", help="throughput: skip the run behind the gRPC server")
+    made.add_argument(
+        "--no-grpc", dest="grpc", action="store_false", help="throughput: skip the run behind the gRPC server"
+    )
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
     made.add_argument("--only", nargs="+", default=[], metavar="F", help="faults, gaps: which (default: all)")
     made.add_argument("--cluster", type=int, default=0, metavar="N", help="soak: a router with so many replicas")
@@ -143,28 +122,12 @@ def parser() -> Parser:
 
 def options(args: argparse.Namespace, dtype: str) -> Options:
     """The flags as a record."""
+    known = {each.name for each in fields(Options)}
+    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
     pairs = [(key, value) for key, _, value in (item.partition("=") for item in args.set)]
-    return Options(
-        out=args.out or Path("build/bench") / ("quick" if args.quick else "results"),
-        work=args.work,
-        quick=args.quick,
-        dtype=dtype,
-        rounds=args.rounds,
-        minutes=args.minutes,
-        seconds=args.seconds,
-        data=args.data,
-        settings={**(QUICK if args.quick else {}), **dict(pairs)},
-        grpc=not args.no_grpc,
-        peer_python=args.peer_python,
-        llama_server=args.llama_server,
-        llama_convert=args.llama_convert,
-        commits=tuple(args.commits),
-        studies=tuple(args.studies),
-        only=tuple(args.only),
-        cluster=args.cluster,
-        replicas=args.replicas,
-        leak=args.leak,
-    )
+    made = Options(**{name: value for name, value in plain.items() if name in known - {"dtype", "settings"}})
+    out = args.out or Path("build/bench") / ("quick" if args.quick else "results")
+    return replace(made, out=out, dtype=dtype, settings={**(QUICK if args.quick else {}), **dict(pairs)})
 
 
 if __name__ == "__main__":

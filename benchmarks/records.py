@@ -51,6 +51,10 @@ class Records(JsonLines):
         """Keeps one measurement, on disk too."""
         self.append({"cell": cell, "side": side, "round": round_, **rounded(dict(sample))})
 
+    def has(self, **values: Any) -> bool:
+        """Whether it holds a measurement with these values."""
+        return any(all(line.get(key) == value for key, value in values.items()) for line in self.lines)
+
     def measure(self, cell: str, sides: Sequence[Side], budget: Budget) -> None:
         """Measures a cell in interleaved rounds, after those that the file has."""
         measure(Cell(self, cell), cell, sides, budget)

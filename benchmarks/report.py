@@ -6,6 +6,7 @@ come from the records. Rendering twice gives the same page; nothing on a page is
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +15,8 @@ from typing import Any
 import jinja2
 import pandas as pd
 
-from benchmarks import figures, reliability, services, tables
-from benchmarks.records import Study, read
+from benchmarks import figures, services, tables
+from benchmarks.records import Study, control, median, ratios, read, told
 from benchmarks.runner import Options
 from jlora.errors import ConfigError
 
@@ -64,6 +65,7 @@ PAGES: Mapping[str, Page] = {
     "cluster-placement": Page("cluster-placement-*.jsonl"),
     "cluster-real": Page("cluster-real-paced.jsonl"),
     "cluster-table": Page("cluster-table-*.jsonl", _first(figures.services), "cluster-table.png"),
+    "cluster-cells": Page("cluster-table-*.jsonl"),
     "caraserve": Page("caraserve-*.jsonl", _first(figures.caraserve), "caraserve.png"),
 }
 
@@ -86,13 +88,12 @@ def render(name: str, out: Path, draw: bool) -> bool:
     made = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
-    made.filters["table"] = markdown
+    made.filters |= FILTERS
+    made.globals |= {"tables": tables, "services": services, "controls": controls}
+    made.globals |= {"median": median, "ratios": ratios, "told": told, "geometric_mean": statistics.geometric_mean}
     text = made.get_template(f"{name}.md.j2").render(
         studies=found,
         study=found[0],
-        tables=tables,
-        reliability=reliability,
-        services=services,
         origin="\n".join(map(origin, found)),
         figure=page.figure,
     )
@@ -100,10 +101,26 @@ def render(name: str, out: Path, draw: bool) -> bool:
     return True
 
 
+def controls(rows: pd.DataFrame, sides: Sequence[str]) -> str:
+    """Of the seconds of each side."""
+    return tables.controls(*(control(rows, side, "seconds") for side in sides))
+
+
 def markdown(rows: pd.DataFrame) -> str:
     """A table of text."""
     lines = [rows.columns.tolist(), ["---"] * len(rows.columns), *rows.astype(str).to_numpy().tolist()]
     return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+# For templates: numbers as text.
+FILTERS: Mapping[str, Callable[..., str]] = {
+    "table": markdown,
+    "fixed": lambda value, digits=0: f"{value:.{digits}f}",
+    "ms": lambda seconds, digits=0: f"{1e3 * seconds:.{digits}f}",
+    "share": lambda value, digits=1: f"{value:.{digits}%}",
+    "more": lambda value: f"{value:+.0%}",
+    "counts": lambda found: ", ".join(f"{count:,} {what}" for what, count in found.items()),
+}
 
 
 def origin(study: Study) -> str:

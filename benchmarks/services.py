@@ -45,16 +45,19 @@ def wins(study: Study, key: str, within: float = 0.0) -> str:
     return f"{count} of {len(cells)}"
 
 
-def by_policy(study: Study, kernel: str, replicas: Sequence[int]) -> pd.DataFrame:
-    """Each policy over all kinds of traffic to so many replicas."""
-    cells = [sides for key, sides in _cells(study, kernel=kernel).items() if key[2] in replicas]
+def by_policy(study: Study, kernel: str) -> pd.DataFrame:
+    """Each policy over all kinds of traffic, by the number of replicas."""
+    cells: dict[tuple[int, str], list[dict[str, Row]]] = {}
+    for (_, _, replicas), sides in _cells(study, kernel=kernel).items():
+        for side in sides:
+            cells.setdefault((replicas, side), []).append(sides)
     made = []
-    for side in dict.fromkeys(side for sides in cells for side in sides):
-        some = [sides for sides in cells if side in sides]
+    for (replicas, side), some in sorted(cells.items(), key=lambda item: item[0][0]):
         rows = [sides[side] for sides in some]
         ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in some]
         made.append(
             {
+                "replicas": replicas,
                 "policy": side,
                 "cells": len(rows),
                 "attained": f"{_mean(rows, 'attainment'):.1%}",
@@ -88,22 +91,6 @@ def stored(study: Study, *routers: str) -> str:
             others = routers or (side for side in sides if side not in PLACED)
             ratios += [placed["adapters_most"] / sides[side]["adapters_most"] for side in others]
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
-
-
-def predictions(study: Study) -> pd.DataFrame:
-    """What was measured, and what the simulator said, in milliseconds; the error in brackets."""
-    made: dict[str, dict[str, Any]] = {}
-    for row in study.rows.to_dict("records"):
-        made.setdefault(row["cell"], {})[row["side"]] = row
-    rows = []
-    for route, sides in made.items():
-        was, said = sides["measured"], sides["predicted"]
-        row = {"policy": route, "requests": f"{was['requests']:.0f}"}
-        for key in ("ttft_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "tpot_s", "tpot_p99_s"):
-            title = key.removesuffix("_s").replace("_", " ").replace("ttft", "TTFT").replace("tpot", "TPOT")
-            row[title] = f"{1e3 * was[key]:.1f}, predicted {1e3 * said[key]:.1f} ({said[key] / was[key] - 1:+.0%})"
-        rows.append(row)
-    return pd.DataFrame(rows)
 
 
 def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Row]]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
 import pandas as pd
 
 from benchmarks.records import Study, control, median, ratios, told
 
-WAYS = ("blocking", "wait", "stream", "cpu")  # of starting cold
-AUTO = ("auto", "auto, file")  # and of choosing between them
+AUTO = ("auto", "auto, file")  # ways of starting cold that choose between the others
+GAP_S = 0.1  # by which a gap may be longer than the idle server's
+GAPS = {"loop_s": "loop, ms", "engine_s": "engine, ms", "tokens_s": "tokens, ms"}
 CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
 
 
@@ -78,20 +79,6 @@ def latency(studies: Sequence[Study]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def llama(study: Study) -> pd.DataFrame:
-    """R2: tokens per second of both servers."""
-    rows, made = study.rows[study.rows["cell"] == "rounds"], []
-    for case, name in (("clients", "one client per adapter"), ("alone", "one client")):
-        rate = study.settings["output_tokens"][case] / median(rows, ["side"])["seconds"]
-        sides = [side for side in (f"jlora {case}", f"llama.cpp {case}") if side in rate]
-        row = {"clients": name} | {f"{side.removesuffix(f' {case}')} tok/s": f"{rate[side]:.1f}" for side in sides}
-        if len(sides) == 2:
-            row["ratio"] = told(ratios(rows, sides[1], sides[0], "seconds"))
-        row["control"] = controls(*(control(rows, side, "seconds") for side in sides))
-        made.append({**row, "outputs": outputs(once(study, f"outputs {case}"))})
-    return pd.DataFrame(made)
-
-
 def compare(study: Study) -> pd.DataFrame:
     """Two commits: milliseconds of everything timed, and how many times as fast the new one is."""
     made = []
@@ -122,23 +109,6 @@ def _start_columns(start: str) -> dict[str, str]:
     return {"ready": f"{start} seconds", **phases, "all programs": f"{start} all_compiled_s"}
 
 
-def host(study: Study) -> pd.DataFrame:
-    """Microseconds of Python per engine step."""
-    middle = median(study.rows, ["running", "queued"])["step_s"].reset_index()
-    middle["µs per step"] = (1e6 * middle.pop("step_s")).map("{:.0f}".format)
-    return middle.astype({"running": int, "queued": int})
-
-
-def fronts(study: Study) -> pd.DataFrame:
-    """Microseconds of the server's processor time per token by front, and the ratio to gRPC's in the same round."""
-    middle = median(study.rows, ["side"]).loc[["grpc", "http"]].reset_index()
-    middle["µs per token"] = (1e6 * middle.pop("cpu_s_per_token")).map("{:.0f}".format)
-    middle["deltas per token"] = middle.pop("deltas_per_token").map("{:.2f}".format)
-    middle["over gRPC"] = ["1", told(ratios(study.rows, "http", "grpc", "cpu_s_per_token"))]
-    middle["control"] = [told(ratios(study.rows, "control", "grpc", "cpu_s_per_token")), ""]
-    return middle.rename(columns={"side": "front"})
-
-
 def cache(study: Study, side: str) -> pd.DataFrame:
     """Microseconds, median (99th percentile), of the round with the lowest median."""
     rows = study.rows[study.rows["side"] == side]
@@ -159,56 +129,6 @@ def cache(study: Study, side: str) -> pd.DataFrame:
     return found.astype(dict.fromkeys(numbers, int))
 
 
-def lora(studies: Sequence[Study]) -> pd.DataFrame:
-    """Milliseconds of a layer by blocks, dense and without adapters."""
-    made = []
-    for study in studies:
-        for cell, rows in study.rows.groupby("cell", sort=False):
-            ms = 1e3 * median(rows, ["side"])["seconds"]
-            row = {"dtype": study.settings["dtype"], "tokens, adapters in the batch of registered": cell}
-            row |= {side: f"{ms[side]:.2f}" for side in ("base", "blocks", "dense")}
-            row["dense / blocks"] = told(ratios(rows, "dense", "blocks", "seconds"))
-            made.append({**row, "control": controls(*(control(rows, s, "seconds") for s in ("blocks", "dense")))})
-    return pd.DataFrame(made)
-
-
-GAINS = {
-    "pipeline": "seconds",
-    "check, end to end": "check_end_to_end_s",
-    "TTFT": "check_ttft_s",
-    "prefill": "check_prefill_s",
-    "decode": "check_decode_s",
-}
-
-
-def alora(study: Study) -> pd.DataFrame:
-    """Times as fast as the same adapters as plain LoRAs, and what both sides keep and find."""
-    made = []
-    for cell, rows in study.rows.groupby("cell", sort=False):
-        middle = median(rows, ["side"])
-        row = {"context, adapters": cell}
-        row |= {name: told(ratios(rows, "lora", "activated", key)) for name, key in GAINS.items()}
-        row["hit rate"] = " / ".join(f"{middle['check_hit_rate'][side]:.3f}" for side in ("activated", "lora"))
-        made.append({**row, "control": controls(*(control(rows, s, "seconds") for s in ("activated", "lora")))})
-    return pd.DataFrame(made)
-
-
-def against(study: Study, others: Sequence[str]) -> pd.DataFrame:
-    """Simulated: TTFT and TPOT of `others` over `jlora`'s, geometric means over all shared rates of all cells."""
-    rows = study.rows[(study.rows["kind"] == "cell") & (study.rows["side"] != "anchors")]
-    ours = rows[rows["side"] == "jlora"].set_index(["cell", "rate"])
-    made = []
-    for other in others:
-        theirs = rows[rows["side"] == other].set_index(["cell", "rate"])
-        both = ours.merge(theirs, left_index=True, right_index=True, suffixes=("", " other"))
-        ttft = both["ttft_s other"] / both["ttft_s"]
-        row = {"policy": other, "points": len(both), "TTFT": f"{np.exp(np.log(ttft).mean()):.2f}"}
-        row["TPOT"] = f"{np.exp(np.log(both['tpot_s other'] / both['tpot_s']).mean()):.2f}"
-        row |= {"lowest TTFT": f"{ttft.min():.2f}", "median": f"{ttft.median():.2f}", "highest": f"{ttft.max():.2f}"}
-        made.append(row | {"faster than jlora by 2 %": int((ttft < 0.98).sum())})
-    return pd.DataFrame(made)
-
-
 def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
     """Simulated: `jlora`'s TTFT at the rates of each cell, and the others' over it."""
     rows, made = study.rows[study.rows["kind"] == "cell"], []
@@ -225,21 +145,6 @@ def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def cold_starts(study: Study) -> pd.DataFrame:
-    """CaraServe's figures: mean TTFT over that of adapters that are all on the device, beside the paper's."""
-    made = []
-    for case, group in study.rows[study.rows["kind"] == "figure"].groupby("cell", sort=False):
-        ttft, tpot = (group.set_index("side")[key].astype(float) for key in ("ttft_s", "tpot_s"))
-        paper = group["paper"].iloc[0]
-        row = {"case": case, "cached ms": f"{1e3 * ttft['cached']:.0f}"}
-        row |= {
-            side: f"{ttft[side] / ttft['cached'] - 1:+.0%}" for side in ("blocking", "wait", "stream", "cpu", "auto")
-        }
-        row |= {"paper: on demand": f"{paper[0]:+.0%}", "paper: CPU": f"{paper[1]:+.0%}"}
-        made.append({**row, "blocking TPOT": f"{tpot['blocking'] / tpot['cached'] - 1:+.0%}"})
-    return pd.DataFrame(made)
-
-
 def cold_borders(study: Study) -> pd.DataFrame:
     """The longest prompt of the map for which `cpu` brings the first token soonest, by chip, rank and link."""
     rows = study.rows[study.rows["kind"] == "map"]
@@ -250,18 +155,6 @@ def cold_borders(study: Study) -> pd.DataFrame:
     told = most.map(lambda prompt: "never" if math.isnan(prompt) else f"{prompt:.0f}").reset_index()
     told.columns = [f"{name:g} GB/s" if isinstance(name, float) else str(name) for name in told.columns]
     return told.assign(rank=told["rank"].astype(int))
-
-
-def step_quality(study: Study) -> pd.DataFrame:
-    """R² and errors of every form of a step model, by kind of step; `held` no fit has seen."""
-    made = []
-    for row in study.rows[study.rows["cell"] == "quality"].to_dict("records"):
-        if row["form"] != "noise":
-            words = {"form": row["form"], "steps": f"{row['kind']}, {row['set']}", "count": f"{row['steps']:.0f}"}
-            made.append(
-                {**words, "R²": f"{row['r2']:.3f}", "error": f"{row['median']:.1%}", "p90": f"{row['p90']:.1%}"}
-            )
-    return pd.DataFrame(made)
 
 
 def step_noise(study: Study) -> str:
@@ -294,21 +187,6 @@ def switches(study: Study) -> pd.DataFrame:
         row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
         made.append({**row, "control": controls(*(control(rows, side, "seconds") for side in ("unmerged", "merged")))})
-    return pd.DataFrame(made)
-
-
-def price(studies: Sequence[Study]) -> pd.DataFrame:
-    """A step with adapters over the same step without, in the same round."""
-    made = []
-    for study in studies:
-        for cell, rows in study.rows.groupby("cell", sort=False):
-            base = rows[rows["side"] == "base"]["seconds"].median()
-            row = {"dtype": study.settings["dtype"], "step": cell, "base ms": f"{1e3 * base:.1f}"}
-            sides = [side for side in study.rows["side"].unique() if side != "base"]
-            for side in sides:
-                over = ratios(rows, side, "base", "seconds")
-                row[f"{side}, over base"] = told(over) if len(over) else ""
-            made.append({**row, "control": controls(control(rows, "base", "seconds"))})
     return pd.DataFrame(made)
 
 
@@ -351,111 +229,52 @@ def cold_regret(study: Study, way: str) -> str:
     return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
 
 
-def tiers(study: Study) -> pd.DataFrame:
-    """Of `benchmarks/micro/tiers.py`: the first token by rank, tier and disk."""
-    rows = study.rows[study.rows["cell"] != "neighbours"].copy()
-    rows[["adapter", "disk"]] = rows["cell"].str.split(", ", n=1, expand=True)
-    rows["disk"] = rows["disk"].where(rows["side"] == "DISK", "")
-    found = rows.groupby(["adapter", "side", "disk"], sort=False)
-    made = found["ttft_s"].quantile([0.5, 0.9]).unstack() * 1e3
-    made["waited"] = found["cold_start_s"].median() * 1e3
-    made = made.round(1).reset_index()
-    made.columns = ["adapter", "tier", "disk", "first token, ms (median)", "p90", "of it waiting for the adapter"]
-    return made
+def faults(study: Study) -> pd.DataFrame:
+    """The last run of each fault: how often it was injected, and what was found."""
+    last = study.rows.groupby("cell", sort=False).tail(1)
+    made = []
+    for row in sorted(last.to_dict("records"), key=lambda row: int(row["cell"][1:])):
+        known = ("cell", "side", "round", "injected", "holds")
+        figures = {key: value for key, value in row.items() if key not in known and value == value and value != ""}
+        found = "; ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in figures.items())
+        made.append({"fault": row["cell"], "injected": f"{row['injected']:,.0f}", "found": found, "": row["side"]})
+    return pd.DataFrame(made)
 
 
-def neighbours(study: Study) -> pd.DataFrame:
-    """Of `benchmarks/micro/tiers.py`: time per token beside loads, over that beside warm requests."""
-    rows = study.rows[study.rows["cell"] == "neighbours"]
-    by_round = rows.pivot(index="round", columns="side", values="tpot_s")
-    over = by_round.div(by_round["hot"], axis=0)
-    sides = rows["side"].drop_duplicates().tolist()
-    return pd.DataFrame(
-        {
-            "the adapter comes from": ["the device (hot)", *sides[1:]],
-            "ms per token of the others": [f"{by_round[side].median() * 1e3:.1f}" for side in sides],
-            "over hot": [
-                f"{over[side].median():.3f} ({over[side].min():.3f}–{over[side].max():.3f})" for side in sides
-            ],
-            "first token of the cold request, ms": [
-                f"{rows[rows['side'] == side]['ttft_s'].median() * 1e3:.0f}" for side in sides
-            ],
-        }
+def _figure(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:.4g}" if value % 1 else f"{value:,.0f}"
+
+
+def gaps(study: Study, cell: str) -> pd.DataFrame:
+    """The longest gaps of each attack over the rounds, and those that are too long."""
+    longest: dict[str, dict[str, float]] = {}
+    answers: dict[str, Counter[str]] = defaultdict(Counter)
+    for row in study.rows.to_dict("records"):
+        if row["cell"] == cell:
+            seen = longest.setdefault(row["side"], dict.fromkeys(GAPS, 0.0))
+            seen.update({key: max(seen[key], row[key]) for key in GAPS})
+            answers[row["side"]].update(row["answers"])
+    idle = [seen for side, seen in longest.items() if side.startswith("idle")]
+    limits = {key: max(seen[key] for seen in idle) + GAP_S for key in GAPS}
+    made = []
+    for side, seen in longest.items():
+        shown = {title: f"{1e3 * seen[key]:.0f}" for key, title in GAPS.items()}
+        over = ", ".join(title.partition(",")[0] for key, title in GAPS.items() if seen[key] > limits[key])
+        made.append({"": side, "answers": _ends(answers[side]), **shown, "beyond the limit": over})
+    return pd.DataFrame(made)
+
+
+def gaps_verdict(study: Study) -> str:
+    """Which attacks keep somebody waiting for too long."""
+    attacks = [row for row in gaps(study, "attacks").to_dict("records") if not row[""].startswith("idle")]
+    over = [f"{row['']} ({row['beyond the limit']})" for row in attacks if row["beyond the limit"]]
+    return (
+        f"Under {len(attacks) - len(over)} of {len(attacks)} attacks, no gap is longer than the idle server's by more "
+        f"than 100 ms. Beyond that: {'; '.join(over) or 'none'}."
     )
 
 
-def routes(study: Study, kernel: str) -> pd.DataFrame:
-    """Every routing policy in every cell of one kernel; the seeds' mean."""
-    rows = study.rows[study.rows["kernel"] == kernel]
-    made = []
-    for cell, group in rows.groupby("cell", sort=False):
-        means = group.groupby("side", sort=False).mean(numeric_only=True)
-        ours = means["per_token_s"].get("jlora", float("nan"))
-        for side, mean in means.iterrows():
-            made.append(
-                {
-                    "cell": cell,
-                    "policy": side,
-                    "ms per token": f"{1e3 * mean['per_token_s']:.1f}",
-                    "p99": f"{1e3 * mean['per_token_p99_s']:.1f}",
-                    "Δ": "" if side == "jlora" or math.isnan(ours) else f"{ours / mean['per_token_s'] - 1:+.1%}",
-                    "attained": f"{mean['attainment']:.1%}",
-                    "TTFT p99 ms": f"{1e3 * mean['ttft_p99_s']:.0f}",
-                    "busiest / mean": f"{mean['imbalance']:.2f}",
-                    "seeds": group["round"].nunique(),
-                }
-            )
-    return pd.DataFrame(made)
-
-
-def migrations(study: Study) -> pd.DataFrame:
-    """Every way to balance replicas in every case."""
-    made = []
-    for (cell, side), group in study.rows.groupby(["cell", "side"], sort=False):
-        mean = group.mean(numeric_only=True)
-        made.append(
-            {
-                "case": cell,
-                "side": side,
-                "queue ms": f"{1e3 * mean['queue_s']:.0f}",
-                "TTFT ms": f"{1e3 * mean['ttft_s']:.0f}",
-                "p99": f"{1e3 * mean['ttft_p99_s']:.0f}",
-                "latency per token ms": f"{1e3 * mean['latency_s']:.2f}",
-                "tokens/s": f"{mean['output_tokens'] / mean['seconds']:.0f}",
-                "moved": f"{mean['moved'] / mean['requests']:.1%}",
-                "seeds": len(group),
-            }
-        )
-    return pd.DataFrame(made)
-
-
-def migration_cost(study: Study) -> pd.DataFrame:
-    """What the solver takes beside the replicas' own seconds, on the machine of the run."""
-    made = []
-    for cell, group in study.rows[study.rows["side"] == "dlora"].groupby("cell", sort=False):
-        total = group.sum(numeric_only=True)
-        row = {"case": cell, "programs": f"{total['solves']:.0f}"}
-        row["mean ms"] = f"{1e3 * total['solve_s'] / max(1, total['solves']):.0f}"
-        row["longest ms"] = f"{1e3 * group['solve_longest_s'].max():.0f}"
-        made.append({**row, "of the replicas' busy time": f"{total['solve_s'] / total['busy_s']:.2%}"})
-    return pd.DataFrame(made)
-
-
-def placements(study: Study) -> pd.DataFrame:
-    """Every placement in every case."""
-    made = []
-    for row in study.rows.to_dict("records"):
-        made.append(
-            {
-                "case": row["cell"],
-                "side": row["side"],
-                "TTFT ms": f"{1e3 * row['ttft_s']:.0f}",
-                "p99": f"{1e3 * row['ttft_p99_s']:.0f}",
-                "TPOT ms": f"{1e3 * row['tpot_s']:.1f}",
-                "attained": f"{row['attainment']:.1%}",
-                "busiest / mean": f"{row['imbalance']:.2f}",
-                "adapters stored": int(row["adapters_most"]),
-                "GB fetched": f"{row['bytes_fetched'] / 1e9:.1f}",
-            }
-        )
-    return pd.DataFrame(made)
+def _ends(ends: Counter[str]) -> str:
+    return ", ".join(f"{count:,} {status.replace('_', ' ')}" for status, count in ends.items()) or "none"

@@ -64,7 +64,7 @@ _STALL_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One whole answer; fields as in `Delta`. The text has neither the end token nor the stop string."""
+    """One whole answer, with the fields of `Delta`. The text has neither the end token nor the stop string."""
 
     text: str
     token_ids: tuple[int, ...]

@@ -82,9 +82,9 @@ def _processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor() or "unknown"
 
 
-def resident_bytes() -> int:
-    """Memory that this process holds now; 0 where the system does not say."""
-    statm = Path("/proc/self/statm")
+def resident_bytes(pid: int | str = "self") -> int:
+    """Memory that a process holds now; 0 where the system does not say, or the process has ended."""
+    statm = Path(f"/proc/{pid}/statm")
     return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if statm.exists() else 0
 
 

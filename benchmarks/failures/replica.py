@@ -86,7 +86,12 @@ class PacedDevice:
         """Holds no resources."""
 
 
-def load(config: Config) -> tuple[Replica, Tokenizer | None]:
+async def load(config: Config) -> tuple[Replica, Tokenizer | None]:
+    """See `jlora.serve.launcher.Program`: `replica`, made beside the event loop."""
+    return await asyncio.to_thread(replica, config), None
+
+
+def replica(config: Config) -> Replica:
     """The product's replica with a paced device in place of its own, which takes the seconds of `engine.step_model`."""
     model = FittedSteps.read(Path(config.engine.step_model)) if config.engine.step_model else MODEL
     config = configuration.replace(
@@ -97,15 +102,11 @@ def load(config: Config) -> tuple[Replica, Tokenizer | None]:
     limits, info = built.info.limits, built.info
     parts = dataclasses.replace(built.parts, runner=PacedDevice(limits.vocab, model))
     engine = Engine(parts, Shape(limits.max_len, info.block_bytes, config.engine.overlap))
-    return LocalReplica(dataclasses.replace(built, engine=engine, parts=parts), system), None
-
-
-async def _load(config: Config) -> tuple[Replica, Tokenizer | None]:
-    return await asyncio.to_thread(load, config)
+    return LocalReplica(dataclasses.replace(built, engine=engine, parts=parts), system)
 
 
 def main(argv: Sequence[str]) -> int:
     """Runs the replica, see `jlora.cluster.child`."""
     config = flags.parse(argv)
-    program = dataclasses.replace(worker.program(config), load=_load)
+    program = dataclasses.replace(worker.program(config), load=load)
     return launcher.run(config, program)

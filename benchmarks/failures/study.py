@@ -25,7 +25,7 @@ from benchmarks.runner import Options
 from jlora.demo import assets
 from jlora.demo.cluster import pid_of, status
 from jlora.errors import ConfigError
-from jlora.loadgen.server import ServerProcess
+from jlora.loadgen.server import ServerProcess, exactly
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -68,13 +68,10 @@ def run(options: Options) -> None:
     plan = plan_of(options)
     number = "" if not options.replicas else str(plan.replicas)
     records = options.records(f"failures-paced{number}", {"replicas": plan.replicas, "streams": plan.streams})
-    process = start(plan)
-    try:
+    with start(plan) as process:
         for side, rows in asyncio.run(play(process, plan)):
             for number, row in enumerate(rows):
                 records.add(f"{plan.replicas} replicas", side, number, row)
-    finally:
-        process.stop()
 
 
 def plan_of(options: Options) -> Plan:
@@ -91,7 +88,7 @@ def start(plan: Plan) -> ServerProcess:
     settings = [f"{key}={value}" for key, value in {**SETTINGS, "engine.max_seqs": plan.streams}.items()]
     named = [word for name in ADAPTERS if name for word in ("--adapter", f"{name}={assets.adapter_path(name)}")]
     flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas), *named, "--set", *settings]
-    return ServerProcess(flags, ("benchmarks.failures.service",))
+    return ServerProcess(flags, ("benchmarks.servers", "cluster"))
 
 
 async def play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapping[str, Any]]]]:
@@ -146,12 +143,8 @@ async def _phase(channel: grpc.aio.Channel, plan: Plan, seconds: float) -> Heard
 async def _ask(stub: Any, rng: random.Random, vocab: int, heard: Heard) -> None:
     """Streams one answer and checks each token by its place."""
     prompt, seed, count = rng.randint(*PROMPT), rng.getrandbits(31), rng.randint(*OUTPUT)
-    request = pb.GenerateRequest(
-        model=rng.choice(ADAPTERS),
-        token_ids=pb.TokenIds(ids=[rng.randrange(3, vocab) for _ in range(prompt)]),
-        sampling=pb.Sampling(temperature=1.0, seed=seed),
-        stopping=pb.Stopping(max_tokens=count, ignore_eos=True),
-    )
+    ids = [rng.randrange(3, vocab) for _ in range(prompt)]
+    request = exactly(count, ids, seed, model=rng.choice(ADAPTERS))
     came: Counter[int] = Counter()
     have, gap, last = 0, 0.0, 0.0
     try:

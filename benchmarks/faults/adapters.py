@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from benchmarks.faults.client import Client, Figures, ask, in_parallel, prompt
+from benchmarks.faults.client import Client, Figures, in_parallel, prompt
+from jlora.loadgen.server import exactly
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")
 REFUSED = {"INVALID_ARGUMENT", "DATA_LOSS", "NOT_FOUND"}
@@ -23,15 +24,15 @@ async def damaged(client: Client, folder: Path, versions: tuple[Path, Path], fli
     """F3: what is refused; what is loaded is another adapter by its digest, or means what it meant before."""
     good, other = versions
     _, digest = await client.load("good", good)
-    neighbour = ask(PROMPT, TOKENS, "good", logprobs=5)
+    neighbour = exactly(TOKENS, PROMPT, model="good", logprobs=5)
     before = await client.inference.Generate(neighbour)
-    right, ends, wrong = await client.answer(ask(PROMPT, TOKENS, "good")), Counter[str](), 0
+    right, ends, wrong = await client.answer(exactly(TOKENS, PROMPT, model="good")), Counter[str](), 0
     for kind, harm in _damages(good, flips):
         bad = _copied(good, folder / "bad")
         harm(bad)
         status, found = await client.load("bad", bad)
         if status == "OK":
-            wrong += found == digest and await client.answer(ask(PROMPT, TOKENS, "bad")) != right
+            wrong += found == digest and await client.answer(exactly(TOKENS, PROMPT, model="bad")) != right
             status = "loaded, the same digest" if found == digest else "loaded, another digest"
             await client.unload("bad")
         ends[f"{kind}: {status}"] += 1
@@ -105,13 +106,14 @@ async def raced(client: Client, versions: tuple[Path, Path], count: int) -> Figu
     rng, right = random.Random(5), set()
     for path in versions:
         await client.load("raced", path, replace=True)
-        right.add((await client.answer(ask(PROMPT, TOKENS, "raced")))[1])
+        right.add((await client.answer(exactly(TOKENS, PROMPT, model="raced")))[1])
     held = (await client.cache()).host.adapters
     ends: Counter[str] = Counter()
 
     async def user() -> None:
         await asyncio.sleep(rng.random() * 0.02)
-        status, tokens = await client.answer(ask(PROMPT, TOKENS, "raced", bypass_prefix_cache=rng.random() < 0.5))
+        asked = exactly(TOKENS, PROMPT, model="raced", bypass_prefix_cache=rng.random() < 0.5)
+        status, tokens = await client.answer(asked)
         ends["whole answer of one version" if tokens in right else "MIXED" if status == "OK" else status] += 1
 
     for i in range(count):
@@ -134,7 +136,7 @@ async def cold(client: Client, names: list[str]) -> Figures:
     begun, before = await client.info(), await client.cache()
 
     async def one(number: int) -> str:
-        return (await client.answer(ask(prompt(rng), 4, names[number])))[0]
+        return (await client.answer(exactly(4, prompt(rng), model=names[number])))[0]
 
     async def watch() -> None:
         nonlocal stuck

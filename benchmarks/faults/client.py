@@ -6,12 +6,13 @@ import asyncio
 import random
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 
+from benchmarks.clients import connection
 from jlora.loadgen.checkpoints import TINY
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -24,8 +25,7 @@ class Client:
     """Stubs over one channel."""
 
     def __init__(self, address: str):
-        own = [("grpc.use_local_subchannel_pool", 1)]  # a connection of its own
-        self.channel = grpc.aio.insecure_channel(address, options=own)
+        self.channel = connection(address)
         self.address = address
         self.inference = rpc.InferenceStub(self.channel)
         self.adapters = rpc.AdaptersStub(self.channel)
@@ -71,17 +71,6 @@ class Client:
             "blocks_left": cache.hbm.running_kv,
             "zombie_tokens": last.generated_tokens - first.generated_tokens,
         }
-
-
-def ask(prompt: Sequence[int], tokens: int, model: str = "", **fields: Any) -> pb.GenerateRequest:
-    """A greedy request for exactly so many tokens."""
-    return pb.GenerateRequest(
-        model=model,
-        token_ids=pb.TokenIds(ids=prompt),
-        sampling=pb.Sampling(temperature=0.0),
-        stopping=pb.Stopping(max_tokens=tokens, ignore_eos=True),
-        **fields,
-    )
 
 
 def prompt(rng: random.Random, most: int = 32) -> list[int]:

@@ -7,8 +7,9 @@ import random
 import time
 from collections import Counter
 
-from benchmarks.faults.client import ANSWER_S, Client, Figures, ask, in_parallel, prompt
-from benchmarks.memory import rss
+from benchmarks.faults.client import ANSWER_S, Client, Figures, in_parallel, prompt
+from jlora.loadgen.server import exactly
+from jlora.machine import resident_bytes
 from jlora.serve.proto import jlora_pb2 as pb
 
 WORKERS = 64
@@ -23,7 +24,7 @@ async def cancels(client: Client, count: int) -> Figures:
 
     async def one(number: int) -> str:
         long = 512 if number % 4 == 0 else 32  # a prefill of more than one step
-        call = client.inference.GenerateStream(ask(prompt(rng, long), 200), timeout=ANSWER_S)
+        call = client.inference.GenerateStream(exactly(200, prompt(rng, long)), timeout=ANSWER_S)
         when = ("at once", "soon", "later", "decoding")[number % 4 if number % 8 else 3]
         if when == "decoding":
             for _ in range(rng.randint(1, 20)):
@@ -44,7 +45,7 @@ async def deadlines(client: Client, count: int) -> Figures:
 
     async def one(number: int) -> str:
         seconds = (0.001, 0.01, 0.05, 0.2, 1.0)[number % 5]
-        status, _ = await client.answer(ask(prompt(rng, 256), 100), seconds)
+        status, _ = await client.answer(exactly(100, prompt(rng, 256)), seconds)
         return status
 
     ends = await in_parallel(count, WORKERS, one)
@@ -60,11 +61,11 @@ async def deadlines(client: Client, count: int) -> Figures:
 async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     """F11: as many long requests at once as the server takes, its `room`; then `count` more, and all are cancelled."""
     late: list[float] = []
-    before, callers = rss(pid), [Client(client.address) for _ in range(CONNECTIONS)]
+    before, callers = resident_bytes(pid), [Client(client.address) for _ in range(CONNECTIONS)]
 
     async def one(number: int) -> str:
         began = time.monotonic()
-        status, _ = await callers[number % CONNECTIONS].answer(ask((5, 6, 7), 900))
+        status, _ = await callers[number % CONNECTIONS].answer(exactly(900, (5, 6, 7)))
         if status == "RESOURCE_EXHAUSTED":
             late.append(time.monotonic() - began)
         return status
@@ -72,7 +73,7 @@ async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     first, end = [asyncio.create_task(one(number)) for number in range(room)], time.monotonic() + ANSWER_S
     while (info := await client.info()).live_requests < 0.99 * room and time.monotonic() < end:
         await asyncio.sleep(0.1)
-    queued, most = info.live_requests, rss(pid)
+    queued, most = info.live_requests, resident_bytes(pid)
     second = [asyncio.create_task(one(number)) for number in range(count)]
     await asyncio.wait(second, timeout=WAIT_S)  # those that found a place wait in the queue
     for task in (*first, *second):
@@ -81,7 +82,7 @@ async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     ends = Counter("cancelled" if isinstance(end, asyncio.CancelledError) else str(end) for end in ended)
     await asyncio.gather(*(caller.channel.close() for caller in callers))
     left = await client.left()
-    served, _ = await client.answer(ask((5, 6, 7), 4))
+    served, _ = await client.answer(exactly(4, (5, 6, 7)))
     well = set(ends) <= {"OK", "RESOURCE_EXHAUSTED", "cancelled"} and served == "OK"
     return {
         "injected": room + count, **ends, **left, "queued_at_most": queued,
@@ -97,7 +98,7 @@ async def ids(client: Client, count: int) -> Figures:
 
     async def one(number: int) -> str:
         def named(tokens: int, tenant: str) -> pb.GenerateRequest:
-            return ask(prompt(rng), tokens, request_id=f"id{number}", tenant=tenant)
+            return exactly(tokens, prompt(rng), request_id=f"id{number}", tenant=tenant)
 
         holder = client.inference.GenerateStream(named(900, "a"), timeout=ANSWER_S)
         await holder.read()

@@ -16,7 +16,7 @@ from benchmarks.failures import study as failures
 from benchmarks.failures.replica import token_at
 from benchmarks.faults.client import Client, Figures
 from jlora.demo import assets
-from jlora.loadgen.server import ServerProcess
+from jlora.loadgen.server import ServerProcess, exactly
 from jlora.serve.proto import jlora_pb2 as pb
 
 STREAMS = 4  # of a server that is told to end
@@ -43,9 +43,11 @@ async def _drain(way: str, seconds: dict[str, list[float]]) -> str:
     """How it went: "as promised", or what did not."""
     late = way in ("past grace", "two SIGTERM")
     flags = ["--model", str(assets.MODEL), "--set", f"serve.drain_s={GRACE_S if way == 'past grace' else 30}"]
-    process = ServerProcess([*flags, "cache.hbm_blocks=400", "serve.log_level=warning"], ("benchmarks.faults.paced",))
+    process = ServerProcess(
+        [*flags, "cache.hbm_blocks=400", "serve.log_level=warning"], ("benchmarks.servers", "paced")
+    )
     client = Client(process.address)
-    asked = [_asked(seed, 900 if late else 60) for seed in range(STREAMS)]
+    asked = [exactly(900 if late else 60, range(10, 20), seed) for seed in range(STREAMS)]
     calls = [client.inference.GenerateStream(one) for one in asked]
     firsts = [await call.read() for call in calls]
     vocab = (await client.info()).vocab
@@ -72,14 +74,6 @@ async def _drain(way: str, seconds: dict[str, list[float]]) -> str:
     if code != wanted[0]:
         refused += f"exit code {code}; "
     return refused or "as promised"
-
-
-def _asked(seed: int, tokens: int) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=range(10, 20)),
-        sampling=pb.Sampling(temperature=1.0, seed=seed),
-        stopping=pb.Stopping(max_tokens=tokens, ignore_eos=True),
-    )
 
 
 async def _rest(call: Any, first: pb.GenerateResponse, asked: pb.GenerateRequest, vocab: int) -> str:
@@ -110,11 +104,8 @@ async def _not_serving(client: Client) -> bool:
 async def kills(count: int) -> Figures:
     """F1: 64 streams over two replicas, one of which is killed again and again."""
     plan = failures.Plan(2, 32 if count > 2 else 4, count * KILL_EVERY_S, KILL_EVERY_S)
-    process = failures.start(plan)
-    try:
+    with failures.start(plan) as process:
         rows = dict(await failures.play(process, plan))
-    finally:
-        process.stop()
     (total,) = rows["killed in all"]
     (clean,) = rows["clean in all"]
     well = not (total["wrong_tokens"] or total["errors"] or clean["wrong_tokens"] or clean["errors"])

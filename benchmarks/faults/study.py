@@ -107,10 +107,9 @@ def _at_a_server(options: Options, counts: Counts, names: list[str], keep: Calla
         write_adapter(folder / "library" / _name(i), SPEC, RANKS[i % len(RANKS)], i)
     settings: dict[str, Any] = {**SETTINGS, "engine.max_queue": counts.burst // 2 if options.quick else counts.burst}
     settings |= {"adapters.dir": folder / "library", "adapters.roots": folder.resolve(), **options.settings}
-    process = ServerProcess(["--model", str(folder / "model"), *flags_of({}, settings)])
     room = int(settings["engine.max_queue"]) + int(settings["engine.max_seqs"])
 
-    async def play() -> None:
+    async def play(process: ServerProcess) -> None:
         client = Client(process.address)
         while (await client.info()).programs_left:
             await asyncio.sleep(0.2)
@@ -118,10 +117,8 @@ def _at_a_server(options: Options, counts: Counts, names: list[str], keep: Calla
             keep(name, await _ON_A_SERVER[name](Stage(client, counts, folder, process.pid, room)))
         await client.channel.close()
 
-    try:
-        asyncio.run(play())
-    finally:
-        process.stop()
+    with ServerProcess(["--model", str(folder / "model"), *flags_of({}, settings)]) as process:
+        asyncio.run(play(process))
 
 
 def _name(i: int) -> str:

@@ -14,7 +14,9 @@ from typing import Any
 
 import grpc
 
+from benchmarks.clients import NARROW, connection, status_of
 from benchmarks.gaps.files import PINNED, library_name
+from jlora.loadgen.server import exactly
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -23,7 +25,6 @@ ANSWER_S = 120.0  # a guard against hanging
 CONNECTIONS = 10  # of a burst
 CLASHES, UNKNOWN, LISTS = 500, 200, 4  # calls of one round
 READERS, STALL_S = 16, 2.0  # who do not read, and serve.stall_s
-NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))  # a window that does not grow
 GENERATE, DETOKENIZE = "/jlora.v1.Inference/Generate", "/jlora.v1.Inference/Detokenize"
 
 
@@ -58,11 +59,7 @@ class Attacker:
 
     async def ask(self, call: Awaitable[Any]) -> str:
         """Awaits a call; counts and returns its status."""
-        try:
-            await call
-            status = "OK"
-        except grpc.aio.AioRpcError as e:
-            status = e.code().name
+        status = await status_of(call)
         self.ends[status] += 1
         return status
 
@@ -179,8 +176,7 @@ async def pins(attacker: Attacker) -> None:
 async def stalled(attacker: Attacker) -> None:
     """Streams of large messages that nobody reads until the server has had time to cut them."""
     asked = _short(900, logprobs=20)
-    own = [*NARROW, ("grpc.use_local_subchannel_pool", 1)]
-    async with grpc.aio.insecure_channel(attacker.target.address, options=own) as channel:
+    async with connection(attacker.target.address, *NARROW) as channel:
         calls = [rpc.InferenceStub(channel).GenerateStream(asked, timeout=ANSWER_S) for _ in range(READERS)]
         await asyncio.sleep(4 * STALL_S)
         await attacker.ask_all(_read(call) for call in calls)
@@ -198,12 +194,7 @@ async def clashes(attacker: Attacker) -> None:
 
 
 def _short(tokens: int, **fields: Any) -> pb.GenerateRequest:
-    return pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=range(5, 15)),
-        sampling=pb.Sampling(temperature=0.0),
-        stopping=pb.Stopping(max_tokens=tokens, ignore_eos=True),
-        **fields,
-    )
+    return exactly(tokens, range(5, 15), **fields)
 
 
 ATTACKS: Mapping[str, Attack] = {
@@ -250,8 +241,8 @@ async def _play(attack: Attack, target: Target) -> Counter[str]:
 
 @asynccontextmanager
 async def _attacker(target: Target) -> AsyncIterator[Attacker]:
-    own = [("grpc.use_local_subchannel_pool", 1), ("grpc.max_receive_message_length", 64 * MIB)]
-    channels = [grpc.aio.insecure_channel(target.address, options=own) for _ in range(CONNECTIONS)]
+    large = ("grpc.max_receive_message_length", 64 * MIB)
+    channels = [connection(target.address, large) for _ in range(CONNECTIONS)]
     try:
         yield Attacker(target, channels, Counter())
     finally:

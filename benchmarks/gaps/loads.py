@@ -1,29 +1,18 @@
-"""The longest gap between tokens of running streams while large adapters load one after the other.
-
-    write FOLDER                            a model of 125M weights and two adapters of 300 MB
-    flags FOLDER                            prints the flags of `jlora serve` for it
-    measure ADDRESS PID FOLDER OUT NAME     OUT/gaps-server-NAME.jsonl: what a plain client of that server sees
-
-These are the arguments of `python -m benchmarks.gaps.loads`. The client needs nothing of the server's package, so any
-version's server can be measured.
-"""
+"""The longest gap between tokens of running streams while large adapters load one after the other."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
-from benchmarks.gaps.server import WINDOW_S
-from benchmarks.gaps.streams import ANSWER_S, LOOK_S, Monitor, Streams, calm, during
-from benchmarks.records import Records
+from benchmarks.clients import status_of
+from benchmarks.gaps.streams import ANSWER_S, LOOK_S, WINDOW_S, Monitor, Streams, calm, during
 from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
 from jlora.loadgen.rounds import Sample
 from jlora.loadgen.server import flags_of
@@ -90,30 +79,9 @@ async def _load(stub: rpc.AdaptersStub, folder: Path, seconds: float) -> Counter
     ends, end, number = Counter[str](), time.monotonic() + seconds, 0
     while time.monotonic() < end or not ends:
         asked = pb.LoadAdapterRequest(name="large", path=str((folder / f"large{number % 2}").resolve()))
-        try:
-            await stub.LoadAdapter(asked, timeout=ANSWER_S)
-            await stub.UnloadAdapter(pb.UnloadAdapterRequest(name="large"), timeout=ANSWER_S)
-            ends["OK"] += 1
-        except grpc.aio.AioRpcError as e:
-            ends[e.code().name] += 1
+        status = await status_of(stub.LoadAdapter(asked, timeout=ANSWER_S))
+        if status == "OK":
+            status = await status_of(stub.UnloadAdapter(pb.UnloadAdapterRequest(name="large"), timeout=ANSWER_S))
+        ends[status] += 1
         number += 1
     return ends
-
-
-def main(argv: Sequence[str]) -> None:
-    """Runs a command of the module's documentation."""
-    match argv:
-        case ["write", folder]:
-            write(Path(folder))
-        case ["flags", folder]:
-            print(*flags(Path(folder)))
-        case ["measure", address, pid, folder, out, name]:
-            records = Records(Path(out) / f"gaps-server-{name}.jsonl", {"server": name})
-            for side, sample in asyncio.run(measure(address, Path(folder), int(pid))).items():
-                records.add("loads", side, len(records.lines) // 2, sample)
-        case _:
-            sys.exit(__doc__)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

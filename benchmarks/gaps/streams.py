@@ -11,12 +11,14 @@ from typing import Any
 
 import grpc
 
-from benchmarks.gaps.server import WINDOW_S
-from benchmarks.memory import rss
+from benchmarks.clients import connection
 from jlora.loadgen.rounds import Sample
+from jlora.loadgen.server import exactly
+from jlora.machine import resident_bytes
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
+WINDOW_S = 3  # what a forgetful server's stall monitor remembers (`benchmarks.servers`)
 LOOK_S = 1.0  # between two looks at the monitor: less than what it remembers
 AGAIN_S = 0.1  # until a stream that has failed begins anew
 ANSWER_S = 300.0  # a guard against hanging
@@ -36,8 +38,7 @@ class Streams:
     @asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """They run: each has had a token, or was refused."""
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(self._address, options=own) as channel:
+        async with connection(self._address) as channel:
             stub = rpc.InferenceStub(channel)
             tasks = [asyncio.create_task(self._repeat(stub, i)) for i in range(self._count)]
             while len(self._last) < self._count:
@@ -59,12 +60,7 @@ class Streams:
         return seen
 
     async def _repeat(self, stub: rpc.InferenceStub, number: int) -> None:
-        asked = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=range(10 + number, 20 + number)),
-            sampling=pb.Sampling(temperature=0.0),
-            stopping=pb.Stopping(max_tokens=self._tokens, ignore_eos=True),
-            priority=PRIORITY,
-        )
+        asked = exactly(self._tokens, range(10 + number, 20 + number), priority=PRIORITY)
         while True:
             try:
                 async for _ in stub.GenerateStream(asked, timeout=ANSWER_S):
@@ -86,7 +82,7 @@ class Monitor:
     """The server's own stall monitor, and its memory."""
 
     def __init__(self, address: str, pid: int):
-        self._channel = grpc.aio.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)])
+        self._channel = connection(address)
         self._control = rpc.ControlStub(self._channel)
         self._pid = pid
 
@@ -99,11 +95,11 @@ class Monitor:
 
     async def watch(self, until: asyncio.Future[Any]) -> Sample:
         """The longest gaps of loop and engine until the future is done, and the bytes by which the memory grew."""
-        before = peak = rss(self._pid)
+        before = peak = resident_bytes(self._pid)
         loop_s = engine_s = 0.0
         while True:
             over = until.done()
-            info, peak = await self.info(), max(peak, rss(self._pid))
+            info, peak = await self.info(), max(peak, resident_bytes(self._pid))
             loop_s, engine_s = max(loop_s, info.longest_loop_gap_s), max(engine_s, info.longest_engine_gap_s)
             if over:
                 return {"loop_s": loop_s, "engine_s": engine_s, "rss_grown": peak - before}

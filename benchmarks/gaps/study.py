@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import multiprocessing
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.clients import second_process
 from benchmarks.gaps import files, loads
 from benchmarks.gaps.attacks import ATTACKS, STALL_S, Target, play
 from benchmarks.gaps.streams import Monitor, Streams, calm, during
@@ -30,7 +28,7 @@ SETTINGS = {
     "cache.hbm_blocks": 4000, "cache.host_blocks": 4000, "adapters.lazy": True, "serve.log_level": "warning",
     "serve.stall_s": STALL_S, "serve.coalesce_s": 0.02,
 }  # fmt: skip
-MODULE = ("benchmarks.gaps.server",)
+MODULE = ("benchmarks.servers", "forgetful")
 TOKENS = 900  # of a stream
 LOADS = "large adapters"  # at a second server
 
@@ -68,7 +66,7 @@ def run(options: Options) -> None:
             records.add("attacks", name, number, sample)
         if LOADS not in names:
             continue
-        with _server(loads.flags(folder, plan.large)) as server:
+        with ServerProcess(loads.flags(folder, plan.large), MODULE) as server:
             found = asyncio.run(loads.measure(server.address, folder, server.pid, plan.large))
         for name, sample in found.items():
             records.add("loads", name, number, sample)
@@ -77,8 +75,8 @@ def run(options: Options) -> None:
 async def _attacks(folder: Path, plan: Plan, names: Sequence[str]) -> dict[str, Sample]:
     found = {}
     settings = {**SETTINGS, "adapters.dir": folder / "library"}
-    loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
-    with _server(["--model", str(assets.MODEL), *flags_of({}, settings)]) as server:
+    loop = asyncio.get_running_loop()
+    with ServerProcess(["--model", str(assets.MODEL), *flags_of({}, settings)], MODULE) as server:
         target = Target(server.address, folder / "hostile", plan.adapters, plan.seconds, plan.burst)
         brief = dataclasses.replace(target, seconds=0.0)
         streams, monitor = Streams(server.address, plan.streams, TOKENS), Monitor(server.address, server.pid)
@@ -86,7 +84,7 @@ async def _attacks(folder: Path, plan: Plan, names: Sequence[str]) -> dict[str, 
             await asyncio.sleep(0.2)
         async with streams.running():
             for name in names:
-                with ProcessPoolExecutor(1, spawn) as attackers:  # a new one: it brings no memory along
+                with second_process() as attackers:  # a new one: it brings no memory along
                     await loop.run_in_executor(attackers, play, "idle", brief)  # not counted: imports
                     await calm(streams, plan.large.pause_s)
                     attack = loop.run_in_executor(attackers, play, name, target)
@@ -94,12 +92,3 @@ async def _attacks(folder: Path, plan: Plan, names: Sequence[str]) -> dict[str, 
                     found[name] = {**sample, "answers": await attack}
         await monitor.close()
     return found
-
-
-@contextmanager
-def _server(flags: list[str]) -> Iterator[ServerProcess]:
-    process = ServerProcess(flags, MODULE)
-    try:
-        yield process
-    finally:
-        process.stop()

@@ -10,22 +10,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import multiprocessing
 import resource
 import time
 from collections import Counter
 from collections.abc import Callable, Coroutine
-from concurrent.futures import ProcessPoolExecutor
 from typing import Any
 
 import grpc
 import numpy as np
 
-from benchmarks.memory import rss
+from benchmarks.clients import connection, second_process, status_of
 from benchmarks.runner import Options
 from jlora.demo import assets
 from jlora.loadgen.rounds import Sample, Side
-from jlora.loadgen.server import ServerProcess, flags_of
+from jlora.loadgen.server import ServerProcess, exactly, flags_of
+from jlora.machine import resident_bytes
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
@@ -132,28 +131,29 @@ def run(options: Options) -> None:
     seconds, count = (2.0, 50) if options.quick else (options.seconds or SECONDS, CONNECTIONS)
     records = options.records("abuse-python", {"seconds": seconds, "connections": count})
     for name in ["resets"] if options.quick else ATTACKS:
-        side = Side(name, lambda name=name: asyncio.run(_measure(name, seconds, count)))
+        side = Side(name, lambda name=name: _measured(name, seconds, count))
         records.measure(name, [side], options.budget(1, quick=1))
 
 
-async def _measure(name: str, seconds: float, count: int) -> Sample:
-    server = await asyncio.to_thread(ServerProcess, ["--model", str(assets.MODEL), *flags_of({}, SETTINGS)])
-    try:
-        async with grpc.aio.insecure_channel(server.address) as channel:
-            stub = rpc.InferenceStub(channel)
-            ends: Counter[str] = Counter()
-            await _ask(stub, 2.0, ends)  # not counted: programs that compile
-            calm, before = await _ask(stub, seconds, Counter()), rss(server.pid)
-            ends.clear()
+def _measured(name: str, seconds: float, count: int) -> Sample:
+    with ServerProcess(["--model", str(assets.MODEL), *flags_of({}, SETTINGS)]) as server:
+        return asyncio.run(_measure(server, name, seconds, count))
+
+
+async def _measure(server: ServerProcess, name: str, seconds: float, count: int) -> Sample:
+    async with grpc.aio.insecure_channel(server.address) as channel:
+        stub = rpc.InferenceStub(channel)
+        ends: Counter[str] = Counter()
+        await _ask(stub, 2.0, ends)  # not counted: programs that compile
+        calm, before = await _ask(stub, seconds, Counter()), resident_bytes(server.pid)
+        ends.clear()
+        with second_process() as attackers:
             loop = asyncio.get_running_loop()
-            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as attackers:
-                attack = loop.run_in_executor(attackers, _attack, name, server.address, seconds, count)
-                (attacked, peak), others = await asyncio.gather(
-                    _until(attack, stub, server.pid, ends), _others(server.address, attack)
-                )
-            done = await attack
-    finally:
-        await asyncio.to_thread(server.stop)
+            attack = loop.run_in_executor(attackers, _attack, name, server.address, seconds, count)
+            (attacked, peak), others = await asyncio.gather(
+                _until(attack, stub, server.pid, ends), _others(server.address, attack)
+            )
+        done = await attack
     quantiles = {
         f"{phase}_{q}_s": float(np.percentile(times or [0.0], p))
         for phase, times in (("calm", calm), ("attack", attacked))
@@ -177,7 +177,7 @@ async def _until(
     times, peak = [], 0
     while not attack.done():
         times += await _ask(stub, GAP_S, ends)
-        peak = max(peak, rss(pid))
+        peak = max(peak, resident_bytes(pid))
     return times, peak
 
 
@@ -185,13 +185,8 @@ async def _others(address: str, attack: asyncio.Future[Counter[str]]) -> dict[st
     """How calls on new connections ended while the attack lasted: one each second."""
     ends: Counter[str] = Counter()
     while not attack.done():
-        own = [("grpc.use_local_subchannel_pool", 1)]
-        async with grpc.aio.insecure_channel(address, options=own) as channel:
-            try:
-                await rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5)
-                ends["OK"] += 1
-            except grpc.aio.AioRpcError as e:
-                ends[e.code().name] += 1
+        async with connection(address) as channel:
+            ends[await status_of(rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=5))] += 1
         await asyncio.sleep(1.0)
     return dict(ends)
 
@@ -199,18 +194,10 @@ async def _others(address: str, attack: asyncio.Future[Counter[str]]) -> dict[st
 async def _ask(stub: rpc.InferenceStub, seconds: float, ends: Counter[str]) -> list[float]:
     """Seconds of each call; `ends` counts how they end."""
     times, end = [], time.monotonic() + seconds
-    asked = pb.GenerateRequest(
-        token_ids=pb.TokenIds(ids=range(5, 20)),
-        sampling=pb.Sampling(temperature=0.0),
-        stopping=pb.Stopping(max_tokens=4, ignore_eos=True),
-    )
+    asked = exactly(4, range(5, 20))
     while time.monotonic() < end:
         began = time.perf_counter()
-        try:
-            await stub.Generate(asked, timeout=60)
-            ends["OK"] += 1
-        except grpc.aio.AioRpcError as e:
-            ends[e.code().name] += 1
+        ends[await status_of(stub.Generate(asked, timeout=60))] += 1
         times.append(time.perf_counter() - began)
         await asyncio.sleep(GAP_S)
     return times

@@ -18,16 +18,15 @@ makes it faster, so each case is measured in rounds and reported by its lowest m
 from __future__ import annotations
 
 import gc
-import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict
 from typing import Any, TypeVar
 
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.clients import second_process
 from benchmarks.micro import steps
 from benchmarks.micro.grove import MONITOR_S, Grove, Shape
 from benchmarks.micro.steps import StepLoad
@@ -60,16 +59,15 @@ def run(options: Options) -> None:
     records = options.records("cache-python", {"samples": samples})
     todo: list[tuple[Callable[..., Sample], Any]] = [(tree, shape) for shape in shapes]
     todo += [(step, load) for load in loads]
-    done = {(line["cell"], line["round"]) for line in records.lines}
     for round_ in range(options.rounds or 2):
         for call, case in tqdm(todo, desc=f"cache, round {round_}", unit="case"):
-            if (str(case), round_) not in done:
+            if not records.has(cell=str(case), round=round_):
                 records.add(str(case), call.__name__, round_, apart(call, case, samples))
 
 
 def apart(call: Callable[..., T], *args: Any) -> T:
     """The call's result, from a fresh process."""
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+    with second_process() as pool:
         return pool.submit(call, *args).result()
 
 

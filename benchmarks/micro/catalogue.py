@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import os
 import shutil
 import time
 from pathlib import Path
@@ -27,6 +26,7 @@ from jlora.engine.sources import Reader, find
 from jlora.layout import PoolLayout, smallest_block_tokens
 from jlora.loadgen.checkpoints import LLAMA_100M
 from jlora.loadgen.rounds import Sample, Side
+from jlora.machine import resident_bytes
 from jlora.model.hf_names import MODULES
 from jlora.ports import DiskFiles, OsThreads
 
@@ -75,7 +75,7 @@ def _measure(directory: Path, count: int) -> Sample:
     keys = {"adapters.dir": str(directory / "adapters"), "adapters.lazy": True}
     manager = CacheManager(Sizes(2047, 2048, layout.block_tokens), Jlora(Meter(1e-3)), time.monotonic)
     gc.collect()
-    memory, began = _resident(), time.perf_counter()
+    memory, began = resident_bytes(), time.perf_counter()
     catalogue = Catalogue(str(directory / "adapters.db"), OsThreads(), reader.fits)
     parts: Any = SimpleNamespace(
         scheduler=SimpleNamespace(manager=manager), registry=AdapterRegistry(), swapper=None, clock=time.monotonic,
@@ -85,11 +85,7 @@ def _measure(directory: Path, count: int) -> Sample:
     adapters.begin_with(find(configuration.load(None, keys), reader, catalogue, progress=False))
     seconds = time.perf_counter() - began
     assert len(adapters.records()) == count
-    memory = _resident() - memory
+    memory = resident_bytes() - memory
     catalogue.close()
     kept = sum(file.stat().st_size for file in directory.glob("adapters.db*"))
     return {"seconds": seconds, "bytes": memory / count, "table_bytes": kept / count}
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

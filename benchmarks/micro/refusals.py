@@ -8,17 +8,16 @@ own processor time counts, all of its threads.
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ProcessPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import numpy as np
 
+from benchmarks.clients import connection, second_process, status_of
 from benchmarks.runner import Options
 from jlora.config import Config
 from jlora.loadgen.rounds import Sample, Side
@@ -80,7 +79,7 @@ async def _measure(callers: int, seconds: float) -> Sample:
     loop = asyncio.get_running_loop()
     with (
         backend.gate.completions(backend.room, backend.room.most),
-        ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients,
+        second_process() as clients,
     ):
         await loop.run_in_executor(clients, _callers, address, 1, 0.0)  # not counted: imports
         clock.seconds.clear()
@@ -108,18 +107,13 @@ def _callers(address: str, callers: int, seconds: float) -> Counter[str]:
 
 async def _call(address: str, callers: int, seconds: float) -> Counter[str]:
     ends: Counter[str] = Counter()
-    own = [("grpc.use_local_subchannel_pool", 1)]
-    channels = [grpc.aio.insecure_channel(address, options=own) for _ in range(CONNECTIONS)]
+    channels = [connection(address) for _ in range(CONNECTIONS)]
     stubs = [rpc.InferenceStub(channel) for channel in channels]
     request, end = pb.GenerateRequest(text=TEXT), time.monotonic() + seconds
 
     async def caller(stub: rpc.InferenceStub) -> None:
         while True:
-            try:
-                await stub.Generate(request, timeout=120)
-                ends["OK"] += 1
-            except grpc.aio.AioRpcError as e:
-                ends[e.code().name] += 1
+            ends[await status_of(stub.Generate(request, timeout=120))] += 1
             if time.monotonic() >= end:
                 return
 

@@ -9,15 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
-import statistics
-import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from typing import Any
 
 import grpc
 
+from benchmarks.clients import second_process
+from benchmarks.micro.stand_in import StandIn, ask, token_now
 from benchmarks.runner import Options
 from jlora.cluster.attach import Terms
 from jlora.cluster.link import LinkServicer
@@ -27,73 +26,12 @@ from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.secret import Secret
 from jlora.config import Config
 from jlora.demo import assets
-from jlora.engine.futures import done, running
 from jlora.loadgen.rounds import Sample, Side
-from jlora.replica import ReplicaInfo, ReplicaState, Sink
 from jlora.serve.backend import Backend
-from jlora.serve.proto import jlora_pb2 as pb
-from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.serve.server import GrpcServer
 from jlora.serve.tokenizer import Tokenizer
-from jlora.types import CacheState, EngineStats, Request, TierState, Timing, TokenEvent, Usage
-from jlora.validation import Limits
 
 STREAMS, SECONDS, REPLICAS = 64, 4.0, 2
-VOCAB, TICK_S = 1 << 20, 1e-5  # ids count time in steps of 10 µs, and come again after ten seconds
-LIMITS = Limits(VOCAB, 1 << 20, 1 << 20)
-INFO = ReplicaInfo("base", "float32", LIMITS, (), 16, 4096, "cpu", ("cpu:0",), Config())
-TIER = TierState(1, 1, 0, 0, 0)
-STATE = ReplicaState(
-    CacheState("jlora", TIER, TIER, *(0,) * 15),
-    EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0),
-    longest_gap_s=0.0,
-)
-
-
-class StandIn:
-    """An engine's events: every live request gets a token at each step."""
-
-    info = INFO
-    compiling = False
-
-    def __init__(self, step_s: float):
-        self._step_s = step_s
-        self._live: dict[int, tuple[Request, Sink]] = {}
-        self._counts: dict[int, int] = {}
-        self._handles = 0
-        self.failure: Future[BaseException] = running()
-        threading.Thread(target=self._play, daemon=True).start()
-
-    def submit(self, request: Request, sink: Sink) -> Future[int]:
-        self._handles += 1
-        self._live[self._handles] = (request, sink)
-        return done(self._handles)
-
-    def abort(self, handle: int) -> Future[bool]:
-        return done(self._live.pop(handle, None) is not None)
-
-    def state(self) -> Future[ReplicaState]:
-        return done(STATE)
-
-    def adapters(self, after: str = "", most: int | None = None) -> Future[list[Any]]:
-        return done([])
-
-    def heartbeat_age(self) -> float:
-        return 0.0
-
-    def _play(self) -> None:
-        due = time.monotonic()
-        while True:
-            due += self._step_s
-            time.sleep(max(0.0, due - time.monotonic()))
-            token = int(time.monotonic() / TICK_S) % VOCAB
-            for handle, (request, sink) in list(self._live.items()):
-                count = self._counts[handle] = self._counts.get(handle, 0) + 1
-                last: dict[str, Any] = {}
-                if count == request.sampling.max_tokens:
-                    last = {"finish_reason": "length", "usage": Usage(8, 0, count), "timing": Timing(ttft=0.01)}
-                    del self._live[handle]
-                sink([TokenEvent(request.id, 0, token, handle=handle, **last)])
 
 
 def replica(step_s: float, told: Any) -> None:
@@ -103,7 +41,7 @@ def replica(step_s: float, told: Any) -> None:
         def add(backend: Backend, server: grpc.aio.Server) -> None:
             link_pb2_grpc.add_LinkServicer_to_server(LinkServicer(backend, "one", Secret()), server)
 
-        stand_in: Any = StandIn(step_s)
+        stand_in: Any = StandIn(step_s, token_now)
         server = GrpcServer(Backend(replica=stand_in), Config().serve, services=[add])
         port = server.bind("127.0.0.1", 0)
         await server.start()
@@ -152,7 +90,7 @@ async def _routed(addresses: Sequence[str], coalesce_s: float, streams: int, tok
     front = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()
     loop, sample = asyncio.get_running_loop(), {}
-    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as clients:
+    with second_process() as clients:
         await loop.run_in_executor(clients, ask, front, streams, 2)  # imports
         cpu = time.process_time()
         got = await loop.run_in_executor(clients, ask, front, streams, tokens)
@@ -173,25 +111,3 @@ class _NoAdapters:
 
     def follow(self, members: Any) -> None:
         del members
-
-
-def ask(address: str, streams: int, tokens: int) -> dict[str, float]:
-    """Runs in the clients' process: how late tokens are, and in how many deltas they come."""
-    late: list[float] = []
-    deltas = 0
-
-    async def one(stub: rpc.InferenceStub) -> None:
-        nonlocal deltas
-        message = pb.GenerateRequest(token_ids=pb.TokenIds(ids=range(8)), stopping={"max_tokens": tokens})
-        async for delta in stub.GenerateStream(message):
-            now, deltas = int(time.monotonic() / TICK_S), deltas + 1
-            late.extend(((now - token) % VOCAB) * TICK_S for out in delta.outputs for token in out.token_ids)
-
-    async def all_of_them() -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
-            stub = rpc.InferenceStub(channel)
-            await asyncio.gather(*(one(stub) for _ in range(streams)))
-
-    asyncio.run(all_of_them())
-    cuts = statistics.quantiles(late, n=100)
-    return {"deltas": float(deltas), "p50_s": cuts[49], "p99_s": cuts[98]}

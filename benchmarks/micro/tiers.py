@@ -11,26 +11,26 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+from benchmarks.micro.answers import TIMEOUT_S, Answer, ask, blocks_of
 from benchmarks.records import Records
 from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.engine.local import LocalReplica
-from jlora.layout import PoolLayout, smallest_block_tokens
-from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
+from jlora.layout import smallest_block_tokens
+from jlora.loadgen.checkpoints import ADAPTED, LLAMA_100M, TINY, write_adapter, write_model
 from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
 from jlora.ports import DiskFiles, File, Folder, System
-from jlora.types import Request, SamplingParams, Timing, TokenEvent
+from jlora.types import Request, SamplingParams
 
 TIERS = ("DISK", "HOST", "HBM")
 DISKS = (0.0, 500e6, 50e6)  # bytes per second; 0: the machine's own, as fast as it is
-TIMEOUT_S = 600
 PROMPT = 16  # tokens
 SETTINGS = {"adapters.lazy": True, "engine.cold_start": "auto", "engine.max_seqs": 16, "engine.max_step_tokens": 128}
 
@@ -94,31 +94,6 @@ class _PacedFile:
         return found
 
 
-@dataclass(slots=True)
-class Answer:
-    """A sink: tokens so far, and how the request ended."""
-
-    handle: int = 0
-    tokens: int = 0
-    timing: Timing | None = None
-    error: Exception | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            self.tokens += event.token_id is not None
-            if event.finish_reason is not None or event.error is not None:
-                self.timing, self.error = event.timing, event.error
-                self.ended.set()
-
-    def end(self) -> Timing:
-        """Waits for it. Raises what the request has failed with."""
-        assert self.ended.wait(TIMEOUT_S), "no answer"
-        if self.timing is None:
-            raise self.error or RuntimeError("it ended without a timing")
-        return self.timing
-
-
 def run(options: Options) -> None:
     """First tokens for every rank and disk, then the neighbours of loads of the largest rank."""
     size = QUICK if options.quick else FULL
@@ -143,7 +118,7 @@ def run(options: Options) -> None:
 @contextmanager
 def _started(size: Size, rank: int, requests: int, settings: dict[str, Any]) -> Iterator[_Asking]:
     """A server with room for that many requests beside the adapters on the device."""
-    blocks = _blocks(size.spec, rank)
+    blocks = blocks_of(size.spec, rank, ADAPTED)
     context = settings.get("model.max_model_len", size.spec.max_len)
     room = requests * -(-context // smallest_block_tokens(size.spec, 16))
     pool = {"cache.hbm_blocks": size.device * blocks + room, "cache.host_blocks": size.host * blocks}
@@ -156,20 +131,13 @@ def _started(size: Size, rank: int, requests: int, settings: dict[str, Any]) -> 
         replica.close()
 
 
-def _blocks(spec: ModelSpec, rank: int) -> int:
-    """Of an adapter on q, k, v and o."""
-    layout = PoolLayout.of(spec, 2, smallest_block_tokens(spec, 16))
-    return sum(-(-rank // layout.units[name].per_block) for name in ("q", "k", "v", "o"))
-
-
 def _first_tokens(asking: _Asking, size: Size, records: Records, rank: int) -> None:
     for rate in DISKS:
         asking.disk.rate = rate
         cell = f"rank {rank}, {_disk(rate)}"
-        done = {(line["side"], line["round"]) for line in records.lines if line["cell"] == cell}
         for round_ in range(size.starts):
             for tier in TIERS if rate == DISKS[0] else TIERS[:1]:
-                if (tier, round_) not in done:
+                if not records.has(cell=cell, side=tier, round=round_):
                     records.add(cell, tier, round_, asking.first_token(tier))
     asking.disk.rate = 0.0
 
@@ -193,15 +161,15 @@ class _Asking:
         """Seconds per token of the requests that run while others ask for adapters in that tier."""
         hot = self._idle("HBM")
         running = [self._ask(name, self._spec.max_len - 2 * PROMPT) for name in (hot * size.running)[: size.running]]
-        while any(answer.tokens < 2 for answer in running):
+        while any(len(answer.tokens) < 2 for answer in running):
             time.sleep(0.01)
         self.disk.rate = rate
-        before, began, asked = [answer.tokens for answer in running], time.monotonic(), []
+        before, began, asked = [len(answer.tokens) for answer in running], time.monotonic(), []
         for i in range(int(size.seconds * size.rate)):
             asked.append(self._ask(self._pick(tier), 1))
             time.sleep(max(0.0, began + (i + 1) / size.rate - time.monotonic()))
         seconds = time.monotonic() - began
-        tokens = [answer.tokens - first for answer, first in zip(running, before, strict=True)]
+        tokens = [len(answer.tokens) - first for answer, first in zip(running, before, strict=True)]
         assert not any(answer.ended.is_set() for answer in running), "those beside the loads ended too soon"
         ttft_s = statistics.median(answer.end().ttft for answer in asked)
         for answer in running:
@@ -222,10 +190,8 @@ class _Asking:
         self._count += 1
         prompt = self._rng.integers(3, self._spec.vocab, PROMPT).tolist()
         sampling = SamplingParams(temperature=0.0, max_tokens=tokens, ignore_eos=True)
-        answer = Answer()
         request = Request(f"tiers-{self._count}", tuple(prompt), sampling, name, bypass_prefix_cache=True)
-        answer.handle = self._replica.submit(request, answer).result(TIMEOUT_S)
-        return answer
+        return ask(self._replica, request)
 
 
 def _disk(rate: float) -> str:

@@ -6,24 +6,22 @@ sample of the same requests alone. Greedy tokens must be equal, and log-probabil
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 from tqdm import tqdm
 
+from benchmarks.micro.answers import TIMEOUT_S, Answer, ask, blocks_of
 from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.engine.local import LocalReplica
-from jlora.layout import PoolLayout, smallest_block_tokens
-from jlora.loadgen.checkpoints import LLAMA_100M, TINY, save_adapter, write_model
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
 from jlora.model.spec import ModelSpec
-from jlora.types import Request, SamplingParams, TokenEvent, TokenLogprob
+from jlora.types import Request, SamplingParams
 
 RANKS = (8, 16, 32, 64)
 EXPONENT = 1.0
@@ -31,7 +29,6 @@ WAVE = 64  # requests at once
 OUTPUT = 8  # tokens
 TARGETS = ("q",)
 TOLERANCE = 1e-4  # of a log-probability
-TIMEOUT_S = 600
 SETTINGS = {
     "engine.max_seqs": 16, "engine.max_step_tokens": 128, "cache.hbm_blocks": 1024, "engine.cold_start": "stream",
     "model.max_model_len": 64,
@@ -57,45 +54,27 @@ FULL = Size(LLAMA_100M, 10_000, 200, 50_000, 10.0, 500)
 QUICK = Size(TINY, 24, 4, 48, 10.0, 12)
 
 
-@dataclass(slots=True)
-class Answer:
-    """A sink of one request; `seconds` it waited for its adapter."""
-
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    waited_s: float = 0.0
-    error: Exception | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def __call__(self, events: list[TokenEvent]) -> None:
-        for event in events:
-            if event.token_id is not None and event.logprob is not None:
-                self.tokens.append(event.token_id)
-                self.logprobs.append(event.logprob)
-            if event.finish_reason is not None or event.error is not None:
-                self.waited_s = event.timing.adapter_cold_start if event.timing else 0.0
-                self.error = event.error
-                self.ended.set()
-
-
 def run(options: Options) -> None:
     """Plays once, then asks the reference."""
     size = QUICK if options.quick else FULL
     folder = options.folder("zipf")
     write_model(folder / "model", size.spec, 0)
     for i in tqdm(range(size.adapters), desc="adapters"):
-        _write(folder / "adapters" / _name(i), size.spec, RANKS[i % len(RANKS)], i)
+        # Thousands must fit on a disk.
+        write_adapter(folder / "adapters" / _name(i), size.spec, RANKS[i % len(RANKS)], i, TARGETS, "bfloat16")
     model = {"model.path": str(folder / "model"), "model.name": size.spec.name, "model.dtype": options.dtype}
     settings = {**SETTINGS, **model, **options.settings}
-    records = options.records("zipf-counts", {**vars_of(size), "ranks": list(RANKS), "exponent": EXPONENT})
+    facts = {name: getattr(size, name) for name in ("adapters", "held", "requests", "sample")}
+    facts |= {"model": size.spec.name, "ranks": list(RANKS), "exponent": EXPONENT}
+    records = options.records("zipf-counts", facts)
     requests = draw(size)
-    blocks = size.held * sum(_blocks(size.spec, rank) for rank in RANKS) // len(RANKS)
+    blocks = size.held * sum(blocks_of(size.spec, rank, TARGETS) for rank in RANKS) // len(RANKS)
     many = {"adapters.dir": str(folder / "adapters"), "adapters.lazy": True, "cache.host_blocks": blocks}
-    answers, facts = play({**settings, **many}, requests, size.minutes)
+    answers, met = play({**settings, **many}, requests, size.minutes)
     checked = np.random.default_rng(1).choice(len(answers), size.sample, replace=False).tolist()
     wanted = alone({**settings, "cache.host_blocks": blocks}, folder / "adapters", [requests[i] for i in checked])
     found = [answers[i] for i in checked]
-    records.add("answers", "catalogue", 0, {**facts, **compare(found, wanted)})
+    records.add("answers", "catalogue", 0, {**met, **compare(found, wanted)})
 
 
 def draw(size: Size) -> list[Request]:
@@ -116,14 +95,14 @@ def play(settings: dict[str, Any], requests: Sequence[Request], minutes: float) 
         replica.warm().result(TIMEOUT_S)
         answers, began = [], time.monotonic()
         while len(answers) < len(requests) and time.monotonic() < began + 60 * minutes:
-            answers += ask(replica, requests[len(answers) : len(answers) + WAVE])
+            answers += ask_all(replica, requests[len(answers) : len(answers) + WAVE])
         replica.check_integrity().result(TIMEOUT_S)
         state = replica.state().result(TIMEOUT_S)
         facts = {
             "requests": len(answers),
             "minutes": (time.monotonic() - began) / 60,
             "asked": len({request.adapter for request in requests[: len(answers)]}),
-            "cold": sum(answer.waited_s > 0 for answer in answers),
+            "cold": sum(answer.timing is not None and answer.timing.adapter_cold_start > 0 for answer in answers),
             "dropped": state.cache.adapters_dropped,
             "failed": sum(answer.error is not None for answer in answers),
         }
@@ -141,20 +120,18 @@ def alone(settings: dict[str, Any], directory: Path, requests: Sequence[Request]
         for request in requests:
             assert request.adapter is not None
             replica.load_adapter(request.adapter, str(directory / request.adapter)).result(TIMEOUT_S)
-            answers += ask(replica, [request])
+            answers += ask_all(replica, [request])
             replica.unload_adapter(request.adapter).result(TIMEOUT_S)
         return answers
     finally:
         replica.close()
 
 
-def ask(replica: LocalReplica, requests: Sequence[Request]) -> list[Answer]:
+def ask_all(replica: LocalReplica, requests: Sequence[Request]) -> list[Answer]:
     """Their answers, when all have ended."""
-    answers = [Answer() for _ in requests]
-    for request, answer in zip(requests, answers, strict=True):
-        replica.submit(request, answer).result(TIMEOUT_S)
+    answers = [ask(replica, request) for request in requests]
     for answer in answers:
-        assert answer.ended.wait(TIMEOUT_S), "no answer"
+        answer.wait()
     return answers
 
 
@@ -164,38 +141,6 @@ def compare(found: Sequence[Answer], wanted: Sequence[Answer]) -> dict[str, Any]
     pairs = [pair for a, b in zip(found, wanted, strict=True) for pair in zip(a.logprobs, b.logprobs, strict=True)]
     off = max((abs(a.logprob - b.logprob) for a, b in pairs if a.token_id == b.token_id), default=0.0)
     return {"checked": len(equal), "equal": sum(equal), "largest_difference": off, "within": bool(off <= TOLERANCE)}
-
-
-def vars_of(size: Size) -> dict[str, int | str]:
-    """Plain values."""
-    return {
-        "model": size.spec.name,
-        "adapters": size.adapters,
-        "held": size.held,
-        "requests": size.requests,
-        "sample": size.sample,
-    }
-
-
-def _write(directory: Path, spec: ModelSpec, rank: int, seed: int) -> None:
-    """A random adapter in bfloat16 on q alone: thousands must fit on a disk."""
-    if (directory / "adapter_model.safetensors").exists():
-        return
-    rng = np.random.default_rng(seed)
-
-    def normal(shape: tuple[int, int], scale: float) -> np.ndarray:
-        return (rng.standard_normal(shape, np.float32) * np.float32(scale)).astype(ml_dtypes.bfloat16)
-
-    def pair(width_in: int, width_out: int) -> tuple[np.ndarray, np.ndarray]:
-        return normal((rank, width_in), width_in**-0.5), normal((width_out, rank), 0.3)
-
-    layers = [{name: pair(*spec.projection_shapes[name]) for name in TARGETS} for _ in range(spec.layers)]
-    save_adapter(directory, layers, rank, base_model_name_or_path=spec.name)
-
-
-def _blocks(spec: ModelSpec, rank: int) -> int:
-    layout = PoolLayout.of(spec, 2, smallest_block_tokens(spec, 16))
-    return sum(-(-rank // layout.units[name].per_block) for name in TARGETS)
 
 
 def _name(i: int) -> str:

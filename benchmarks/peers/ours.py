@@ -15,7 +15,7 @@ from benchmarks.jobs import Job, Workload
 from jlora import config as configuration
 from jlora.config import Config
 from jlora.engine.local import LocalReplica
-from jlora.loadgen.server import ServerProcess, flags_of, look
+from jlora.loadgen.server import ServerProcess, exactly, flags_of, look
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.types import Request, SamplingParams, Timing, TokenEvent, Usage
@@ -148,12 +148,7 @@ class OverGrpc:
 
 def request_of(job: Job, ignore_eos: bool) -> pb.GenerateRequest:
     """A greedy request for exactly the job's tokens; end tokens count as any other (`ignore_eos`) or are banned."""
-    stopping = pb.Stopping(max_tokens=job.max_tokens, min_tokens=0 if ignore_eos else job.max_tokens)
-    stopping.ignore_eos = ignore_eos
-    return pb.GenerateRequest(
-        model=job.adapter or "",
-        token_ids=pb.TokenIds(ids=job.prompt),
-        sampling=pb.Sampling(temperature=0.0),
-        stopping=stopping,
-        bypass_prefix_cache=True,
-    )
+    request = exactly(job.max_tokens, job.prompt, model=job.adapter or "", bypass_prefix_cache=True)
+    if not ignore_eos:
+        request.stopping.ignore_eos, request.stopping.min_tokens = False, job.max_tokens
+    return request

@@ -17,6 +17,7 @@ from typing import Any
 import grpc
 import httpx
 
+from benchmarks.clients import NARROW
 from jlora.demo import assets
 from jlora.demo.run import TEXT
 from jlora.serve.proto import jlora_pb2 as pb
@@ -28,7 +29,6 @@ GUESTS = 8  # names of adapters that come and go
 ANSWER_S = 300.0  # a guard against hanging
 STALL_S = 5.0  # serve.stall_s
 OK = "OK"
-NARROW = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16))  # a window that does not grow
 
 Act = Callable[[], Coroutine[Any, Any, None]]
 

@@ -64,12 +64,10 @@ def run(options: Options) -> None:
     folder = options.folder("soak")
     folder.mkdir(parents=True, exist_ok=True)
     server, process = _start(options, folder, settings, plan)
-    try:
+    with process:
         names = {"router": process.pid} if options.cluster else {"server": process.pid}
         names |= {f"r{i}": pid_of(f"r{i}", process.pid) for i in range(options.cluster)}
         found = asyncio.run(_soak(server, names, plan, records))
-    finally:
-        process.stop()
     for finding in found:
         print(f"{'holds' if finding.holds else 'FAILS'}  {finding.what}: {finding.value:.4g}, limit {finding.limit:g}")
     if all(finding.holds for finding in found) == options.leak:
@@ -86,7 +84,7 @@ def _start(options: Options, folder: Path, settings: Mapping[str, Any], plan: Pl
         command = ("jlora", "cluster")
         settings = {**settings, "cluster.replicas": options.cluster, "cluster.fleet": "local"}
     elif options.leak:
-        command = ("benchmarks.soak.leaking", str(plan.leak))
+        command = ("benchmarks.servers", "leaking", str(plan.leak))
     process = ServerProcess([*flags, *flags_of(adapters, settings)], command)
     return Server(process.address, process.http, [key for key, _ in made[:-1]], made[-1][0]), process
 

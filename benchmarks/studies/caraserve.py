@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from benchmarks.runner import Options
+from benchmarks.studies.traffic import Request, turns_of, work_of, zipf
 from jlora.config import EngineConfig
 from jlora.engine.cold_start import Cold, predict
 from jlora.sim.hardware import CHIPS, GROUPS, HOST, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
-from jlora.sim.trace import Trace, Turn
 
 A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
 H200 = Hardware(CHIPS["h200"], 1, MODELS["llama-3-8b"])
@@ -52,15 +53,15 @@ def traffic(case: Case, seconds: float, resident: int = 0) -> Work:
     """Poisson arrivals with lengths like Alpaca's: about 45 tokens, and 60 of answer. `resident`: so many adapters."""
     rng = np.random.default_rng(7)
     times = np.cumsum(rng.exponential(1 / case.rate, round(case.rate * seconds)))
-    weights = 1.0 / np.arange(1, case.adapters + 1) ** 1.1
-    turns = []
-    for index, at in enumerate(times):
-        adapter = int(rng.choice(case.adapters, p=weights / weights.sum())) if case.adapters else index
-        adapter = adapter % resident if resident else adapter
-        prompt, output = (int(np.clip(rng.lognormal(*law), 4, 400)) for law in ((3.6, 0.6), (3.8, 0.8)))
-        turns.append(Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), output, adapter))
-    count = case.adapters or len(turns)
-    work = Work.of(Trace(case.name, tuple(turns), tuple(map(str, range(count)))), [1] * count, A10)
+
+    def requests() -> Iterator[Request]:
+        for index, at in enumerate(times):
+            adapter = int(rng.choice(case.adapters, p=zipf(case.adapters, 1.1))) if case.adapters else index
+            prompt, output = (int(np.clip(rng.lognormal(*law), 4, 400)) for law in ((3.6, 0.6), (3.8, 0.8)))
+            yield at, prompt, output, adapter % resident if resident else adapter
+
+    count = case.adapters or len(times)
+    work = work_of(case.name, turns_of(rng, requests()), [1] * count, A10)
     return replace(work, sizes=(blocks(A10, case.rank),) * count)
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.runner import Options
+from benchmarks.studies.traffic import arrivals, turns_of, work_of, zipf
 from jlora.cluster import balance
 from jlora.cluster.balance import Terms
 from jlora.config import EngineConfig
@@ -27,7 +28,6 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
-from jlora.sim.trace import Trace, Turn, facts
 from jlora.sim.wires import Balance
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
@@ -75,31 +75,24 @@ BALANCE = Balance(Terms(queue_s=0.2, limit_s=math.inf), every_s=0.5)
 def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, float]:
     """The requests, and tokens of a mean answer."""
     rng = np.random.default_rng(seed)
-    count, shape = round(case.rate * seconds), case.burst**-2
-    times = np.cumsum(rng.gamma(shape, 1 / (shape * case.rate), count))
-    weights = 1.0 / np.arange(1, case.adapters + 1) ** POPULARITY
-    adapters = rng.choice(case.adapters, count, p=weights / weights.sum())
+    count = round(case.rate * seconds)
+    times = arrivals(rng, case.rate, count, case.burst)
+    adapters = rng.choice(case.adapters, count, p=zipf(case.adapters, POPULARITY))
     spread = 1.0  # of the logarithm; the mean of such lengths is exp(spread ** 2 / 2) times their median
     long = [mean * case.longer * rng.lognormal(-(spread**2) / 2, spread, count) for mean in (PROMPT, OUTPUT)]
     prompts, outputs = (np.clip(lengths, 4, 1500).astype(int) for lengths in long)
-    turns = tuple(
-        Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), int(adapter))
-        for index, (at, prompt, output, adapter) in enumerate(zip(times, prompts, outputs, adapters, strict=True))
-    )
-    sizes = (CARD.adapter_blocks(RANK),) * case.adapters
-    trace = Trace(case.name, turns, tuple(map(str, range(case.adapters))))
-    return Work(trace, sizes, facts(trace, CARD.layout.block_tokens, sizes)), float(outputs.mean())
+    turns = turns_of(rng, zip(times, prompts, outputs, adapters, strict=True))
+    return work_of(case.name, turns, (RANK,) * case.adapters, CARD), float(outputs.mean())
 
 
 def run(options: Options) -> None:
     """Every case and side, with two seeds."""
     records = options.records("cluster-migration-simulated", {"seconds": options.seconds, "batch": BATCH})
-    done = {(line["cell"], line["side"], line["round"]) for line in records.lines}
     for number, seed in enumerate(SEEDS):
         for case in QUICK if options.quick else CASES[: 1 if number else None]:
             work, outputs = traffic(case, options.seconds or case.seconds, seed)
             for side in SIDES:
-                if (case.name, side, number) not in done:
+                if not records.has(cell=case.name, side=side, round=number):
                     records.add(case.name, side, number, measured(case, side, work, outputs))
 
 

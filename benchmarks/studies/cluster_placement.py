@@ -13,19 +13,19 @@ private; lengths are drawn around 512 tokens of prompt and 128 of answer, and ar
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from benchmarks.runner import Options
+from benchmarks.studies.traffic import turns_of, work_of
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
-from jlora.sim.trace import Trace, Turn, facts
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20))
@@ -82,15 +82,14 @@ def traffic(case: Case, seconds: float, seed: int = 1) -> tuple[Work, tuple[int,
     times = np.cumsum(rng.exponential(1 / case.rate, count))
     ranks = tuple(RANKS[i % len(RANKS)] for i in range(case.adapters))
     prompts, outputs = (np.clip(mean * rng.lognormal(-0.18, 0.6, count), 4, 1900).astype(int) for mean in (512, 128))
-    turns = []
-    for index, (at, prompt, output) in enumerate(zip(times, prompts, outputs, strict=True)):
-        weights = shares(case.skew, at / seconds)
-        rank = int(rng.choice(len(RANKS), p=weights))
-        adapter = rank + len(RANKS) * int(rng.integers(case.adapters // len(RANKS)))
-        turns.append(Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), adapter))
-    sizes = tuple(map(CARD.adapter_blocks, ranks))
-    trace = Trace(case.name, tuple(turns), tuple(map(str, range(case.adapters))))
-    return Work(trace, sizes, facts(trace, CARD.layout.block_tokens, sizes)), ranks, float(outputs.mean())
+
+    def adapters() -> Iterator[int]:
+        for at in times:
+            rank = int(rng.choice(len(RANKS), p=shares(case.skew, at / seconds)))
+            yield rank + len(RANKS) * int(rng.integers(case.adapters // len(RANKS)))
+
+    turns = turns_of(rng, zip(times, prompts, outputs, adapters(), strict=True))
+    return work_of(case.name, turns, ranks, CARD), ranks, float(outputs.mean())
 
 
 def shares(skew: str, part: float) -> list[float]:
@@ -107,11 +106,10 @@ def shares(skew: str, part: float) -> list[float]:
 def run(options: Options) -> None:
     """Every case under every side."""
     records = options.records("cluster-placement-simulated", {"seconds": options.seconds, "slo_s": SLO_S})
-    done = {(line["cell"], line["side"]) for line in records.lines}
     for case in QUICK if options.quick else CASES:
         work, ranks, outputs = traffic(case, options.seconds or case.seconds)
         for side in SIDES:
-            if (case.name, side) not in done:
+            if not records.has(cell=case.name, side=side):
                 records.add(case.name, side, 0, measured(case, side, (work, ranks, outputs)))
 
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import grpc
-import numpy as np
 
 from benchmarks.failures.study import SETTINGS
 from benchmarks.runner import Options
 from jlora.config import EngineConfig
 from jlora.demo import assets
 from jlora.engine.plan import ROW
+from jlora.loadgen import sample
 from jlora.loadgen.player import Pace, Player
 from jlora.loadgen.server import GrpcTarget, Server, ServerProcess, flags_of, look
 from jlora.model.config_json import spec_from_json
@@ -59,19 +59,15 @@ def run(options: Options) -> None:
     records = options.records("cluster-real-paced", settings)
     options.work.mkdir(parents=True, exist_ok=True)
     path = options.work / "step-paced.json"
-    done = {line["cell"] for line in records.lines}
     for route in ROUTES[-1:] if options.quick else ROUTES:
-        if route in done:
+        if records.has(cell=route):
             continue
         steps_of(16).write(path)
-        process = start(plan, route, path)
-        try:
+        with start(plan, route, path) as process:
             server = asyncio.run(look(process.address))
             steps_of(server.info.block_tokens).write(path)
             trace = trace_of(plan, server)
             measured = asyncio.run(played(server, trace))
-        finally:
-            process.stop()
         records.add(route, "measured", 0, measured)
         records.add(route, "predicted", 0, predicted(plan, route, server, trace, FittedSteps.read(path)))
 
@@ -96,7 +92,7 @@ def start(plan: Plan, route: str, steps: Path) -> ServerProcess:
     }  # fmt: skip
     flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas)]
     adapters = {name: str(assets.adapter_path(name)) for name in ADAPTERS}
-    return ServerProcess([*flags, *flags_of(adapters, settings)], ("benchmarks.failures.service",))
+    return ServerProcess([*flags, *flags_of(adapters, settings)], ("benchmarks.servers", "cluster"))
 
 
 def trace_of(plan: Plan, server: Server) -> Trace:
@@ -139,8 +135,6 @@ def predicted(plan: Plan, route: str, server: Server, trace: Trace, steps: Fitte
 def spread(ttft: Sequence[float], tpot: Sequence[float]) -> Mapping[str, float]:
     """Means and quantiles."""
     told = {}
-    for name, values in (("ttft", ttft), ("tpot", tpot)):
-        known = np.asarray(values)[~np.isnan(values)]
-        told |= {f"{name}_s": float(known.mean())}
-        told |= {f"{name}_p{q}_s": float(np.percentile(known, q)) for q in (50, 90, 99)}
+    for name, values in (("ttft", sample.spread(ttft)), ("tpot", sample.spread(tpot))):
+        told |= {f"{name}_s": values["mean"], **{f"{name}_p{q}_s": values[f"p{q}"] for q in (50, 90, 99)}}
     return told

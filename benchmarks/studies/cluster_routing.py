@@ -13,13 +13,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.runner import Options
+from benchmarks.studies.traffic import arrivals, turns_of, work_of, zipf
 from jlora.cluster.routing.routes import ROUTES
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, simulate_service
-from jlora.sim.trace import Trace, Turn, facts
 
 A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
 RANKS = (8, 16, 32, 64)
@@ -62,20 +62,15 @@ QUICK = (Case("Figure 20", 2, 20.0, 50, 0.5),)
 def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, tuple[int, ...], float]:
     """Requests with lengths like Alpaca's, about 45 tokens and 60 of answer; the ranks; tokens of a mean answer."""
     rng = np.random.default_rng(seed)
-    count, shape = round(case.rate * seconds), case.burst**-2
-    times = np.cumsum(rng.gamma(shape, 1 / (shape * case.rate), count))
-    weights = 1.0 / np.arange(1, case.adapters + 1) ** POPULARITY
-    adapters = rng.permutation(case.adapters)[rng.choice(case.adapters, count, p=weights / weights.sum())]
+    count = round(case.rate * seconds)
+    times = arrivals(rng, case.rate, count, case.burst)
+    popular = rng.permutation(case.adapters)
+    adapters = popular[rng.choice(case.adapters, count, p=zipf(case.adapters, POPULARITY))]
     prompts = np.clip(rng.lognormal(3.6, 0.6, count), 4, 400).astype(int)
     outputs = np.clip(case.longer * rng.lognormal(3.8, 0.8, count), 4, MOST).astype(int)
-    turns = tuple(
-        Turn(float(at), index, 0, tuple(rng.integers(3, 30000, prompt).tolist()), int(output), int(adapter))
-        for index, (at, prompt, output, adapter) in enumerate(zip(times, prompts, outputs, adapters, strict=True))
-    )
+    turns = turns_of(rng, zip(times, prompts, outputs, adapters, strict=True))
     ranks = tuple(rng.choice(RANKS, case.adapters).tolist())
-    sizes = tuple(map(A10.adapter_blocks, ranks))
-    trace = Trace(case.name, turns, tuple(map(str, range(case.adapters))))
-    return Work(trace, sizes, facts(trace, A10.layout.block_tokens, sizes)), ranks, float(outputs.mean())
+    return work_of(case.name, turns, ranks, A10), ranks, float(outputs.mean())
 
 
 def slo_s() -> float:
@@ -88,7 +83,6 @@ def run(options: Options) -> None:
     """Plays every case with both kernels under every policy."""
     settings = {"slo_s": slo_s(), "seconds": options.seconds, "quick": options.quick}
     records = options.records("cluster-routing-simulated", settings)
-    done = {(line["cell"], line["kernel"], line["side"], line["round"]) for line in records.lines}
     cases = QUICK if options.quick else CASES
     for (number, seed), case in itertools.product(enumerate(SEEDS), cases):
         if number and case.replicas > 8:
@@ -96,7 +90,7 @@ def run(options: Options) -> None:
         seconds = options.seconds if options.seconds and case.replicas > 8 and case.sides == SIDES else case.seconds
         played = None
         for kernel, side in itertools.product(KERNELS, case.sides):
-            if (case.name, kernel, side, number) in done:
+            if records.has(cell=case.name, kernel=kernel, side=side, round=number):
                 continue
             work, ranks, outputs = played = played or traffic(case, seconds, seed)
             service = Service(case.replicas, ranks, kernel, slo_s=slo_s(), outputs=outputs, seed=seed)

@@ -62,13 +62,12 @@ def run(options: Options) -> None:
     """Plays what the file has not got yet."""
     settings = {"slo_s": SLO_S, "fetch_gbps": FETCH_GBPS, "seconds": options.seconds, "quick": options.quick}
     records = options.records("cluster-table-simulated", settings)
-    done = {(line["cell"], line["replicas"], line["kernel"], line["side"]) for line in records.lines}
     for plan in QUICK if options.quick else PLANS:
         for kind in KINDS.values():
             played = None
             for kernel in KERNELS:
                 for side in plan.sides:
-                    if (kind.name, plan.replicas, kernel, side) in done:
+                    if records.has(cell=kind.name, replicas=plan.replicas, kernel=kernel, side=side):
                         continue
                     played = played or work_of(kind, plan, options.seconds or plan.seconds)
                     records.add(kind.name, side, 0, measured(plan, kernel, side, played))

@@ -13,8 +13,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
@@ -93,19 +92,14 @@ async def talk(address: str, router: int) -> bool:
         return right == len(answers) and moved > 0
 
 
-@contextmanager
-def cluster(fleet: str) -> Iterator[ServerProcess]:
-    """Runs a service of the embedded model, and stops it by SIGTERM."""
+def cluster(fleet: str) -> ServerProcess:
+    """A service of the embedded model."""
     adapters = {name: str(assets.adapter_path(name)) for name in TASKS if name != LATE}
     quiet = {"serve.log_level": "warning"}
     settings = {**SETTINGS, **quiet, "cluster.env.JAX_PLATFORMS": "cpu", "cluster.resources.CPU": 0.5}
     model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]
     replicas = ["--fleet", fleet, "--replicas", str(REPLICAS)]
-    process = ServerProcess([*model, *replicas, *flags_of(adapters, settings)], ("jlora", "cluster"))
-    try:
-        yield process
-    finally:
-        process.stop()
+    return ServerProcess([*model, *replicas, *flags_of(adapters, settings)], ("jlora", "cluster"))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,8 +13,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -136,16 +135,11 @@ async def talk(address: str, text: str) -> tuple[list[Answer], list[pipeline.Ver
         return answers + again, await read_along(channel)
 
 
-@contextmanager
-def server(names: Sequence[str]) -> Iterator[ServerProcess]:
-    """Runs a server of the embedded model and these adapters, and stops it by SIGTERM."""
+def server(names: Sequence[str]) -> ServerProcess:
+    """A server of the embedded model and these adapters."""
     adapters = {name: str(assets.adapter_path(name)) for name in names}
     model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo", "--http-port", "0"]
-    process = ServerProcess([*model, *flags_of(adapters, SETTINGS)])
-    try:
-        yield process
-    finally:
-        process.stop()
+    return ServerProcess([*model, *flags_of(adapters, SETTINGS)])
 
 
 def say(text: str) -> None:

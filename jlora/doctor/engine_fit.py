@@ -7,6 +7,7 @@ its error. All are played in turn, round after round.
 from __future__ import annotations
 
 import datetime
+import itertools
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -93,18 +94,13 @@ def play(built: Built, course: Course, say: Callable[[str], None]) -> dict[str, 
         if turn > 2 and time.monotonic() - began + longest > 60 * course.minutes:
             break
         start = time.monotonic()
-        for scenes in zip(*(_spread(sets[name], sets["fit"]) for name in sets), strict=True):
+        for scenes in itertools.zip_longest(*sets.values()):  # the sets take turns
             for scene, steps in filter(None, scenes):
                 profile.run(scene, steps)
         longest = time.monotonic() - start
         say(f"round {turn} of {course.rounds}: {longest:.0f} s")
     played = {name: [step for _, steps in scenes for step in joined(steps)] for name, scenes in sets.items()}
     return {name: [step for step in steps if len(step.seconds) > 1] for name, steps in played.items()}
-
-
-def _spread(scenes: list, longest: list) -> list:
-    """As many as the longest has: the sets take turns."""
-    return [*scenes, *[None] * (len(longest) - len(scenes))]
 
 
 def judge(found: Fit, timed: Mapping[str, list[Timed]], decode: tuple[int, ...]) -> list[dict[str, Any]]:

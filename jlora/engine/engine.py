@@ -77,13 +77,13 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step would do anything."""
+        """Whether there is work for a step."""
         if self._switching is not None and self._switching.busy:
             return True
         return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended or self._faults.ended)
 
     def step(self) -> list[TokenEvent]:
-        """Plans and dispatches one step, then commits the one before; the events that it brought."""
+        """Plans and dispatches one step, then commits the previous one; returns the previous step's events."""
         counts, began = self._counts, self._clock()
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
@@ -108,7 +108,7 @@ class Engine:
         return events
 
     def tend(self) -> bool:
-        """Lets an idle engine's copies land and starts those worth starting; whether it started any."""
+        """Lets an idle engine's copies land and starts prefetches; returns whether it started any."""
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
         if self._switching is not None:
@@ -184,9 +184,9 @@ class Engine:
         self._fitted(request, self._origin(request))
 
     def submit(self, request: Request, arrived: float | None = None) -> int:
-        """Queues a validated request that came at `arrived`, or now; its handle.
+        """Queues a validated request and returns its handle. `arrived` is when it came; None is now.
 
-        An unset `max_tokens` becomes what the context and the pool beside the adapter leave.
+        An unset `max_tokens` becomes the room that the context, and the pool beside the adapter, leave.
 
         Raises:
             NotFound, InvalidArgument: see `AdapterRegistry.resolve`.
@@ -202,7 +202,10 @@ class Engine:
         return handle
 
     def abort(self, handle: int, moved: bool = False) -> bool:
-        """Ends a request and frees its blocks at once; whether it was live. `moved`: it goes on at another replica."""
+        """Ends a request, frees its blocks at once, and returns whether it was live.
+
+        `moved`: another replica continues it.
+        """
         ended = self._scheduler.abort(handle, self._clock(), moved)
         self._ended += ended
         return bool(ended)
@@ -224,12 +227,12 @@ class Engine:
         return PrefetchResult(resident, cached, coming * self._shape.block_bytes)
 
     def arrived(self, reading: Reading, new: NewAdapter) -> None:
-        """An adapter that was read from the disk is in its host blocks."""
+        """Marks an adapter as read from the disk into its host blocks."""
         if self.adapters.arrive(reading, new):
             self._scheduler.arrived(reading.node, self._clock())
 
     def unread(self, reading: Reading, error: Exception) -> None:
-        """An adapter could not be read from the disk: the requests that wait for it end."""
+        """Ends the requests that wait for an adapter that could not be read from the disk."""
         self._ended += self._scheduler.fail_adapter(reading.node, error, self._clock())
         self.adapters.missed(reading, error)
 
@@ -267,7 +270,7 @@ class Engine:
         return inspect.state(self._manager, self._shape.block_bytes)
 
     def owners(self) -> Owners:
-        """Who has each block of the device; takes milliseconds."""
+        """The owner of each block of the device; takes milliseconds."""
         return owners(self._manager)
 
     @property
@@ -276,7 +279,7 @@ class Engine:
         return inspect.countable(self._manager)
 
     def flush_cache(self) -> int:
-        """Drops KV that no request uses; blocks freed."""
+        """Drops KV that no request uses; returns the number of blocks freed."""
         return self._manager.flush()
 
     def check_integrity(self) -> None:

@@ -104,16 +104,25 @@ def write_model(directory: Path, spec: ModelSpec, seed: int) -> None:
     save_model(directory, spec, tensors)
 
 
-def write_adapter(directory: Path, spec: ModelSpec, rank: int, seed: int, **config: Any) -> None:
-    """A random adapter on q, k, v and o, strong enough to change the greedy output; nothing, if it is there."""
+def write_adapter(
+    directory: Path,
+    spec: ModelSpec,
+    rank: int,
+    seed: int,
+    targets: Sequence[str] = ADAPTED,
+    dtype: str = "float32",
+    **config: Any,
+) -> None:
+    """A random adapter, strong enough to change the greedy output; nothing, if it is there."""
     if (directory / "adapter_model.safetensors").exists():
         return
     rng = np.random.default_rng(seed)
 
     def pair(width_in: int, width_out: int) -> tuple[np.ndarray, np.ndarray]:
-        return _normal(rng, (rank, width_in), width_in**-0.5), _normal(rng, (width_out, rank), 0.1)
+        a, b = _normal(rng, (rank, width_in), width_in**-0.5), _normal(rng, (width_out, rank), 0.4 / len(targets))
+        return a.astype(dtype), b.astype(dtype)
 
-    layers = [{name: pair(*spec.projection_shapes[name]) for name in ADAPTED} for _ in range(spec.layers)]
+    layers = [{name: pair(*spec.projection_shapes[name]) for name in targets} for _ in range(spec.layers)]
     save_adapter(directory, layers, rank, base_model_name_or_path=spec.name, **config)
 
 

@@ -7,10 +7,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import grpc
 
@@ -87,14 +88,7 @@ class GrpcTarget:
 
     async def ask(self, model: str, prompt: Sequence[int], turn: Turn) -> AsyncIterator[Part]:
         """Streams exactly `turn.output` tokens of the adapter `model` ("": the base model). Raises Failed."""
-        request = pb.GenerateRequest(
-            model=model,
-            token_ids=pb.TokenIds(ids=prompt),
-            sampling=pb.Sampling(temperature=0.0),
-            stopping=pb.Stopping(max_tokens=turn.output, ignore_eos=True),
-            session=str(turn.session),
-        )
-        stream = self._stub.GenerateStream(request)
+        stream = self._stub.GenerateStream(exactly(turn.output, prompt, model=model, session=str(turn.session)))
         try:
             async for delta in stream:
                 tokens = [token for output in delta.outputs for token in output.token_ids]
@@ -103,6 +97,16 @@ class GrpcTarget:
             raise Failed(e.code().name, e.details() or "") from e
         finally:
             stream.cancel()
+
+
+def exactly(tokens: int, prompt: Iterable[int], seed: int | None = None, **fields: Any) -> pb.GenerateRequest:
+    """A request for so many tokens, whatever ends a text: greedy, or with a seed drawn at temperature 1."""
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt),
+        sampling=pb.Sampling(temperature=0.0 if seed is None else 1.0, seed=seed),
+        stopping=pb.Stopping(max_tokens=tokens, ignore_eos=True),
+        **fields,
+    )
 
 
 def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
@@ -119,7 +123,10 @@ def _end(delta: pb.GenerateResponse) -> tuple[Usage, Timing]:
 
 
 class ServerProcess:
-    """A `jlora serve` process on a free port; ready once this is made. Raises RuntimeError if it ends before."""
+    """A `jlora serve` process on a free port, stopped at the end of a `with` block; ready once this is made.
+
+    Raises RuntimeError if it ends before.
+    """
 
     def __init__(self, flags: Sequence[str], command: Sequence[str] = ("jlora.serve",)):
         """`command`: another module with the same ready line, and its first arguments."""
@@ -132,6 +139,14 @@ class ServerProcess:
             env={**os.environ, "PYTHONPATH": path},
         )
         self.address, self.http = self._ready()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # Ctrl-C reaches the process, too: it may end in another way, and the interrupt is what counts.
+        with suppress(*(() if kind is None else (RuntimeError,))):
+            self.stop()
 
     @property
     def pid(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from jlora.errors import ConfigError
@@ -48,20 +48,8 @@ def servers(args: argparse.Namespace) -> Iterator[dict[str, Server]]:
         base = [*_weights(args), *flags_of({}, _pairs("--set", args.set))] if configs else []
         for name, flags in configs.items():
             print(f"starting {name}", flush=True)
-            targets[name] = stack.enter_context(_started([*base, *flags]))
+            targets[name] = stack.enter_context(ServerProcess([*base, *flags])).address
         yield {name: asyncio.run(look(address)) for name, address in targets.items()}
-
-
-@contextmanager
-def _started(flags: Sequence[str]) -> Iterator[str]:
-    process = ServerProcess(flags)
-    try:
-        yield process.address
-    except BaseException:
-        with suppress(RuntimeError):  # Ctrl-C reaches the server, too: it may end in another way
-            process.stop()
-        raise
-    process.stop()
 
 
 def _target(text: str) -> tuple[str, str]:

@@ -44,7 +44,7 @@ class Backend:
         most: completions that the gRPC server is made for; at least `BURST`, so that bursts are answered.
         tracing: makes spans of answers; None without `serve.otlp_endpoint`.
         gaps: of the event loop.
-        access: who may do what.
+        access: the keys, and what their callers may do.
         threads: what the fronts start threads by; the launcher ends the process when one of them fails.
         coalesce_s: as `serve.coalesce_s`.
         leaving: requests whose client has gone, until the engine has ended them.
@@ -82,12 +82,12 @@ class Backend:
         return Room(engine.max_seqs, engine.max_queue).within(self.most)
 
     def left(self, ended: Ended) -> None:
-        """An answer has ended that its client did not wait for: it has a trace, and no time that counts."""
+        """Ends an answer whose client has gone: it has a trace, and its times do not count."""
         if self.tracing is not None:
             self.tracing.answered(ended, self.loaded)
 
     def ended(self, ended: Ended) -> None:
-        """An answer has ended; whatever watches hears of it here."""
+        """Tells metrics and traces that an answer has ended."""
         self.observed.answered(ended)
         if ended.usage.completion_tokens:  # otherwise there was no first token
             self.recent.add(ended.timing.ttft, ended.timing.tpot)

@@ -154,7 +154,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
     """The server's constants and counters, abort, flush and drain."""
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Context) -> pb.ServerInfo:
-        """What the server is, and, for those who may see it, what it does."""
+        """The server's constants, and its counters for callers that may see them."""
         replica, tokenizer = self._backend.loaded, self._backend.tokenizer
         info = replica.info
         answer = pb.ServerInfo(

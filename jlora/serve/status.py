@@ -215,7 +215,7 @@ async def _receive(context: grpc.aio.ServicerContext, stall_s: float) -> _Receiv
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What a handler sees of its call: gRPC's context, and who calls."""
+    """A handler's view of its call: gRPC's context, and the caller."""
 
     grpc: grpc.aio.ServicerContext
     caller: Caller

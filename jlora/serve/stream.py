@@ -122,7 +122,7 @@ class _Completion:
         self._end: TokenEvent | None = None
 
     def add(self, event: TokenEvent) -> bool:
-        """Adds one event; whether a stop string ends the completion while the engine still runs it."""
+        """Adds one event; returns whether a stop string ends the completion while the engine still runs it."""
         late = self._stopped
         if event.prompt_logprobs is not None:
             self._prompt_logprobs = event.prompt_logprobs

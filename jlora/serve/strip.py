@@ -47,7 +47,7 @@ class Strip:
         return bar
 
     def leave(self, bar: Bar, ended: Ended | None) -> None:
-        """It has ended; None: the engine has, and nothing is known of it."""
+        """Marks a request as ended; None if the engine has ended and knows nothing of it."""
         self._live.pop(bar.number, None)
         if ended is None:
             return

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.__main__ import GROUPS, STUDIES
-from benchmarks.micro.cold_bounds import Bytes, table
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from benchmarks.studies import cluster_migration, cluster_placement
@@ -118,14 +117,6 @@ def test_cold_starts_are_measured_by_their_way(tmp_path: Path):
     assert all(line["rehearsed_s"] > 0 for line in lines if line["side"] == "wait" and "at once" not in line["cell"])
     assert {kind for line in lines if line["side"] == "cpu" for kind in line["kinds"]} == {"cpu"}
     assert all(line["ttft_s"] > 0 for line in lines)
-
-
-def test_exchanges_of_so_many_tokens_per_rank_take_as_many_bytes_as_the_adapter():
-    attention, all_ = (Bytes.of(places) for places in (2, 4))
-    assert attention.exchange == 32 * 2 * (2 * 4096 + 6144 + 4096) and all_.exchange == 32 * 139_264
-    assert 1.4 < attention.rank / attention.exchange < 1.5 and 1.1 < all_.rank / all_.exchange < 1.2
-    fast = [row for row in table(2) if row["gbps"] == 50.0]
-    assert all(row["stream"] < row["cpu"] for row in fast)  # with nothing before it on the link
 
 
 @pytest.mark.slow

@@ -42,9 +42,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
 @pytest.fixture(scope="module")
 def server(model: list[str]) -> Iterator[str]:
     """HOST:PORT of a server."""
-    process = ServerProcess([*model, *flags_of({}, {"engine.max_queue": 6})])
-    yield process.address
-    process.stop()
+    with ServerProcess([*model, *flags_of({}, {"engine.max_queue": 6})]) as process:
+        yield process.address
 
 
 def run(tmp_path: Path, *argv: str) -> dict[str, Any]:
@@ -104,11 +103,10 @@ def test_the_command_of_the_results_page_is_understood():
 
 
 def test_an_interrupt_that_reaches_the_servers_too_stays_an_interrupt(monkeypatch: pytest.MonkeyPatch):
-    class Killed:
-        address = "127.0.0.1:1"
-
+    class Killed(ServerProcess):
         def __init__(self, flags: list[str]):
             assert flags == ["--model", "DIR", "--set", "cache.policy=lru"]
+            self.address = "127.0.0.1:1"
 
         def stop(self) -> None:
             raise RuntimeError("the server's exit code after SIGTERM was -15")

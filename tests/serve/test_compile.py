@@ -33,11 +33,8 @@ def test_a_server_compiles_nothing_on_the_directory_it_was_given(tiny_model: Pat
     assert f"--set serve.compile_cache={out} cache.hbm_blocks={SMALL['cache.hbm_blocks']}" in made.stdout
     before = entries(out)
     assert len(before) > 5
-    server = ServerProcess(flags)
-    try:
+    with ServerProcess(flags) as server:
         asyncio.run(look(server.address))  # returns when no program is left
-    finally:
-        server.stop()
     assert entries(out) == before
 
 

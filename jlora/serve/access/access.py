@@ -1,4 +1,4 @@
-"""The one place that decides about a call of either front, before its message is read."""
+"""Accepts or refuses each call of both fronts, before its message is read."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Access:
     def call(self, caller: Caller, completes: bool) -> AbstractContextManager[None]:
         """Counts a call, from before its message to its end. Raises LimitReached.
 
-        What an admin calls beside completions has no limit: it may be what ends the work of others.
+        An admin's calls have no limit, except completions: they may be what ends the work of others.
         """
         free = caller.admin and not completes
         return self.tenants.call(None if free else caller.tenant, completes)

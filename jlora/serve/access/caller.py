@@ -1,4 +1,4 @@
-"""Who calls, and what a caller may do."""
+"""The caller of a call, and its rights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jlora.types import AdapterInfo
 
 
 class Need(Enum):
-    """What a call needs, on a server with keys. What no table names needs `ADMIN`.
+    """The key that a call needs, on a server with keys. A call that no table names needs `ADMIN`.
 
     Attributes:
         NOTHING: no key: health.
@@ -74,7 +74,7 @@ class Caller:
         return given
 
     def seen(self, info: AdapterInfo) -> AdapterInfo:
-        """An adapter as this caller may see it: without what others ask of it."""
+        """An adapter as this caller may see it: without the counters of other tenants' requests."""
         if self.sight:
             return info
         return replace(info, running=0, waiting=0, hits=0, last_used_s=0.0, merged=False)

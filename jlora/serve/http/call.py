@@ -183,7 +183,7 @@ def _authorization(scope: Scope) -> list[str]:
 
 
 def _check_host(given: str) -> None:
-    """A web page whose name leads to this machine is of our origin for a browser, and its name is what it sends."""
+    """A browser takes a web page whose name leads to this machine for one of ours, and sends that name as `Host`."""
     try:
         name = urlsplit(f"//{given}").hostname or "localhost"
         if name != "localhost":
