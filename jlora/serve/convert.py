@@ -37,14 +37,14 @@ def sampling_params(request: pb.GenerateRequest) -> SamplingParams:
 
 
 def prompt(request: pb.GenerateRequest) -> Prompt:
-    """The one that is set. Raises InvalidArgument if none is."""
+    """The request's text, token ids or chat. Raises InvalidArgument if none is set."""
     if request.WhichOneof("prompt") == "token_ids":
         return request.token_ids.ids
     return _text(request, "prompt")
 
 
 def tokenize_input(request: pb.TokenizeRequest) -> str | Chat:
-    """As `prompt`."""
+    """The text or the chat. Raises InvalidArgument if none is set."""
     return _text(request, "input")
 
 

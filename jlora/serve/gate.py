@@ -1,7 +1,7 @@
-"""Counts what the server works on, so that what is too much is refused before it is read.
+"""Counts the server's work, so that the excess is refused before it is read.
 
-A refusal must cost next to nothing: with a full queue, thousands of clients may ask again and again. So must a request
-that waits: a context manager for each count would take a kilobyte of its memory.
+A refusal must cost next to nothing: with a full queue, thousands of clients may ask again and again. A request that
+waits must cost little memory, too: a context manager for each count would take a kilobyte.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ class Room(NamedTuple):
 
 
 class _Places:
-    """Some of what calls share. A tenant with some gets more only while it leaves as many free as it has.
+    """A resource that calls share. A tenant gets more of it only while at least as much stays free as the tenant holds.
 
-    So there is always some left for one that has none, however many the others want. With k tenants that take all
-    they can, each has one part of k + 1. Without keys a client's tenant is but a word, and the rule is off.
+    So some of it is always left for a tenant that holds none. With k tenants that take all they can, each gets one
+    part in k + 1. Without keys, a client can name any tenant, and the rule is off.
     """
 
     def __init__(self, kind: str) -> None:

@@ -39,7 +39,7 @@ class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
     Unless `eager`, only the end of a completion or a backlog wakes the loop, which saves both threads time.
-    With `pause_s`, what comes so shortly after events that were taken waits, too: they go out together.
+    With `pause_s`, events that come within this time after a `get` wait, too, and go out together.
     """
 
     def __init__(self, eager: bool, pause_s: float = 0.0):

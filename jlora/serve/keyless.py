@@ -1,4 +1,4 @@
-"""Health and reflection, which need no key: nobody takes the room of those with one by leaving such calls open."""
+"""Health and reflection need no key. Their open calls are bounded, so they take no room from callers with a key."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is counted where an answer ends: its times, its tokens, and why it ended.
+"""Counts at the end of each answer: its times, its tokens, and its finish reason.
 
 prometheus_client's own histograms count one observation at a time and take a lock for it. These take a weight, so
 that the gaps between a request's tokens count in one step; `serve/http/metrics.py` hands them to prometheus_client.
@@ -36,7 +36,7 @@ class Ended:
         model: the base's name, or the adapter's.
         longest: output tokens of the longest completion.
         began: `time.time()` of the request's arrival; whole_s: seconds from there to the end.
-        aborted: nobody waited for the rest: the client, a deadline or `Abort` ended it.
+        aborted: the client, a deadline or `Abort` ended it early.
         trace: the caller's `traceparent` and `tracestate`, as far as it sent them.
     """
 

@@ -39,7 +39,7 @@ class Asked:
     Attributes:
         prompts: the token ids of every prompt.
         echoes: the text that each completion begins with; empty without `echo`.
-        bare: the echo is all that is wanted: the one token that the engine draws is left out.
+        bare: the client wants the echo only: the one token that the engine draws is left out.
     """
 
     id: str

@@ -18,7 +18,7 @@ class BodyTooLarge(errors.JloraError):
 
 
 class Failure(NamedTuple):
-    """How an error class leaves."""
+    """Status, type and code of an error class."""
 
     status: int
     code: str

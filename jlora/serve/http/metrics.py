@@ -30,7 +30,7 @@ NAMED = 64  # adapters in a label: as many as run and wait at once, within reaso
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """What one scrape shows. Passes for a registry of prometheus_client, which asks for `collect` only."""
+    """The content of one scrape, in place of prometheus_client's registry, of which only `collect` is called."""
 
     info: ReplicaInfo
     state: ReplicaState

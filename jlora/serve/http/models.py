@@ -1,4 +1,4 @@
-"""What the server serves, and whether it does: models, adapters, health and version over HTTP."""
+"""Models, adapters, health and version over HTTP."""
 
 from __future__ import annotations
 

@@ -13,8 +13,9 @@ CONNECTIONS = 4096
 
 
 class Connection(HttpToolsProtocol):
-    """One connection of a bounded number: its heads are bounded in size and time, it has one request at a time,
-    and its handler can cut it off.
+    """One connection: the server bounds their number, and the size and time of each request's head.
+
+    A connection has one request at a time, and its handler can cut it off.
 
     A client that sends a request before it has the answer to the one before (pipelining) is cut off: uvicorn would
     not notice that it has gone while the first one runs.

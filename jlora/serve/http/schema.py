@@ -138,7 +138,7 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
     user: str | None = None
 
     def session(self, header: str) -> str:
-        """What ties requests together: `x-session-id`, or else OpenAI's newer or older name for it.
+        """The request's session: `x-session-id`, or else OpenAI's newer or older field for it.
 
         Raises InvalidArgument for one that is too long.
         """
@@ -149,7 +149,7 @@ class GenerationBody(_with(Body, _SHARED), kw_only=True):
         return value
 
     def sampling(self, **others: Any) -> SamplingParams:
-        """The fields as the engine's record, not validated; `others` win."""
+        """The fields as the engine's record, not validated; `others` take precedence."""
         values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
         for name in ("top_k", "seed"):
             if values.get(name) == -1:  # vLLM's way to say all, and any
