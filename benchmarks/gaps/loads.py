@@ -59,7 +59,7 @@ def flags(folder: Path, plan: Plan = FULL) -> list[str]:
 async def measure(address: str, folder: Path, pid: int, plan: Plan = FULL) -> dict[str, Sample]:
     """The server idle but for its streams, and while adapters load; `pid` is the server's."""
     streams, monitor = Streams(address, plan.streams, plan.tokens), Monitor(address, pid)
-    while getattr(await monitor.info(), "programs_left", 0):
+    while (await monitor.info()).programs_left:
         await asyncio.sleep(0.2)
     async with grpc.aio.insecure_channel(address) as channel, streams.running():
         found = {}
