@@ -21,6 +21,7 @@ from jax.sharding import Sharding
 
 from jlora.adapters import peft_config
 from jlora.cache.fastlibra import Fastlibra
+from jlora.cache.manager import CacheManager
 from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode
 from jlora.cluster.view import View
@@ -60,6 +61,11 @@ def price(meter: Meter, kind: int, fixed_s: float) -> None:
 def batch(policy: Fastlibra) -> float:
     """What the policy takes for the number of running sequences."""
     return policy._batch
+
+
+def streams(manager: CacheManager) -> bool:
+    """Whether long copies come in groups of layers."""
+    return manager._cells.streams
 
 
 def tensor_read() -> Seam:

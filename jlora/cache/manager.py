@@ -66,11 +66,6 @@ class CacheManager:
         self._pinned: set[AdapterNode] = set()
         self._monitor = Monitor(self._cells, monitor_s, backs_up=self.prefix_reuse and policy.saves_ahead)
 
-    @property
-    def streams(self) -> bool:
-        """Whether long copies come in groups of layers."""
-        return self._cells.streams
-
     def stream(self) -> None:
         """Lets long copies come in groups of layers from now on."""
         self._cells.streams = True

@@ -26,6 +26,7 @@ from typing import Any
 from jlora.cluster.controller import Controller, key_of
 from jlora.cluster.demand import Demand, Recent, Trend, operating_points
 from jlora.cluster.directory import Member
+from jlora.cluster.directory_server import BEAT_S
 from jlora.cluster.found import Found
 from jlora.cluster.homes import HOST, Homes, Pair, Room, Rule
 from jlora.cluster.placement import LEAST, Wanted
@@ -35,7 +36,8 @@ from jlora.ports import System
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.5
+# Further routers hear of a switch within a beat. The old homes drop one look later, when nobody asks them any more.
+LOOK_S = 1.5 * BEAT_S
 AGAIN_S = 10.0  # before a replica is asked again for what has not come
 COMING = 8  # adapters that a replica is asked for at once
 POINT = 1.5  # without an objective: an operating point's step, over a step without adapters

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import uuid
 from contextlib import ExitStack
 from pathlib import Path
@@ -30,6 +31,8 @@ from jlora.ports import DiskFiles, OsThreads, ServerGarbage, System, Threads
 from jlora.serve.backend import Backend
 from jlora.serve.server import Service
 from jlora.step_model import FittedSteps
+
+log = logging.getLogger(__name__)
 
 
 def run(config: Config, fleet: Fleet, threads: Threads | None = None) -> int:
@@ -95,6 +98,12 @@ def controller(config: Config, secret: Secret, system: System, opened: ExitStack
 
 def followed(config: Config, secret: Secret, system: System, opened: ExitStack, policy: Policy) -> RemoteDirectory:
     """Those that the controller at `cluster.controller` has, and where it has placed them."""
+    if config.cluster.placement != "off":
+        log.warning(
+            "cluster.placement = %s has no effect here: only the controller's router, %s, places adapters",
+            config.cluster.placement,
+            config.cluster.controller,
+        )
     router = f"router-{uuid.uuid4().hex[:12]}"
     made = RemoteDirectory(config.cluster.controller, router, login(config, secret.token), system.threads)
     if isinstance(policy, Table):

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+
 import pytest
 
 from jlora import config as configuration
-from jlora.cluster import service
+from jlora.cluster import directory_server, placing, service
 from jlora.cluster.homes import Homes, Kind, Room, Rule
 from jlora.cluster.placement import Wanted
+from jlora.cluster.routing.simple import RoundRobin
+from jlora.cluster.secret import Secret
 from jlora.errors import ConfigError
+from jlora.ports import System
 
 TABLE = Rule()
 ROOM = Room({"r0": 20, "r1": 20}, {"r0": 100, "r1": 100}, {8: 100.0})
@@ -124,3 +129,18 @@ def test_a_placement_that_cannot_be_made_is_refused(settings: dict[str, str], me
 def test_a_preload_needs_no_step_model_and_no_table():
     steps = service.steps_of(configuration.load(None, {"cluster.placement": "dlora", "cluster.routing": "sticky"}))
     assert steps is not None and steps.costs is None and not steps.rule.routed
+
+
+def test_further_routers_hear_of_a_switch_before_the_old_homes_drop():
+    """A copy is dropped at the look after the switch at the earliest (above)."""
+    assert placing.LOOK_S > directory_server.BEAT_S
+
+
+@pytest.mark.parametrize("placement, lines", [("dlora", 1), ("off", 0)])
+def test_a_placement_that_a_further_router_is_told_is_named_as_without_effect(
+    placement: str, lines: int, caplog: pytest.LogCaptureFixture
+):
+    settings = {"cluster.placement": placement, "cluster.controller": "127.0.0.1:1"}
+    with ExitStack() as opened:
+        service.followed(configuration.load(None, settings), Secret("x"), System(), opened, RoundRobin())
+    assert caplog.text.count("cluster.placement = dlora has no effect here") == lines

@@ -93,7 +93,7 @@ def answers(replica: Running, name: str) -> list[list[int]]:
 def test_the_largest_programs_serve_everything_until_the_others_are_there(served: Served):
     replica, compiler = served
     left = replica.stats().programs_left
-    assert left > 1 and not replica.manager.streams
+    assert left > 1 and not port.streams(replica.manager)
 
     first = answers(replica, "before")
     compiler.run(left // 2)
@@ -102,7 +102,7 @@ def test_the_largest_programs_serve_everything_until_the_others_are_there(served
     garbage = port.system(replica.local).garbage
     assert isinstance(garbage, Counted) and garbage.loaded == 1
     compiler.run(left)
-    assert replica.local.warm().result(60) and replica.manager.streams
+    assert replica.local.warm().result(60) and port.streams(replica.manager)
     assert garbage.loaded == 2, "what the programs left behind is kept out of later collections"
     assert answers(replica, "after") == first
 
@@ -129,7 +129,7 @@ def test_a_program_that_does_not_compile_is_left_to_a_larger_one(
     with monkeypatch.context() as patched:
         patched.setattr(replica.built.runner, "compile", lambda left: 1 / 0)
         compiler.run(left + 1)
-    assert replica.local.warm().result(60) and not replica.manager.streams, "no program runs a group of layers"
+    assert replica.local.warm().result(60) and not port.streams(replica.manager), "no program runs a group of layers"
     assert caplog.text.count("does not compile; a larger form stands in") == left
     assert len(answers(replica, "x")) == 12 and replica.stats().compiles_after_warmup == 0
 
@@ -139,5 +139,5 @@ def test_a_replica_whose_groups_do_not_open_is_warm(served: Served, monkeypatch,
     replica, compiler = served
     monkeypatch.setattr(replica.manager, "stream", lambda: 1 / 0)
     compiler.run(len(compiler.calls))
-    assert replica.local.warm().result(60) and not replica.manager.streams
+    assert replica.local.warm().result(60) and not port.streams(replica.manager)
     assert "ZeroDivisionError" in caplog.text and len(answers(replica, "x")) == 12

@@ -374,7 +374,7 @@ class Net:
         except JloraError as e:
             stream.down.send(status_of(e, "unary"))
         except asyncio.CancelledError:
-            pass
+            pass  # the call was reset or its caller has given up: nobody waits for the answer
         except Exception as e:
             self.failures.append(f"{stream.server.name}: a handler has failed: {type(e).__name__}: {e}")
         finally:
