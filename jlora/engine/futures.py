@@ -92,7 +92,8 @@ def running() -> Future[Any]:
 def settle(future: Future, command: Callable[[], object]) -> None:
     """Runs a command into its future, unless its caller has cancelled it.
 
-    What ends a thread (SystemExit and its like) is raised again.
+    What ends a thread (SystemExit and its like) is raised again: it ends the replica, and the caller is
+    told what all others are.
     """
     if not future.set_running_or_notify_cancel():
         return
@@ -101,7 +102,7 @@ def settle(future: Future, command: Callable[[], object]) -> None:
     except Exception as e:
         future.set_exception(e)
     except BaseException as e:
-        future.set_exception(error_of(e))
+        future.set_exception(Unavailable(f"the engine ends: {type(e).__name__}: {e}"))
         raise
     else:
         future.set_result(result)
