@@ -16,7 +16,7 @@ import jinja2
 import pandas as pd
 
 from benchmarks import figures, services, tables
-from benchmarks.records import Study, control, median, ratios, read, told
+from benchmarks.records import Study, median, ratios, read, told
 from benchmarks.runner import Options
 from jlora.errors import ConfigError
 
@@ -89,7 +89,7 @@ def render(name: str, out: Path, draw: bool) -> bool:
         loader=jinja2.FileSystemLoader(TEMPLATES), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
     )
     made.filters |= FILTERS
-    made.globals |= {"tables": tables, "services": services, "controls": controls}
+    made.globals |= {"tables": tables, "services": services, "controls": tables.controls}
     made.globals |= {"median": median, "ratios": ratios, "told": told, "geometric_mean": statistics.geometric_mean}
     text = made.get_template(f"{name}.md.j2").render(
         studies=found,
@@ -99,11 +99,6 @@ def render(name: str, out: Path, draw: bool) -> bool:
     )
     (out / f"{name}.md").write_text(text)
     return True
-
-
-def controls(rows: pd.DataFrame, sides: Sequence[str]) -> str:
-    """Of the seconds of each side."""
-    return tables.controls(*(control(rows, side, "seconds") for side in sides))
 
 
 def markdown(rows: pd.DataFrame) -> str:

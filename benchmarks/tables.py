@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import pandas as pd
@@ -17,9 +17,9 @@ GAPS = {"loop_s": "loop, ms", "engine_s": "engine, ms", "tokens_s": "tokens, ms"
 CONTROL = (0.97, 1.03)  # a side against itself must stay inside, or the times beside it are void
 
 
-def controls(*values: float) -> str:
-    """Controls, and whether they void the numbers beside them."""
-    known = [value for value in values if not math.isnan(value)]
+def controls(rows: pd.DataFrame, sides: Iterable[str], key: str = "seconds") -> str:
+    """The control of each side, and whether they void the numbers beside them."""
+    known = [value for value in (control(rows, side, key) for side in sides) if not math.isnan(value)]
     void = "" if all(CONTROL[0] <= value <= CONTROL[1] for value in known) else " void"
     return " / ".join(f"{value:.3f}" for value in known) + void
 
@@ -53,7 +53,7 @@ def throughput(studies: Sequence[Study]) -> pd.DataFrame:
             row["PEFT tok/s"] = f"{rate['peft']:.1f}"
             row["ratio"] = told(ratios(rows, "peft", "jlora", "seconds"))
             row["to clairvoyant PEFT"] = f"{known * rate['jlora'] / tokens:.2f}"
-        row["control"] = controls(*(control(rows, side, "seconds") for side in rate.index))
+        row["control"] = controls(rows, rate.index)
         made.append({**row, "rounds": rows["round"].nunique(), "outputs": outputs(once(study, "outputs"))})
     return pd.DataFrame(made).fillna("")
 
@@ -74,8 +74,7 @@ def latency(studies: Sequence[Study]) -> pd.DataFrame:
                 if best:
                     row["PyTorch ms"] = f"{1e3 * middle[key][best]:.1f} ({best.partition(' ')[0]})"
                     row["ratio"] = told(ratios(rows, best, side, key))
-                found = [control(rows, name, key) for name in (side, best) if name]
-                made.append({**row, "control": controls(*found)})
+                made.append({**row, "control": controls(rows, filter(None, (side, best)), key)})
     return pd.DataFrame(made)
 
 
@@ -87,7 +86,7 @@ def compare(study: Study) -> pd.DataFrame:
         for key in ms.columns:
             row = {"study": name, "what": key} | {side: f"{ms[key][side]:.4g}" for side in ("old", "new")}
             row["old / new"] = told(ratios(rows, "old", "new", key))
-            made.append({**row, "control": controls(*(control(rows, side, key) for side in ("old", "new")))})
+            made.append({**row, "control": controls(rows, ("old", "new"), key)})
     return pd.DataFrame(made)
 
 
@@ -100,7 +99,7 @@ def startup(study: Study) -> pd.DataFrame:
             row = {"start": start, "commit": study.settings[side]}
             row |= {what: "" if math.isnan(seconds) else f"{seconds:.1f}" for what, seconds in told_s.items()}
             row["old / new"] = told(ratios(study.rows, "old", "new", f"{start} seconds")) if side == "new" else ""
-            made.append({**row, "control": controls(control(study.rows, side, f"{start} seconds"))})
+            made.append({**row, "control": controls(study.rows, [side], f"{start} seconds")})
     return pd.DataFrame(made)
 
 
@@ -186,7 +185,7 @@ def switches(study: Study) -> pd.DataFrame:
         row["host MB"] = f"{switch['host_bytes'] / 1e6:.1f}"
         row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
-        made.append({**row, "control": controls(*(control(rows, side, "seconds") for side in ("unmerged", "merged")))})
+        made.append({**row, "control": controls(rows, ("unmerged", "merged"))})
     return pd.DataFrame(made)
 
 
