@@ -14,6 +14,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
+from typing import Any
 
 from benchmarks.runner import Options
 from jlora.errors import ConfigError, JloraError
@@ -123,7 +124,9 @@ def parser() -> Parser:
 def options(args: argparse.Namespace, dtype: str) -> Options:
     """The flags as a record."""
     known = {each.name for each in fields(Options)}
-    plain = {name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()}
+    plain: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in vars(args).items()
+    }
     pairs = [(key, value) for key, _, value in (item.partition("=") for item in args.set)]
     made = Options(**{name: value for name, value in plain.items() if name in known - {"dtype", "settings"}})
     out = args.out or Path("build/bench") / ("quick" if args.quick else "results")

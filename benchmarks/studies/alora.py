@@ -245,9 +245,9 @@ def _configure(setup: Setup) -> Config:
     write_model(model, setup.spec, seed=0)
     paths = {}
     for i in range(setup.adapters):
-        for side, tokens in ((SHARED, {"alora_invocation_tokens": invocation(setup.spec, i)}), (ALONE, {})):
+        for side, tokens in ((SHARED, invocation(setup.spec, i)), (ALONE, None)):
             directory = setup.work / f"{_name(side, i)}-r{setup.rank}"
-            write_adapter(directory, setup.spec, setup.rank, seed=1000 + i, **tokens)
+            write_adapter(directory, setup.spec, setup.rank, seed=1000 + i, alora_invocation_tokens=tokens)
             paths[f"adapters.paths.{_name(side, i)}"] = str(directory)
     tokens = max(_longest(setup, cell) * (cell.adapters + 2) * cell.sessions for cell in setup.cells)
     adapters = ADAPTER_BLOCKS * setup.adapters
