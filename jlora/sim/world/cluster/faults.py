@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 WHILE_S = (0.05, 2.5)  # that most faults last
 RESTART_S = (0.05, 1.0)
+BURST_S = 0.3  # in which the clients of a burst come
 EXCUSED_S = 13.0  # after a fault in which a replica may be lost
 
 
@@ -81,6 +82,7 @@ class Faults:
         self.commands: list[Command] = []
         self._going: list[Callable[[], object]] = []  # routers that are about to be gone
         self.unloaded: set[str] = set()
+        self.asking_until = 0.0  # clients of bursts come until then
 
     @property
     def loads(self) -> list[Command]:
@@ -377,8 +379,8 @@ class Faults:
     def _burst(self, hasty: bool) -> bool:
         """From one router's clients, within a moment."""
         world, router = self._world, self._router()
-        draw = world.draw
+        draw, self.asking_until = world.draw, world.time.now + BURST_S
         for _ in range(draw.randint(10, 60)):
-            at = draw.uniform(0.0, 0.3)
+            at = draw.uniform(0.0, BURST_S)
             world.time.after(at, lambda: router.alive and world.ask(router, hasty=hasty))
         return True

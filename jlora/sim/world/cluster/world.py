@@ -195,6 +195,7 @@ class World:
         """Heals everything, waits until all has ended, and looks whether anything is left."""
         self.sites.heal()
         self.faults.heal()
+        self._run(max(0.0, self.faults.asking_until - self.time.now))
         limit = self.time.now + SETTLE_S
         while not all(ask.over for ask in self.asks) and self.time.now < limit:
             self._run(0.25)
