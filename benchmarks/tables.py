@@ -271,7 +271,7 @@ def gaps_verdict(study: Study) -> str:
     over = [f"{row['']} ({row['beyond the limit']})" for row in attacks if row["beyond the limit"]]
     return (
         f"Under {len(attacks) - len(over)} of {len(attacks)} attacks, no gap is longer than the idle server's by more "
-        f"than 100 ms. Beyond that: {'; '.join(over) or 'none'}."
+        f"than 100 ms." + (f" Beyond the limit: {'; '.join(over)}." if over else "")
     )
 
 

@@ -1,4 +1,4 @@
-"""What a front talks to: one replica, or later a router of many.
+"""What a front talks to: one replica, or a router of many.
 
 Every command returns a `concurrent.futures.Future`. An asyncio front awaits it with
 `asyncio.wrap_future`; a thread calls `result()`. No command blocks its caller.

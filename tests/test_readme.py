@@ -81,6 +81,11 @@ def test_the_first_page_and_the_page_for_contributors_stay_short():
     assert len(architecture.splitlines()) <= 200
 
 
+def test_a_page_of_results_answers_one_question():
+    for page in sorted((ROOT / "docs" / "results").glob("*.md")):
+        assert len(page.read_text(encoding="utf-8").splitlines()) <= 120, f"{page.name} has more than 120 lines"
+
+
 def test_links_lead_to_files_and_headings():
     for page in PAGES:
         text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)

@@ -14,8 +14,8 @@ SHOWN = 3
 class NearNames:
     """A set of names that answers which of them look like another name.
 
-    A slip changes one place of a name. What is before that place puts the two side by side in
-    alphabetical order, and what is behind it does so when names are read backwards.
+    A slip changes one place of a name. The unchanged start makes the two names neighbours in
+    sorted order; the unchanged end does so in the order of the reversed names.
     """
 
     def __init__(self) -> None:

@@ -204,20 +204,25 @@ class BatchBuilder:
         return replace(launch, sampling=self._sampling((), rows), score_targets=targets)
 
     def launch(self, works: Sequence[Work], rows: int, chunk: int, bare: bool = False) -> Launch:
-        """Lays `works` into `rows` rows of `chunk` tokens; `bare`: for the program without adapters."""
+        """Lays `works` into `rows` rows of `chunk` tokens; `bare`: for the program without adapters.
+
+        Rows of one adapter follow each other, so that its product needs few of them at once.
+        """
         nodes = tuple(dict.fromkeys(w.sequence.adapter for w in works if self._merged.acts(w)))
+        index = {node: i for i, node in enumerate(nodes)}
+        works = sorted(works, key=lambda work: index.get(work.sequence.adapter, len(index)))
         lists = self._lists(() if bare else tuple((node.uid, node.device) for node in nodes), bare)
         record = Packed.zeros(record_type(rows, chunk, self._width, self._reads(rows)))
         fields = record.fields()
         fields["source"][:] = fields["adapters"][:] = -1
         fields["offsets"][:], fields["merged"][...] = lists.offsets, self._merged.done
         if works:
-            self._fill(fields, works, nodes)
+            self._fill(fields, works, index)
         sampling = self._sampling(works, rows) if any(w.samples for w in works) else None
         targets = self._targets(works, rows * chunk)
         return Launch(tuple(works), Form(rows, chunk, bare), record, lists, sampling, targets)
 
-    def _fill(self, fields: Mapping[str, np.ndarray], works: Sequence[Work], adapters: Sequence[AdapterNode]) -> None:
+    def _fill(self, fields: Mapping[str, np.ndarray], works: Sequence[Work], index: Mapping[AdapterNode, int]) -> None:
         """Writes the works' rows into a launch's record. A work's rows follow each other."""
         chunk, tokens = fields["tokens"].shape[1], fields["tokens"].reshape(-1)
         starts, counts = np.array([w.start for w in works]), np.array([w.count for w in works])
@@ -235,7 +240,6 @@ class BatchBuilder:
             if known:
                 first = (end - -(-count // chunk)) * chunk
                 tokens[first : first + len(known)] = known
-        index = {node: i for i, node in enumerate(adapters)}
         fields["table"][:n] = self._pages.rows(works)[of]
         fields["adapters"][:n] = np.array([index.get(w.sequence.adapter, -1) for w in works])[of]
         fields["acting"][:n] = np.array([w.sequence.activation or 0 for w in works])[of]

@@ -45,7 +45,7 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One completion of one request. Times are `time.monotonic()` seconds."""
+    """One completion of one request. Times are seconds of the engine's clock."""
 
     request: Request
     index: int  # which of the request's n completions

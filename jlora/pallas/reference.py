@@ -7,7 +7,7 @@ follows the real contexts and adapters without a compiled shape.
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import jax
@@ -19,6 +19,7 @@ from jlora.layout import UnitLayout
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
+WHOLE = 2  # tokens in tiles cost at most so many times those in one product
 SPAN = 64  # tokens of context per item of decode: efficient products, little waste
 CHUNK_SPAN = 128  # the same for prefill, whose products are larger
 NEG = -1e30  # finite, so that a fully masked tile gives zeros and not NaN
@@ -109,17 +110,19 @@ def lora(
     projections: Sequence[Adapted],
     adapters: jax.Array,
     psum: Psum = None,
-    token_tile: int | None = None,
+    token_tile: Callable[[int], int] | None = None,
 ) -> list[jax.Array]:
-    """See `ops.Lora`. Calls `psum` once per tile of units for all projections.
+    """See `ops.Lora`. Calls `psum` once per product for all projections.
 
     Args:
-        token_tile: tokens per product; a tile without one of the adapters is skipped. None takes all
-            T at once, for a device on which a turn of a loop costs more than a product.
+        token_tile: T -> tokens per product. Where an adapter's tokens lie in few of these tiles, the others are
+            skipped: rows in the order of their adapters pay for their own. None takes all T at once, for a
+            device on which a turn of a loop costs more than a product.
     """
     tiles = [max(1, TILE_UNITS // p.unit.per_block) for p in projections]
-    most = min(token_tile or x.shape[0], x.shape[0])
-    size = max(n for n in range(1, most + 1) if x.shape[0] % n == 0)
+    count = x.shape[0]
+    most = min(token_tile(count), count) if token_tile else count
+    size = max(n for n in range(1, most + 1) if count % n == 0)
 
     def body(i, outs):
         parts = [_tile(pool, first_row, p.active, p.unit, tile, i) for p, tile in zip(projections, tiles, strict=True)]
@@ -127,7 +130,7 @@ def lora(
         def whole(outs):
             return [out + delta for out, delta in zip(outs, _deltas(x, parts, adapters, psum), strict=True)]
 
-        if size == x.shape[0]:
+        if size == count:
             return whole(outs)
         met = _met(adapters.reshape(-1, size), [owner for _, _, owner in parts])
         order = jnp.argsort(~met)  # tiles to compute first
@@ -138,7 +141,9 @@ def lora(
             added = _deltas(here(x), parts, here(adapters), psum)
             return [put(out, here(out) + delta) for out, delta in zip(outs, added, strict=True)]
 
-        return lax.cond(met.all(), whole, lambda outs: lax.fori_loop(0, met.sum(), turn, outs), outs)
+        turns = met.sum()
+        few = turns * size * WHOLE <= count
+        return lax.cond(few, lambda outs: lax.fori_loop(0, turns, turn, outs), whole, outs)
 
     trips = [-(-(p.active.stop - p.active.start) // tile) for p, tile in zip(projections, tiles, strict=True)]
     return lax.fori_loop(0, functools.reduce(jnp.maximum, trips), body, [p.base for p in projections])
@@ -206,6 +211,10 @@ def write_layers(pool: jax.Array, ids: jax.Array, data: jax.Array, first: jax.Ar
     return pool.at[rows].set(data.reshape(n * count, *data.shape[2:]), mode="drop")
 
 
+def _token_tile(tokens: int) -> int:
+    """Few where each row may have an adapter of its own, more where a row is a chunk of a prompt."""
+    return 16 if tokens <= 128 else 128
+
+
 XLA = Ops(attention, lora, write_kv, write_blocks, write_layers, read_blocks)
-# 64 tokens make a decode of 128 rows 1.4 times slower; 128 tokens do not.
-CPU = replace(XLA, lora=functools.partial(lora, token_tile=128))
+CPU = replace(XLA, lora=functools.partial(lora, token_tile=_token_tile))

@@ -143,8 +143,10 @@ def traffic(world: World, placing: Placing) -> None:
     placing.round()
 
 
+@pytest.mark.slow
 def test_what_nobody_asks_for_stays_where_it_is(placed: tuple[World, Placing, Table]):
     world, placing, table = placed
+    wait_for(lambda: traffic(world, placing) or len(homes(table)) == len(NAMES))
     settle(world, placing, table)
     wait_for(lambda: told(world) == held(world))
     before, parts, asked = held(world), homes(table), placing.moved

@@ -89,7 +89,8 @@ def test_tokens_before_the_invocation_read_no_adapter(builder: BatchBuilder):
 def test_decoding_rows_of_activated_and_plain_loras_and_the_base_are_told_apart(builder: BatchBuilder):
     works = [work(adapter(1), 60, 1, activation=0), work(BASE, 30, 1), work(adapter(2), 9, 1)]
     launch = builder.launch(works, 4, 1)
-    assert fields(launch).adapters.tolist() == [0, -1, 1, -1]
+    assert launch.works == (works[0], works[2], works[1]), "rows of one adapter follow each other; the base is last"
+    assert fields(launch).adapters.tolist() == [0, 1, -1, -1]
 
 
 def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_one():

@@ -148,7 +148,7 @@ def _adapted(blocks: list[list[int]], owners: list[list[int]], count: int):
     def run(tokens: list[int], tile: int | None, psum=None):
         def products(x, base, pool, active, tokens):
             adapted = [Adapted(*p) for p in zip(base, active, units, strict=True)]
-            return lora(x, pool, BLOCKS, adapted, tokens, psum, tile)
+            return lora(x, pool, BLOCKS, adapted, tokens, psum, tile and (lambda count: tile))
 
         return jax.jit(products)(x, base, jnp.asarray(pool), active, jnp.array(tokens))
 

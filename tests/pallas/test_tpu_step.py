@@ -145,7 +145,7 @@ def test_a_step_by_tiles_of_tokens_equals_a_step_of_the_reference(tp: int):
 
 def tiled() -> Ops:
     """As on a CPU, with tiles so small that a launch has several."""
-    return replace(XLA, lora=partial(reference.lora, token_tile=8))
+    return replace(XLA, lora=partial(reference.lora, token_tile=lambda tokens: 8))
 
 
 @pytest.mark.parametrize(

@@ -254,6 +254,15 @@ def test_adapters_come_and_go(served: Served, text_model: Path):
     assert cache(served).hbm.free >= free
 
 
+def test_a_load_names_the_folder_that_is_missing_and_the_log_has_its_path(
+    served: Served, caplog: pytest.LogCaptureFixture
+):
+    with refused(CODE.NOT_FOUND, "'the-last-folder'") as error:
+        served.adapters.LoadAdapter(pb.LoadAdapterRequest(name="far", path="/srv/" + "deep/" * 99 + "the-last-folder"))
+    assert "/srv" not in error.value.details()
+    assert "/srv/deep/" in caplog.text and "deep/the-last-folder'" in caplog.text
+
+
 def test_unloading_a_pinned_adapter_is_logged_as_such(
     served: Served, text_model: Path, caplog: pytest.LogCaptureFixture
 ):
