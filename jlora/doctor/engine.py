@@ -49,7 +49,8 @@ class World:
         self._stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
         self._params = weights(spec, self._stacked)
         self.chosen = device.choose_ops(config, spec, layout, tuple(Buckets.of(config.engine).shapes))
-        self.runner, self._pool = device.device_side(config, spec, layout, self._projections, self._params)
+        prepared = device.prepare(config, spec, layout, self._projections)
+        self.runner, self._pool = prepared.complete(self._params)
         self._swapper = Swapper(self._pool, HostPool(layout, 1))
 
     def plan(self, case: StepCase) -> StepPlan:

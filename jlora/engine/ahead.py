@@ -1,7 +1,8 @@
 """Compiles a launch's programs before it runs, on any thread.
 
-    ahead = Ahead(programs, params, pool, state)
-    ahead.compile(form, blank)      # the first call of these programs compiles nothing
+    ahead = Ahead(programs, shapes, groups)
+    first = ahead.begin(builder, threads)       # while weights are read
+    ahead.compile(form, blank)                  # the first call of these programs compiles nothing
 
 jit finds the executable that `lower(...).compile()` made for arguments of the same shapes and
 shardings. XLA compiles, and loads from the persistent cache, without Python's lock: threads gain,
@@ -10,15 +11,16 @@ and an engine that runs meanwhile keeps its pace. Tracing holds the lock, for ab
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding
 
-from jlora.cache.pool import DevicePool
-from jlora.engine.batch import Form, Launch
+from jlora.engine.batch import BatchBuilder, Form, Launch
 from jlora.model.cut import SITES, SPLIT, layer_of
 from jlora.model.llama import Params
 from jlora.model.sampling import SlotState
@@ -26,18 +28,49 @@ from jlora.model.spec import PROJECTIONS
 from jlora.model.step import Programs, group_layers, head_of
 
 
-class Ahead:
-    """Knows the shapes of an engine's arrays. It holds no array: the engine's thread donates and frees them."""
+class Shapes(NamedTuple):
+    """An engine's arrays, each a `jax.ShapeDtypeStruct` with its sharding: they need not exist yet."""
 
-    def __init__(self, programs: Programs, params: Params, pool: DevicePool, state: SlotState):
-        self._programs = programs
+    params: Params
+    pool: jax.ShapeDtypeStruct
+    state: SlotState
+
+
+@dataclass(frozen=True, slots=True)
+class First:
+    """The programs that serve every launch, on their way.
+
+    Attributes:
+        blanks: of every form, a launch of padding.
+        compiled: of the forms that serve every launch, when their programs are there.
+    """
+
+    blanks: Mapping[Form, Launch]
+    compiled: Mapping[Form, Future[None]]
+
+
+class Ahead:
+    """Compiles by the shapes of an engine's arrays. It holds no array: the engine's thread donates and frees them.
+
+    Args:
+        groups: equal groups of layers that a streamed copy comes in, each of `group_layers`.
+    """
+
+    def __init__(self, programs: Programs, shapes: Shapes, groups: int, group_layers: int):
+        self.programs = programs
         self.helps = False  # the host may compute the adapters' part of any form
-        self._groups, self._group_layers = pool.groups, pool.group_layers
-        self._params, self._pool, self._state = jax.tree.map(_shape, (params, pool.array, state))
+        self._groups, self._group_layers = groups, group_layers
+        self._params, self._pool, self._state = shapes
+
+    def begin(self, builder: BatchBuilder, threads: Executor) -> First:
+        """Compiles the programs that serve every launch on `threads`. Call it on the builder's thread."""
+        blanks = {form: builder.blank(*form) for form in builder.buckets.forms()}
+        first = builder.buckets.largest.forms()
+        return First(blanks, {form: threads.submit(self.compile, form, blanks[form]) for form in first})
 
     def compile(self, form: Form, blank: Launch) -> None:
         """Compiles what every launch of this form runs; `blank` is one of them."""
-        programs, params, last = self._programs, self._params, self._state.last
+        programs, params, last = self.programs, self._params, self._state.last
         lists = blank.batch.lists
         lists = jax.ShapeDtypeStruct(lists.shape, lists.dtype, sharding=last.sharding)
         forward = programs.forward.lower(params, self._pool, last, blank.batch._replace(lists=lists))
@@ -58,7 +91,7 @@ class Ahead:
         return self.helps or (form.chunk > 1 and self._groups > 1)
 
     def _grouped(self, launch: Launch) -> Iterator[jax.stages.Lowered]:
-        programs, params = self._programs, self._params
+        programs, params = self.programs, self._params
         batch = jax.device_put(launch.batch, self._state.last.sharding)
         embed = programs.embed.lower(params["embed"], self._state.last, batch)
         yield embed
@@ -71,7 +104,7 @@ class Ahead:
 
     def _cut(self, x: jax.ShapeDtypeStruct, batch: Any) -> Iterator[jax.stages.Lowered]:
         """The programs of a layer with the host's help; its weights tell the products' widths."""
-        programs, w, at = self._programs.cut, layer_of(self._params, 0), np.int32(0)
+        programs, w, at = self.programs.cut, layer_of(self._params, 0), np.int32(0)
         width = {name: w[name].shape[-1] for name in PROJECTIONS}
         qkv, gate_up, out = (self._split(x, sum(width[n] for n in names)) for names in (*SITES[::2], "o"))
         yield programs.enter.lower(w, x, at)
@@ -88,7 +121,3 @@ class Ahead:
     def _replicated(self, out: Any) -> jax.ShapeDtypeStruct:
         """An output as the next program's input; `last` is replicated over the mesh, too."""
         return jax.ShapeDtypeStruct(out.shape, out.dtype, sharding=self._state.last.sharding)
-
-
-def _shape(array: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)

@@ -6,6 +6,7 @@ import logging
 import os
 import random
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import replace as replaced
 from functools import partial
@@ -20,14 +21,14 @@ from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
-from jlora.cache.pool import DevicePool, HostPool, as_shortage
+from jlora.cache.pool import HostPool, as_shortage
 from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
 from jlora.config import Config, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
+from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
-from jlora.engine.batch import Projections
 from jlora.engine.built import Between, Built, Phases
 from jlora.engine.cold_start import Costs
 from jlora.engine.engine import Engine, Shape
@@ -80,7 +81,16 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
-    system, phases = system or System(), Phases()
+    system = system or System()
+    threads = system.threads.pool("jlora-warm-up", min(os.cpu_count() or 1, COMPILERS))
+    try:
+        return _built(config, progress, system, threads)
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)  # an error does not wait for programs
+
+
+def _built(config: Config, progress: bool, system: System, threads: Executor) -> Built:
+    phases = Phases()
     kept = compile_cache.use(config.serve.compile_cache)
     directory = hub.resolve(config.model.path)
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
@@ -97,7 +107,9 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
     phases.end("adapters")
-    runner, pool = build_device(config, spec, layout, lambda uid: registry.by_uid(uid).projections, progress)
+    prepared = device.prepare(config, spec, layout, lambda uid: registry.by_uid(uid).projections)
+    first = prepared.ahead.begin(prepared.builder, threads) if config.engine.warmup else None
+    runner, pool = prepared.complete(_weights(config, spec, progress))
     phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
@@ -111,8 +123,8 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
         runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
     parts = Parts(scheduler, registry, runner, swapper, system.clock, config.adapters.readers, catalogue, system.wall)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap), switching)
-    if config.engine.warmup:
-        warm_up(runner, progress, system)
+    if first is not None:
+        warm_up(runner, first, progress)
         if switching is not None:
             switching.policy.times.share = adapter_share(runner, runner.builder, layout)
     phases.end("programs")
@@ -131,15 +143,12 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     return Built(engine, parts, runner, info, reader, catalogue, open_groups)
 
 
-def build_device(
-    config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections, progress: bool
-) -> tuple[Runner, DevicePool]:
-    """Loads the weights and makes the pool: the part of an engine that lives on the device."""
+def _weights(config: Config, spec: ModelSpec, progress: bool) -> Params:
+    """The base model's, read from its files."""
     mesh = sharding.make_mesh(config.model.tp)
     stacked = device.uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
-    directory = hub.resolve(config.model.path)
-    params = checkpoint.load_params(directory, spec, sharding.shardings(spec, mesh), stacked=stacked, progress=progress)
-    return device.device_side(config, spec, layout, projections, params)
+    shardings, directory = sharding.shardings(spec, mesh), hub.resolve(config.model.path)
+    return checkpoint.load_params(directory, spec, shardings, stacked=stacked, progress=progress)
 
 
 def make_switching(
@@ -151,12 +160,7 @@ def make_switching(
         return None
     mesh = sharding.make_mesh(config.model.tp)
     stacked = device.uses_scan(engine.layers, mesh.devices.flat[0].platform)
-    directory = hub.resolve(config.model.path)
-
-    def pristine() -> Params:
-        shardings = sharding.shardings(spec, mesh)
-        return checkpoint.load_params(directory, spec, shardings, stacked=stacked, progress=False)
-
+    pristine = partial(_weights, config, spec, False)
     merger = Merger(Base(spec, layout, mesh, stacked, pristine), runner)
     merger.prepare()
     if engine.merge != "auto":
@@ -227,15 +231,11 @@ def _apart(helps: Helps, switching: Switching) -> Helps:
     return lambda adapter, left_s, tokens: not switching.holds(adapter.uid) and helps(adapter, left_s, tokens)
 
 
-def warm_up(runner: Runner, progress: bool, system: System) -> None:
-    """Compiles the programs that serve every request; the runner names those that are left."""
-    threads = system.threads.pool("jlora-warm-up", min(os.cpu_count() or 1, COMPILERS))
-    try:
-        names = tqdm(runner.warm_up(threads), desc="compiling", total=runner.needed, disable=not progress, leave=False)
-        for name in names:
-            log.debug("compiled %s", name)
-    finally:
-        threads.shutdown(cancel_futures=True)
+def warm_up(runner: Runner, first: First, progress: bool) -> None:
+    """Waits for the programs that serve every request; the runner names those that are left."""
+    names = tqdm(runner.warm_up(first), desc="compiling", total=runner.needed, disable=not progress, leave=False)
+    for name in names:
+        log.debug("compiled %s", name)
 
 
 def compile_rest(built: Built, progress: bool = False) -> Built:

@@ -5,16 +5,18 @@ Kept apart from `build`, which reads files: a benchmark with random weights need
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from jlora import machine
 from jlora.cache.pool import DevicePool, has_pinned_host
 from jlora.config import Config
+from jlora.engine.ahead import Ahead, Shapes
 from jlora.engine.batch import BatchBuilder, Projections
 from jlora.engine.runner import Runner
 from jlora.layout import PoolLayout
@@ -26,10 +28,25 @@ from jlora.pallas.dispatch import Chosen, Site, choose
 from jlora.pallas.gpu_support import Gpu
 
 
-def device_side(
-    config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections, params: Params
-) -> tuple[Runner, DevicePool]:
-    """Everything that lives on the devices; `params` is stacked or listed as `uses_scan` says.
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The device side before its arrays exist: `ahead` compiles meanwhile."""
+
+    mesh: Mesh
+    layout: PoolLayout
+    builder: BatchBuilder
+    state: Callable[[], sampling.SlotState]
+    groups: int
+    ahead: Ahead
+
+    def complete(self, params: Params) -> tuple[Runner, DevicePool]:
+        """Everything that lives on the devices, with these weights."""
+        pool = DevicePool(self.layout, self.mesh, self.ahead.programs, self.groups, has_pinned_host(self.mesh))
+        return Runner(params, pool, self.state(), self.builder, self.ahead), pool
+
+
+def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections) -> Prepared:
+    """Programs and shapes; the weights that complete it are stacked or listed as `uses_scan` says.
 
     Raises:
         ConfigError: `engine.kernels` asks for kernels that do not serve this model here.
@@ -44,10 +61,16 @@ def device_side(
     kept = jax.config.jax_compilation_cache_dir
     wrap = {"wrap": Traced(Path(kept), *facts)} if kept else {}
     programs = step.build(spec, layout, mesh, stacked, ops, **wrap)
-    pool = DevicePool(layout, mesh, programs, step.layer_groups(spec.layers), has_pinned_host(mesh))
     replicated = NamedSharding(mesh, sharding.REPLICATED)
-    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)()
-    return Runner(params, programs, pool, state, builder), pool
+    state = jax.jit(lambda: sampling.empty_slots(config.engine.max_seqs, spec.vocab), out_shardings=replicated)
+    groups = step.layer_groups(spec.layers)
+    shapes = Shapes(
+        sharding.placed(spec, mesh, stacked),
+        jax.ShapeDtypeStruct(layout.shape, layout.dtype, sharding=NamedSharding(mesh, sharding.POOL)),
+        jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(state)),
+    )
+    ahead = Ahead(programs, shapes, groups, spec.layers // groups)
+    return Prepared(mesh, layout, builder, state, groups, ahead)
 
 
 def choose_ops(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Chosen:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from threading import get_ident
@@ -15,7 +14,7 @@ import numpy as np
 
 from jlora.cache.pool import DevicePool, as_shortage
 from jlora.cache.transfer import Copy
-from jlora.engine.ahead import Ahead
+from jlora.engine.ahead import Ahead, First
 from jlora.engine.assist import Assist, Shares
 from jlora.engine.batch import BatchBuilder, Form, Launch
 from jlora.engine.compiles import COMPILES
@@ -28,7 +27,7 @@ from jlora.model.cut import CutLayer
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.spec import PROJECTIONS
-from jlora.model.step import Batch, Programs, group_layers, head_of
+from jlora.model.step import Batch, group_layers, head_of
 from jlora.ports import Clock
 from jlora.types import TokenLogprob
 
@@ -88,21 +87,21 @@ class Runner:
     def __init__(
         self,
         params: Params,
-        programs: Programs,
         pool: DevicePool,
         state: SlotState,
         builder: BatchBuilder,
+        ahead: Ahead,
         clock: Clock = time.monotonic,
     ):
         self._weights = Weights(0, params)
-        self._programs = programs
+        self._programs = ahead.programs
         self.pool = pool
         self._state = state
         self._builder = builder
         self._clock = clock
         self._vocab = state.seen.shape[1]
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
-        self._ahead = Ahead(programs, params, pool, state)
+        self._ahead = ahead
         self._assist: Assist | None = None
         self._left: dict[Left, Launch] = {}
         self._whole = True  # no form lacks programs that did not compile
@@ -189,26 +188,23 @@ class Runner:
                 self.compiled_at = self._clock()
             self.compiling = False
 
-    def warm_up(self, threads: Executor) -> Iterator[str]:
-        """Compiles the programs that serve every launch, several at a time, and calls each; yields its name.
+    def warm_up(self, first: First) -> Iterator[str]:
+        """Calls the programs that serve every launch as they come from `Ahead.begin`; yields their names.
 
         The others are `left`: until they are admitted, a launch takes a larger one, and none runs behind copies
         on their way. Touches no live block.
         """
-        buckets = self._builder.buckets
-        blanks = {form: self._builder.blank(*form) for form in buckets.forms()}  # here: the builder has one thread
-        self._builder.compiled = buckets.largest
-        first = {form: blanks[form] for form in buckets.largest.forms()}
-        self._left = {Left(form): blank for form, blank in blanks.items() if form not in first}
+        blanks = first.blanks
+        self._builder.compiled = self._builder.buckets.largest
+        self._left = {Left(form): blank for form, blank in blanks.items() if form not in first.compiled}
         self._left |= {Left(form, True): blank for form, blank in blanks.items() if self._ahead.grouped(form)}
-        compiled = [threads.submit(self._ahead.compile, *item) for item in first.items()]
         self._reset(0, (), (), {})
         self.pool.warm_up()
         yield "copies"
-        for (form, blank), done in zip(first.items(), compiled, strict=True):
-            done.result()
-            with self._watched([blank]):
-                self._dispatch(blank, _Copies(), _Arrivals(None))
+        for form, compiled in first.compiled.items():
+            compiled.result()
+            with self._watched([blanks[form]]):
+                self._dispatch(blanks[form], _Copies(), _Arrivals(None))
             yield f"{form.rows}x{form.chunk}"
         jax.block_until_ready(self.pool.array)
         self._warmed = get_ident(), COMPILES.count

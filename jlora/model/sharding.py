@@ -7,7 +7,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jlora.errors import ConfigError
-from jlora.model.llama import MESH_AXES, Params, abstract
+from jlora.model.llama import MESH_AXES, Params, abstract, stack_layers
 from jlora.model.spec import ModelSpec
 
 POOL = PartitionSpec(None, None, "tp")  # [rows, B, 2K, H]: whole (K, V) head pairs per shard
@@ -40,3 +40,13 @@ def stacked_specs(specs: Params) -> Params:
 def shardings(spec: ModelSpec, mesh: Mesh) -> Params:
     """A NamedSharding per weight, layers as a list."""
     return jax.tree.map(lambda s: NamedSharding(mesh, s), param_specs(spec))
+
+
+def placed(spec: ModelSpec, mesh: Mesh, stacked: bool) -> Params:
+    """Every weight as it lies on its devices: a `jax.ShapeDtypeStruct` with its sharding."""
+    shapes, specs = abstract(spec)[0], param_specs(spec)
+    if stacked:
+        shapes, specs = jax.eval_shape(stack_layers, shapes), stacked_specs(specs)
+    return jax.tree.map(
+        lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, s)), shapes, specs
+    )
