@@ -363,7 +363,7 @@ class Faults:
             self._tell(path)
 
     def _tell(self, path: str) -> None:
-        self._world.blame.spoiled(next(one.name for one in self.loads if one.path == path))
+        self._world.blame.changed(next(one.name for one in self.loads if one.path == path))
 
     def _flood(self) -> bool:
         """Clients who leave at once, while a replica reads nothing."""
