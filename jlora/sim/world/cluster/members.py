@@ -32,7 +32,6 @@ from jlora.sim.world.cluster.net import Net, Server, Wires
 from jlora.sim.world.sites import Sites
 
 ADOPT_S = (0.002, 0.05)  # to read an adapter
-FRESH_S = 1.0
 SLOW_S = (0.5, 2.0)  # from a slow disk
 # The solver has all its time: how fast this machine is must not change its answer.
 BALANCE = balance.Terms(queue_s=0.1, limit_s=60.0)
@@ -90,11 +89,6 @@ class ReplicaProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it began a moment ago."""
-        return self.loop.time() - self.loop.began < FRESH_S
 
     @property
     def streams(self) -> list[Stream]:
@@ -173,11 +167,6 @@ class RouterProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it began a moment ago."""
-        return self.loop.time() - self.loop.began < FRESH_S
 
     def kill(self, silent: bool = False) -> None:
         self.loop.kill()
