@@ -35,6 +35,7 @@ PAUSES_S = (0.1, 2.0)  # before attaching again: the first, doubled up to the la
 LONGEST = 3.0  # times the longest pause between two messages of the last minute: then silence is death
 BEAT_S = 1.0  # between two messages to a replica, at most: it takes a long silence for the router's end
 COMPILING_S = 10.0  # of silence while a step compiles
+LATE_S = 0.25  # without a look or a message: this process did not run
 # A connection of its own for each channel, and at once.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
 GIVEN_UP = "it was given up"
@@ -124,6 +125,7 @@ class Attached:
         self._heard = _Heard()
         self._up = False  # the receiver was told that it is attached
         self._beaten = 0.0  # when the last empty message was sent
+        self._ran = terms.clock()  # the last look or message
         self._sends: deque[link.ToReplica] = deque()
         self._more = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -173,6 +175,7 @@ class Attached:
         """
         if self._task is not None and self._task.done():
             raise RuntimeError(f"the link to replica {self.name} has ended by itself")
+        self._forgive(now)
         if not self._up:
             return
         if now - self._beaten >= BEAT_S:
@@ -188,9 +191,11 @@ class Attached:
         elif heard.state.age_s > patience and not heard.state.compiling:
             self._give_up(f"its engine has stood for {heard.state.age_s:.1f} s")
 
-    def forgive(self, seconds: float) -> None:
-        """This process did not run for so long: no message could come."""
-        self._heard.at += seconds
+    def _forgive(self, now: float) -> None:
+        """Time in which this process did not run is no silence of the replica's, whatever runs first after it."""
+        late, self._ran = now - self._ran, now
+        if late > LATE_S:
+            self._heard.at += late
 
     async def _run(self) -> None:
         try:
@@ -235,7 +240,8 @@ class Attached:
     def _begin(self, channel: grpc.aio.Channel, first: link.FromReplica) -> None:
         now = self._terms.clock()
         self._sends.clear()
-        self._heard = _Heard(health="up", at=now)
+        self._ran = now
+        self._heard = _Heard(health="up", at=now, gaps=Gaps(self._terms.clock))
         self._heard.take(first.state, now)
         self.channel, self._up = channel, True
         log.info("replica %s at %s is attached", self.name, self.address)
@@ -249,6 +255,7 @@ class Attached:
         if not self._up:  # it has been given up meanwhile
             return
         now, heard = self._terms.clock(), self._heard
+        self._forgive(now)
         heard.gaps.note(now - heard.at)
         heard.at = now
         if message.HasField("state"):

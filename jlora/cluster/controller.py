@@ -244,7 +244,7 @@ class Controller(Directory):
     def ask_to_pin(self, member: Member, version: Version, pinned: bool) -> Callable[[Callable[[], bool]], AdapterInfo]:
         """Asks a replica to pin a version, or not to; the answer waits. A replica that lacks it reads it.
 
-        The answer raises DataLoss if the replica has read other weights than the registry knows.
+        The answer raises DataLoss if no peer has the version and its path has other weights by now.
         """
         asked = self.calls.pin(member.address, version.key, pinned)
 
@@ -254,14 +254,9 @@ class Controller(Directory):
             except NotFound:
                 if not pinned:
                     raise
-            load = pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=True, replace=True)
-            info = self.calls.load(member.address, load).result(wanted)
-            try:
-                _check_digest(version.name, version.digest or info.digest, info.digest)
-            except DataLoss:
-                list(self._gathered([member], lambda m: self.calls.unload(m.address, version.key)))
-                raise
-            return info
+            # Not loaded from its path: requests find a version by its key at once, so it must never hold other weights.
+            self.calls.hold(member.address, version, self.peers(version, member.name)).result(wanted)
+            return self.calls.pin(member.address, version.key, True).result(wanted)
 
         return result
 

@@ -32,7 +32,6 @@ from jlora.types import Request, TokenEvent
 log = logging.getLogger(__name__)
 
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
-LATE_S = 0.25  # between two ticks: this process did not run
 SENDS = 512  # of requests that wait, at once: the event loop has more to do
 
 
@@ -80,10 +79,9 @@ class Dispatcher:
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
     _prompts: Prompts = field(default_factory=Prompts)
-    _ticked: float = field(init=False)
 
     def __post_init__(self) -> None:
-        self.up_at = self._ticked = self.terms.clock()
+        self.up_at = self.terms.clock()
 
     # -- the service ------------------------------------------------------------------------
 
@@ -259,10 +257,7 @@ class Dispatcher:
     def tick(self) -> None:
         """Looks at the clock: silent replicas, deadlines, requests that wait, replicas that drain."""
         now = self.terms.clock()
-        late, self._ticked = now - self._ticked, now
         for one in list(self.links.values()):
-            if late > LATE_S:
-                one.forgive(late)
             one.look(now)
             if one.channel is None:  # no message says so
                 self.books.heard(one.view())

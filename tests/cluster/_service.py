@@ -8,17 +8,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import grpc
+
 from jlora import config as configuration
 from jlora.cluster.calls import Calls
 from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
+from jlora.cluster.peer import Fetcher, PeerServicer
+from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.registry import Registry
+from jlora.cluster.secret import Secret
 from jlora.cluster.upkeep import Upkeep
 from jlora.cluster.uses import Uses
 from jlora.errors import NotFound
 from jlora.model.spec import ModelSpec
 from jlora.ports import System
+from jlora.serve.backend import Backend
 from jlora.types import AdapterInfo
 from tests import _make
 from tests.serve import _server
@@ -35,9 +41,16 @@ def text_spec() -> ModelSpec:
 
 @contextmanager
 def replicas(model: Path, count: int) -> Iterator[list[Served]]:
-    """Replicas that know no adapters."""
+    """Replicas that know no adapters, and keep what a controller tells them to."""
     with ExitStack() as opened:
-        yield [opened.enter_context(_server.serve(model, SMALL)) for _ in range(count)]
+
+        def add(backend: Backend, server: grpc.aio.Server) -> None:
+            engine: Any = backend.loaded
+            fetcher = Fetcher(lambda: engine)
+            opened.callback(fetcher.close)
+            rpc.add_PeerServicer_to_server(PeerServicer(lambda: engine, Secret(), fetcher.adopt), server)
+
+        yield [opened.enter_context(_server.serve(model, SMALL, services=[add])) for _ in range(count)]
 
 
 @dataclass

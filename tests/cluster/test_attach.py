@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -11,6 +11,8 @@ from jlora.cluster.attach import COMPILING_S, Attached, Terms
 from jlora.cluster.proto import link_pb2 as link
 from tests.cluster import _port as port
 from tests.cluster._links import INFO
+
+MOST = 20  # messages that may wait
 
 
 class Ears:
@@ -27,83 +29,106 @@ class Ears:
         self.lost_for.append(why)
 
 
+@dataclass
+class Ground:
+    """A replica whose stream has just begun, in a time of its own."""
+
+    now: float = 100.0
+    ears: Ears = field(default_factory=Ears)
+
+    def __post_init__(self) -> None:
+        terms = Terms("router", suspect_s=0.5, most_sends=MOST, clock=lambda: self.now)
+        self.one = Attached("r0", "127.0.0.1:1", terms, self.ears)
+        self.one.info = INFO
+        channel: Any = object()
+        port.begin(self.one, channel, link.FromReplica())
+
+    @property
+    def lost(self) -> list[str]:
+        return self.ears.lost_for
+
+    def hear(self, **state: Any) -> None:
+        """A message comes."""
+        port.hear(self.one, link.FromReplica(state=link.State(**state)))
+
+    def run(self, seconds: float) -> None:
+        """The router looks again and again; none comes."""
+        for _ in range(round(seconds / 0.1)):
+            self.now += 0.1
+            self.one.look(self.now)
+
+
 @pytest.fixture
-def one() -> Attached:
-    """A replica whose stream has just begun; nothing runs."""
-    made = Attached("r0", "127.0.0.1:1", Terms("router", suspect_s=0.5, most_sends=3), Ears())
-    made.info = INFO
-    channel: Any = object()
-    port.begin(made, channel, link.FromReplica())
-    return made
+def ground() -> Ground:
+    return Ground()
 
 
-def hear(one: Attached, **state: Any) -> float:
-    """A message now; the time."""
-    port.hear(one, link.FromReplica(state=link.State(**state)))
-    return time.monotonic()
+def test_silence_is_death_after_a_while(ground: Ground):
+    ground.hear()
+    ground.run(0.4)
+    assert not ground.lost and ground.one.view().health == "up"
+    ground.run(0.2)
+    assert len(ground.lost) == 1 and "no message" in ground.lost[0] and ground.one.view().health == "suspect"
+    ground.run(4.0)
+    assert len(ground.lost) == 1
 
 
-def lost(one: Attached) -> list[str]:
-    ears: Any = port.receiver(one)
-    return ears.lost_for
+def test_a_replica_that_pauses_often_has_more_time(ground: Ground):
+    for pause_s in (0.4, 1.0):
+        ground.run(pause_s)
+        ground.hear()
+    ground.run(2.8)
+    assert not ground.lost
+    ground.run(0.4)
+    assert ground.lost
 
 
-def test_silence_is_death_after_a_while(one: Attached):
-    now = hear(one)
-    one.look(now + 0.4)
-    assert not lost(one) and one.view().health == "up"
-    one.look(now + 5.0)
-    assert len(lost(one)) == 1 and "no message" in lost(one)[0] and one.view().health == "suspect"
-    one.look(now + 9.0)
-    assert len(lost(one)) == 1
+def test_a_compiling_replica_may_be_silent_for_longer(ground: Ground):
+    ground.hear(compiling=True, age_s=100.0)
+    ground.run(COMPILING_S - 1)
+    assert not ground.lost
+    ground.run(2.0)
+    assert ground.lost
 
 
-def test_a_replica_that_pauses_often_has_more_time(one: Attached):
-    one.forgive(-2.0)  # the next message ends a pause of two seconds
-    now = hear(one)
-    one.look(now + 5.0)
-    assert not lost(one)
-    one.look(now + 7.0)
-    assert lost(one)
-
-
-def test_a_compiling_replica_may_be_silent_for_longer(one: Attached):
-    now = hear(one, compiling=True, age_s=100.0)
-    one.look(now + COMPILING_S - 1)
-    assert not lost(one)
-    one.look(now + COMPILING_S + 1)
-    assert lost(one)
-
-
-def test_an_engine_that_stands_is_given_up_though_its_process_speaks(one: Attached):
+def test_an_engine_that_stands_is_given_up_though_its_process_speaks(ground: Ground):
     patience = INFO.config.serve.heartbeat_s
-    one.look(hear(one, age_s=patience - 1))
-    assert not lost(one)
-    one.look(hear(one, age_s=patience + 1))
-    assert "its engine has stood" in lost(one)[0]
+    ground.hear(age_s=patience - 1)
+    ground.run(0.1)
+    assert not ground.lost
+    ground.hear(age_s=patience + 1)
+    ground.run(0.1)
+    assert "its engine has stood" in ground.lost[0]
 
 
-def test_time_in_which_this_process_stood_still_does_not_count(one: Attached):
-    now = hear(one)
-    one.forgive(60.0)
-    one.look(now + 60.3)
-    assert not lost(one)
+@pytest.mark.parametrize("speaks", [False, True])
+def test_time_in_which_this_process_stood_still_does_not_count(ground: Ground, speaks: bool):
+    """Neither for the replica nor against it, also if what came meanwhile is read before the clock is looked at."""
+    ground.hear()
+    ground.now += 60.0
+    if speaks:
+        ground.hear()
+    ground.run(0.4)
+    assert not ground.lost
+    ground.run(0.3)
+    assert ground.lost
 
 
-def test_a_replica_that_reads_nothing_is_given_up(one: Attached):
-    for rid in range(4):
-        one.send(link.ToReplica(cancel=link.Cancel(rid=rid)))
-    assert lost(one) == ["it reads nothing"]
-    one.send(link.ToReplica())
-    assert port.unsent(one) == 4  # without a stream, messages go nowhere
+def test_a_replica_that_reads_nothing_is_given_up(ground: Ground):
+    for rid in range(MOST + 1):
+        ground.one.send(link.ToReplica(cancel=link.Cancel(rid=rid)))
+    assert ground.lost == ["it reads nothing"]
+    ground.one.send(link.ToReplica())
+    assert port.unsent(ground.one) == MOST + 1  # without a stream, messages go nowhere
 
 
-def test_a_view_follows_the_messages(one: Attached):
+def test_a_view_follows_the_messages(ground: Ground):
     adapters = [link.Residency(key="x@1", tier="HBM", rank=8), link.Residency(key="y@1", tier="DISK", rank=4)]
-    hear(one, running=2, waiting=1, free_blocks=5, blocks=9, steps=1, adapters=adapters)
-    before = one.view()
-    hear(one, running=1, draining=True, steps=3, adapters=[link.Residency(key="y@1")])
-    after = one.view()
+    ground.hear(running=2, waiting=1, free_blocks=5, blocks=9, steps=1, adapters=adapters)
+    before = ground.one.view()
+    ground.now += 0.1
+    ground.hear(running=1, draining=True, steps=3, adapters=[link.Residency(key="y@1")])
+    after = ground.one.view()
     assert (before.running, before.waiting, before.free_blocks, before.health) == (2, 1, 5, "up")
     assert before.tiers == {"x@1": "HBM", "y@1": "DISK"} and before.ranks == {"x@1": 8, "y@1": 4}
     assert after.tiers == {"x@1": "HBM"} and after.health == "draining" and after.step_s > 0

@@ -238,14 +238,27 @@ def test_of_two_replicas_that_read_different_files_the_first_one_has_the_version
 
 
 def test_a_pin_reads_the_version_and_no_other(service: Service, path: str, tiny_spec: ModelSpec):
-    """The files have changed since: the replica that comes late must not serve them under the old version."""
+    """The files have changed since: the replica that comes late must not serve them under the old version, not for a
+    moment: it once loaded what the path had, and answered requests with it until the controller had looked.
+    """
     service.up = [0]
-    service.controller.load(Load("fr", path)).result(60)
-    service.up = [0, 1]
+    digest = service.controller.load(Load("fr", path)).result(60).digest
     _make.make_adapter(path, tiny_spec, seed=99, r=4)
-    with pytest.raises(DataLoss, match="'fr': its files have changed"):
+    service.up = [1]  # no peer is there that has it
+    with pytest.raises(DataLoss, match="'fr@1': its files have changed"):
         service.controller.pin("fr", True).result(60)
-    wait_until(lambda: not service.at(1) and not service.at(0)["fr@1"].pinned)
+    here = service.at(1)["fr@1"]
+    assert (here.digest, here.tier, here.pinned) == (digest, "DISK", False)
+
+
+def test_a_pin_reads_what_a_peer_has_where_the_files_have_changed(service: Service, path: str, tiny_spec: ModelSpec):
+    service.up = [0]
+    digest = service.controller.load(Load("fr", path)).result(60).digest
+    _make.make_adapter(path, tiny_spec, seed=99, r=4)
+    service.up = [0, 1]
+    assert service.controller.pin("fr", True).result(60).pinned
+    for i in (0, 1):
+        assert (service.at(i)["fr@1"].digest, service.at(i)["fr@1"].pinned) == (digest, True)
 
 
 def test_a_second_pin_that_fails_takes_nothing_of_the_first(

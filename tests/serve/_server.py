@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,7 +26,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.http.server import HttpServer
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
-from jlora.serve.server import GrpcServer
+from jlora.serve.server import GrpcServer, Service
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import CacheState, EngineStats
 from tests import _make
@@ -143,23 +143,27 @@ def write_text_model(directory: Path, **overrides: Any) -> ModelSpec:
 
 
 @contextmanager
-def serve(model: Path, overrides: Mapping[str, Any], system: System | None = None) -> Iterator[Served]:
-    """Loads a model and serves it on a free port; stops both at the end."""
+def serve(
+    model: Path, overrides: Mapping[str, Any], system: System | None = None, services: Sequence[Service] = ()
+) -> Iterator[Served]:
+    """Loads a model and serves it on a free port, with further gRPC services; stops both at the end."""
     config = configuration.load(None, {**SMALL, "model.path": str(model), **overrides})
     replica = LocalReplica.start(config, progress=False, system=system)
     try:
-        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve) as served:
+        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve, services=services) as served:
             yield served
     finally:
         replica.close()
 
 
 @contextmanager
-def serving(backend: Backend, config: ServeConfig = PATIENT, http_port: int = 0) -> Iterator[Served]:
+def serving(
+    backend: Backend, config: ServeConfig = PATIENT, http_port: int = 0, services: Sequence[Service] = ()
+) -> Iterator[Served]:
     """A gRPC and an HTTP server over `backend` on one loop thread of their own."""
 
     async def start() -> tuple[list[GrpcServer | HttpServer], list[int]]:
-        servers = [GrpcServer(backend, config), HttpServer(backend, config)]
+        servers = [GrpcServer(backend, config, services=services), HttpServer(backend, config)]
         ports = [server.bind("127.0.0.1", port) for server, port in zip(servers, (0, http_port), strict=True)]
         for server in servers:
             await server.start()

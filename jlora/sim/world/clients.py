@@ -14,7 +14,7 @@ from typing import Any
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.adapters.registry import Record
-from jlora.errors import JloraError
+from jlora.errors import JloraError, Unavailable
 from jlora.replica import Replica
 from jlora.sim.world.device import VOCAB, Key, expected
 from jlora.sim.world.disk import INVOCATION, SPEC, Disk, Version
@@ -292,7 +292,7 @@ class Clients:
             assert not any(call.got.values()), "tokens before the refusal"
             error = self._answered(f"submit {call.request.id}", done)
             assert error is not None
-            gone = done.cancelled() or self._around.over()
+            gone = done.cancelled() or self._dies(error)
             excused = gone or self._around.excuses.refusal(call.request, error, again)
             assert excused, f"{call.request.id} is refused, and nothing was wrong: {type(error).__name__}: {error}"
             return
@@ -383,9 +383,15 @@ class Clients:
         """It has been answered just now, on the engine's thread or on a loader's."""
         future = command.future
         error = CancelledError() if future.cancelled() else future.exception()
-        if error is not None and not (self._around.over() or self._around.excuses.command(command, error)):
+        if error is not None and not (self._dies(error) or self._around.excuses.command(command, error)):
             what = f"{command} has failed, and nothing was wrong with it: {type(error).__name__}: {error}"
             self.found.append(AssertionError(what))
+
+    def _dies(self, error: BaseException) -> bool:
+        """Whether the replica has failed, or its thread ends just now: the command under way hears of it first."""
+        around = self._around
+        ends = isinstance(error, Unavailable) and str(error).startswith("the engine ends: ")
+        return around.over() or (around.sites.ended and ends)
 
     def _raise(self, name: str, uid: int) -> None:
         self._floors[name] = max(self._floors.get(name, 0), uid)
@@ -402,7 +408,6 @@ class Clients:
     def _mapped(self, name: str, error: BaseException) -> None:
         """Whether a front has a status for the error."""
         known = isinstance(error, JloraError | Planted | Shortage | CancelledError)
-        known = known or (self._around.sites.ended and str(error).startswith("SystemExit: "))  # its thread has died
         assert known, f"{name}: {type(error).__name__}: {error}"
 
 

@@ -15,7 +15,8 @@ STRIKES = 100  # of each site, in all seeds
 
 
 def test_a_few_seeds_hold():
-    assert [one.failure for one in report.run("engine", range(FEW), STEPS) if one.failure] == []
+    seeds = [*range(FEW), 52125]  # the last: the engine's thread dies in a client's command
+    assert [one.failure for one in report.run("engine", seeds, STEPS) if one.failure] == []
 
 
 @pytest.mark.slow

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from jlora.sim.world.cluster.world import World
 
 
-LACKS = ("NotFound", "DataLoss", "ResourceExhausted")  # with these, a router asks one other replica
+SHORT = "ResourceExhausted"
+LACKS = ("NotFound", "DataLoss", SHORT)  # with these, a router asks one other replica
 
 
 class Blame:
@@ -32,11 +33,11 @@ class Blame:
         self.found: list[str] = []
         self._world = world
         self._attempts: set[tuple[str, str, str]] = set()  # (replica, its name of a request, kind of error)
-        self._unread: set[tuple[str, str, str]] = set()  # (replica, version's key, kind of error)
+        # (replica, version's key, kind of error) -> when it was so last.
+        self._unread: dict[tuple[str, str, str], float] = {}
         self._draining: set[Loop] = set()
         self._over: dict[tuple[str, int], str] = {}  # attempts that have ended: (router, number) -> why
         self._files: dict[str, float] = {}  # a fault of the registry's file, and when it struck last
-        self._spoiled: set[str] = set()
         self._changed: dict[str, float] = {}  # when a name's files, or what it stands for, changed last
 
     # -- what strikes -----------------------------------------------------------------------------
@@ -47,7 +48,7 @@ class Blame:
 
     def unread(self, replica: str, key: str, kind: str) -> None:
         """A replica cannot read a version."""
-        self._unread.add((replica, key, kind))
+        self._unread[replica, key, kind] = self._world.time.now
 
     def drains(self, replica: Loop) -> None:
         self._draining.add(replica)
@@ -59,11 +60,6 @@ class Blame:
     def changed(self, name: str) -> None:
         """An adapter's files are others, or its name stands for another version, or for none."""
         self._changed[name] = self._world.time.now
-
-    def spoiled(self, name: str) -> None:
-        """An adapter's files are others: what has read them is taken from the replicas, also under requests."""
-        self._spoiled.add(name)
-        self.changed(name)
 
     # -- what follows -----------------------------------------------------------------------------
 
@@ -118,12 +114,17 @@ class Blame:
             away = all(self._world.faults.disturbed(replica, begun) for replica in self._world.replicas)
             return self._files.get("registry.locked", -1.0) >= begun or (one.kind == "load" and away)
         if isinstance(error, ResourceExhausted):
-            return self._files.get("registry.full", -1.0) >= begun
+            return self._files.get("registry.full", -1.0) >= begun or (one.kind == "pin" and self._short(name) >= begun)
         if isinstance(error, NotFound):
             return one.kind != "load" and (self._changed.get(name, -1.0) >= begun or one.unknown)
         return isinstance(error, DataLoss | AlreadyExists) and self._changed.get(name, -1.0) >= begun
 
     # -- inside -----------------------------------------------------------------------------------
+
+    def _short(self, name: str) -> float:
+        """When a replica last had no memory for an adapter."""
+        times = [at for (_, key, kind), at in self._unread.items() if (kind, key.rpartition("@")[0]) == (SHORT, name)]
+        return max(times, default=-1.0)
 
     def _ask(self, routed: Routed) -> Ask:
         return self._world.asks[int(routed.request.id[1:])]
@@ -132,8 +133,6 @@ class Blame:
         if (replica.name, f"{failure.rid}@{router.id}", failure.kind) in self._attempts:
             return True
         if failure.kind == "Unavailable" and replica in self._draining:
-            return True
-        if failure.kind == "NotFound" and routed.version is not None and routed.version.name in self._spoiled:
             return True
         return routed.version is not None and (replica.name, routed.version.key, failure.kind) in self._unread
 

@@ -144,12 +144,13 @@ class Faults:
         return not replica.alive or self._excused.get((router, replica.name), -1.0) >= since
 
     def hinders(self, router: str, replica: str) -> bool:
-        """Whether messages may not arrive just now."""
+        """Whether messages may not arrive just now: also where the other end is gone, and only silence will tell."""
         world = self._world
         path = world.net.path(router, replica)
         lives = [one for one in (*world.routers, *world.replicas) if one.name in (router, replica)]
-        late = any(stream.up.late for stream in world.net.between(router, replica))
-        stands = any(not one.alive or one.loop.stopped or one.fresh for one in lives)
+        links = [stream for stream in world.net.between(router, replica) if stream.first]
+        late = not links or any(stream.up.late for stream in links)
+        stands = any(not one.alive or one.loop.stopped for one in lives)
         return late or stands or path.cut or path.slow != DELAY_S
 
     # -- the network ----------------------------------------------------------------------------
@@ -363,7 +364,7 @@ class Faults:
             self._tell(path)
 
     def _tell(self, path: str) -> None:
-        self._world.blame.spoiled(next(one.name for one in self.loads if one.path == path))
+        self._world.blame.changed(next(one.name for one in self.loads if one.path == path))
 
     def _flood(self) -> bool:
         """Clients who leave at once, while a replica reads nothing."""

@@ -102,7 +102,6 @@ class Loop(asyncio.AbstractEventLoop):
         self.name = name
         self.stopped = self.dead = False
         self.errors: list[dict[str, Any]] = []
-        self.began = time.now
         self._time = time
         self._ready: deque[asyncio.Handle] = deque()
         self._tasks: dict[asyncio.Task[Any], None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -13,12 +14,13 @@ from jlora.cluster import balance
 from jlora.cluster.attach import Terms
 from jlora.cluster.directory import Directory
 from jlora.cluster.link import LinkServicer, Stream
+from jlora.cluster.peer import PeerServicer
 from jlora.cluster.proto import link_pb2 as proto
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.router import Router
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.secret import Secret
-from jlora.errors import ResourceExhausted
+from jlora.errors import AlreadyExists, ResourceExhausted
 from jlora.replica import ReplicaInfo
 from jlora.serve.backend import Backend
 from jlora.serve.proto import jlora_pb2_grpc as public
@@ -30,7 +32,6 @@ from jlora.sim.world.cluster.net import Net, Server, Wires
 from jlora.sim.world.sites import Sites
 
 ADOPT_S = (0.002, 0.05)  # to read an adapter
-FRESH_S = 1.0
 SLOW_S = (0.5, 2.0)  # from a slow disk
 # The solver has all its time: how fast this machine is must not change its answer.
 BALANCE = balance.Terms(queue_s=0.1, limit_s=60.0)
@@ -81,17 +82,13 @@ class ReplicaProcess:
         self.servicer = LinkServicer(self.backend, self.name, Secret(), self._adopt, self.replica.records)
         server: Any = Server(self.loop)
         rpc.add_LinkServicer_to_server(self.servicer, server)
+        rpc.add_PeerServicer_to_server(PeerServicer(lambda: model, Secret(), self._adopt), server)
         public.add_AdaptersServicer_to_server(AdaptersServicer(self.backend), server)
         grounds.net.listen(self.address, server)
 
     @property
     def alive(self) -> bool:
         return not self.loop.dead
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it began a moment ago."""
-        return self.loop.time() - self.loop.began < FRESH_S
 
     @property
     def streams(self) -> list[Stream]:
@@ -103,6 +100,7 @@ class ReplicaProcess:
         self.grounds.net.died(self.loop, silent)
 
     async def _adopt(self, version: proto.Version) -> None:
+        """As `Fetcher.adopt`, without peers."""
         sites, draw = self.grounds.sites, self.grounds.draw
         if sites.fires("disk.slow"):
             await asyncio.sleep(draw.uniform(*SLOW_S))
@@ -115,7 +113,8 @@ class ReplicaProcess:
             await asyncio.sleep(0)  # nothing of the process runs from here on
         if self.grounds.disk.files.get(version.path) == SPOILED:
             self.grounds.blame.unread(self.name, version.key, "DataLoss")
-        self.replica.adopt(version.key, version.path, version.digest)
+        with suppress(AlreadyExists):
+            self.replica.adopt(version.key, version.path, version.digest)
 
 
 @dataclass
@@ -168,11 +167,6 @@ class RouterProcess:
     @property
     def alive(self) -> bool:
         return not self.loop.dead
-
-    @property
-    def fresh(self) -> bool:
-        """Whether it began a moment ago."""
-        return self.loop.time() - self.loop.began < FRESH_S
 
     def kill(self, silent: bool = False) -> None:
         self.loop.kill()

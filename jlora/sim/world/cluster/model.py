@@ -245,6 +245,10 @@ class ModelReplica:
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self._between_steps(lambda: self._info(name))
 
+    def keep(self, name: str, lost: bool = False) -> Future[AdapterInfo]:
+        """What it knows is in memory."""
+        return self.adapter(name)
+
     def _info(self, name: str) -> AdapterInfo:
         if name not in self.adapters_here:
             raise NotFound(f"adapter {name!r} is not loaded")

@@ -373,8 +373,8 @@ class Net:
             stream.down.send(handler.response_serializer(answer))  # pyright: ignore[reportOptionalCall]
         except JloraError as e:
             stream.down.send(status_of(e, "unary"))
-        except asyncio.CancelledError:
-            pass  # the call was reset or its caller has given up: nobody waits for the answer
+        except (Aborted, asyncio.CancelledError):
+            pass  # it has told the status itself; or the call was reset or given up, and nobody waits for the answer
         except Exception as e:
             self.failures.append(f"{stream.server.name}: a handler has failed: {type(e).__name__}: {e}")
         finally:

@@ -102,6 +102,9 @@ class Channel:
 
         return Unary(begin)
 
+    def unary_stream(self, *_: Any, **__: Any) -> None:
+        """A stub has such methods too; no fiber calls one."""
+
     def close(self) -> None:
         for call in self._calls:
             call.cancel()
