@@ -9,6 +9,7 @@ Letters: T tokens, D width, N query heads, K KV heads, H head width, F MLP width
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -78,8 +79,9 @@ def plain(state: Any) -> Params:
     return tree
 
 
+@functools.lru_cache(maxsize=4)  # a start asks several times
 def abstract(spec: ModelSpec) -> tuple[Params, Params]:
-    """Shapes (`jax.ShapeDtypeStruct`) and logical axes (tuples) of every weight."""
+    """Shapes (`jax.ShapeDtypeStruct`) and logical axes (tuples) of every weight; not to be changed."""
     state = nnx.state(nnx.eval_shape(lambda: Llama(spec, nnx.Rngs(0))))
     shapes = plain(state)
     axes = plain(jax.tree.map(lambda v: v.get_metadata("axes"), state, is_leaf=lambda v: isinstance(v, nnx.Variable)))
