@@ -182,6 +182,8 @@ def switches(study: Study) -> pd.DataFrame:
         row = {"adapter": cell}
         for key, name in (("merge_s", "merge"), ("unmerge_s", "unmerge"), ("proof_s", "proof"), ("longest_s", "piece")):
             row[f"{name} ms"] = f"{1e3 * switch[key]:.1f}"
+        if "longest_probe_s" in switch:  # older files lack it
+            row["probe ms"] = f"{1e3 * switch['longest_probe_s']:.1f} of {1e3 * switch['measure_s']:.1f}"
         row["host MB"] = f"{switch['host_bytes'] / 1e6:.1f}"
         row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))

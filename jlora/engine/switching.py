@@ -2,6 +2,9 @@
 
 While the first pieces of an adapter are merged, its requests run at any point of the switch: its blocks
 act in the other pieces only. Nobody else runs until everything is taken out and proved.
+
+Each piece reads its layer of the host copy. If that copy is dropped in the middle of a switch, what is
+merged is taken out again, for which nothing more of it is needed.
 """
 
 from __future__ import annotations
@@ -91,6 +94,8 @@ class Switching(Turns):
             return self._take_out(count)
         if node is None or merger.done == merger.pieces:
             return True
+        if merger.done and not node.on_host:
+            return self._take_out(count)
         try:
             if not self._measured(node):
                 return True
@@ -177,9 +182,11 @@ class Switching(Turns):
         self._node = self._target = None
 
     def _read(self, node: AdapterNode) -> None:
-        """Gives the merger the adapter's factors."""
+        """Tells the merger where the adapter's factors are."""
         record = self._registry.by_uid(node.uid)
-        self._merger.begin(record.projections, self._swapper.read(node.host))
+        # The blocks as they are then: the host copy may leave and come to others.
+        read = self._swapper.read
+        self._merger.begin(record.projections, lambda which, layers: read([node.host[i] for i in which], layers))
         self._node, self._merged_name = node, record.name
 
 

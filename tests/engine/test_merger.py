@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,7 @@ class World:
         self.stacked = stacked
         self.directory = directory / "model"
         self.packed = {}
+        self.read: list[tuple[int, int]] = []  # blocks and layers of the adapter
         for name, rank, targets in (("some", 6, ("q", "v", "down", "o")), ("others", 40, ("k", "gate", "up"))):
             path = _make.make_adapter(directory / name, self.spec, seed=rank, r=rank, targets=targets, lora_alpha=0.2)
             self.packed[name] = pack(read_peft(path, self.spec, 256, ("tiny",)), self.layout)
@@ -55,7 +57,13 @@ class World:
         return checkpoint.load_params(self.directory, self.spec, shardings, stacked=self.stacked, progress=False)
 
     def begin(self, name: str) -> None:
-        self.merger.begin(self.packed[name].projections, self.packed[name].data)
+        data = self.packed[name].data
+
+        def read(blocks: Sequence[int], layers: slice) -> np.ndarray:
+            self.read += [(block, layer) for block in blocks for layer in range(layers.start, layers.stop)]
+            return data[blocks, layers]
+
+        self.merger.begin(self.packed[name].projections, read)
 
     def bits(self) -> bytes:
         return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(self.holder.params))
@@ -92,6 +100,30 @@ def switch(world: World, times: int) -> None:
             merger.back()
         assert merger.whole() and world.bits() == before
     assert merger.moved > 0 and not merger.reloads
+
+
+def test_no_step_reads_more_than_one_layer_of_an_adapter(tmp_path: Path):
+    world = World(tmp_path, "float32", 1, stacked=False)
+    merger = world.merger
+    world.begin("some")
+    assert not world.read
+    steps: list[set[int]] = []  # the layers that each step has read
+
+    def step(do: Callable[[], Any]) -> Any:
+        world.read.clear()
+        done = do()
+        steps.append({layer for _, layer in world.read})
+        return done
+
+    while step(merger.measure) is None:
+        pass
+    for _ in range(merger.pieces):
+        step(merger.forward)
+    assert max(map(len, steps)) == 1 and set.union(*steps) == set(range(world.spec.layers))
+    world.read.clear()
+    while merger.done:
+        merger.back()
+    assert merger.whole() and not world.read and not merger.host_bytes
 
 
 def test_without_memory_to_load_the_weights_anew_nobody_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
