@@ -157,7 +157,7 @@ def make_switching(
         shardings = sharding.shardings(spec, mesh)
         return checkpoint.load_params(directory, spec, shardings, stacked=stacked, progress=False)
 
-    merger = Merger(Base(spec, layout, mesh, stacked, pristine), runner)
+    merger = Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner)
     merger.prepare()
     if engine.merge != "auto":
         return Switching(Fixed(engine.max_seqs, engine.merge_starve_s), merger, registry, swapper, engine.merge)

@@ -50,12 +50,13 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model whose weights are merged into. `pristine` loads its weights anew."""
+    """The model whose weights are merged into. `max_rank`: of any adapter. `pristine` loads its weights anew."""
 
     spec: ModelSpec
     layout: PoolLayout
     mesh: Mesh
     stacked: bool
+    max_rank: int
     pristine: Callable[[], Params]
 
 
@@ -134,7 +135,7 @@ class Merger:
         self._probe, self._loss = None, None
 
     def measure(self) -> Loss | None:
-        """Goes one layer on with measuring what the merge would lose; the loss when it is known.
+        """Goes one piece on with measuring what the merge would lose; the loss when it is known.
 
         Raises MemoryError if the device lacks memory.
         """
@@ -235,26 +236,26 @@ class Merger:
         return w
 
     def _unpacked(self, layer: int, name: str) -> _Factors:
-        """Reads the factors of one place from the host tier; R is padded to whole calls."""
+        """Reads the factors of one place from the host tier; R is padded to whole calls, 0 without the adapter."""
+        layout = self._base.layout
+        if name not in self._blocks:
+            unit, dtype = layout.units[name], jax.numpy.dtype(layout.dtype)
+            return np.zeros((0, unit.a * layout.tp), dtype), np.zeros((0, unit.b * layout.tp), dtype)
         assert self._read is not None, "no adapter is to be merged"
         data = self._read(self._blocks[name], slice(layer, layer + 1))[:, 0]
-        shards = unpack(data, self._base.layout, name)
+        shards = unpack(data, layout, name)
         a, b = (np.concatenate(parts, axis=1).astype(data.dtype) for parts in zip(*shards, strict=True))
         padding = ((0, -len(a) % merge.RANKS), (0, 0))
         return np.pad(a, padding), np.pad(b, padding)
 
     def _delta(self, name: str, factors: _Factors) -> jax.Array:
         programs, delta = self._programs[name], self._programs[name].zeros()
-        places = [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
+        places = self._places_of(name)
         for first in range(0, len(factors[0]), merge.RANKS):
             tile = slice(first, first + merge.RANKS)
             a, b = (jax.device_put(factor[tile], place) for factor, place in zip(factors, places, strict=True))
             delta = programs.accumulate(delta, a, b)
         return delta
-
-    def _dense(self, layer: int, name: str) -> jax.Array:
-        factors = self._unpacked(layer, name) if name in self._blocks else (np.empty((0, 0)), np.empty((0, 0)))
-        return self._delta(name, factors)
 
     def _collect(self) -> None:
         """Keeps the lost entries of the merges before: only as many as there are."""
@@ -295,19 +296,47 @@ class Merger:
             raise RuntimeError(f"the checkpoint's weights have changed since the start in {len(wrong)} projections")
 
     def _measured(self) -> Iterator[None]:
-        """See `jlora.model.merge`: one short prompt through exact, unmerged and merged weights, layer by layer."""
-        base, params = self._base, self._holder.weights.params
+        """See `jlora.model.merge`: one short prompt through exact, unmerged and merged weights, piece by piece.
+
+        A float32 model's unmerged path is itself the measure, so only the lost entries are counted.
+        """
+        base, params, worst = self._base, self._holder.weights.params, list[jax.Array]()
         tokens = np.random.default_rng(0).integers(0, base.spec.vocab, PROMPT, dtype=np.int32)
-        xs, worst = self._probes.begin(params["embed"], tokens), []
+        compares = base.spec.dtype != "float32"
+        xs = self._probes.begin(params["embed"], tokens) if compares else None
         for layer in range(base.spec.layers):
-            layers = self._holder.weights.params["layers"]
-            deltas = {name: self._dense(layer, name) for name in PROJECTIONS}
-            at = layers if base.stacked else layers[layer]
-            xs, lost = self._probes.layer(at, np.int32(layer), deltas, xs)
-            worst.append(lost)
-            yield
-        unmerged, merged = (float(error) for error in self._probes.errors(self._holder.weights.params["norm"], xs))
-        self._loss = Loss((merged / max(unmerged, 1e-30)) ** 0.5, max(map(float, worst)))
+            merged, factors, at = dict[str, jax.Array](), dict[str, tuple[jax.Array, ...]](), np.int32(layer)
+            for names in GROUPS:
+                for name in names:
+                    found = self._unpacked(layer, name)
+                    delta = self._delta(name, found)
+                    new, lost = self._programs[name].tried(self._weight(layer, name), at, delta)
+                    worst.append(lost)
+                    if compares:
+                        merged[name], factors[name] = new, self._widest(name, found)
+                yield
+            if compares:
+                layers = params["layers"]
+                xs = self._probes.layer(layers if base.stacked else layers[layer], at, factors, merged, xs)
+                yield
+        self._loss = Loss(self._error(xs) if compares else 1.0, max(map(float, worst)))
+
+    def _error(self, xs: Any) -> float:
+        params = self._holder.weights.params
+        head = params["embed" if self._base.spec.tied else "head"]
+        unmerged, merged = map(float, self._probes.errors(head, params["norm"], xs))
+        return (merged / max(unmerged, 1e-30)) ** 0.5
+
+    def _widest(self, name: str, factors: _Factors) -> tuple[jax.Array, ...]:
+        """The factors on the device with as many ranks as any adapter's: one program takes all."""
+        each = self._base.layout.units[name].per_block
+        ranks = -(-self._base.max_rank // each) * each
+        most = ranks + -ranks % merge.RANKS
+        padded = (np.pad(factor, ((0, most - len(factor)), (0, 0))) for factor in factors)
+        return tuple(jax.device_put(f, place) for f, place in zip(padded, self._places_of(name), strict=True))
+
+    def _places_of(self, name: str) -> list[NamedSharding]:
+        return [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
 
 
 def _filled(values: np.ndarray, fill: int) -> np.ndarray:

@@ -178,7 +178,7 @@ class Loss:
     """What merging an adapter loses.
 
     Attributes:
-        error: the error of the merged path's hidden states against float32, over the unmerged path's.
+        error: the error of the merged path's logits against float32, over the unmerged path's; 1 for a float32 model.
         lost: the share of entries that taking it out has to correct, over the share that it may be.
     """
 
@@ -220,7 +220,7 @@ class Merger(Protocol):
         ...
 
     def measure(self) -> Loss | None:
-        """Goes one layer on with measuring what the merge would lose; the loss when it is known."""
+        """Goes one piece on with measuring what the merge would lose; the loss when it is known."""
         ...
 
     def forward(self) -> None:
