@@ -58,6 +58,28 @@ def test_answers_are_exact_while_requests_of_others_force_switches(service: Runn
     assert not info["small"].merged and info["small"].merge_error == 0
 
 
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({"model__tp": 2}, marks=pytest.mark.slow),
+        pytest.param({"engine__layers": "unroll"}, marks=pytest.mark.slow),
+        {"blocks": 30, "engine__overlap": False},  # preemption too
+    ],
+    ids=lambda s: ",".join(f"{k}={v}" for k, v in s.items()),
+)
+def test_switches_are_exact_in_every_setting(
+    settings: dict[str, Any], tiny_model: Path, tiny_adapters: dict[str, Path], expected: dict[str, list[int]]
+):
+    with running(tiny_model, tiny_adapters, **{**MERGED, **settings}) as service:
+        for _ in range(3):
+            settle(service, 1.0)
+            got = serve(service, mixed())
+            assert {name: tokens(events) for name, events in got.items()} == expected
+        stats = service.stats()
+        assert stats.merge.switches >= 3 and not stats.merge.reloads
+        assert (stats.preemptions > 0) == ("blocks" in settings)
+
+
 def test_at_every_point_of_a_switch_its_requests_are_exact_and_others_wait(
     service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch
 ):
