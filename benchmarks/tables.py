@@ -191,6 +191,26 @@ def switches(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def skew(study: Study) -> pd.DataFrame:
+    """Latency per token by skew, merged and not."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        middle = median(rows, ["side"])
+        rank, hot = cell.split(", ")
+        row = {"adapters": rank, "hottest": hot}
+        row |= {
+            side: f"{1e3 * middle.loc[side, 'mean_s']:.1f} / {1e3 * middle.loc[side, 'p90_s']:.1f}"
+            for side in ("off", "auto", "fixed")
+        }
+        for what in ("mean", "p90"):
+            row[f"off / auto, {what}"] = told(ratios(rows, "off", "auto", f"{what}_s"))
+        worst = rows.groupby("side")["others_queue_s"].max()
+        row["wait s"] = f"{worst['auto']:.2f} / {worst['fixed']:.2f}"
+        row["switches"] = f"{middle.loc['auto', 'switches']:.0f} / {middle.loc['fixed', 'switches']:.0f}"
+        made.append({**row, "control": controls(rows, ("off", "auto", "fixed"), "mean_s")})
+    return pd.DataFrame(made)
+
+
 def cold(study: Study) -> pd.DataFrame:
     """Seconds to the first token: of waiting, and of each way over waiting in the same round."""
     made = []
