@@ -79,7 +79,9 @@ def run(options: Options) -> None:
         settings = {**SETTINGS, **model, **options.settings, **_paths(folder, rank)}
         with ExitStack() as stack:
             kinds = {"off": "off", "auto": "auto", "fixed": _name(rank, 0)}
-            replicas = {side: stack.enter_context(_started(settings, merge, rank)) for side, merge in kinds.items()}
+            replicas = {
+                side: stack.enter_context(_started(settings, merge, size, rank)) for side, merge in kinds.items()
+            }
             for hot in size.hot:
                 asked = draw(size, hot)
                 sides = [Side(side, partial(play, replica, size, rank, asked)) for side, replica in replicas.items()]
@@ -114,14 +116,13 @@ def play(replica: LocalReplica, size: Size, rank: int, asked: Sequence[Asked]) -
 
 
 @contextmanager
-def _started(settings: dict[str, Any], merge: str, rank: int) -> Iterator[LocalReplica]:
+def _started(settings: dict[str, Any], merge: str, size: Size, rank: int) -> Iterator[LocalReplica]:
     """A replica whose programs are compiled and whose adapters have been used."""
     replica = LocalReplica.start(configuration.load(None, {**settings, "engine.merge": merge}))
     try:
         replica.warm().result(TIMEOUT_S)
-        for i in range(ADAPTERS):
-            sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
-            ask(replica, Request(f"first-{i}", (3, 4, 5), sampling, _name(rank, i))).wait()
+        for _ in range(2):  # the first runs on a new replica are slower
+            play(replica, size, rank, draw(size, 1 / ADAPTERS))
         yield replica
     finally:
         replica.close()
