@@ -40,6 +40,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "compare": ("compare", "OLD NEW: two commits or checkouts: throughput, latency, llama, host, startup"),
     "steps": ("micro.step_model", "what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms"),
     "switches": ("micro.switches", "merging on this engine: seconds of a switch, of a step merged and unmerged"),
+    "skew": ("micro.skew", "merged against unmerged inference by skew, on this engine (dLoRA, Figure 10)"),
     "tiers": ("micro.tiers", "the first token by the adapter's tier, and what a load costs those who run"),
     "zipf": ("micro.zipf", "whether answers stay exact with most adapters on the disk"),
     "alora": ("studies.alora", "R6: activated against plain LoRAs in pipelines, on this engine"),

@@ -55,6 +55,7 @@ PAGES: Mapping[str, Page] = {
     "step-model": Page("step-model-*.jsonl", _first(figures.step_model), "step-model.png"),
     "cold": Page("cold-*.jsonl"),
     "switches": Page("switches-*.jsonl"),
+    "skew": Page("skew-*.jsonl"),
     "tiers": Page("tiers-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),

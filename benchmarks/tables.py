@@ -182,10 +182,32 @@ def switches(study: Study) -> pd.DataFrame:
         row = {"adapter": cell}
         for key, name in (("merge_s", "merge"), ("unmerge_s", "unmerge"), ("proof_s", "proof"), ("longest_s", "piece")):
             row[f"{name} ms"] = f"{1e3 * switch[key]:.1f}"
+        if "longest_probe_s" in switch:  # older files lack it
+            row["probe ms"] = f"{1e3 * switch['longest_probe_s']:.1f} of {1e3 * switch['measure_s']:.1f}"
         row["host MB"] = f"{switch['host_bytes'] / 1e6:.1f}"
         row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
         made.append({**row, "control": controls(rows, ("unmerged", "merged"))})
+    return pd.DataFrame(made)
+
+
+def skew(study: Study) -> pd.DataFrame:
+    """Latency per token by skew, merged and not."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        middle = median(rows, ["side"])
+        rank, hot = cell.split(", ")
+        row = {"adapters": rank, "hottest": hot}
+        row |= {
+            side: f"{1e3 * middle.loc[side, 'mean_s']:.1f} / {1e3 * middle.loc[side, 'p90_s']:.1f}"
+            for side in ("off", "auto", "fixed")
+        }
+        for what in ("mean", "p90"):
+            row[f"off / auto, {what}"] = told(ratios(rows, "off", "auto", f"{what}_s"))
+        worst = rows.groupby("side")["others_queue_s"].max()
+        row["wait s"] = f"{worst['auto']:.2f} / {worst['fixed']:.2f}"
+        row["switches"] = f"{middle.loc['auto', 'switches']:.0f} / {middle.loc['fixed', 'switches']:.0f}"
+        made.append({**row, "control": controls(rows, ("off", "auto", "fixed"), "mean_s")})
     return pd.DataFrame(made)
 
 

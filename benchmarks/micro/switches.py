@@ -72,11 +72,12 @@ def _steps(built: Built, launch: Launch) -> Sample:
 
 
 def _switch(built: Built, merger: Merger, rank: int) -> Sample:
-    """Seconds of merging and of taking out, of the longest piece, and what of it the host keeps."""
+    """Seconds of measuring, merging and taking out, of their longest steps, and what of it the host keeps."""
     new = random_adapter(built.reader.spec, built.reader.layout, "merged", rank)
-    merger.begin(new.projections, new.data)
-    while merger.measure() is None:
-        pass
+    began = time.perf_counter()
+    merger.begin(new.projections, lambda blocks, layers: new.data[blocks, layers])
+    begin_s = time.perf_counter() - began
+    probes = _measure(merger)
     moved = merger.moved
     into = [_timed(merger.forward, built) for _ in range(merger.pieces)]
     kept = merger.host_bytes
@@ -85,6 +86,9 @@ def _switch(built: Built, merger: Merger, rank: int) -> Sample:
     whole = merger.whole()
     assert whole and not merger.reloads, "the weights are not what they were"
     return {
+        "begin_s": begin_s,
+        "measure_s": sum(probes),
+        "longest_probe_s": max(probes),
         "merge_s": sum(into),
         "unmerge_s": sum(out),
         "proof_s": time.perf_counter() - began,
@@ -93,6 +97,17 @@ def _switch(built: Built, merger: Merger, rank: int) -> Sample:
         "host_bytes": kept,
         "moved_bytes": merger.moved - moved,
     }
+
+
+def _measure(merger: Merger) -> list[float]:
+    """Measures what merging the adapter would lose; seconds of each step of that."""
+    seconds, loss = list[float](), None
+    while loss is None:
+        began = time.perf_counter()
+        loss = merger.measure()
+        jax.block_until_ready(jax.live_arrays())  # it only dispatches
+        seconds.append(time.perf_counter() - began)
+    return seconds
 
 
 def _timed(change: Callable[[], None], built: Built) -> float:

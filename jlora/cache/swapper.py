@@ -11,7 +11,7 @@ reads it may be dispatched before the last group has arrived (`place`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +62,8 @@ class Swapper:
     def fill(self, blocks: tuple[int, ...], data: np.ndarray) -> None:
         self.host.write(blocks, data)
 
-    def read(self, blocks: tuple[int, ...]) -> np.ndarray:
-        return self.host.read(blocks)
+    def read(self, blocks: Sequence[int], layers: slice = slice(None)) -> np.ndarray:
+        return self.host.read(blocks, layers)
 
     def start(self, copies: Iterable[Copy]) -> None:
         """Begins copies; those on their way out see the pool as it is after what was dispatched so far."""

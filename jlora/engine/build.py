@@ -161,7 +161,7 @@ def make_switching(
     mesh = sharding.make_mesh(config.model.tp)
     stacked = device.uses_scan(engine.layers, mesh.devices.flat[0].platform)
     pristine = partial(_weights, config, spec, False)
-    merger = Merger(Base(spec, layout, mesh, stacked, pristine), runner)
+    merger = Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner)
     merger.prepare()
     if engine.merge != "auto":
         return Switching(Fixed(engine.max_seqs, engine.merge_starve_s), merger, registry, swapper, engine.merge)

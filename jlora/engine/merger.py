@@ -4,8 +4,9 @@ A piece is the projections of one layer that share an input (`jlora.pallas.ops.G
 from the first to the last and taken out from the last to the first, between steps. At any point the
 first `done` pieces are merged: a step for the merged adapter applies its blocks in the others only.
 
-The factors of the merged adapter and the entries that its merge has lost stay on the host. A digest of
-every projection, taken when the weights were loaded, proves each unmerge.
+A piece's factors are unpacked when it is merged, so that no step waits for a whole adapter. They and the
+entries that the merge has lost stay on the host until the piece is taken out. A digest of every projection,
+taken when the weights were loaded, proves each unmerge.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jlora.adapters.packing import unpack
 from jlora.cache.pool import as_shortage
-from jlora.engine.ports import Loss
+from jlora.engine.ports import Loss, Read
 from jlora.layout import PoolLayout
 from jlora.model import merge
 from jlora.model.llama import Params
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 PROMPT = 32  # tokens of the prompt that a loss is measured on
 
 _Where = tuple[int, str]  # layer, projection
-_Factors = Mapping[str, tuple[np.ndarray, np.ndarray]]  # by projection: A [L, R, in], B [L, R, out]
+_Factors = tuple[np.ndarray, np.ndarray]  # of one place: A [R, in], B [R, out]
 
 
 class Holder(Protocol):
@@ -49,12 +50,13 @@ class Holder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Base:
-    """The model whose weights are merged into. `pristine` loads its weights anew."""
+    """The model whose weights are merged into. `max_rank`: of any adapter. `pristine` loads its weights anew."""
 
     spec: ModelSpec
     layout: PoolLayout
     mesh: Mesh
     stacked: bool
+    max_rank: int
     pristine: Callable[[], Params]
 
 
@@ -83,7 +85,9 @@ class Merger:
         self._clock = clock
         self._programs = merge.build(base.spec, base.mesh, base.stacked)
         self._probes = merge.build_probe(base.spec, base.mesh, base.stacked)
-        self._factors: _Factors = {}
+        self._blocks: Mapping[str, list[int]] = {}  # by projection: which of the adapter's blocks are its
+        self._read: Read | None = None
+        self._factors: dict[_Where, _Factors] = {}  # of what is merged
         self._probe: Iterator[None] | None = None
         self._loss: Loss | None = None
         self._lost: dict[_Where, Lost] = {}
@@ -106,9 +110,9 @@ class Merger:
         found = {where: self._digest(*where) for where in self._places()}
         self._digests = {where: int(digest) for where, digest in found.items()}
         layout = self._base.layout
-        zeros = np.zeros((len(PROJECTIONS), *layout.block_shape), jax.numpy.dtype(layout.dtype))
+        zeros = np.zeros((1, 1, *layout.block_shape[1:]), jax.numpy.dtype(layout.dtype))
         for _ in range(2):  # the first time compiles
-            self.begin(PROJECTIONS, zeros)
+            self.begin(PROJECTIONS, lambda blocks, layers: zeros)
             while self.measure() is None:
                 pass
             began = self._clock()
@@ -119,20 +123,19 @@ class Merger:
             for _ in GROUPS:
                 self.back()
             assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
-        self._factors = {}
+        self._blocks, self._read = {}, None
 
-    def begin(self, projections: Sequence[str], data: Any) -> None:
-        """The next merge is of this adapter: its blocks [n, L, B, 2K, H], and the projection of each."""
+    def begin(self, projections: Sequence[str], read: Read) -> None:
+        """The next merge is of this adapter; reads nothing yet."""
         assert not self.done and not self._checks, "another adapter is merged"
-        layout = self._base.layout
-        self._factors = {
-            name: _factors(data[[each == name for each in projections]], layout, name)
-            for name in dict.fromkeys(projections)
-        }
+        blocks: dict[str, list[int]] = {}
+        for index, name in enumerate(projections):
+            blocks.setdefault(name, []).append(index)
+        self._blocks, self._read = blocks, read
         self._probe, self._loss = None, None
 
     def measure(self) -> Loss | None:
-        """Goes one layer on with measuring what the merge would lose; the loss when it is known.
+        """Goes one piece on with measuring what the merge would lose; the loss when it is known.
 
         Raises MemoryError if the device lacks memory.
         """
@@ -153,6 +156,7 @@ class Merger:
         layer, names = self._piece(self.done)
         with self._anew_if_short():
             for name in names:
+                self._factors[layer, name] = self._unpacked(layer, name)
                 self._change(layer, name, self._merged)
         self.done += 1
 
@@ -164,6 +168,7 @@ class Merger:
         with self._anew_if_short():
             for name in names:
                 self._change(layer, name, self._unmerged)
+                del self._factors[layer, name]
                 self._checks.append(((layer, name), self._digest(layer, name)))
 
     def whole(self) -> bool:
@@ -192,7 +197,7 @@ class Merger:
     def _piece(self, index: int) -> tuple[int, list[str]]:
         """Its layer, and its projections that the adapter has."""
         layer, group = divmod(index, len(GROUPS))
-        return layer, [name for name in GROUPS[group] if name in self._factors]
+        return layer, [name for name in GROUPS[group] if name in self._blocks]
 
     def _weight(self, layer: int, name: str) -> jax.Array:
         layers = self._holder.weights.params["layers"]
@@ -213,7 +218,7 @@ class Merger:
         self._holder.swap_weights({**params, "layers": layers})
 
     def _merged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
-        new, *lost = self._programs[name].merge(w, np.int32(layer), self._delta(layer, name))
+        new, *lost = self._programs[name].merge(w, np.int32(layer), self._delta(name, self._factors[layer, name]))
         for array in lost:
             array.copy_to_host_async()
         self._coming.append(((layer, name), lost))
@@ -221,7 +226,7 @@ class Merger:
 
     def _unmerged(self, layer: int, name: str, w: jax.Array) -> jax.Array:
         programs, at = self._programs[name], np.int32(layer)
-        w = programs.unmerge(w, at, self._delta(layer, name))
+        w = programs.unmerge(w, at, self._delta(name, self._factors[layer, name]))
         lost = self._lost.pop((layer, name))
         for first in range(0, max(1, *map(len, lost.at)), merge.PIECE):
             piece = slice(first, first + merge.PIECE)
@@ -230,14 +235,25 @@ class Merger:
             w = programs.patch(w, at, np.concatenate(places), np.concatenate(values))
         return w
 
-    def _delta(self, layer: int, name: str) -> jax.Array:
+    def _unpacked(self, layer: int, name: str) -> _Factors:
+        """Reads the factors of one place from the host tier; R is padded to whole calls, 0 without the adapter."""
+        layout = self._base.layout
+        if name not in self._blocks:
+            unit, dtype = layout.units[name], jax.numpy.dtype(layout.dtype)
+            return np.zeros((0, unit.a * layout.tp), dtype), np.zeros((0, unit.b * layout.tp), dtype)
+        assert self._read is not None, "no adapter is to be merged"
+        data = self._read(self._blocks[name], slice(layer, layer + 1))[:, 0]
+        shards = unpack(data, layout, name)
+        a, b = (np.concatenate(parts, axis=1).astype(data.dtype) for parts in zip(*shards, strict=True))
+        padding = ((0, -len(a) % merge.RANKS), (0, 0))
+        return np.pad(a, padding), np.pad(b, padding)
+
+    def _delta(self, name: str, factors: _Factors) -> jax.Array:
         programs, delta = self._programs[name], self._programs[name].zeros()
-        if name not in self._factors:
-            return delta
-        places = [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
-        for first in range(0, self._factors[name][0].shape[1], merge.RANKS):
+        places = self._places_of(name)
+        for first in range(0, len(factors[0]), merge.RANKS):
             tile = slice(first, first + merge.RANKS)
-            a, b = (jax.device_put(f[layer, tile], p) for f, p in zip(self._factors[name], places, strict=True))
+            a, b = (jax.device_put(factor[tile], place) for factor, place in zip(factors, places, strict=True))
             delta = programs.accumulate(delta, a, b)
         return delta
 
@@ -274,36 +290,53 @@ class Merger:
             self._holder.swap_weights(self._base.pristine())
         except MemoryError as error:  # no weights are left: that is more than a merge
             raise RuntimeError("no memory is left to load the weights anew") from error
-        self._lost, self._coming, self._checks, self.done = {}, [], [], 0
+        self._lost, self._factors, self._coming, self._checks, self.done = {}, {}, [], [], 0
         wrong = [where for where in self._places() if int(self._digest(*where)) != self._digests[where]]
         if wrong:
             raise RuntimeError(f"the checkpoint's weights have changed since the start in {len(wrong)} projections")
 
     def _measured(self) -> Iterator[None]:
-        """See `jlora.model.merge`: one short prompt through exact, unmerged and merged weights, layer by layer."""
-        base, params = self._base, self._holder.weights.params
+        """See `jlora.model.merge`: one short prompt through exact, unmerged and merged weights, piece by piece.
+
+        A float32 model's unmerged path is itself the measure, so only the lost entries are counted.
+        """
+        base, params, worst = self._base, self._holder.weights.params, list[jax.Array]()
         tokens = np.random.default_rng(0).integers(0, base.spec.vocab, PROMPT, dtype=np.int32)
-        xs, worst = self._probes.begin(params["embed"], tokens), []
+        compares = base.spec.dtype != "float32"
+        xs = self._probes.begin(params["embed"], tokens) if compares else None
         for layer in range(base.spec.layers):
-            layers = self._holder.weights.params["layers"]
-            deltas = {name: self._delta(layer, name) for name in PROJECTIONS}
-            at = layers if base.stacked else layers[layer]
-            xs, lost = self._probes.layer(at, np.int32(layer), deltas, xs)
-            worst.append(lost)
-            yield
-        unmerged, merged = (float(error) for error in self._probes.errors(self._holder.weights.params["norm"], xs))
-        self._loss = Loss((merged / max(unmerged, 1e-30)) ** 0.5, max(map(float, worst)))
+            merged, factors, at = dict[str, jax.Array](), dict[str, tuple[jax.Array, ...]](), np.int32(layer)
+            for names in GROUPS:
+                for name in names:
+                    found = self._unpacked(layer, name)
+                    delta = self._delta(name, found)
+                    new, lost = self._programs[name].tried(self._weight(layer, name), at, delta)
+                    worst.append(lost)
+                    if compares:
+                        merged[name], factors[name] = new, self._widest(name, found)
+                yield
+            if compares:
+                layers = params["layers"]
+                xs = self._probes.layer(layers if base.stacked else layers[layer], at, factors, merged, xs)
+                yield
+        self._loss = Loss(self._error(xs) if compares else 1.0, max(map(float, worst)))
 
+    def _error(self, xs: Any) -> float:
+        params = self._holder.weights.params
+        head = params["embed" if self._base.spec.tied else "head"]
+        unmerged, merged = map(float, self._probes.errors(head, params["norm"], xs))
+        return (merged / max(unmerged, 1e-30)) ** 0.5
 
-def _factors(data: np.ndarray, layout: PoolLayout, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """One projection's blocks [n, L, B, 2K, H] as A [L, R, in] and B [L, R, out]; R is padded to whole calls."""
-    layers = []
-    for layer in range(layout.layers):
-        shards = unpack(data[:, layer], layout, name)
-        pair = (np.concatenate(parts, axis=1).astype(data.dtype) for parts in zip(*shards, strict=True))
-        layers.append([np.pad(factor, ((0, -len(factor) % merge.RANKS), (0, 0))) for factor in pair])
-    a, b = (np.stack(factors) for factors in zip(*layers, strict=True))
-    return a, b
+    def _widest(self, name: str, factors: _Factors) -> tuple[jax.Array, ...]:
+        """The factors on the device with as many ranks as any adapter's: one program takes all."""
+        each = self._base.layout.units[name].per_block
+        ranks = -(-self._base.max_rank // each) * each
+        most = ranks + -ranks % merge.RANKS
+        padded = (np.pad(factor, ((0, most - len(factor)), (0, 0))) for factor in factors)
+        return tuple(jax.device_put(f, place) for f, place in zip(padded, self._places_of(name), strict=True))
+
+    def _places_of(self, name: str) -> list[NamedSharding]:
+        return [NamedSharding(self._base.mesh, spec) for spec in merge.factor_specs(name)]
 
 
 def _filled(values: np.ndarray, fill: int) -> np.ndarray:

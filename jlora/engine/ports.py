@@ -10,7 +10,7 @@ scheduler   the same object in both, and the cache behind it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -87,8 +87,8 @@ class Swapper(Protocol):
         """Writes an adapter's master copy into blocks of the host tier that nothing reads yet. Any thread may call."""
         ...
 
-    def read(self, blocks: tuple[int, ...]) -> Any:
-        """A copy of the data in blocks of the host tier."""
+    def read(self, blocks: Sequence[int], layers: slice = slice(None)) -> Any:
+        """A copy of the data of some layers in blocks of the host tier."""
         ...
 
     def start(self, copies: Iterable[Copy]) -> None:
@@ -178,12 +178,16 @@ class Loss:
     """What merging an adapter loses.
 
     Attributes:
-        error: the error of the merged path's hidden states against float32, over the unmerged path's.
+        error: the error of the merged path's logits against float32, over the unmerged path's; 1 for a float32 model.
         lost: the share of entries that taking it out has to correct, over the share that it may be.
     """
 
     error: float
     lost: float
+
+
+# (indices of an adapter's blocks, layers) -> a copy of their data [n, l, B, 2K, H]
+Read = Callable[[Sequence[int], slice], Any]
 
 
 class Merger(Protocol):
@@ -208,12 +212,15 @@ class Merger(Protocol):
     @property
     def host_bytes(self) -> int: ...
 
-    def begin(self, projections: Sequence[str], data: Any) -> None:
-        """Names the adapter: the data of its blocks, and the projection of each."""
+    def begin(self, projections: Sequence[str], read: Read) -> None:
+        """Names the adapter: the projection of each of its blocks, and what reads them from the host tier.
+
+        `measure` and `forward` read, and only one layer; `back` needs none of it any more.
+        """
         ...
 
     def measure(self) -> Loss | None:
-        """Goes one layer on with measuring what the merge would lose; the loss when it is known."""
+        """Goes one piece on with measuring what the merge would lose; the loss when it is known."""
         ...
 
     def forward(self) -> None:

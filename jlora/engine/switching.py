@@ -2,6 +2,9 @@
 
 While the first pieces of an adapter are merged, its requests run at any point of the switch: its blocks
 act in the other pieces only. Nobody else runs until everything is taken out and proved.
+
+Each piece reads its layer of the host copy. If that copy is dropped in the middle of a switch, what is
+merged is taken out again, for which nothing more of it is needed.
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Switching(Turns):
         self._losses: dict[AdapterNode, Loss] = {}
         self._target: AdapterNode | None = None
         self._short: set[AdapterNode] = set()  # refused because memory was short
+        self._usual_s = 0.0  # of a step
 
     # -- what the scheduler asks ------------------------------------------------------------
 
@@ -71,11 +75,14 @@ class Switching(Turns):
 
     def decide(self, now: float) -> None:
         """Lets the policy choose. Called before every step, and while nothing runs."""
-        switch_s = self._merger.pieces * self._merger.piece_s
+        merger = self._merger
+        switch_s = merger.pieces * merger.piece_s
+        steps = -(-merger.done // self._pieces_at_once)
+        self.policy.out_s = merger.done * merger.piece_s + (steps + 1) * self._usual_s
         if isinstance(self.policy, Fixed):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
-        merged = self._node if self._merger.done else None
+        merged = self._node if merger.done else None
         self._target = self.policy.choose(now, merged, switch_s)
 
     def advance(self, usual_s: float) -> bool:
@@ -84,13 +91,15 @@ class Switching(Turns):
         Returns:
             False if the weights have been loaded anew: taking an adapter out left others, or memory ended.
         """
-        self.moved = False
+        self.moved, self._usual_s = False, usual_s
         merger, node, reloads = self._merger, self._target, self._merger.reloads
-        count = max(1, int(max(usual_s, IDLE_S) / max(merger.piece_s, 1e-6)))
+        count = self._pieces_at_once
         if merger.done and node is not self._node:
             return self._take_out(count)
         if node is None or merger.done == merger.pieces:
             return True
+        if merger.done and not node.on_host:
+            return self._take_out(count)
         try:
             if not self._measured(node):
                 return True
@@ -131,6 +140,10 @@ class Switching(Turns):
         return loss.error, _refusal(loss)
 
     # -- inside -----------------------------------------------------------------------------
+
+    @property
+    def _pieces_at_once(self) -> int:
+        return max(1, int(max(self._usual_s, IDLE_S) / max(self._merger.piece_s, 1e-6)))
 
     def _take_out(self, count: int) -> bool:
         reloads, self.moved = self._merger.reloads, True
@@ -177,9 +190,11 @@ class Switching(Turns):
         self._node = self._target = None
 
     def _read(self, node: AdapterNode) -> None:
-        """Gives the merger the adapter's factors."""
+        """Tells the merger where the adapter's factors are."""
         record = self._registry.by_uid(node.uid)
-        self._merger.begin(record.projections, self._swapper.read(node.host))
+        # The blocks as they are then: the host copy may leave and come to others.
+        read = self._swapper.read
+        self._merger.begin(record.projections, lambda which, layers: read([node.host[i] for i in which], layers))
         self._node, self._merged_name = node, record.name
 
 

@@ -43,6 +43,7 @@ class MergePrograms(NamedTuple):
     unmerge(w, layer, d) -> w
     patch(w, layer, at, bits) -> w
     digest(w, layer) -> uint32
+    tried(w, layer, d) -> what `merge` would make of w [in, out]; lost entries, over those that may be
     """
 
     zeros: Wrapped
@@ -51,14 +52,17 @@ class MergePrograms(NamedTuple):
     unmerge: Wrapped
     patch: Wrapped
     digest: Wrapped
+    tried: Wrapped
 
 
 class ProbePrograms(NamedTuple):
     """The programs that measure what merging loses (see `_probe`).
 
     begin(embed, tokens [T]) -> three times x [T, D]
-    layer(layers, index, deltas by projection, xs) -> xs, most entries lost of any projection over what may be
-    errors(norm, xs) -> squared errors of the unmerged and the merged path
+    layer(layers, index, factors, merged, xs) -> xs
+        factors: A [R, in] and B [R, out] of every projection; merged: what `MergePrograms.tried` makes of it
+    errors(head, norm, xs) -> squared errors of the logits of the unmerged and the merged path
+        head: the embeddings, if the model ties them to it
     """
 
     begin: Wrapped
@@ -102,6 +106,7 @@ def _of_projection(spec: ModelSpec, mesh: Mesh, stacked: bool, name: str) -> Mer
         on_mesh(partial(_unmerge, place), (w, rep, two), w, donate=0),
         on_mesh(partial(_patch, place), (w, rep, one, one), w, donate=0),
         on_mesh(partial(_digest, place), (w, rep), rep),
+        on_mesh(partial(_tried, place), (w, rep, two), (two, rep)),
     )
 
 
@@ -110,13 +115,14 @@ def build_probe(spec: ModelSpec, mesh: Mesh, stacked: bool) -> ProbePrograms:
     on_mesh = partial(_on_mesh, mesh)
     specs = sharding.param_specs(spec)
     layers = sharding.stacked_specs(specs)["layers"] if stacked else specs["layers"][0]
-    deltas = {name: weight_spec(name) for name in PROJECTIONS}
+    factors = {name: factor_specs(name) for name in PROJECTIONS}
+    merged = {name: weight_spec(name) for name in PROJECTIONS}
     rep, shard = sharding.REPLICATED, Shard("tp", mesh.shape["tp"])
     three = (rep, rep, rep)
     return ProbePrograms(
         on_mesh(lambda table, tokens: _begin(table, tokens, shard), (specs["embed"], rep), three),
-        on_mesh(partial(_probe, _Probed(spec, shard, stacked)), (layers, rep, deltas, three), (three, rep)),
-        on_mesh(partial(_errors, spec), (rep, three), (rep, rep)),
+        on_mesh(partial(_probe, _Probed(spec, shard, stacked)), (layers, rep, factors, merged, three), three),
+        on_mesh(partial(_errors, spec, shard), (specs["embed" if spec.tied else "head"], rep, three), (rep, rep)),
     )
 
 
@@ -165,6 +171,8 @@ def _lost(w: jax.Array, delta: jax.Array, dtype: str) -> tuple[jax.Array, jax.Ar
 
 def _merge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array):
     old = place.take(w, layer)
+    if place.stacked:  # all that is read later is this copy of a layer; else XLA copies all layers to write into one
+        w, old = lax.optimization_barrier((w, old))
     new, lost = _lost(old, delta, place.dtype)
     flat, size = lost.reshape(-1), old.size
     turn = jnp.where(flat, jnp.cumsum(flat, dtype=jnp.int32) - 1, place.most)
@@ -201,16 +209,45 @@ def _digest(place: _Place, w: jax.Array, layer: jax.Array) -> jax.Array:
 # -- what merging loses ---------------------------------------------------------------------------
 
 
+def _tried(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) -> tuple[jax.Array, jax.Array]:
+    merged, lost = _lost(place.take(w, layer), delta, place.dtype)
+    return merged, lax.pmax(lost.sum() * jnp.float32(MOST_LOST) / lost.size, "tp")
+
+
+def exactly(x: jax.Array, w: jax.Array) -> jax.Array:
+    """x [T, in] in float32 times w, as if w was float32: a copy of it in float32 would take too much memory."""
+    if w.dtype == jnp.float32:
+        return jnp.matmul(x, w, precision="highest")
+    parts, rest = [], x
+    for _ in range(3):  # numbers of 8 bits that add up to the 24 of a float32
+        parts.append(rounded(rest, str(w.dtype)))
+        rest = rest - parts[-1]
+    products = jnp.matmul(jnp.concatenate(parts).astype(w.dtype), w, preferred_element_type=jnp.float32)
+    return products.reshape(3, len(x), -1).sum(0)
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _Unmerged:
-    """A weight with an adapter beside it: x @ this is the unmerged path's product."""
+class _Exact:
+    """A weight that multiplies in float32."""
 
     w: jax.Array
-    delta: jax.Array
 
     def __rmatmul__(self, x: jax.Array) -> jax.Array:
-        return x @ self.w + (x @ self.delta.astype(x.dtype))
+        return exactly(x, self.w)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Beside:
+    """A weight with an adapter beside it: x @ this is x W + (x Aᵀ) B."""
+
+    w: Any
+    a: Any  # [in, R]
+    b: Any
+
+    def __rmatmul__(self, x: jax.Array) -> jax.Array:
+        return x @ self.w + (x @ self.a) @ self.b
 
 
 def _begin(table: jax.Array, tokens: jax.Array, shard: Shard):
@@ -224,29 +261,28 @@ class _Probed(NamedTuple):
     stacked: bool
 
 
-def _probe(model: _Probed, layers: Params, index: jax.Array, deltas: Mapping, xs: tuple):
-    """One layer three times over one short prompt: exact (float32), unmerged, merged.
-
-    The weights stay as they are. Also returns the largest share of a projection's entries that an
-    unmerge would have to correct, over the share that may be.
-    """
+def _probe(model: _Probed, layers: Params, index: jax.Array, factors: Mapping, merged: Mapping, xs: tuple):
+    """One layer three times over one short prompt: exact (float32), unmerged, merged."""
     spec, shard, stacked = model
     w = {name: lax.dynamic_index_in_dim(v, index, keepdims=False) if stacked else v for name, v in layers.items()}
     positions = jnp.arange(xs[0].shape[0], dtype=jnp.int32)
     joints = Joints(dense_attend(1), shard=shard)
-    merged, worst = {}, jnp.float32(0)
-    for name, delta in deltas.items():
-        merged[name], lost = _lost(w[name], delta, spec.dtype)
-        worst = jnp.maximum(worst, lost.sum() * jnp.float32(MOST_LOST) / lost.size)
-    exact = {name: v.astype(jnp.float32) for name, v in w.items()}
-    exact = {name: exact[name] + deltas[name] if name in deltas else v for name, v in exact.items()}
-    beside = {name: _Unmerged(w[name], delta) for name, delta in deltas.items()}
+    beside = {name: _Beside(w[name], a.T, b) for name, (a, b) in factors.items()}
+    exact = {name: v.astype(jnp.float32) for name, v in w.items() if name not in beside}
+    exact |= {name: _Beside(*map(_Exact, (pair.w, pair.a, pair.b))) for name, pair in beside.items()}
     out = []
     for x, weights in zip(xs, (exact, {**w, **beside}, {**w, **merged}), strict=True):
-        out.append(over_layers(spec, Run([weights], index, 1), positions, (None, x), joints)[1])
-    return tuple(out), lax.pmax(worst, "tp")
+        # For the attention of the exact path; TPUs multiply numbers of type float32 less exactly.
+        with jax.default_matmul_precision("highest" if weights is exact else "default"):
+            out.append(over_layers(spec, Run([weights], index, 1), positions, (None, x), joints)[1])
+    return tuple(out)
 
 
-def _errors(spec: ModelSpec, norm: jax.Array, xs: tuple):
-    exact, *rounded_ = (rms_norm(x, norm.astype(x.dtype), spec.norm_eps).astype(jnp.float32) for x in xs)
-    return tuple(jnp.sum((x - exact) ** 2) for x in rounded_)
+def _errors(spec: ModelSpec, shard: Shard, head: jax.Array, norm: jax.Array, xs: tuple):
+    head = head.T if spec.tied else head
+    found = []
+    for x, weight in zip(xs, (_Exact(head), head, head), strict=True):
+        hidden = rms_norm(x, norm.astype(x.dtype), spec.norm_eps)
+        found.append(shard.psum((shard.slice(hidden) @ weight).astype(jnp.float32)))
+    exact, *others = found
+    return tuple(jnp.sum((logits - exact) ** 2) for logits in others)

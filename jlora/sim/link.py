@@ -12,7 +12,7 @@ already dispatched. The copy holds its lane from its start until it has read the
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from jlora.cache.transfer import Copy
@@ -91,7 +91,7 @@ class Link:
     def fill(self, blocks: tuple[int, ...], data: object) -> None:
         """A modelled host tier holds no data."""
 
-    def read(self, blocks: tuple[int, ...]) -> None:
+    def read(self, blocks: Sequence[int], layers: slice = slice(None)) -> None:
         """Nor is there any to read."""
 
     def close(self) -> None:

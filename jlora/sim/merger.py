@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jlora.engine.merging import Fixed, Merging, Times
-from jlora.engine.ports import Loss
+from jlora.engine.ports import Loss, Read
 from jlora.sim.device import ModelledDevice
 from jlora.step_model import FittedSteps, StepLoad, StepModel
 
@@ -30,7 +29,7 @@ class ModelledMerger:
         self.piece_s = PASSES * model.weights_s / PIECES
         self._device = device
 
-    def begin(self, projections: Sequence[str], data: Any) -> None:
+    def begin(self, projections: Sequence[str], read: Read) -> None:
         """A modelled adapter has no factors."""
 
     def measure(self) -> Loss:

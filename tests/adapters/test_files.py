@@ -5,17 +5,38 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jlora.adapters.peft import ATTEMPTS, CONFIG, WEIGHTS, read_peft
+from jlora.engine.sources import Reader, scan_adapter
 from jlora.errors import DataLoss, JloraError, NotFound
+from jlora.layout import PoolLayout
 from jlora.ports import DiskFile, DiskFiles, DiskFolder
 from tests import _make
 from tests.adapters._peft import SPEC, read
+
+
+def test_a_scan_reads_no_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    path, found = _make.make_adapter(tmp_path / "a", SPEC, r=8), list[int]()
+    reader = Reader(SPEC, PoolLayout.of(SPEC, 64, 16), 64, ("tiny",), DiskFiles(), time.monotonic)
+    read = DiskFile.read
+
+    def counted(file: DiskFile, size: int) -> np.ndarray:
+        data = read(file, size)
+        found.append(len(data))
+        return data
+
+    monkeypatch.setattr(DiskFile, "read", counted)
+    assert scan_adapter("a", str(path), reader).blocks > 0
+    weights = (path / WEIGHTS).read_bytes()
+    header = int.from_bytes(weights[:8], "little")
+    assert sum(found) == (path / CONFIG).stat().st_size + 8 + header < len(weights)
 
 
 class Changing(DiskFiles):

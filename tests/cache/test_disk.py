@@ -14,6 +14,7 @@ import pytest
 from jlora.cache.manager import CacheManager
 from jlora.cache.residency import Residency
 from jlora.cache.tree import AdapterNode, Origin
+from tests.cache._cache import Cache
 from tests.cache._world import ACTIONS, NAMES, POLICIES, Job, World
 
 SEEDS, OPERATIONS = 4, 500
@@ -144,6 +145,30 @@ def test_adapters_leave_memory_and_come_back_and_every_invariant_holds(policy: s
     assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
     assert sum(world.reads for world in worlds) > 10
     assert all(world.finished for world in worlds)
+
+
+@pytest.mark.parametrize(("seconds", "dropped"), [(lambda blocks: 0.1, 8), (lambda blocks: 0.01 * blocks, 1)])
+def test_what_the_disk_takes_by_measure_decides_which_adapter_leaves(seconds: Callable[[int], float], dropped: int):
+    """Where a read takes long whatever its size, the large one goes; else the one that is asked for less."""
+    cache = Cache(device=40, host=12, policy="jlora")
+    small, large = cache.adapter(1, 1), cache.adapter(2, 8)
+
+    def ask(adapter: AdapterNode) -> None:
+        lease = cache.leased([7] * 5, adapter, reuse=False)
+        cache.land()
+        cache.manager.leases.release(lease)
+
+    for node in (small, large):
+        cache.manager.back(node, True)
+    for turn in range(60):
+        ask(large if turn % 3 else small)
+    cache.now += 60
+    ask(large)
+    for _ in range(60):
+        for blocks in (1, 8):
+            cache.manager.policy.meter.observe_disk(blocks, seconds(blocks))
+    assert cache.manager.reserve(4)
+    assert [node.size for node in (small, large) if node.gone] == [dropped]
 
 
 def kv_left_below(patch: pytest.MonkeyPatch) -> None:

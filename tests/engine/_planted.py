@@ -27,7 +27,7 @@ def applied_twice(merger: Merger) -> None:
 
 def stale_copy(merger: Merger) -> None:
     """The factors on the host change between merge and unmerge."""
-    merger._factors = {name: (a, b + 1) for name, (a, b) in merger._factors.items()}
+    merger._factors = {where: (a, b + 1) for where, (a, b) in merger._factors.items()}
 
 
 def lost_lost(merger: Merger) -> None:

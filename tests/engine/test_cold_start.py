@@ -124,6 +124,7 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
             with service.paused():
                 evict_all(service.manager)
         assert "cpu" in kinds
+        assert (service.stats().preemptions > 0) == ("blocks" in settings)
 
 
 def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running, wanted: list[int]):

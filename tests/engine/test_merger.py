@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
-from jlora.engine.merger import Base, Merger
+from jlora.engine.merger import PROMPT, Base, Merger
 from jlora.layout import PoolLayout
-from jlora.model import checkpoint, sharding
+from jlora.model import checkpoint, llama, sharding
 from tests import _make, port
 
 
@@ -43,11 +48,13 @@ class World:
         self.stacked = stacked
         self.directory = directory / "model"
         self.packed = {}
-        for name, rank, targets in (("some", 6, ("q", "v", "down", "o")), ("others", 40, ("k", "gate", "up"))):
+        self.read: list[tuple[int, int]] = []  # blocks and layers of the adapter
+        self.targets = {"some": ("q", "v", "down", "o"), "others": ("k", "gate", "up")}
+        for (name, targets), rank in zip(self.targets.items(), (6, 40), strict=True):
             path = _make.make_adapter(directory / name, self.spec, seed=rank, r=rank, targets=targets, lora_alpha=0.2)
             self.packed[name] = pack(read_peft(path, self.spec, 256, ("tiny",)), self.layout)
         self.holder = Holder(self.load())
-        self.merger = Merger(Base(self.spec, self.layout, self.mesh, stacked, self.load), self.holder)
+        self.merger = Merger(Base(self.spec, self.layout, self.mesh, stacked, 64, self.load), self.holder)
         self.merger.prepare()
 
     def load(self) -> Any:
@@ -55,7 +62,13 @@ class World:
         return checkpoint.load_params(self.directory, self.spec, shardings, stacked=self.stacked, progress=False)
 
     def begin(self, name: str) -> None:
-        self.merger.begin(self.packed[name].projections, self.packed[name].data)
+        data = self.packed[name].data
+
+        def read(blocks: Sequence[int], layers: slice) -> np.ndarray:
+            self.read += [(block, layer) for block in blocks for layer in range(layers.start, layers.stop)]
+            return data[blocks, layers]
+
+        self.merger.begin(self.packed[name].projections, read)
 
     def bits(self) -> bytes:
         return b"".join(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(self.holder.params))
@@ -92,6 +105,80 @@ def switch(world: World, times: int) -> None:
             merger.back()
         assert merger.whole() and world.bits() == before
     assert merger.moved > 0 and not merger.reloads
+
+
+def test_no_step_reads_more_than_one_layer_of_an_adapter(tmp_path: Path):
+    world = World(tmp_path, "float32", 1, stacked=False)
+    merger = world.merger
+    world.begin("some")
+    assert not world.read
+    steps: list[set[int]] = []  # the layers that each step has read
+
+    def step(do: Callable[[], Any]) -> Any:
+        world.read.clear()
+        done = do()
+        steps.append({layer for _, layer in world.read})
+        return done
+
+    while step(merger.measure) is None:
+        pass
+    for _ in range(merger.pieces):
+        step(merger.forward)
+    assert max(map(len, steps)) == 1 and set.union(*steps) == set(range(world.spec.layers))
+    world.read.clear()
+    while merger.done:
+        merger.back()
+    assert merger.whole() and not world.read and not merger.host_bytes
+
+
+@pytest.mark.parametrize("tp,stacked", [(1, False), (2, True)])
+def test_the_error_is_that_of_the_logits(tmp_path: Path, tp: int, stacked: bool):
+    world = World(tmp_path, "bfloat16", tp, stacked)
+    for name in world.packed:
+        world.begin(name)
+        while (loss := world.merger.measure()) is None:
+            pass
+        assert loss.error == pytest.approx(error_of(world, name), rel=0.02 if tp == 1 else 0.1)  # shards round, too
+
+
+def error_of(world: World, name: str) -> float:
+    """The same, of whole forward passes over weights that numpy has merged."""
+    spec, targets = world.spec, world.targets[name]
+    directory = world.directory.parent / name
+    config = json.loads((directory / "adapter_config.json").read_text())
+    found = load_file(directory / "adapter_model.safetensors")
+    base = checkpoint.load_params(
+        world.directory, spec, sharding.shardings(spec, sharding.make_mesh(1)), stacked=False, progress=False
+    )
+    base = jax.tree.map(np.asarray, base)
+
+    def factors(
+        layer: int, target: str
+    ) -> tuple[np.ndarray, np.ndarray]:  # A [in, r] and B [r, out], as they are served
+        prefix = f"base_model.model.model.layers.{layer}.{_make.MODULES[target]}"
+        a, b = (found[f"{prefix}.lora_{part}.weight"].T for part in "AB")
+        return a.astype(ml_dtypes.bfloat16), (b * (config["lora_alpha"] / config["r"])).astype(ml_dtypes.bfloat16)
+
+    def changed(change: Callable[[np.ndarray, np.ndarray], np.ndarray], tree: Any) -> Any:
+        layers = []
+        for layer, w in enumerate(tree["layers"]):
+            deltas = {t: np.float64(a) @ np.float64(b) for t in targets for a, b in [factors(layer, t)]}
+            layers.append({**w, **{t: change(w[t], delta) for t, delta in deltas.items()}})
+        return {**tree, "layers": layers}
+
+    def adapt(carry: Any, index: Any, x: Any, products: Any) -> Any:
+        layers = range(spec.layers)
+        pairs = {t: [factors(layer, t) for layer in layers] for t in products if t in targets}
+        stacks = {t: [jnp.stack(part)[index] for part in zip(*pair, strict=True)] for t, pair in pairs.items()}
+        return {t: y + (x @ stacks[t][0]) @ stacks[t][1] if t in stacks else y for t, y in products.items()}
+
+    tokens = np.random.default_rng(0).integers(0, spec.vocab, (1, PROMPT), dtype=np.int32)
+    wide = jax.tree.map(lambda w: w.astype(np.float32), base)
+    exact = llama.dense_logits(spec, changed(lambda w, d: (w + d).astype(np.float32), wide), tokens)
+    merged = changed(lambda w, d: (np.float32(w) + np.float32(d)).astype(w.dtype), base)
+    paths = llama.dense_logits(spec, merged, tokens), llama.dense_logits(spec, base, tokens, adapt)
+    of_merged, of_unmerged = (float(np.square(np.float64(path - exact)).sum()) for path in paths)
+    return (of_merged / of_unmerged) ** 0.5
 
 
 def test_without_memory_to_load_the_weights_anew_nobody_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

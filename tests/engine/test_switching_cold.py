@@ -1,4 +1,4 @@
-"""Merging begins with no adapter whose copy is under way: the host may add what the weights would have."""
+"""Merging and the adapter's copies: it begins with none that is under way, and ends without one on the host."""
 
 from __future__ import annotations
 
@@ -21,6 +21,30 @@ class Counted:
     def forward(self) -> None:
         self.done += 1
 
+    def back(self) -> None:
+        self.done -= 1
+
+    def whole(self) -> bool:
+        return True
+
+
+def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkeypatch: pytest.MonkeyPatch):
+    merger: Any = Counted()
+    policy: Any = SimpleNamespace(refused=set())
+    none: Any = None
+    switching = Switching(policy, merger, none, none)
+    node = AdapterNode(1, 3)
+    node.host = (4, 5, 6)
+    port.take_for_measured(switching, node, monkeypatch)
+    assert switching.advance(0.2) and merger.done == 2
+    node.host = ()
+    assert switching.advance(0.1) and merger.done == 1
+    assert switching.advance(0.1) and merger.done == 0
+    node.host = (7, 8, 9)
+    assert switching.advance(0.4) and merger.done == 4
+    node.host = ()  # the weights have all of it
+    assert switching.advance(0.1) and merger.done == 4
+
 
 def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.MonkeyPatch):
     merger: Any = Counted()
@@ -28,6 +52,7 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.
     none: Any = None
     switching = Switching(policy, merger, none, none)
     node = AdapterNode(1, 3)
+    node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
     node.coming = True
     assert switching.advance(0.1) and merger.done == 0

@@ -36,6 +36,9 @@ Answer = Mapping[str, Any]
 # Without warm-up only the shapes in use are compiled, which is most of the time here.
 BASIC = {"cache.block_tokens": 8, "engine.max_seqs": 4, "engine.layers": "unroll", "engine.warmup": False}
 
+# Adapters come to the device when requests need them, over a slow link.
+HELP = {"engine.cold_start": "cpu", "cache.link_gbps": 1e-3, "cache.monitor_s": 60, "cache.hbm_blocks": 100}
+
 # Every way to run the same model: chunk sizes, layers scanned or unrolled, sharded, short of blocks.
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "chunk 512": {**BASIC, "engine.max_step_tokens": 512},
@@ -44,6 +47,8 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "chunk 16, warm": {**BASIC, "engine.max_step_tokens": 16, "engine.warmup": True},
     "tp 2": {**BASIC, "engine.max_step_tokens": 16, "model.tp": 2},
     "tp 2, scan": {**BASIC, "engine.max_step_tokens": 512, "model.tp": 2, "engine.layers": "scan"},
+    "the host helps": {**BASIC, "engine.max_step_tokens": 16, **HELP},
+    "merged": {**BASIC, "engine.max_step_tokens": 16, "engine.merge": "linear", "engine.merge_starve_s": 0.05},
     "tp 4": {**BASIC, "engine.max_step_tokens": 16, "model.tp": 4},
 }
 
@@ -128,6 +133,10 @@ def check_case(case: Path, settings: Mapping[str, Any]) -> None:
         for i, want in enumerate(alone.values()):
             check(client.inference.Generate(request(want, bypass_prefix_cache=i % 2 == 0)), want)
         client.check_idle()
+        if "engine.merge" in settings:
+            assert client.stats().merge.switches > 0
+        if settings.get("engine.cold_start") == "cpu":
+            assert "cpu" in {call.result().timing.cold_start for call in calls}
         if settings["engine.warmup"]:
             assert client.stats().compiles_after_warmup == 0
 

@@ -27,22 +27,22 @@ Tier = pb.AdapterInfo.Tier
 
 
 class Disk(DiskFiles):
-    """Folders whose names `shut` holds back open when it is set to None again."""
+    """Folders whose names `shut` holds back open when it is called with others."""
 
     def __init__(self) -> None:
         super().__init__()
         self._open, self.opened = threading.Condition(), list[str]()
-        self._shut: str | None = None
+        self._shut: tuple[str | None, ...] = ()
 
     def folder(self, directory: str) -> AbstractContextManager[DiskFolder]:
         with self._open:
             self.opened.append(Path(directory).name)
-            assert self._open.wait_for(lambda: self._shut is None or self._shut not in directory, 60)
+            assert self._open.wait_for(lambda: Path(directory).name not in self._shut, 60)
         return super().folder(directory)
 
-    def shut(self, name: str | None) -> None:
+    def shut(self, *names: str | None) -> None:
         with self._open:
-            self._shut = name
+            self._shut = names
             self._open.notify_all()
 
 
@@ -154,6 +154,28 @@ def test_others_overtake_a_request_whose_adapter_is_being_read(
     timing = answer.timing
     assert 0 < timing.adapter_cold_start_s <= timing.ttft_s
     assert timing.queue_s < timing.adapter_cold_start_s
+
+
+def test_so_many_are_read_at_once_as_there_are_readers(served: Served, disk: Disk, expected: dict[str, list[int]]):
+    one_on_disk(served)
+    names = on_disk(served)[:4]
+    assert len(names) == 4
+    before = len(disk.opened)
+
+    def opened() -> list[str]:
+        return [name for name in disk.opened[before:] if name in names]
+
+    disk.shut(*names)
+    calls = {name: served.inference.Generate.future(request(model=name), timeout=60) for name in names}
+    wait_until(lambda: len(opened()) == 2)  # `adapters.readers`
+    for i in range(5):  # others go on, and no third reading begins meanwhile
+        assert ask(served, "", prompt=(9, 8, i))
+    assert len(opened()) == 2
+    disk.shut(None)
+    assert {name: list(call.result().outputs[0].token_ids) for name, call in calls.items()} == {
+        name: expected[name] for name in names
+    }
+    assert sorted(opened()) == sorted(names)
 
 
 def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: Disk):

@@ -7,13 +7,12 @@ the adapter's blocks bring, so a piece that is merged twice, not at all, or left
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from jlora.cache.tree import AdapterNode
 from jlora.engine.merging import Merging, Times
 from jlora.engine.plan import Merged, Work
-from jlora.engine.ports import Loss
+from jlora.engine.ports import Loss, Read
 from jlora.sim.world.sites import Site, Sites
 from jlora.sim.world.tasks import Tasks
 
@@ -41,14 +40,15 @@ class Weights:
         self.done = 0
         self.reloads = 0
         self._held = [0] * PIECES
-        self._mark = 0
+        self._mark = 0  # of the first piece: all that are merged have the same
+        self._read: Callable[[], int] = int  # the mark of the adapter's blocks, as the host tier has them now
         self._lost = False
         self._sites = sites
         self._tasks = tasks
 
-    def begin(self, projections: Sequence[str], data: Any) -> None:
+    def begin(self, projections: Sequence[str], read: Read) -> None:
         assert not self.done, "another adapter is merged"
-        self._mark = hash(tuple(data))
+        self._read = lambda: hash(tuple(read(range(len(projections)), slice(0, 1))))
 
     def measure(self) -> Loss:
         self._sites.lack("merge.measure")
@@ -56,7 +56,9 @@ class Weights:
 
     def forward(self) -> None:
         self._trouble()
-        self._held[self.done] = self._mark
+        mark = self._read()
+        self._mark = self._mark if self.done else mark
+        self._held[self.done] = mark
         self.done += 1
 
     def back(self) -> None:

@@ -1,0 +1,154 @@
+"""dLoRA's Figure 10 on this engine: merged and unmerged inference by skew (Wu et al. 2024, section 7.3).
+
+Eight adapters of one rank. The most asked-for one gets a share of the requests, the others share the rest. Every side
+plays the same requests, which come by a Poisson process. The figure of a request is its latency over its output
+tokens; the mean divides the sums, as in section 7.1.
+
+    off, auto   engine.merge
+    fixed       engine.merge = the most asked-for adapter: it is merged, except while others must run
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.micro.answers import TIMEOUT_S, ask
+from benchmarks.runner import Options
+from jlora import config as configuration
+from jlora.engine.local import LocalReplica
+from jlora.loadgen.checkpoints import LLAMA_100M, TINY, write_adapter, write_model
+from jlora.loadgen.rounds import Sample, Side
+from jlora.model.spec import ModelSpec
+from jlora.types import Request, SamplingParams
+
+ADAPTERS = 8
+HOT = (0.125, 0.5, 0.7, 0.9, 1.0)  # the most asked-for adapter's share of the requests
+STARVE_S = 0.5  # `engine.merge_starve_s`: a run takes seconds
+SETTINGS = {
+    "engine.max_seqs": 32, "engine.max_step_tokens": 64, "cache.hbm_blocks": 1024, "cache.host_blocks": 1024,
+    "engine.cold_start": "wait", "engine.merge_starve_s": STARVE_S,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """Requests of a run, how many come in a second, and the tokens of each prompt and answer."""
+
+    spec: ModelSpec
+    ranks: tuple[int, ...]
+    hot: tuple[float, ...]
+    requests: int
+    rate: float
+    prompt: int
+    output: int
+
+
+FULL = Size(LLAMA_100M, (8, 64), HOT, 72, 12.0, 32, 32)
+QUICK = Size(TINY, (4,), HOT[1::3], 12, 200.0, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """When a request comes, for which adapter."""
+
+    at: float
+    adapter: int
+
+
+def run(options: Options) -> None:
+    """Every rank and skew, as many rounds as asked for (5)."""
+    size = QUICK if options.quick else FULL
+    folder = options.folder("skew")
+    write_model(folder / "model", size.spec, 0)
+    for rank in size.ranks:
+        for i in range(ADAPTERS):
+            write_adapter(folder / _name(rank, i), size.spec, rank, i)
+    facts = {"adapters": ADAPTERS, "requests": size.requests, "rate": size.rate, "starve_s": STARVE_S}
+    facts |= {"prompt": size.prompt, "output": size.output}
+    records = options.records(f"skew-{options.dtype}", facts)
+    model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
+    for rank in size.ranks:
+        settings = {**SETTINGS, **model, **options.settings, **_paths(folder, rank)}
+        with ExitStack() as stack:
+            kinds = {"off": "off", "auto": "auto", "fixed": _name(rank, 0)}
+            replicas = {
+                side: stack.enter_context(_started(settings, merge, size, rank)) for side, merge in kinds.items()
+            }
+            for hot in size.hot:
+                asked = draw(size, hot)
+                sides = [Side(side, partial(play, replica, size, rank, asked)) for side, replica in replicas.items()]
+                records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5))
+
+
+def draw(size: Size, hot: float) -> list[Asked]:
+    """The requests of a run: as many for the most asked-for adapter as its share says, in a random order."""
+    rng = np.random.default_rng(7)
+    at = np.cumsum(rng.exponential(1 / size.rate, size.requests))
+    often = round(hot * size.requests)
+    adapters = [0] * often + [1 + i % (ADAPTERS - 1) for i in range(size.requests - often)]
+    return [Asked(float(when), int(adapter)) for when, adapter in zip(at, rng.permutation(adapters), strict=True)]
+
+
+def play(replica: LocalReplica, size: Size, rank: int, asked: Sequence[Asked]) -> Sample:
+    """One run on an idle replica."""
+    before = _settled(replica)
+    answers, began = [], time.monotonic()
+    for i, each in enumerate(asked):
+        time.sleep(max(0.0, began + each.at - time.monotonic()))
+        answers.append(ask(replica, _request(size, f"skew-{i}", _name(rank, each.adapter), i)))
+    timings = [answer.end() for answer in answers]
+    latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
+    waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
+    return {
+        "mean_s": sum(latencies) / (size.output * len(latencies)),
+        "p90_s": float(np.percentile(latencies, 90)) / size.output,
+        "others_queue_s": max(waits, default=0.0),
+        "switches": _settled(replica) - before,
+    }
+
+
+@contextmanager
+def _started(settings: dict[str, Any], merge: str, size: Size, rank: int) -> Iterator[LocalReplica]:
+    """A replica whose programs are compiled and whose adapters have been used."""
+    replica = LocalReplica.start(configuration.load(None, {**settings, "engine.merge": merge}))
+    try:
+        replica.warm().result(TIMEOUT_S)
+        for _ in range(2):  # the first runs on a new replica are slower
+            play(replica, size, rank, draw(size, 1 / ADAPTERS))
+        yield replica
+    finally:
+        replica.close()
+
+
+def _request(size: Size, name: str, adapter: str, seed: int) -> Request:
+    prompt = np.random.default_rng(seed).integers(3, size.spec.vocab, size.prompt)
+    sampling = SamplingParams(temperature=0.0, max_tokens=size.output, ignore_eos=True)
+    return Request(name, tuple(prompt.tolist()), sampling, adapter, bypass_prefix_cache=True)
+
+
+def _settled(replica: LocalReplica) -> int:
+    """Switches so far, once none is under way: it would disturb the side that runs next."""
+    until, calm = time.monotonic() + TIMEOUT_S, 0
+    while calm < 3:  # a switch may be about to begin
+        merge = replica.state().result(TIMEOUT_S).stats.merge
+        calm = calm + 1 if merge.share in (0.0, 1.0) else 0
+        assert time.monotonic() < until, "a switch does not end"
+        time.sleep(0.02)
+    return replica.state().result(TIMEOUT_S).stats.merge.switches
+
+
+def _paths(folder: Path, rank: int) -> dict[str, str]:
+    names = [_name(rank, i) for i in range(ADAPTERS)]
+    return {f"adapters.paths.{name}": str(folder / name) for name in names}
+
+
+def _name(rank: int, index: int) -> str:
+    return f"r{rank}-{index}"

@@ -1,0 +1,84 @@
+"""The programs of merging, compiled for Llama-3-8B: they need little memory beside the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from jlora.engine.merger import PROMPT
+from jlora.model import llama, merge, sharding
+from jlora.model.spec import PROJECTIONS
+from jlora.pallas.cases import LLAMA3_8B
+from tests.pallas import _aot, _gpu
+
+MOST = 0.02 * 141e9  # bytes; an H200's memory
+RANKS = 256  # `adapters.max_rank`
+
+
+def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[Any, ...]]]:
+    """What a merge and its measurement run: name, program, the weights among its arguments, and the others."""
+    spec = LLAMA3_8B
+    params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
+    if stacked:
+        params, specs = jax.eval_shape(llama.stack_layers, params), sharding.stacked_specs(specs)
+    params = _aot.placed(params, mesh, specs)
+    layers = params["layers"] if stacked else params["layers"][0]
+    programs, probes = merge.build(spec, mesh, stacked), merge.build_probe(spec, mesh, stacked)
+
+    def array(shape: tuple[int, ...], dtype: Any, where: PartitionSpec) -> Any:
+        return _aot.placed(jax.ShapeDtypeStruct(shape, dtype), mesh, where)
+
+    at, three = array((), jnp.int32, sharding.REPLICATED), []
+    for dtype in (jnp.float32, jnp.bfloat16, jnp.bfloat16):
+        three.append(array((PROMPT, spec.width), dtype, sharding.REPLICATED))
+    delta = array(spec.projection_shapes["gate"], jnp.float32, merge.weight_spec("gate"))
+    for name in ("merge", "unmerge", "tried"):
+        yield f"{name} gate", getattr(programs["gate"], name), (layers["gate"],), (at, delta)
+    merged, factors = {}, {}
+    for name in PROJECTIONS:
+        shape, where = spec.projection_shapes[name], merge.factor_specs(name)
+        merged[name] = array(shape, jnp.bfloat16, merge.weight_spec(name))
+        factors[name] = tuple(array((RANKS, n), jnp.bfloat16, p) for n, p in zip(shape, where, strict=True))
+    yield "probed layer", probes.layer, (layers,), (at, factors, merged, tuple(three))
+    yield "probed logits", probes.errors, (params["head"], params["norm"]), (tuple(three),)
+
+
+def check(mesh: Mesh, stacked: bool, chip: str, record_property: Any) -> None:
+    for name, program, weights, others in programs_of(mesh, stacked):
+        found = _aot.compiled(program, (*weights, *others), mesh)
+        record_property("compiled", found.row(f"{name} llama3-8b", chip, mesh.devices.size))
+        beside = sum(map(_bytes, jax.tree.leaves(others)))
+        assert found.temp + beside < MOST, f"{name}: {found.temp / 1e9:.2f} GB, and {beside / 1e9:.2f} of arguments"
+
+
+def _bytes(x: Any) -> int:
+    """Of one device's part."""
+    assert isinstance(x.sharding, NamedSharding)
+    return prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+def test_merging_needs_little_memory_on_a_cpu(stacked: bool, record_property: Any):
+    mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",), axis_types=(AxisType.Auto,))
+    check(mesh, stacked, "CPU", record_property)
+
+
+@pytest.mark.aot_tpu
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.aot_more), 4])
+def test_merging_needs_little_memory_on_a_tpu(tp: int, record_property: Any):
+    check(_aot.tpu_mesh("v6e", tp), True, "v6e", record_property)
+
+
+@pytest.mark.aot_cuda
+@pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.aot_more), 4])
+def test_merging_needs_little_memory_on_an_h200(tp: int, record_property: Any):
+    _gpu.need_compiler()
+    mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
+    check(mesh, False, "H200", record_property)
