@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from jlora.adapters import catalogue
-from jlora.cluster import attach, dispatch, link, requests, wire
+from jlora.cluster import attach, controller, dispatch, link, requests, upkeep, wire
 from jlora.engine.futures import done
 from jlora.errors import NotFound, QueueFull, ResourceExhausted
 from jlora.sim.world import report
@@ -230,6 +230,16 @@ def full_replicas_refuse_at_once() -> list[Any]:
     return [mock.patch.object(dispatch.Dispatcher, "_lose", lost)]
 
 
+def a_replica_that_comes_is_not_asked_for_its_pins() -> list[Any]:
+    """Those that were undone while it was away, or by an earlier controller, stay."""
+    return [mock.patch.object(upkeep.Upkeep, "_compare", lambda self, task: self._compared.add(task))]
+
+
+def a_missed_pin_is_not_made_good() -> list[Any]:
+    """Replicas that come are asked; one whose link broke for a moment is not."""
+    return [mock.patch.object(controller.Controller, "pins", lambda self: {})]
+
+
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
 PLANTED: list[Any] = [
     (a_token_is_replayed, r"token \d+ of completion \d+ is not what"),
@@ -252,6 +262,8 @@ PLANTED: list[Any] = [
     (moves_have_no_bound, r"has moved 3 times"),
     (full_replicas_refuse_at_once, r"has failed: QueueFull"),
     (what_the_registry_has_is_not_on_its_disk, "the registry's file has"),
+    (a_replica_that_comes_is_not_asked_for_its_pins, "pins differ from the registry's"),
+    pytest.param(a_missed_pin_is_not_made_good, "pins differ from the registry's", marks=pytest.mark.slow),
 ]
 
 
