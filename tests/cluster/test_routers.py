@@ -13,6 +13,8 @@ import grpc
 import pytest
 
 from jlora import config as configuration
+from jlora.serve.access import keys
+from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from tests.cluster import _real
 from tests.cluster._links import Loop, wait_for
@@ -24,7 +26,8 @@ from tests.serve._server import refused, request
 
 PROMPT = tuple(5 + i * 7 % 200 for i in range(40))
 WHOLE = request(PROMPT, 200, temperature=0.9, seed=17)
-ENDLESS = request(PROMPT, 4000)
+OTHER = tuple(7 + i * 11 % 200 for i in range(64))
+ENDLESS = request(OTHER, 4000)
 
 
 class World:
@@ -41,15 +44,15 @@ class World:
         return sum(seat.running for seat in self.seats)
 
     @contextmanager
-    def router(self, *flags: str) -> Iterator[Service]:
-        """A process; it is killed at the end, unless a test has done so."""
+    def router(self, *flags: str, key: str = "") -> Iterator[Service]:
+        """A process, with an API key for its calls; it is killed at the end, unless a test has done so."""
         command = [sys.executable, "-m", "jlora", "cluster", *self.flags, *flags]
         process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
         try:
             assert process.stdout is not None
             ready = re.match(r"jlora cluster ready grpc=(\S+)", process.stdout.readline())
             assert ready, f"ended with code {process.wait()} before it was ready"
-            with grpc.insecure_channel(ready[1]) as channel:
+            with Login(key).channel(ready[1]) as channel:
                 made = Service(process, channel, ready[1])
                 until(lambda: len(made.up()) == len(self.seats), "the router has all replicas")
                 yield made
@@ -120,6 +123,20 @@ def test_a_router_dies_and_the_other_goes_on_then_a_new_one_takes_the_replicas(
     wait_for(lambda: not world.running)
     with world.router("--set", f"cluster.controller={first.address}") as third:
         assert Stream(third.inference, WHOLE).result() == expected
+        retries = [third.inference.Generate.future(request(OTHER, 60), timeout=STOP_S) for _ in world.seats]
+        assert max(retry.result().usage.cached_tokens for retry in retries) >= len(OTHER) // 2, "their KV has stayed"
+
+
+def test_limits_hold_at_each_router_by_itself(world: World, tmp_path: Path):
+    key, entry = keys.new("one", "admin", ["*"])
+    (tmp_path / "keys.toml").write_text(f"{entry}\n[tenants.one]\nconcurrent = 1\n")
+    flags = ("--keys", str(tmp_path / "keys.toml"))
+    with world.router(*flags, key=key) as one, world.router(*flags, key=key) as other:
+        streams = [Stream(router.inference, ENDLESS) for router in (one, other)]
+        until(lambda: all(stream.has(3) for stream in streams), "each has one")
+        for router in (one, other):
+            with refused(grpc.StatusCode.RESOURCE_EXHAUSTED):
+                router.inference.Generate(WHOLE, timeout=STOP_S)
 
 
 def test_the_controller_dies_and_its_follower_serves_what_it_knows(world: World):
