@@ -65,6 +65,10 @@ class Seat:
     def running(self) -> int:
         return self.engine.state().result(20).stats.live_requests
 
+    def holds(self, key: str) -> bool:
+        """Whether it has read the adapter."""
+        return any(info.name == key and info.tier != "DISK" for info in self.engine.adapters().result(20))
+
 
 @dataclass
 class Cluster:
