@@ -37,9 +37,13 @@ class Answer:
 
     def result(self, wanted: Callable[[], bool] = lambda: True) -> AdapterInfo:
         """Waits as long as `wanted` says so. Raises JloraError; Unavailable if the replica cannot be reached."""
+        return record(self.message(wanted))
+
+    def message(self, wanted: Callable[[], bool]) -> Any:
+        """As `result`, of a call whose answer is no adapter."""
         while True:
             try:
-                return record(self.future.result(LOOK_S))
+                return self.future.result(LOOK_S)
             except grpc.FutureTimeoutError:
                 if not wanted():
                     self.future.cancel()
@@ -70,7 +74,7 @@ def record(message: pb.AdapterInfo) -> AdapterInfo:
 
 
 class Calls:
-    """One channel for each replica. Any thread may call; every method but `close` returns at once."""
+    """One channel for each replica. Any thread may call; every method but `pinned` and `close` returns at once."""
 
     def __init__(self, login: Login | None = None):
         self._login = login or Login()
@@ -91,6 +95,18 @@ class Calls:
 
     def get(self, address: str, key: str) -> Answer:
         return Answer(address, self._stub(address).GetAdapter.future(pb.GetAdapterRequest(name=key), timeout=CALL_S))
+
+    def pinned(self, address: str, wanted: Callable[[], bool]) -> list[str]:
+        """Keys of the adapters that a replica has pinned. Waits, and raises, as `Answer.result`."""
+        keys: list[str] = []
+        message = pb.ListAdaptersRequest(view=pb.ListAdaptersRequest.SUMMARY)
+        while True:
+            call = self._stub(address).ListAdapters.future(message, timeout=CALL_S)
+            page = Answer(address, call).message(wanted)
+            keys += [info.name for info in page.adapters if info.pinned]
+            message.page_token = page.next_page_token
+            if not message.page_token:
+                return keys
 
     def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
         """Has a replica read a version into its host tier; `lost`: its files are gone."""

@@ -2,7 +2,7 @@
 
 load      one replica reads and checks it under the version's key; then the registry has it; then requests see it
 unload    its name is unknown at once; replicas drop it after its last request
-pin       at every replica that is up, and at those that come (`jlora.cluster.upkeep`)
+pin       at every replica that is up, and at those that come (`jlora.cluster.upkeep`); of two calls the later one
 
 A replica that has not heard of a version registers it with the first request for it. So nothing here must
 reach every replica: a call needs one that is up, and what the others lack or have too much follows.
@@ -16,7 +16,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from jlora.adapters.catalogue import Row
@@ -28,7 +28,15 @@ from jlora.cluster.registry import Registry
 from jlora.cluster.table import Table
 from jlora.cluster.uses import Uses
 from jlora.engine.futures import chained, done, failed, settle
-from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    JloraError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from jlora.ports import System
 from jlora.replica import Load
 from jlora.serve.proto import jlora_pb2 as pb
@@ -45,6 +53,14 @@ Served = Callable[[str, int, int, int], None]
 NONE_UP = "no replica is up that could read the adapter; try again later"
 
 
+@dataclass(slots=True)
+class _Pins:
+    """How many calls that pin a version, or unpin it, have begun and ended."""
+
+    begun: int = 0
+    ended: int = 0
+
+
 class Controller(Directory):
     """The directory over the replicas' own services. One process has it; other routers ask it."""
 
@@ -58,6 +74,7 @@ class Controller(Directory):
         self._pool = system.threads.pool("jlora-controller", THREADS)
         self._publishing = threading.Lock()  # one change of the registry at a time
         self._loading: set[str] = set()  # keys that replicas have and the registry has not
+        self._pins: dict[str, _Pins] = {}  # by key; only those that a client has asked for
         self.members: Members = lambda: ()
         self.served: Served = lambda name, prompt, output, requests: None
 
@@ -216,15 +233,37 @@ class Controller(Directory):
     def pin(self, name: str, pinned: bool) -> Future[AdapterInfo]:
         def run() -> AdapterInfo:
             version = self.current(name)
-            self._pin_everywhere(version, pinned)
             with self._publishing:
-                row = self.registry.get(name)
-                if row.uid != version.number:
-                    raise AlreadyExists(f"adapter {name!r} was replaced meanwhile; pin it again")
-                self._record([replace(row, pinned=pinned)])
+                pins = self._pins.setdefault(version.key, _Pins())
+                pins.begun = mine = pins.begun + 1
+            try:
+                self._pin_everywhere(version, pinned)
+                with self._publishing:
+                    row = self.registry.get(name)
+                    if row.uid != version.number:
+                        raise AlreadyExists(f"adapter {name!r} was replaced meanwhile; pin it again")
+                    if pins.begun != mine:
+                        raise FailedPrecondition(f"adapter {name!r} was pinned or unpinned by a later call meanwhile")
+                    self._record([replace(row, pinned=pinned)])
+            finally:
+                with self._publishing:
+                    pins.ended += 1
             return self._info(self.registry.get(name))
 
         return self._run(run)
+
+    def pins(self) -> dict[str, int]:
+        """Versions that clients have pinned or unpinned since this controller began, and how often.
+
+        A version with a call under way is left out. Once its calls have ended, replicas may differ from the registry:
+        some were away, or got two calls in another order.
+        """
+        return {key: pins.ended for key, pins in list(self._pins.items()) if pins.begun == pins.ended}
+
+    def pinning(self, key: str) -> bool:
+        """Whether a call that pins the version, or unpins it, is under way."""
+        pins = self._pins.get(key)
+        return pins is not None and pins.begun != pins.ended
 
     def _pin_everywhere(self, version: Version, pinned: bool) -> None:
         """At every replica that is up, or, if one has no room, at none. Raises ResourceExhausted."""
@@ -299,6 +338,7 @@ class Controller(Directory):
 
     def _drop(self, key: str) -> None:
         """Takes a version from every replica that is up and has it; upkeep does so at those that come."""
+        self._pins.pop(key, None)
         list(self._gathered(self.members(), lambda m: self.calls.unload(m.address, key)))
 
     def _gathered(

@@ -102,11 +102,13 @@ class Replicas:
         self._config, self._folder, self._module = config, folder, module
         self._resources = dict(config.cluster.resources) or {"CPU": 1.0}
         self._actors: dict[str, Any] = {}
+        self._made: set[str] = set()  # those that did not run before; the others may serve another router
         self._group: Any = None
+        self._joined = False  # the group was there before
         self.connected = threading.Event()
 
     def start(self, stopping: threading.Event) -> None:
-        """Connects, places, starts what does not run yet, and waits for all. Raises Unavailable, also if stopped."""
+        """Connects, places, starts what does not run yet, and waits for that. Raises Unavailable, also if stopped."""
         self._connect()
         self.connected.set()
         self._place(stopping)
@@ -118,16 +120,17 @@ class Replicas:
         """Of the replicas that serve now."""
         return {name: told.text for name, told in self._ask().items() if told is not None and told.stage == "up"}
 
-    def end(self) -> None:
-        """Lets the replicas drain; then they and their place are gone."""
-        for actor in self._actors.values():
+    def end(self, made: bool = False) -> None:
+        """Lets the replicas drain; then they and their place are gone. `made`: only what this driver has made."""
+        ends = {name: actor for name, actor in self._actors.items() if name in self._made or not made}
+        for actor in ends.values():
             actor.stop.remote()
         limit = time.monotonic() + self._config.serve.drain_s + STOP_S
-        while time.monotonic() < limit and self.addresses():
+        while time.monotonic() < limit and ends.keys() & self.addresses().keys():
             time.sleep(LOOK_S)
-        for actor in self._actors.values():
+        for actor in ends.values():
             ray.kill(actor, no_restart=True)
-        if self._group is not None:
+        if self._group is not None and not (made and self._joined):
             remove_placement_group(self._group)
 
     def _connect(self) -> None:
@@ -154,7 +157,11 @@ class Replicas:
         section = self._config.cluster
         bundles = [self._resources] * section.replicas
         name = f"{section.name}-replicas"
-        self._group = _existing(name, bundles) or placement_group(bundles, "SPREAD", name=name, lifetime="detached")
+        self._group = _existing(name, bundles)
+        self._joined = self._group is not None
+        if self._joined:
+            return
+        self._group = placement_group(bundles, "SPREAD", name=name, lifetime="detached")
         end = time.monotonic() + section.place_s
         while time.monotonic() < end and not stopping.is_set():
             if self._group.wait(min(LOOK_S, section.place_s)):
@@ -171,9 +178,12 @@ class Replicas:
     def _actor(self, i: int) -> Any:
         """The replica's actor: the one that runs already, or a new one."""
         section, rest = self._config.cluster, dict(self._resources)
+        name = f"{section.name}-r{i}"
+        if not (self._joined and _runs(name)):
+            self._made.add(f"r{i}")
         secret = Path(section.token_file).read_text(encoding="ascii") if section.token_file else ""
         kind = ray.remote(ReplicaActor).options(
-            name=f"{section.name}-r{i}",
+            name=name,
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
@@ -192,10 +202,11 @@ class Replicas:
         end = time.monotonic() + limit + ANSWER_S  # the child itself keeps to the limit
         while not stopping.wait(LOOK_S):
             told = self._ask()
-            if ended := next((t for t in told.values() if t is not None and t.stage == "ended"), None):
-                raise Unavailable(ended.text)
+            ended = [t for n, t in told.items() if n in self._made and t is not None and t.stage == "ended"]
+            if ended:
+                raise Unavailable(ended[0].text)
             late = [name for name, t in told.items() if t is None or t.stage != "up"]
-            if not late:
+            if len(late) < len(told) and not self._made & set(late):  # those that ran before start again by themselves
                 return
             if time.monotonic() > end:
                 raise Unavailable(f"replicas {', '.join(late)}: not ready after cluster.start_timeout_s = {limit:g} s")
@@ -210,15 +221,27 @@ class Replicas:
 
 
 def _existing(name: str, bundles: list[dict[str, float]]) -> Any:
-    """The placement group that an earlier router left, if it is still the wanted one; another one is removed."""
+    """The placement group that an earlier router left, if it is still the wanted one; another one is removed.
+
+    While Ray looks for room for a lost node's part, the replicas of the others serve on.
+    """
     try:
         group = ray.util.get_placement_group(name)
     except ValueError:  # there is none
         return None
-    if group.bundle_specs == bundles and placement_group_table(group)["state"] == "CREATED":
+    if group.bundle_specs == bundles and placement_group_table(group)["state"] in ("CREATED", "RESCHEDULING"):
         return group
     remove_placement_group(group)
     return None
+
+
+def _runs(name: str) -> bool:
+    """Whether there is an actor of that name."""
+    try:
+        ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return False
+    return True
 
 
 def _answer(call: Any) -> Told | None:
@@ -251,6 +274,7 @@ def main(argv: Sequence[str]) -> int:
     os.dup2(2, 1)  # what replicas print comes on stdout
     stopping, asked = threading.Event(), threading.Event()
     replicas, code = Replicas(config, folder, module), 0
+    told: Mapping[str, str] = {}
 
     def listen() -> None:
         if sys.stdin.readline():
@@ -272,15 +296,15 @@ def main(argv: Sequence[str]) -> int:
     threading.Thread(target=bound, daemon=True).start()
     try:
         replicas.start(stopping)
-        told: Mapping[str, str] = {}
         while not stopping.wait(LOOK_S if told else 0):
             if (now := replicas.addresses()) != told:
                 _say(out, addresses=now)
                 told = now
     except (JloraError, RayError) as e:
-        asked.set()  # what has begun must not be left
         _say(out, error=str(e))
         code = 1
+        if not told and not asked.is_set() and ray.is_initialized():
+            replicas.end(made=True)  # what has begun must not be left; what ran before may serve another router
     if ray.is_initialized():
         if asked.is_set():
             replicas.end()

@@ -1,4 +1,4 @@
-"""What follows from the registry, again and again: pins at replicas that come, versions to drop, digests to learn.
+"""What follows from the registry, again and again: pins at replicas, versions to drop, digests to learn.
 
 Nothing is remembered of what replicas have. Each round compares the registry with what they say, so it is the
 same after a lost call, a replica that was away, and a new controller.
@@ -43,12 +43,13 @@ class Upkeep:
         self._ended = threading.Event()
         self._looked = system.clock()
         self._begun: dict[Task, float] = {}  # tasks under way or done, and when they may begin again
-        self._pinned: set[Task] = set()
+        self._pins: dict[Task, tuple[bool, int]] = {}  # what a replica was told, and after how many calls
+        self._compared: set[Task] = set()
         self._checked: set[Task] = set()
         self._epoch = 0  # of the table that these are of
         self._current: frozenset[str] = frozenset()
         self._found_keys: set[str] = set()  # current versions that nobody had read when they were registered
-        self._to_pin: list[str] = []
+        self._to_pin: frozenset[str] = frozenset()
         self._full: dict[tuple[str, str], float] = {}  # replicas (name, address) that save no more, and until when
 
     def start(self) -> None:
@@ -74,16 +75,23 @@ class Upkeep:
         self._controller.uses.look()
         up = {(member.name, member.address) for member in members}
         self._begun = {task: at for task, at in self._begun.items() if task[1:3] in up}
-        self._pinned &= self._begun.keys()
+        self._compared &= self._begun.keys()
         self._checked &= self._begun.keys()
+        for task in list(self._pins):
+            if task not in self._begun:
+                self._pins.pop(task, None)
         self._read_table()
+        pins = self._wanted_pins()
         for member in members:
             for key in member.tiers.keys() - self._current:
                 if is_key(key) and not self._controller.wanted(key):
                     self._begin(("drop", member.name, member.address, key), now, self._unload)
-            for key in self._to_pin:
+            if (compare := ("compare", member.name, member.address, "*")) not in self._compared:
+                self._begin(compare, now, self._compare)
+            for key, wanted in pins.items():
                 task = ("pin", member.name, member.address, key)
-                if task not in self._pinned or member.tiers.get(key) not in ("HBM", "LOADING"):
+                gone = key in self._to_pin and member.tiers.get(key) not in ("HBM", "LOADING")
+                if gone or self._pins.get(task) != wanted:
                     self._begin(task, now, self._pin_at)
             for key in self._found_keys & member.tiers.keys():
                 task = ("digest", member.name, member.address, key)
@@ -101,8 +109,14 @@ class Upkeep:
         self._current = frozenset(version.key for version in versions)
         self._found_keys |= {version.key for version in versions if not version.digest}
         self._found_keys &= self._current
-        self._to_pin = [version.key for version in versions if version.pinned]
+        self._to_pin = frozenset(version.key for version in versions if version.pinned)
         self._epoch = epoch
+
+    def _wanted_pins(self) -> dict[str, tuple[bool, int]]:
+        """Versions that every replica is told of: whether it pins them, and after how many calls of clients."""
+        asked = self._controller.pins()
+        keys = self._to_pin | (asked.keys() & self._current)
+        return {k: (k in self._to_pin, asked.get(k, 0)) for k in keys if not self._controller.pinning(k)}
 
     def _unload(self, task: Task) -> None:
         _, _, address, key = task
@@ -110,12 +124,26 @@ class Upkeep:
             self._controller.calls.unload(address, key).result(lambda: not self._ended.is_set())
 
     def _pin_at(self, task: Task) -> None:
+        """Tells a replica what the registry says now, unless a client is about to change it."""
         _, name, address, key = task
-        version = self._controller.current(key.rpartition("@")[0])
-        if version.key == key and version.pinned:
-            pinned = self._controller.ask_to_pin(Member(name, address), version, True)
-            pinned(lambda: not self._ended.is_set())
-            self._pinned.add(task)
+        calls, version = self._controller.pins().get(key, 0), self._controller.current(key.rpartition("@")[0])
+        if version.key != key or self._controller.pinning(key):
+            return
+        told = self._controller.ask_to_pin(Member(name, address), version, version.pinned)
+        try:
+            told(lambda: not self._ended.is_set())
+        except NotFound:
+            if version.pinned:  # what it lacks it has not pinned
+                raise
+        self._pins[task] = version.pinned, calls
+
+    def _compare(self, task: Task) -> None:
+        """A replica that comes may have pins that were undone while it was away, or by an earlier controller."""
+        _, name, address, _ = task
+        for key in self._controller.calls.pinned(address, lambda: not self._ended.is_set()):
+            if key in self._current and key not in self._to_pin:
+                self._pin_at(("pin", name, address, key))
+        self._compared.add(task)
 
     def _check(self, task: Task) -> None:
         """The first replica that reads a version says what its digest is; one that read something else loses it."""

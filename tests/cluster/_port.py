@@ -273,6 +273,11 @@ def reads(controller: Controller) -> Seam:
     return controller, "_read"
 
 
+def pins_everywhere(controller: Controller) -> Seam:
+    """Has every replica pin an adapter, or not."""
+    return controller, "_pin_everywhere"
+
+
 def resolved(fleet: StaticFleet) -> dict[str, tuple[str, ...]]:
     """What the fleet's addresses resolve to now."""
     fleet._resolve()

@@ -130,6 +130,10 @@ class Stream:
         except grpc.RpcError as e:
             self.error = e
 
+    def cancel(self) -> None:
+        """Its client leaves."""
+        self._call.cancel()
+
     def has(self, count: int) -> bool:
         """Whether each completion has so many tokens."""
         return min(map(len, self.tokens)) >= count
@@ -144,7 +148,7 @@ class Stream:
 
 
 def requests(adapters: Sequence[str], max_tokens: int) -> list[pb.GenerateRequest]:
-    """Greedy and sampled ones, with penalties, several completions and log-probabilities, for base and adapters."""
+    """Greedy and sampled ones, with penalties, and several completions, for base and adapters."""
     how: list[dict[str, Any]] = [
         {},
         {"temperature": 1.0, "seed": 7},

@@ -65,6 +65,10 @@ class Seat:
     def running(self) -> int:
         return self.engine.state().result(20).stats.live_requests
 
+    def holds(self, key: str) -> bool:
+        """Whether it has read the adapter."""
+        return any(info.name == key and info.tier != "DISK" for info in self.engine.adapters().result(20))
+
 
 @dataclass
 class Cluster:
@@ -87,10 +91,11 @@ class Cluster:
 
 
 def adapters_of(model: Path, root: Path) -> dict[str, str]:
-    """Two of the text model's adapters, and an activated one."""
+    """Two of the text model's adapters, one of them twice, and an activated one."""
     spec = _make.tiny_spec(vocab=_server.VOCAB, max_len=_server.MAX_LEN, eos_ids=(_server.END,))
     _make.make_adapter(root / "check", spec, 1, 4, ("q", "v", "down"), alora_invocation_tokens=list(INVOCATION))
-    return {name: str(model.parent / "adapters" / name) for name in ("upper", "wide")} | {"check": str(root / "check")}
+    named = {name: str(model.parent / "adapters" / name) for name in ("upper", "wide")}
+    return named | {"late": named["wide"], "check": str(root / "check")}
 
 
 @contextmanager

@@ -55,12 +55,13 @@ def replicas(model: Path, count: int) -> Iterator[list[Served]]:
 
 @dataclass
 class Service:
-    """A controller over replicas, of which those in `up` are there."""
+    """A controller over replicas, of which those in `up` are there; they are `emptied` at its end."""
 
     served: Sequence[Served]
     controller: Controller
     upkeep: Upkeep
     up: list[int] = field(default_factory=list)
+    emptied: bool = True
 
     def members(self) -> list[Member]:
         """As the messages of links would say."""
@@ -85,7 +86,7 @@ class Service:
 
 @contextmanager
 def service(served: Sequence[Served], file: str = "", **settings: Any) -> Iterator[Service]:
-    """A new controller; replicas are empty at its end."""
+    """A new controller; replicas are empty at its end, unless it says otherwise."""
     config = configuration.load(None, {key.replace("__", "."): value for key, value in settings.items()})
     system = System()
     registry, found = Registry(file, system.threads), Found(config, system)
@@ -100,7 +101,7 @@ def service(served: Sequence[Served], file: str = "", **settings: Any) -> Iterat
         made.upkeep.close()
         controller.close()
         registry.close()
-        for index, one in enumerate(served):
+        for index, one in enumerate(served if made.emptied else ()):
             for key in made.at(index):
                 with suppress(NotFound):  # the controller may be dropping it just now
                     one.replica.unload_adapter(key).result(20)

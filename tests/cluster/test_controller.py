@@ -6,14 +6,22 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
 from jlora.adapters import catalogue
 from jlora.cluster import upkeep
-from jlora.cluster.directory import Version
-from jlora.errors import AlreadyExists, DataLoss, InvalidArgument, NotFound, ResourceExhausted, Unavailable
+from jlora.cluster.directory import Member, Version
+from jlora.errors import (
+    AlreadyExists,
+    DataLoss,
+    FailedPrecondition,
+    InvalidArgument,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from jlora.model.spec import ModelSpec
 from jlora.replica import Load
 from tests import _make
@@ -99,6 +107,77 @@ def test_pins_hold_at_every_replica_also_at_one_that_comes_later(service: Servic
     wait_until(lambda: service.at(1)["fr@1"].pinned)
     assert service.controller.pin("fr", False).result(60).pinned is False
     assert not any(service.at(i)["fr@1"].pinned for i in (0, 1))
+
+
+def test_an_unpin_reaches_a_replica_that_was_away(service: Service, path: str):
+    service.controller.load(Load("fr", path, pinned=True)).result(60)
+    service.up = [0]
+    service.upkeep.round()  # it notices
+    assert service.controller.pin("fr", False).result(60).pinned is False
+    assert service.at(1)["fr@1"].pinned
+    service.up = [0, 1]
+    wait_until(lambda: service.upkeep.round() or not service.at(1)["fr@1"].pinned)
+
+
+def test_a_call_that_a_replica_has_missed_is_made_good(service: Service, path: str, monkeypatch: pytest.MonkeyPatch):
+    """Its link broke for less than a round, so nobody saw it away."""
+    controller = service.controller
+    controller.load(Load("fr", path, pinned=True)).result(60)
+    ask = controller.ask_to_pin
+
+    def lost(wanted: object) -> NoReturn:
+        raise Unavailable("the link is broken")
+
+    def at_r1_lost(at: Member, *pin: Any) -> Any:
+        return lost if at.name == "r1" else ask(at, *pin)
+
+    for pinned in (False, True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(controller, "ask_to_pin", at_r1_lost)
+            controller.pin("fr", pinned).result(60)
+        assert service.at(0)["fr@1"].pinned is pinned
+        wait_until(lambda p=pinned: service.upkeep.round() or service.at(1)["fr@1"].pinned is p)
+
+
+def test_a_new_controller_takes_pins_that_its_registry_has_not(two: list[Served], path: str, tmp_path: Path):
+    file = str(tmp_path / "adapters.db")
+    with _service.service(two, file) as service:
+        service.controller.load(Load("fr", path, pinned=True)).result(60)
+        service.up = [0]
+        service.controller.pin("fr", False).result(60)
+        service.emptied = False
+    with _service.service(two, file) as service:
+        assert service.at(1)["fr@1"].pinned
+        wait_until(lambda: service.upkeep.round() or service.at(1)["fr@1"].pinned is False)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_of_two_calls_that_pin_the_later_one_holds(
+    service: Service, path: str, first: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """The first one is between its replicas' answers and its record."""
+    controller = service.controller
+    controller.load(Load("fr", path, pinned=not first)).result(60)
+    answered, go_on = threading.Event(), threading.Event()
+    seam = port.pins_everywhere(controller)
+    everywhere = getattr(*seam)
+
+    def held(version: Version, pinned: bool) -> None:
+        everywhere(version, pinned)
+        if pinned is first:
+            answered.set()
+            assert go_on.wait(20)
+
+    monkeypatch.setattr(*seam, held)
+    earlier = controller.pin("fr", first)
+    assert answered.wait(20)
+    assert controller.pin("fr", not first).result(20).pinned is not first
+    go_on.set()
+    with pytest.raises(FailedPrecondition, match="by a later call"):
+        earlier.result(20)
+    assert controller.current("fr").pinned is not first
+    service.served[1].replica.pin_adapter("fr@1", first).result(20)  # as if the earlier call had come last
+    wait_until(lambda: service.upkeep.round() or all(service.at(i)["fr@1"].pinned is not first for i in (0, 1)))
 
 
 def test_a_replica_that_was_away_drops_what_is_gone(service: Service, path: str):

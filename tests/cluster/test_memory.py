@@ -66,7 +66,10 @@ def test_a_replica_without_memory_loses_neither_requests_nor_the_service(running
     pid = running.pid(here)
 
     limit(pid, SPARE)  # of an adapter's load; the steps of what runs may meet it, too
-    large, whole = ask(running, "large", "one"), stream.result()
+    moved = Stream(running.inference, request("large", "one", 100))
+    until(lambda: moved.has(1), "it runs")
+    assert running.replicas()[there].sent, "the session's own replica has no room for the adapter"
+    large, whole = moved.result()[0][:8], stream.result()
     with suppress(ProcessLookupError):  # its engine had no memory for a step
         limit(pid, None)
     until(lambda: running.up() == {here, there}, "both serve")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import queue
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import numpy as np
@@ -28,7 +29,7 @@ from jlora.serve.client import Login
 from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
 from tests.cluster import _port as port
-from tests.cluster._links import Loop
+from tests.cluster._links import Loop, wait_for
 from tests.cluster._service import SMALL, text_spec
 from tests.cluster.test_link_tls import config_of
 from tests.port import look
@@ -283,6 +284,36 @@ def test_a_peer_that_sends_nothing_is_passed_over(world: World, monkeypatch: pyt
     monkeypatch.setattr(*port.fetches(), lambda *_: iter(()))
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 0
+
+
+def test_some_versions_come_from_peers_at_once_and_others_wait(world: World, monkeypatch: pytest.MonkeyPatch):
+    world.taker.adopt(world.version)
+    (record,) = world.taker.engine.records()
+    asked, answer = [], threading.Event()
+
+    def blocked(*_: Any) -> Iterator[link.Chunk]:
+        asked.append(threading.current_thread())
+        assert answer.wait(20)
+        raise DataLoss("nothing comes")
+
+    def no_files() -> NoReturn:
+        raise NotFound("they are gone")
+
+    def read() -> None:
+        with pytest.raises(NotFound):
+            world.taker.fetcher.read(record, no_files, lambda: False)
+
+    monkeypatch.setattr(*port.fetches(), blocked)
+    threads = [threading.Thread(target=read) for _ in range(peers.AT_ONCE + 1)]
+    for thread in threads:
+        thread.start()
+    wait_for(lambda: len(asked) == peers.AT_ONCE)
+    threads[0].join(0.2)
+    assert len(asked) == peers.AT_ONCE, "one of them has to wait"
+    answer.set()
+    for thread in threads:
+        thread.join(20)
+    assert len(set(asked)) == len(threads)
 
 
 def test_connections_to_the_peers_that_were_asked_last_are_kept(monkeypatch: pytest.MonkeyPatch):

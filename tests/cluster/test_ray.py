@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,21 +23,26 @@ from tests.cluster._processes import Service, Stream, descendants, service
 from tests.cluster._wait import until
 from tests.serve._server import listening
 
-pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 100
+RAYS_PATIENCE_S = 66.0  # by default, Ray ends all of a node's processes 60 s after its head
 RAY_ALONE = "import ray; ray.init(address='local', num_cpus=1, include_dashboard=False); ray.shutdown()"
 
 
 @pytest.fixture(scope="module", autouse=True)
 def ray_starts(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Skips where Ray itself, without a line of jlora, does not start: some sandboxes forbid what it needs."""
+    """Skips where Ray itself, without a line of jlora, does not start: some sandboxes forbid what it needs.
+
+    With JLORA_RAY=required, as in continuous integration, that is a failure.
+    """
     home = str(tmp_path_factory.mktemp("home"))  # where Ray writes a token
     alone = {**os.environ, **SETTINGS, **LOOPBACK, "HOME": home}
     try:
         subprocess.run([sys.executable, "-c", RAY_ALONE], env=alone, check=True, capture_output=True, timeout=180)
     except subprocess.SubprocessError as e:
+        if os.environ.get("JLORA_RAY") == "required":
+            pytest.fail(f"JLORA_RAY=required, and Ray does not start on this machine: {e}")
         pytest.skip(f"Ray does not start on this machine: {e}")
 
 
@@ -134,10 +140,12 @@ def test_all_replicas_restart_in_turn(both: Service, asked: list[pb.GenerateRequ
 
 
 def test_rays_head_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
-    """From here on Ray starts nothing again; what runs, serves."""
+    """From here on Ray starts nothing again; what runs, serves, also when Ray's own patience would be over."""
     before = {name: both.pid(name) for name in ("r0", "r1")}
     (head,) = (p for p in psutil.Process(both.process.pid).children(recursive=True) if p.name() == "gcs_server")
     assert disturbed(both, asked, head.kill) == expected
+    time.sleep(RAYS_PATIENCE_S)
+    assert disturbed(both, asked, lambda: None) == expected
     until(lambda: both.up() == {"r0", "r1"}, "both serve")  # a busy machine may have let a heartbeat come late
     assert {name: both.pid(name) for name in before} == before
 

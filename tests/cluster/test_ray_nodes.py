@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import signal
 import subprocess
@@ -25,7 +26,6 @@ from tests.cluster.test_ray import ray_starts
 
 __all__ = ["ray_starts"]  # skips this module, too, where Ray does not start
 
-pytest.importorskip("ray")
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 
 TOKENS = 100
@@ -102,6 +102,16 @@ def run(running: Service) -> list[Stream]:
     streams = [Stream(running.inference, one) for one in asked()]
     until(lambda: sum(stream.has(3) for stream in streams) >= len(streams) // 2, "half of the streams run")
     return streams
+
+
+def test_a_service_without_room_says_what_ray_has(nodes: Nodes):
+    """It neither waits in silence nor leaves anything."""
+    words = [sys.executable, "-m", "jlora", "cluster", "--model", str(nodes.model), "--port", "0", *nodes.service()]
+    settings = ["cluster.name=large", "cluster.resources.CPU=64", "cluster.place_s=2"]
+    ended = subprocess.run([*words, *settings], cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert ended.returncode == 1
+    assert re.search(r"Ray finds no room for so many with CPU 64 each .* it has CPU 2 \(2 free\)", ended.stderr)
+    assert not nodes.replicas()
 
 
 def test_a_service_joins_survives_its_router_and_a_node_and_leaves_nothing(nodes: Nodes):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,3 +93,58 @@ def test_a_driver_without_its_router_ends_also_inside_ray(in_init: Path, tmp_pat
         driver.kill()
         driver.wait()
     assert folder.exists() is not own
+
+
+UP, ENDED = ["up", "h:1"], ["ended", "killed by signal 9"]
+
+
+@pytest.mark.parametrize(
+    "script, says, does",
+    [
+        pytest.param(
+            {"there": ["s-r0", "s-r1"], "actors": {"s-r0": [UP], "s-r1": [ENDED, ENDED, UP]}, "state": "CREATED"},
+            [{"addresses": {"r0": "h:1"}}, {"addresses": {"r0": "h:1", "r1": "h:1"}}],
+            [],
+            id="one starts again just now",
+        ),
+        pytest.param(
+            {"there": ["s-r0"], "actors": {"s-r0": [UP], "s-r1": [ENDED]}, "state": "CREATED"},
+            [{"error": "killed by signal 9"}],
+            ["stop s-r1", "kill s-r1"],
+            id="a new one does not start",
+        ),
+        pytest.param(
+            {"there": ["s-r0", "s-r1"], "actors": {"s-r0": [UP], "s-r1": [UP]}, "state": "CREATED", "breaks": 2},
+            [{"addresses": {"r0": "h:1", "r1": "h:1"}}, {"error": "the head is lost"}],
+            [],
+            id="Ray fails later",
+        ),
+        pytest.param(
+            {"there": ["s-r0", "s-r1"], "actors": {"s-r0": [UP], "s-r1": [UP]}, "state": "RESCHEDULING"},
+            [{"addresses": {"r0": "h:1", "r1": "h:1"}}],
+            [],
+            id="a node is lost",
+        ),
+        pytest.param(
+            {"there": [], "actors": {"s-r0": [UP], "s-r1": [ENDED]}, "state": None},
+            [{"error": "killed by signal 9"}],
+            ["stop s-r0", "stop s-r1", "kill s-r0", "kill s-r1", "remove the group"],
+            id="a whole new service does not start",
+        ),
+    ],
+)
+def test_a_driver_ends_no_replica_that_ran_before(script: dict[str, Any], says: list[Any], does: list[str]):
+    """It may serve another router, or the one before this driver."""
+    flags = flags_of(config(name="s", replicas=2, ray_address="10.0.0.1:6379", ray_token_file="t"))
+    command = [sys.executable, "-m", "tests.cluster._scripted_ray", json.dumps({"breaks": None} | script), *flags]
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    try:
+        assert driver.stdin is not None and driver.stdout is not None and driver.stderr is not None
+        assert [json.loads(driver.stdout.readline()) for _ in says] == says
+        if "error" in says[-1]:
+            assert driver.wait(60) == 1
+            assert json.loads(driver.stderr.readlines()[-1]) == does
+    finally:
+        driver.kill()
+        driver.communicate()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,7 +13,9 @@ from typing import Any
 import grpc
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families as parse
 
+from jlora.adapters.registry import Record
 from jlora.cluster import balance
 from jlora.cluster.attach import Terms
 from jlora.cluster.balancing import Balancing
@@ -21,6 +24,8 @@ from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.view import View
+from jlora.engine.loaders import Read
+from jlora.engine.sources import NewAdapter
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Request, SamplingParams
@@ -62,6 +67,34 @@ def revive(two: Cluster, seat: Seat) -> None:
     wait_for(lambda: not seat.running)  # its requests end with their link
     seat.start()
     two.place(*two.seats)
+
+
+def test_a_replica_that_dies_while_it_reads_the_adapter_changes_nothing(two: Cluster):
+    """Its read is held, so only the other one can have the first token."""
+    reading: list[Seat] = []
+    go_on = threading.Event()
+
+    def held(seat: Seat) -> Read:
+        def read(record: Record, from_files: Callable[[], NewAdapter], unwanted: Callable[[], bool]) -> NewAdapter:
+            if record.name.startswith("late@") and not reading:
+                reading.append(seat)
+                assert go_on.wait(60)
+            return from_files()
+
+        return read
+
+    for seat in two.seats:
+        seat.engine.read_with(held(seat))
+    asked = request(PROMPT, 60, model="late", **SAMPLED)
+    future = two.served.inference.Generate.future(asked, timeout=60)
+    wait_for(lambda: reading)
+    reading[0].kill()
+    try:
+        same(future.result(), two.alone.generate(asked))
+        assert not go_on.is_set()
+    finally:
+        go_on.set()
+        revive(two, reading[0])
 
 
 CASES: dict[str, Callable[[], pb.GenerateRequest]] = {
@@ -251,6 +284,14 @@ def test_without_replicas_a_request_waits_for_the_next_one(two: Cluster):
         seat.start()
     two.place(*two.seats)
     same(future.result(), two.alone.generate(asked))
+
+
+def test_metrics_are_those_of_one_engine(two: Cluster):
+    for one in (two.served, two.alone):
+        one.generate(request(PROMPT, 4, model="wide"))
+    texts = [httpx.get(f"{one.http}/metrics", timeout=20).text for one in (two.served, two.alone)]
+    routed, alone = ({(family.name, family.type) for family in parse(text)} for text in texts)
+    assert routed == alone and len(alone) > 20
 
 
 def test_state_and_flush_mean_all_replicas(two: Cluster):

@@ -16,7 +16,7 @@ from unittest import mock
 import pytest
 
 from jlora.adapters import catalogue
-from jlora.cluster import attach, dispatch, link, requests, wire
+from jlora.cluster import attach, controller, dispatch, link, requests, upkeep, wire
 from jlora.cluster.calls import Calls
 from jlora.cluster.directory import Version
 from jlora.engine.futures import done
@@ -244,6 +244,16 @@ def a_pin_reads_what_its_path_has() -> list[Any]:
     return [mock.patch.object(Calls, "hold", hold)]
 
 
+def a_replica_that_comes_is_not_asked_for_its_pins() -> list[Any]:
+    """Those that were undone while it was away, or by an earlier controller, stay."""
+    return [mock.patch.object(upkeep.Upkeep, "_compare", lambda self, task: self._compared.add(task))]
+
+
+def a_missed_pin_is_not_made_good() -> list[Any]:
+    """Replicas that come are asked; one whose link broke for a moment is not."""
+    return [mock.patch.object(controller.Controller, "pins", lambda self: {})]
+
+
 # What the first failure says: an error of the patch itself, which the router logs too, finds nothing.
 PLANTED: list[Any] = [
     (a_token_is_replayed, r"token \d+ of completion \d+ is not what"),
@@ -267,6 +277,8 @@ PLANTED: list[Any] = [
     (full_replicas_refuse_at_once, r"has failed: QueueFull"),
     (what_the_registry_has_is_not_on_its_disk, "the registry's file has"),
     pytest.param(a_pin_reads_what_its_path_has, r"token \d+ of completion \d+ is not what", marks=pytest.mark.slow),
+    (a_replica_that_comes_is_not_asked_for_its_pins, "pins differ from the registry's"),
+    pytest.param(a_missed_pin_is_not_made_good, "pins differ from the registry's", marks=pytest.mark.slow),
 ]
 
 

@@ -11,7 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, MOST_MOVES, Routed
-from jlora.errors import AlreadyExists, Busy, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import (
+    AlreadyExists,
+    Busy,
+    DataLoss,
+    FailedPrecondition,
+    JloraError,
+    NotFound,
+    ResourceExhausted,
+    Unavailable,
+)
 from jlora.sim.world.cluster.asks import Ask
 from jlora.sim.world.cluster.loop import Loop
 from jlora.sim.world.cluster.net import Stream
@@ -117,6 +126,9 @@ class Blame:
             return self._files.get("registry.full", -1.0) >= begun or (one.kind == "pin" and self._short(name) >= begun)
         if isinstance(error, NotFound):
             return one.kind != "load" and (self._changed.get(name, -1.0) >= begun or one.unknown)
+        if isinstance(error, FailedPrecondition):
+            later = [other for other in self._world.faults.commands if other.kind == one.kind == "pin"]
+            return any(o.name == name and o is not one and begun <= o.begun <= one.ended for o in later)
         return isinstance(error, DataLoss | AlreadyExists) and self._changed.get(name, -1.0) >= begun
 
     # -- inside -----------------------------------------------------------------------------------

@@ -159,3 +159,11 @@ def tidy(world: World) -> bool:
     assert controller is not None
     used = controller.uses.keys() or any(+one.uses for one in world.followers)
     return not used and all(controller.wanted(key) for one in world.replicas for key in one.replica.adapters_here)
+
+
+def pins_hold(world: World) -> bool:
+    """Whether every replica pins what the registry does, and nothing else."""
+    controller = world.adapters.controller
+    assert controller is not None
+    pinned = {version.key for version in controller.registry.versions() if version.pinned}
+    return all(pinned == {h.name for h in one.replica.adapters_here.values() if h.pinned} for one in world.replicas)

@@ -242,6 +242,10 @@ class ModelReplica:
 
         return self._between_steps(pin)
 
+    def adapters(self, after: str = "", most: int | None = None) -> Future[list[AdapterInfo]]:
+        names = sorted(name for name in self.adapters_here if name > after)[:most]
+        return self._between_steps(lambda: [self._info(name) for name in names if name in self.adapters_here])
+
     def adapter(self, name: str) -> Future[AdapterInfo]:
         return self._between_steps(lambda: self._info(name))
 

@@ -214,6 +214,8 @@ class World:
             raise Violation(
                 f"replicas have versions that nobody wants: {[r.replica.adapters_here for r in self.replicas]}"
             )
+        if not self.time.run(self.time.now + TIDY_S, lambda: checks.pins_hold(self)):
+            raise Violation(f"pins differ from the registry's: {[r.replica.adapters_here for r in self.replicas]}")
         self.heard.check()
         self._commands()
         checks.at_end(self)

@@ -1,0 +1,103 @@
+"""Ray's driver over a Ray that is a script: run as a process, it says at its end what it has done to actors.
+
+The script is JSON: `there`, the actors that run already; `actors`, what each one says, look after look (the last word
+stays); `state` of the placement group, or null where there is none; `breaks`, after how many looks Ray itself fails,
+or null.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+
+class RayError(Exception):
+    pass
+
+
+class Ray:
+    """What the driver uses of it."""
+
+    def __init__(self, script: Mapping[str, Any]):
+        self.actors: dict[str, list[tuple[str, str]]] = script["actors"]
+        self.state, self.breaks = script["state"], script["breaks"]
+        self.there = set(script["there"])
+        self.done: list[str] = []
+
+    def tell(self, name: str) -> Any:
+        words = self.actors[name]
+        stage, text = words.pop(0) if len(words) > 1 else words[0]
+        return SimpleNamespace(stage=stage, text=text)
+
+    def wait(self, *_: Any, **__: Any) -> None:
+        if self.breaks is not None:
+            self.breaks -= 1
+            if self.breaks < 0:
+                raise RayError("the head is lost")
+
+    def get_actor(self, name: str, namespace: str) -> None:
+        if name not in self.there:
+            raise ValueError(name)
+
+    def actor(self, name: str) -> Any:
+        stop = SimpleNamespace(remote=lambda: self.stop(name))
+        return SimpleNamespace(name=name, tell=SimpleNamespace(remote=lambda: self.tell(name)), stop=stop)
+
+    def stop(self, name: str) -> None:
+        self.done.append(f"stop {name}")
+        self.actors[name] = [("ended", "")]
+
+    def remote(self, _: type) -> Any:
+        made = lambda name, **__: SimpleNamespace(remote=lambda *_: self.actor(name))  # noqa: E731
+        return SimpleNamespace(options=made)
+
+    def kill(self, actor: Any, no_restart: bool) -> None:
+        self.done.append(f"kill {actor.name}")
+
+    def get_group(self, name: str) -> Any:
+        if self.state is None:
+            raise ValueError(name)
+        return SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * len(self.actors))
+
+    def module(self) -> ModuleType:
+        made: Any = ModuleType("ray")
+        made.init, made.shutdown, made.is_initialized = (lambda **_: None), (lambda: None), (lambda: True)
+        made.wait, made.get, made.kill, made.get_actor = (
+            self.wait,
+            (lambda call, timeout: call),
+            self.kill,
+            self.get_actor,
+        )
+        made.remote = self.remote
+        return made
+
+    def util(self) -> ModuleType:
+        made: Any = ModuleType("ray.util")
+        made.get_placement_group = self.get_group
+        made.placement_group_table = lambda group: {"state": self.state}
+        made.remove_placement_group = lambda group: self.done.append("remove the group")
+        made.placement_group = lambda *_, **__: SimpleNamespace(wait=lambda timeout: True)
+        return made
+
+
+def main(script: str, flags: list[str]) -> int:
+    ray = Ray(json.loads(script))
+    exceptions, strategies = ModuleType("ray.exceptions"), ModuleType("ray.util.scheduling_strategies")
+    vars(exceptions)["RayError"] = RayError
+    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **__: None
+    module, util = ray.module(), ray.util()
+    vars(module)["util"] = util
+    sys.modules.update({m.__name__: m for m in (module, util, exceptions, strategies)})
+
+    from jlora.cluster import ray_fleet  # over this Ray
+
+    code = ray_fleet.main(["", "m", *flags])
+    print(json.dumps(ray.done), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1], sys.argv[2:]))
