@@ -114,7 +114,7 @@ FILTERS: Mapping[str, Callable[..., str]] = {
     "fixed": lambda value, digits=0: f"{value:.{digits}f}",
     "ms": lambda seconds, digits=0: f"{1e3 * seconds:.{digits}f}",
     "share": lambda value, digits=1: f"{value:.{digits}%}",
-    "more": lambda value: f"{value:+.0%}",
+    "more": lambda value: f"{value:+.0%}".replace("-0%", "+0%"),
     "counts": lambda found: ", ".join(f"{count:,} {what}" for what, count in found.items()),
 }
 

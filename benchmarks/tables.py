@@ -144,6 +144,12 @@ def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def worst_auto(study: Study) -> str:
+    """The most that `auto` adds to the first token of a case, over all adapters on the device."""
+    ttft = study.rows[study.rows["kind"] == "figure"].pivot(index="cell", columns="side", values="ttft_s")
+    return f"{100 * (ttft['auto'] / ttft['cached'] - 1).max():.0f} %"
+
+
 def cold_borders(study: Study) -> pd.DataFrame:
     """The longest prompt of the map for which `cpu` brings the first token soonest, by chip, rank and link."""
     rows = study.rows[study.rows["kind"] == "map"]
