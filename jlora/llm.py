@@ -96,6 +96,7 @@ class LLM:
         """
         settings = _settings(model, adapters, config)
         directory = hub.resolve(settings.model.path)
+        settings = configs.replace(settings, {"model.path": str(directory)})
         self.tokenizer = Tokenizer.from_dir(directory)
         self._replica: Replica = LocalReplica.start(settings, progress=progress)
         self._progress = progress

@@ -283,14 +283,14 @@ class Controller(Directory):
     def ask_to_pin(self, member: Member, version: Version, pinned: bool) -> Callable[[Callable[[], bool]], AdapterInfo]:
         """Asks a replica to pin a version, or not to; the answer waits. A replica that lacks it reads it.
 
-        The answer raises DataLoss if no peer has the version and its path has other weights by now.
+        The answer raises DataLoss if no peer has the version now and its path has other weights.
         """
         asked = self.calls.pin(member.address, version.key, pinned)
 
         def result(wanted: Callable[[], bool]) -> AdapterInfo:
             try:
                 return asked.result(wanted)
-            except NotFound:
+            except (NotFound, DataLoss):  # unknown there, or its files have changed and it knows no peer that has it
                 if not pinned:
                     raise
             # Not loaded from its path: requests find a version by its key at once, so it must never hold other weights.

@@ -12,7 +12,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
 
 from jlora import config as configuration
 from jlora.adapters.registry import AdapterRegistry
@@ -24,14 +23,13 @@ from jlora.cache.transfer import Meter
 from jlora.config import Config
 from jlora.doctor.model import TARGETS, StepCase, plan_of, projections, weights
 from jlora.engine import device
-from jlora.engine.batch import BatchBuilder, Buckets, Launch
+from jlora.engine.batch import Buckets
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
 from jlora.engine.plan import StepPlan
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout
-from jlora.model import sampling, sharding, step
 from jlora.model.spec import ModelSpec
 from jlora.types import Request, SamplingParams
 
@@ -49,8 +47,8 @@ class World:
         self._stacked = device.uses_scan(config.engine.layers, jax.devices()[0].platform)
         self._params = weights(spec, self._stacked)
         self.chosen = device.choose_ops(config, spec, layout, tuple(Buckets.of(config.engine).shapes))
-        prepared = device.prepare(config, spec, layout, self._projections)
-        self.runner, self._pool = prepared.complete(self._params)
+        self._prepared = device.prepare(config, spec, layout, self._projections)
+        self.runner, self._pool = self._prepared.complete(self._params)
         self._swapper = Swapper(self._pool, HostPool(layout, 1))
 
     def plan(self, case: StepCase) -> StepPlan:
@@ -68,28 +66,11 @@ class World:
         return run
 
     def compile(self, plans: Sequence[StepPlan]) -> None:
-        """Compiles the programs of some plans side by side; the runner finds them in jax's cache on the disk."""
-        bare = device.has_bare(jax.default_backend())
-        builder = BatchBuilder(self.layout, self.config.engine, self.spec, self._projections, bare)
-        launches = {}
-        for plan in plans:
-            for launch in builder.launches(plan.decode, plan.prefill):
-                launches[launch.form] = launch
-        programs = step.build(self.spec, self.layout, sharding.make_mesh(1), self._stacked, self.chosen.ops)
+        """Compiles the programs of some plans side by side."""
+        builder, ahead = self._prepared.builder, self._prepared.ahead
+        launches = {one.form: one for plan in plans for one in builder.launches(plan.decode, plan.prefill)}
         with ThreadPoolExecutor(COMPILERS) as threads:
-            list(threads.map(lambda launch: self._compile(programs, launch), launches.values()))
-
-    def _compile(self, programs: step.Programs, launch: Launch) -> None:
-        replicated = NamedSharding(sharding.make_mesh(1), sharding.REPLICATED)
-        state = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated),
-            jax.eval_shape(lambda: sampling.empty_slots(self.config.engine.max_seqs, self.spec.vocab)),
-        )
-        assert launch.sampling is not None
-        rows = jax.ShapeDtypeStruct((len(launch.sampling.words), self.spec.width), jnp.dtype(self.spec.dtype))
-        batch = launch.batch._replace(lists=jax.device_put(launch.batch.lists, replicated))
-        programs.forward.lower(self._params, self._pool.array, state.last, batch).compile()
-        programs.sample.lower(step.head_of(self._params), rows, state, launch.sampling).compile()
+            list(threads.map(ahead.compile, launches, launches.values()))
 
     @contextmanager
     def engine(self, host_blocks: int) -> Iterator[Engine]:

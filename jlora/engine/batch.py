@@ -206,11 +206,12 @@ class BatchBuilder:
     def launch(self, works: Sequence[Work], rows: int, chunk: int, bare: bool = False) -> Launch:
         """Lays `works` into `rows` rows of `chunk` tokens; `bare`: for the program without adapters.
 
-        Rows of one adapter follow each other, so that its product needs few of them at once.
+        Rows of one adapter follow each other, so that few tiles of rows hold its tokens (`reference.lora`).
         """
         nodes = tuple(dict.fromkeys(w.sequence.adapter for w in works if self._merged.acts(w)))
         index = {node: i for i, node in enumerate(nodes)}
-        works = sorted(works, key=lambda work: index.get(work.sequence.adapter, len(index)))
+        if len(index) > 1:
+            works = sorted(works, key=lambda work: index.get(work.sequence.adapter, len(index)))
         lists = self._lists(() if bare else tuple((node.uid, node.device) for node in nodes), bare)
         record = Packed.zeros(record_type(rows, chunk, self._width, self._reads(rows)))
         fields = record.fields()

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Iterable, Iterator
-from concurrent.futures import Executor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -25,12 +24,13 @@ from jlora.cache.pool import HostPool, as_shortage
 from jlora.cache.readiness import Helps
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
-from jlora.config import Config, replace
+from jlora.config import Config, EngineConfig, replace
 from jlora.engine import cold_start, compile_cache, device, one_row, sources
 from jlora.engine.ahead import First
 from jlora.engine.assist import Assist
 from jlora.engine.built import Between, Built, Phases
 from jlora.engine.cold_start import Costs
+from jlora.engine.device import Prepared
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
 from jlora.engine.loading import NewAdapter
@@ -81,23 +81,20 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
-    system = system or System()
-    threads = system.threads.pool("jlora-warm-up", min(os.cpu_count() or 1, COMPILERS))
-    try:
-        return _built(config, progress, system, threads)
-    finally:
-        threads.shutdown(wait=False, cancel_futures=True)  # an error does not wait for programs
+    with ExitStack() as undo:
+        return _built(config, progress, system or System(), undo)
 
 
-def _built(config: Config, progress: bool, system: System, threads: Executor) -> Built:
+def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> Built:
+    """See `build`. `undo` has what must end with it, whether it fails or not."""
     phases = Phases()
     kept = compile_cache.use(config.serve.compile_cache)
-    directory = hub.resolve(config.model.path)
+    directory = Path(hub.resolve(config.model.path))  # once: a hub's `main` may move
     spec = checkpoint.read_spec(directory, config.model.dtype, config.model.max_model_len)
     mesh = sharding.make_mesh(config.model.tp)
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
-    info = _info(config, spec, layout, mesh, checkpoint.fingerprint(Path(directory)))
+    info = _info(config, spec, layout, mesh, checkpoint.fingerprint(directory))
     for difference in compile_cache.differences(kept, compiled_for(info, layout)):
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
@@ -108,14 +105,16 @@ def _built(config: Config, progress: bool, system: System, threads: Executor) ->
     registry = AdapterRegistry(config.adapters.alora_missing)
     phases.end("adapters")
     prepared = device.prepare(config, spec, layout, lambda uid: registry.by_uid(uid).projections)
-    first = prepared.ahead.begin(prepared.builder, threads) if config.engine.warmup else None
-    runner, pool = prepared.complete(_weights(config, spec, progress))
+    first = _begin(prepared, directory, system, undo) if config.engine.warmup else None
+    read = partial(_weights, directory, prepared)
+    runner, pool = prepared.complete(read(progress))
     phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
-    switching = make_switching(config, reader, runner, registry, swapper)
+    merger = _merger(config, prepared, partial(read, False), runner)
+    switching = None if merger is None else _switching(config.engine, merger, registry, swapper)
     seeds = system.random or random.Random(config.model.seed)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
     if config.engine.cold_start in ("auto", "cpu"):
@@ -125,8 +124,10 @@ def _built(config: Config, progress: bool, system: System, threads: Executor) ->
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap), switching)
     if first is not None:
         warm_up(runner, first, progress)
-        if switching is not None:
-            switching.policy.times.share = adapter_share(runner, runner.builder, layout)
+    if merger is not None:
+        merger.prepare()  # it measures: no program compiles beside it any more
+    if switching is not None and config.engine.warmup:
+        switching.policy.times.share = adapter_share(runner, runner.builder, layout)
     phases.end("programs")
     open_groups = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
     if not runner.left:
@@ -143,26 +144,33 @@ def _built(config: Config, progress: bool, system: System, threads: Executor) ->
     return Built(engine, parts, runner, info, reader, catalogue, open_groups)
 
 
-def _weights(config: Config, spec: ModelSpec, progress: bool) -> Params:
+def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:
+    """Compiles the programs that serve every request, beside what follows.
+
+    The files are looked at first: a process that ends with an error ends when the programs under way are compiled.
+    """
+    checkpoint.check_files(directory, prepared.spec)
+    threads = system.threads.pool("jlora-warm-up", min(os.cpu_count() or 1, COMPILERS))
+    undo.callback(threads.shutdown, wait=False, cancel_futures=True)
+    return prepared.ahead.begin(prepared.builder, threads)
+
+
+def _weights(directory: Path, prepared: Prepared, progress: bool) -> Params:
     """The base model's, read from its files."""
-    mesh = sharding.make_mesh(config.model.tp)
-    stacked = device.uses_scan(config.engine.layers, mesh.devices.flat[0].platform)
-    shardings, directory = sharding.shardings(spec, mesh), hub.resolve(config.model.path)
-    return checkpoint.load_params(directory, spec, shardings, stacked=stacked, progress=progress)
+    shardings = sharding.shardings(prepared.spec, prepared.mesh)
+    return checkpoint.load_params(directory, prepared.spec, shardings, stacked=prepared.stacked, progress=progress)
 
 
-def make_switching(
-    config: Config, reader: Reader, runner: Runner, registry: AdapterRegistry, swapper: Swapper
-) -> Switching | None:
-    """What `config.engine.merge` asks for; None if nothing is ever merged."""
-    engine, spec, layout = config.engine, reader.spec, reader.layout
-    if engine.merge == "off":
+def _merger(config: Config, prepared: Prepared, pristine: Callable[[], Params], runner: Runner) -> Merger | None:
+    """None if nothing is ever merged."""
+    if config.engine.merge == "off":
         return None
-    mesh = sharding.make_mesh(config.model.tp)
-    stacked = device.uses_scan(engine.layers, mesh.devices.flat[0].platform)
-    pristine = partial(_weights, config, spec, False)
-    merger = Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner)
-    merger.prepare()
+    spec, layout, mesh, stacked = prepared.spec, prepared.layout, prepared.mesh, prepared.stacked
+    return Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner)
+
+
+def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, swapper: Swapper) -> Switching:
+    """What `engine.merge` asks for."""
     if engine.merge != "auto":
         return Switching(Fixed(engine.max_seqs, engine.merge_starve_s), merger, registry, swapper, engine.merge)
     return Switching(Merging(engine.max_seqs, engine.merge_starve_s, Times(0.0)), merger, registry, swapper)

@@ -32,8 +32,10 @@ from jlora.pallas.gpu_support import Gpu
 class Prepared:
     """The device side before its arrays exist: `ahead` compiles meanwhile."""
 
-    mesh: Mesh
+    spec: ModelSpec
     layout: PoolLayout
+    mesh: Mesh
+    stacked: bool
     builder: BatchBuilder
     state: Callable[[], sampling.SlotState]
     groups: int
@@ -54,10 +56,10 @@ def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Pr
     mesh = sharding.make_mesh(config.model.tp)
     platform = mesh.devices.flat[0].platform
     builder = BatchBuilder(layout, config.engine, spec, projections, has_bare(platform))
-    shapes = tuple(builder.buckets.shapes)
-    ops = choose_ops(config, spec, layout, shapes).ops
+    launches = tuple(builder.buckets.shapes)
+    ops = choose_ops(config, spec, layout, launches).ops
     stacked = uses_scan(config.engine.layers, platform)
-    facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, shapes), config.engine.kernels
+    facts = replace(spec, name=""), mesh.shape, stacked, _site(config, spec, layout, launches), config.engine.kernels
     kept = jax.config.jax_compilation_cache_dir
     wrap = {"wrap": Traced(Path(kept), *facts)} if kept else {}
     programs = step.build(spec, layout, mesh, stacked, ops, **wrap)
@@ -70,7 +72,7 @@ def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Pr
         jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated), jax.eval_shape(state)),
     )
     ahead = Ahead(programs, shapes, groups, spec.layers // groups)
-    return Prepared(mesh, layout, builder, state, groups, ahead)
+    return Prepared(spec, layout, mesh, stacked, builder, state, groups, ahead)
 
 
 def choose_ops(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tuple[int, int], ...]) -> Chosen:

@@ -152,9 +152,9 @@ class Merger:
 
     def forward(self) -> None:
         """Merges the next piece."""
-        self._collect()
         layer, names = self._piece(self.done)
         with self._anew_if_short():
+            self._collect()
             for name in names:
                 self._factors[layer, name] = self._unpacked(layer, name)
                 self._change(layer, name, self._merged)
@@ -162,10 +162,10 @@ class Merger:
 
     def back(self) -> None:
         """Takes the last piece out."""
-        self._collect()
         self.done -= 1
         layer, names = self._piece(self.done)
         with self._anew_if_short():
+            self._collect()
             for name in names:
                 self._change(layer, name, self._unmerged)
                 del self._factors[layer, name]

@@ -63,7 +63,7 @@ class Merging:
         self.live: Counter[AdapterNode] = Counter()  # sequences that wait or run, the base's too
         self.refused: set[AdapterNode] = set()
         self.times = times
-        self.out_s = 0.0  # until what is merged would be out, with the steps between its pieces
+        self.out_s = 0.0  # until what is merged, or would be, is out, with the steps between its pieces
         self._max_seqs = max_seqs
         self._starve_s = starve_s
         self._credits: dict[AdapterNode, float] = {}
@@ -104,7 +104,7 @@ class Merging:
     def starving(self, merged: AdapterNode, switch_s: float) -> bool:
         """Whether someone has waited for the merged adapter so long that it must go now."""
         others = [self._credits.get(node, 0.0) for node in self.live if node is not merged]
-        return max(others, default=0.0) + max(switch_s, self.out_s) >= self._starve_s
+        return bool(others) and max(others) + max(switch_s, self.out_s) >= self._starve_s
 
     # -- inside -----------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class Merging:
             return None
         steps = float(HORIZON)
         if len(self.live) > 1:  # others wait, so it ends soon
-            steps = min(steps, max(1.0, (self._starve_s - 2 * switch_s) / merged_s))
+            steps = min(steps, max(1.0, (self._starve_s - 2 * max(switch_s, self.out_s)) / merged_s))
         return count * steps / (steps * merged_s + 2 * switch_s), self._batch / unmerged_s
 
     def _tune(self, top: AdapterNode, merged: bool, switch_s: float) -> None:

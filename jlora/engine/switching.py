@@ -77,8 +77,9 @@ class Switching(Turns):
         """Lets the policy choose. Called before every step, and while nothing runs."""
         merger = self._merger
         switch_s = merger.pieces * merger.piece_s
-        steps = -(-merger.done // self._pieces_at_once)
-        self.policy.out_s = merger.done * merger.piece_s + (steps + 1) * self._usual_s
+        pieces = merger.done or merger.pieces
+        steps = -(-pieces // self._pieces_at_once)
+        self.policy.out_s = pieces * merger.piece_s + (steps + 1) * self._usual_s
         if isinstance(self.policy, Fixed):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node

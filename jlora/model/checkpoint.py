@@ -84,6 +84,13 @@ def fingerprint(directory: Path) -> str:
     return digest.hexdigest()
 
 
+def check_files(directory: str | Path, spec: ModelSpec) -> None:
+    """Raises what `load_params` finds in the headers of the files, without reading a weight."""
+    if not orbax.is_converted(Path(directory)):
+        with ExitStack() as files:
+            _open(Path(directory), spec, files)
+
+
 def load_params(
     directory: str | Path, spec: ModelSpec, shardings: Params, *, stacked: bool, progress: bool = True
 ) -> Params:

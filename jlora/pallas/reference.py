@@ -19,7 +19,7 @@ from jlora.layout import UnitLayout
 from jlora.pallas.ops import ActiveBlocks, Adapted, Ops, Pages, Psum
 
 TILE_UNITS = 64  # rank units per turn of the loop: enough columns for an efficient product
-WHOLE = 2  # tokens in tiles cost at most so many times those in one product
+WHOLE = 2  # a token in a tile costs up to so many times as much as in one product of all
 SPAN = 64  # tokens of context per item of decode: efficient products, little waste
 CHUNK_SPAN = 128  # the same for prefill, whose products are larger
 NEG = -1e30  # finite, so that a fully masked tile gives zeros and not NaN

@@ -328,6 +328,9 @@ def test_a_pin_reads_the_version_and_no_other(service: Service, path: str, tiny_
         service.controller.pin("fr", True).result(60)
     here = service.at(1)["fr@1"]
     assert (here.digest, here.tier, here.pinned) == (digest, "DISK", False)
+    service.up = [0, 1]  # the one that has it is back
+    assert service.controller.pin("fr", True).result(60).pinned
+    assert (service.at(1)["fr@1"].digest, service.at(1)["fr@1"].pinned) == (digest, True)
 
 
 def test_a_pin_reads_what_a_peer_has_where_the_files_have_changed(service: Service, path: str, tiny_spec: ModelSpec):

@@ -1,16 +1,23 @@
-"""A model that does not fit: the message's advice is one that helps, whatever the cause."""
+"""A start: what does not fit is told with advice that helps, and programs compile beside the weights."""
 
 from __future__ import annotations
 
 import re
+import shutil
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from jlora import config
 from jlora.engine import build
-from jlora.errors import ConfigError, ResourceExhausted
+from jlora.engine.ahead import Ahead
+from jlora.engine.compiles import COMPILES
+from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
 from tests import _make
 
@@ -75,3 +82,49 @@ def test_a_start_without_memory_is_one_clear_line(error: Exception, monkeypatch:
         ResourceExhausted, match="too little memory to load the model and its cache: .*of (host|device)"
     ):
         build.build(config.load(None, {"model.path": "m", "serve.compile_cache": ""}))
+
+
+SMALL = {"cache.hbm_blocks": 32, "engine.max_seqs": 2, "engine.max_step_tokens": 32, "serve.compile_cache": ""}
+
+
+def test_programs_compile_while_the_weights_are_read_and_not_again_after(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    counts: list[int] = []
+    compiled, compile_it, load = threading.Event(), Ahead.compile, build.checkpoint.load_params
+
+    def compiles(*args: Any) -> None:
+        compile_it(*args)
+        compiled.set()
+
+    def reads(*args: Any, **kwargs: Any) -> Any:
+        assert compiled.wait(120), "nothing compiles before the weights are there"
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(Ahead, "compile", compiles)
+    monkeypatch.setattr(build.checkpoint, "load_params", reads)
+    monkeypatch.setattr(build, "warm_up", lambda runner, first, _: counts.extend(_counted(runner.warm_up(first))))
+    built = build.build(config.load(None, {"model.path": str(tiny_model), **SMALL}), progress=False)
+    built.engine.close()
+    # By shapes alone, and yet the very programs that steps run: from the copies' on, a call compiles nothing.
+    assert len(counts) > 2 and len(set(counts)) == 1
+
+
+def _counted(names: Iterable[str]) -> Iterator[int]:
+    """How many programs this thread has compiled by each name."""
+    return (COMPILES.count for _ in names)
+
+
+def test_files_that_lack_a_weight_are_refused_before_anything_compiles(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    shutil.copytree(tiny_model, tmp_path / "model")
+    file = next((tmp_path / "model").glob("*.safetensors"))
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    save_file(tensors, file)
+    began: list[object] = []
+    monkeypatch.setattr(Ahead, "begin", lambda *args: began.append(args))
+    with pytest.raises(InvalidArgument, match="'model.norm.weight' is missing"):
+        build.build(config.load(None, {"model.path": str(tmp_path / "model"), **SMALL}), progress=False)
+    assert not began

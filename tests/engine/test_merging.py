@@ -44,6 +44,17 @@ def test_an_adapter_that_everybody_asks_for_is_merged():
     assert bench.merged is None
 
 
+def test_a_long_way_out_is_no_reason_to_go_while_nobody_else_waits():
+    bench = Bench()
+    bench.policy.out_s = 5.0  # longer than anybody may wait
+    bench.live(16)
+    bench.step(400)
+    assert bench.merged is bench.nodes[0] and bench.policy.live.keys() == {bench.nodes[0]}
+    bench.live(16, 1)
+    bench.step()
+    assert bench.merged is None
+
+
 def test_nothing_is_merged_where_adapters_cost_a_step_nothing():
     bench = Bench(share=0.0)
     bench.live(64)
