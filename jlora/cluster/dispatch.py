@@ -356,7 +356,7 @@ class Dispatcher:
     def _send(self, routed: Routed, among: View | None = None) -> bool:
         now = self.terms.clock()
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
-        ask = ask_of(request, version, self._prompts.cached(entry.chain))
+        ask = ask_of(request, version, self._prompts.cached(entry.chain), self.pace.outputs)
         to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
         if to is None:
             return False

@@ -226,6 +226,7 @@ class Fleet(Pass):
             len(request.prompt) + sum(len(done.tokens) for done in request.done),
             str(turn.session),
             self._prefixes.cached(chain),
+            self._balancer.pace.outputs,
         )
 
     def _choose(self, live: Live, at: float) -> bool:

@@ -48,6 +48,14 @@ def lost(one: Attached) -> list[str]:
     return ears.lost_for
 
 
+def test_a_view_has_what_the_replica_tells_of_its_fetches(one: Attached):
+    assert (one.view().peer_bps, one.view().path_bps) == (0.0, 0.0)
+    hear(one, peer_bps=2e9, path_bps=3e8)
+    assert (one.view().peer_bps, one.view().path_bps) == (2e9, 3e8)
+    hear(one, peer_bps=float("nan"), path_bps=-1.0)
+    assert (one.view().peer_bps, one.view().path_bps) == (0.0, 0.0)
+
+
 def test_silence_is_death_after_a_while(one: Attached):
     now = hear(one)
     one.look(now + 0.4)
