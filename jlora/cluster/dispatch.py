@@ -63,6 +63,7 @@ class Dispatcher:
         names: the submissions that have not ended, by tenant and id; any thread may add one.
         up_at: when a replica was last up.
         pace: what answers have taken.
+        resumed: attempts after a first one, but for those that a plan has moved.
         entries: of the live requests, by handle.
     """
 
@@ -76,6 +77,7 @@ class Dispatcher:
     names: dict[tuple[str, str], Future[int]] = field(default_factory=dict)
     up_at: float = field(init=False)
     pace: Pace = field(default_factory=Pace)
+    resumed: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
@@ -360,6 +362,7 @@ class Dispatcher:
         to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
         if to is None:
             return False
+        self.resumed += bool(routed.avoid) and among is None
         self._prompts.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
