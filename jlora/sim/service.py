@@ -114,6 +114,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         "service": told(asks, end, service)
         | {"missed": missed(asks, service)}
         | stored(members, block_bytes)
+        | {"servers": servers(list(fleet.members.values()), asks)}
         | moved(fleet),
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
@@ -225,6 +226,22 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
         "requests": sent,
         "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),
     }
+
+
+def servers(members: Sequence[Member], asks: Sequence[Ask]) -> list[dict[str, float]]:
+    """Of each replica that runs at the end: adapters there, and answers that it has begun with their TTFT."""
+    waits: dict[str, list[float]] = {member.name: [] for member in members}
+    for ask in asks:
+        if ask.replica in waits:
+            waits[ask.replica].append(ask.first - ask.sent)
+    return [
+        {
+            "adapters": member.stored,
+            "answers": len(waits[member.name]),
+            "ttft_p95_s": float(np.percentile(waits[member.name] or [0.0], 95)),
+        }
+        for member in members
+    ]
 
 
 def moved(fleet: Fleet) -> dict[str, int]:
