@@ -93,6 +93,19 @@ def stored(study: Study, *routers: str) -> str:
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
+def growth(study: Study) -> pd.DataFrame:
+    """Milliseconds of a core for each request, over all kinds of traffic and both kernels."""
+    rows, made = study.rows.to_dict("records"), []
+    for side in dict.fromkeys(row["side"] for row in rows):
+        line = {"policy": side}
+        for count in sorted({row["replicas"] for row in rows}):
+            mine = [row for row in rows if (row["side"], row["replicas"]) == (side, count)]
+            asked = sum(row["requests"] for row in mine)
+            line[f"{count} replicas"] = f"{1e3 * sum(row['cpu_s'] for row in mine) / asked:.1f}" if asked else ""
+        made.append(line)
+    return pd.DataFrame(made)
+
+
 SLA_S = 1.0  # 95th percentile of TTFT: a run of half a minute cannot queue for the paper's ten seconds
 
 
