@@ -63,7 +63,7 @@ PAGES: Mapping[str, Page] = {
     "faults": Page("faults-real.jsonl"),
     "cluster-routing": Page("cluster-routing-*.jsonl"),
     "cluster-migration": Page("cluster-migration-*.jsonl"),
-    "cluster-placement": Page("cluster-placement-*.jsonl"),
+    "cluster-placement": Page("cluster-placement-*.jsonl", _first(figures.placement), "cluster-placement.png"),
     "cluster-real": Page("cluster-real-paced.jsonl"),
     "cluster-table": Page("cluster-table-*.jsonl", _first(figures.services), "cluster-table.png"),
     "cluster-cells": Page("cluster-table-*.jsonl"),

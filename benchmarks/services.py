@@ -93,6 +93,82 @@ def stored(study: Study, *routers: str) -> str:
     return f"{min(ratios):.1f} to {max(ratios):.1f}"
 
 
+def growth(study: Study) -> pd.DataFrame:
+    """Milliseconds of a core for each request, over all kinds of traffic and both kernels."""
+    rows, made = study.rows.to_dict("records"), []
+    for side in dict.fromkeys(row["side"] for row in rows):
+        line = {"policy": side}
+        for count in sorted({row["replicas"] for row in rows}):
+            mine = [row for row in rows if (row["side"], row["replicas"]) == (side, count)]
+            asked = sum(row["requests"] for row in mine)
+            line[f"{count} replicas"] = f"{1e3 * sum(row['cpu_s'] for row in mine) / asked:.1f}" if asked else ""
+        made.append(line)
+    return pd.DataFrame(made)
+
+
+SLA_S = 1.0  # 95th percentile of TTFT: a run of half a minute cannot queue for the paper's ten seconds
+
+
+def grid(study: Study, figure: str, kernel: str, by: Sequence[str], form: Callable[[Row], str]) -> pd.DataFrame:
+    """The runs of a figure of LoRAServe's: a line for each value of `by`, a column for each side."""
+    made: dict[tuple[Any, ...], dict[str, str]] = {}
+    for row in _of(study, figure, kernel):
+        key = tuple(row[name] for name in by)
+        line = made.setdefault(key, {name: _plain(value) for name, value in zip(by, key, strict=True)})
+        line[row["side"]] = form(row)
+    return pd.DataFrame(list(made.values())).fillna("")
+
+
+def wait(row: Row) -> str:
+    """The 95th percentile of TTFT in ms."""
+    return f"{1e3 * row['ttft_p95_s']:.0f}"
+
+
+def wait_and_pace(row: Row) -> str:
+    """The same, and the mean TPOT in ms."""
+    return f"{wait(row)}, {1e3 * row['tpot_s']:.1f}"
+
+
+def every_side(study: Study) -> list[Row]:
+    """The runs with padded kernels of the cells that have been played under all sides, not some."""
+    rows = [row for row in study.rows.to_dict("records") if row["kernel"] == "padded"]
+    cells = {row["cell"] for row in rows if row["side"] == "loraserve, late"}
+    return [row for row in rows if row["cell"] in cells]
+
+
+def under_sla(study: Study, figure: str, kernel: str) -> pd.DataFrame:
+    """The highest rate played with which the 95th percentile of TTFT keeps to the SLA, by adapters and side."""
+    rates: dict[Any, dict[str, float]] = {}
+    for row in _of(study, figure, kernel):
+        best = rates.setdefault(row["adapters"], {})
+        met = row["ttft_p95_s"] <= SLA_S and not row["unfinished"]
+        best[row["side"]] = max(best.get(row["side"], 0.0), row["rate"] if met else 0.0)
+    return pd.DataFrame(
+        [{"adapters": f"{count}"} | {side: f"{rate:g}" for side, rate in best.items()} for count, best in rates.items()]
+    ).fillna("")
+
+
+def by_server(study: Study, figure: str, kernel: str, **only: Any) -> pd.DataFrame:
+    """Each server's 95th percentile of TTFT and its adapters, by side."""
+    made = []
+    for row in _of(study, figure, kernel):
+        if all(row[name] == value for name, value in only.items()):
+            servers = {
+                f"server {i}": f"{1e3 * server['ttft_p95_s']:.0f} ms, {server['adapters']:.0f}"
+                for i, server in enumerate(row["by_server"])
+            }
+            made.append({"side": row["side"], **servers, "all": f"{1e3 * row['ttft_p95_s']:.0f} ms"})
+    return pd.DataFrame(made).fillna("")
+
+
+def _of(study: Study, figure: str, kernel: str) -> list[Row]:
+    return [row for row in study.rows.to_dict("records") if (row["figure"], row["kernel"]) == (figure, kernel)]
+
+
+def _plain(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
 def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Row]]:
     """The rows by kernel, traffic and replicas, and then by policy. A cell that is not finished is left out."""
     found: dict[tuple[str, str, int], dict[str, Row]] = {}

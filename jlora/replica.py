@@ -70,16 +70,32 @@ class Member:
 
 
 @dataclass(frozen=True, slots=True)
+class RouterStats:
+    """What a router has done since its start.
+
+    Attributes:
+        moves: requests that its balance has moved.
+        resumed: attempts after a first one, because a replica was lost, drained, or refused the request.
+        fetches: adapters that the placement has had replicas fetch; counted at the controller's router.
+    """
+
+    moves: int = 0
+    resumed: int = 0
+    fetches: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaState:
     """One snapshot of a replica's cache and counters; `longest_gap_s` is between two steps, in the last minute.
 
-    `members` are the replicas behind a router, in order of name; an engine has none.
+    `members` are the replicas behind a router, in order of name, and `router` what it has done; an engine has neither.
     """
 
     cache: CacheState
     stats: EngineStats
     longest_gap_s: float
     members: tuple[Member, ...] = ()
+    router: RouterStats | None = None
 
 
 @dataclass(frozen=True, slots=True)

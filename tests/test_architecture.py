@@ -58,7 +58,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         "serve",
     },
     "serve": {"engine", "model", "adapters", "cache"},
-    "cluster": {"serve", "engine", "adapters", "sim", "model.config_json", "model.hub"},
+    "cluster": {"serve", "engine", "adapters", "model.config_json", "model.hub"},
     "loadgen": {"sim", "serve.flags", "serve.proto", "model.hf_names"},
     "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim"},
     "demo": {"serve", "loadgen.server"},
@@ -119,7 +119,6 @@ NO_JAX = {
     "cluster.merged",
     "cluster.migration",
     "cluster.peer",
-    "cluster.plan",
     "cluster.placing",
     "cluster.prefixes",
     "cluster.prompts",
@@ -224,6 +223,14 @@ def test_imports_run_one_way():
             if top == "jlora" and inner and not inside(inner, allowed):
                 wrong.append(f"{path.relative_to(ROOT)}:{line} imports {name}")
     assert not wrong, "\n".join(wrong)
+
+
+def test_rooms_stand_on_each_other_without_a_circle():
+    """So each can be read, and tested, after those that it stands on."""
+    left = {room: {name.split(".")[0] for name in allowed} for room, allowed in MAY_IMPORT.items()}
+    while bottom := {room for room, below in left.items() if not below & left.keys()}:
+        left = {room: below for room, below in left.items() if room not in bottom}
+    assert not left, f"these import each other in a circle: {left}"
 
 
 def test_policy_files_do_not_import_jax():

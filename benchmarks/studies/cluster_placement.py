@@ -1,7 +1,7 @@
-"""`jlora bench cluster-placement`: LoRAServe's Figures 17 to 22 in reduced form, simulated.
+"""`jlora bench cluster-placement`: LoRAServe's Figures 17 to 22 in short runs, simulated.
 
-Four servers (A100s with Llama-2-7B and padded kernels) and 100 adapters of ranks 8 to 128. The paper's own trace is
-private; lengths are drawn around 512 tokens of prompt and 128 of answer, and arrivals are Poisson's.
+Four servers (A100s with Llama-2-7B), more in Figure 21, and adapters of ranks 8 to 128. The paper's own trace is
+private; lengths are drawn around 512 tokens of prompt and 128 of answer.
 
     random, contiguous   placed once ("S-LoRA Random" and "Contiguous")
     toppings             CaraServe's router with every adapter on every host, as LoRAServe ran it; "any rank": the same,
@@ -13,16 +13,18 @@ private; lengths are drawn around 512 tokens of prompt and 128 of answer, and ar
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from benchmarks.runner import Options
-from benchmarks.studies.traffic import turns_of, work_of
+from benchmarks.studies.traffic import arrivals, turns_of, work_of, zipf
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
+from jlora.sim.kernels import Kernel
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
@@ -32,6 +34,7 @@ SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_
 RANKS = (8, 16, 32, 64, 128)
 SLO_S = 0.05  # per token
 FETCH_GBPS = 1.0
+KERNELS: tuple[Kernel, ...] = ("padded", "unpadded")
 EVERYWHERE = ("toppings", "toppings, any rank")  # sides whose hosts all have all adapters
 # Side -> (placement, route, adapters come before the switch).
 SIDES: Mapping[str, tuple[Place, str, bool]] = {
@@ -44,6 +47,8 @@ SIDES: Mapping[str, tuple[Place, str, bool]] = {
     "loraserve, jlora": ("loraserve", "jlora", True),
     "jlora": ("", "jlora", True),
 }
+FEW = ("random", "contiguous", "toppings", "loraserve", "jlora")
+PARTS = 10  # of a run, whose TTFT is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,42 +56,72 @@ class Case:
     """One load.
 
     Attributes:
-        skew: how requests spread over ranks: "uniform", "shifting" or "exponential".
+        figure: the paper's.
+        skew: how requests spread over ranks: "uniform", "shifting", "exponential", or a power's exponent.
+        popular: exponent of Zipf's law over the adapters of a rank.
+        even: requests come at equal distances, instead of Poisson's.
         step_s: a time step of the placement; the paper's is a minute, in traces of an hour.
     """
 
-    name: str
+    figure: str
     skew: str
     rate: float
     servers: int = 4
-    adapters: int = 100
-    seconds: float = 16.0
+    adapters: int = 25
+    popular: float = 0.0
+    even: bool = False
+    seconds: float = 30.0
     step_s: float = 2.0
+    sides: tuple[str, ...] = FEW
+    seed: int = 1
+
+    @property
+    def name(self) -> str:
+        """What differs between the cases of a figure."""
+        come = "even" if self.even else "Poisson"
+        return f"{self.skew}, {come}, {self.adapters} adapters, {self.servers} servers, {self.rate:g}/s"
 
 
-CASES = (
-    Case("17, 18: uniform", "uniform", 40.0),
-    Case("19: shifting skew", "shifting", 40.0),
-    Case("20: exponential", "exponential", 40.0),
-    Case("21: 25 adapters", "uniform", 40.0, adapters=25),
-    Case("22: 8 servers", "shifting", 80.0, servers=8, seconds=12.0),
-    Case("19: shifting, 300 s", "shifting", 40.0, adapters=25, seconds=300.0, step_s=15.0),
+# Figures 19 and 20 are TTFT and TBT of the same runs; 18 shows the servers of one of 17's.
+PRODUCTION = tuple(
+    Case("17", "uniform", rate, adapters=count, popular=1.0, seconds=24.0)
+    for count in (50, 100, 200)
+    for rate in (30.0, 40.0, 50.0, 60.0)
 )
-QUICK = (Case("17, 18: uniform", "uniform", 8.0, servers=2, adapters=10, seconds=2.0),)
+PUBLIC = tuple(
+    Case("19", skew, rate, even=even)
+    for even in (False, True)
+    for skew in ("uniform", "shifting", "exponential")
+    for rate in (24.0, 32.0, 40.0)
+)
+SCALE = tuple(Case("21", "uniform", 10.0 * n, servers=n, adapters=25 * n // 4, seconds=20.0) for n in (4, 8, 12))
+SKEWS = tuple(Case("22", power, 36.0, adapters=100) for power in ("1/3", "1", "2", "3"))
+MIDDLE = tuple(case for case in PUBLIC if case.rate == 32.0 and not case.even)
+LONG = Case("19, longer", "shifting", 40.0, seconds=120.0, step_s=8.0)
+CASES = (
+    *PRODUCTION,
+    *(replace(case, sides=tuple(SIDES)) if case in MIDDLE else case for case in PUBLIC),
+    *SCALE,
+    *SKEWS,
+    LONG,
+    *(replace(case, seed=2) for case in (*MIDDLE, *SKEWS)),  # a seed that nobody has looked at
+)
+QUICK = (Case("19", "shifting", 8.0, servers=2, adapters=10, seconds=2.0, sides=tuple(SIDES)),)
 
 
-def traffic(case: Case, seconds: float, seed: int = 1) -> tuple[Work, tuple[int, ...], float]:
+def traffic(case: Case, seconds: float) -> tuple[Work, tuple[int, ...], float]:
     """The requests, the ranks, and tokens of a mean answer."""
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(case.seed)
     count = round(case.rate * seconds)
-    times = np.cumsum(rng.exponential(1 / case.rate, count))
+    times = (np.arange(count) + 1) / case.rate if case.even else arrivals(rng, case.rate, count)
     ranks = tuple(RANKS[i % len(RANKS)] for i in range(case.adapters))
     prompts, outputs = (np.clip(mean * rng.lognormal(-0.18, 0.6, count), 4, 1900).astype(int) for mean in (512, 128))
+    of_rank = [list(range(first, case.adapters, len(RANKS))) for first in range(len(RANKS))]
 
     def adapters() -> Iterator[int]:
         for at in times:
-            rank = int(rng.choice(len(RANKS), p=shares(case.skew, at / seconds)))
-            yield rank + len(RANKS) * int(rng.integers(case.adapters // len(RANKS)))
+            found = of_rank[int(rng.choice(len(RANKS), p=shares(case.skew, at / seconds)))]
+            yield found[int(rng.choice(len(found), p=zipf(len(found), case.popular)))]
 
     turns = turns_of(rng, zip(times, prompts, outputs, adapters(), strict=True))
     return work_of(case.name, turns, ranks, CARD), ranks, float(outputs.mean())
@@ -94,39 +129,60 @@ def traffic(case: Case, seconds: float, seed: int = 1) -> tuple[Work, tuple[int,
 
 def shares(skew: str, part: float) -> list[float]:
     """Of each rank in the requests after this part of the run. Shifting: half of them from rank 128 to rank 8."""
-    if skew == "uniform":
-        return [1 / len(RANKS)] * len(RANKS)
-    if skew == "exponential":
-        halves = [0.5**i for i in range(len(RANKS))]
-        return [half / sum(halves) for half in halves]
-    moved = min(max(part, 0.0), 1.0)
-    return [0.125 + 0.375 * moved, 0.125, 0.125, 0.125, 0.5 - 0.375 * moved]
+    if skew == "shifting":
+        moved = min(max(part, 0.0), 1.0)
+        return [0.125 + 0.375 * moved, 0.125, 0.125, 0.125, 0.5 - 0.375 * moved]
+    if skew in ("uniform", "exponential"):
+        weights = [(1.0 if skew == "uniform" else 0.5) ** i for i in range(len(RANKS))]
+    else:
+        over, _, under = skew.partition("/")
+        weights = [(i + 1) ** -(float(over) / float(under or 1)) for i in range(len(RANKS))]
+    return [weight / sum(weights) for weight in weights]
 
 
 def run(options: Options) -> None:
-    """Every case under every side."""
+    """Every case with both kernels under its sides."""
     records = options.records("cluster-placement-simulated", {"seconds": options.seconds, "slo_s": SLO_S})
     for case in QUICK if options.quick else CASES:
-        work, ranks, outputs = traffic(case, options.seconds or case.seconds)
-        for side in SIDES:
-            if not records.has(cell=case.name, side=side):
-                records.add(case.name, side, 0, measured(case, side, (work, ranks, outputs)))
+        played = None
+        for kernel in KERNELS:
+            for side in case.sides:
+                cell = f"{case.figure}: {case.name}"
+                if not records.has(cell=cell, kernel=kernel, side=side, seed=case.seed):
+                    played = played or traffic(case, options.seconds or case.seconds)
+                    records.add(cell, side, 0, measured(case, kernel, side, played))
 
 
-def measured(case: Case, side: str, load: tuple[Work, tuple[int, ...], float]) -> dict[str, Any]:
+def measured(case: Case, kernel: Kernel, side: str, load: tuple[Work, tuple[int, ...], float]) -> dict[str, Any]:
     """One run."""
     work, ranks, outputs = load
     place, route, ahead = SIDES[side]
     fetch_gbps = 0.0 if side in EVERYWHERE else FETCH_GBPS
     service = Service(
-        case.servers, ranks, "padded", fetch_gbps=fetch_gbps, slo_s=SLO_S, outputs=outputs, place=place,
-        place_s=case.step_s, ahead=ahead,
+        case.servers, ranks, kernel, fetch_gbps=fetch_gbps, slo_s=SLO_S, outputs=outputs, seed=case.seed,
+        place=place, place_s=case.step_s, ahead=ahead,
     )  # fmt: skip
+    began = time.process_time()
     result = simulate_service(SCENARIO, service, work, "jlora", route)
     summary, told = result["summary"], result["service"]
     if side in EVERYWHERE:
         told |= {"adapters_most": case.adapters}
+        told["servers"] = [server | {"adapters": case.adapters} for server in told["servers"]]
+    waits = waited(result["requests"]["columns"], result["requests"]["rows"], result["device"]["seconds"])
     return {
+        **{key: getattr(case, key) for key in ("figure", "skew", "rate", "servers", "adapters", "even", "seed")},
+        "kernel": kernel,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s")},
         **{key: told[key] for key in ("attainment", "goodput", "imbalance", "adapters_most", "bytes_fetched")},
+        "by_server": told["servers"],
+        "ttft_p95_s": float(np.percentile(waits, 95)),
+        "ttft_parts_s": [float(np.mean(part)) for part in np.array_split(waits, PARTS) if len(part)],
+        "cpu_s": time.process_time() - began,
     }
+
+
+def waited(columns: Sequence[str], rows: Sequence[Sequence[Any]], end: float) -> list[float]:
+    """Seconds until the first token, in the order of arrival; of those without one, until the end."""
+    sent, ttft = (columns.index(name) for name in ("sent_s", "ttft_s"))
+    ordered = sorted(rows, key=lambda row: row[sent])
+    return [end - row[sent] if row[ttft] is None else row[ttft] for row in ordered]

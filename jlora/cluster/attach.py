@@ -166,6 +166,8 @@ class Attached:
             tiers=heard.tiers,
             ranks=heard.ranks,
             step_s=heard.step_s,
+            peer_bps=max(0.0, state.peer_bps),  # 0 for nan
+            path_bps=max(0.0, state.path_bps),
         )
 
     def look(self, now: float) -> None:

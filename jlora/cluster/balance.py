@@ -18,6 +18,7 @@ from jlora.cluster.view import ReplicaView, View
 from jlora.types import Timing, Usage
 
 NEW = 0.2  # weight of the newest answer in a mean
+NEW_LENGTH = 0.01  # the same for lengths, which vary much; before, all answers weigh the same
 FIRST_S = 5.0  # of an answer, before one has ended
 KNOWN = 4096  # versions whose answers' times are remembered
 MOVE_S = 1e-3  # of any move
@@ -97,15 +98,20 @@ class Pace:
         answers: by adapter, from the first step to the last token, of those that ended last; answer: of any adapter.
         token: of a prompt token that is computed.
         load: of an adapter's way to the device, where it took one.
+        outputs: tokens of an answer.
     """
 
     answers: dict[str | None, float] = field(default_factory=dict)
     answer: float = 0.0
     token: float = 0.0
     load: float = 0.0
+    outputs: float = 0.0
+    _ended: int = 0
 
     def served(self, adapter: str | None, usage: Usage, timing: Timing) -> None:
         """A request has ended."""
+        self._ended += 1
+        self.outputs += max(1 / self._ended, NEW_LENGTH) * (usage.completion_tokens - self.outputs)
         seconds = timing.prefill + timing.tpot * max(0, usage.completion_tokens - 1)
         self.answers[adapter] = _mean(self.answers.pop(adapter, seconds), seconds)  # the last one
         if len(self.answers) > KNOWN:  # every load of an adapter makes a new version

@@ -15,10 +15,11 @@ class _Book:
     running: Counter[int] = field(default_factory=Counter)
     tokens: int = 0
     context: int = 0
+    uncached: int = 0
 
     def held(self) -> Held:
         waiting, running = ({rank: n for rank, n in all.items() if n} for all in (self.waiting, self.running))
-        return Held(waiting, running, self.tokens, self.context)
+        return Held(waiting, running, self.tokens, self.context, self.uncached)
 
 
 class Books:
@@ -42,12 +43,14 @@ class Books:
         book = self._books[name]
         book.waiting[ask.rank] += 1
         book.tokens += ask.prompt
+        book.uncached += _uncached(name, ask)
         self._renew(name)
 
     def began(self, name: str, ask: Ask) -> None:
         book = self._books[name]
         book.waiting[ask.rank] -= 1
         book.tokens -= ask.prompt
+        book.uncached -= _uncached(name, ask)
         book.running[ask.rank] += 1
         book.context += ask.prompt
         self._renew(name)
@@ -65,6 +68,7 @@ class Books:
         else:
             book.waiting[ask.rank] -= 1
             book.tokens -= ask.prompt
+            book.uncached -= _uncached(name, ask)
         self._renew(name)
 
     def gone(self, name: str) -> None:
@@ -75,3 +79,8 @@ class Books:
     def _renew(self, name: str) -> None:
         held = self._books[name].held()
         self._views[name] = replace(self._views[name], sent=held.count, held=held)
+
+
+def _uncached(name: str, ask: Ask) -> int:
+    """Tokens of the prompt that the replica computes, as its router believes."""
+    return ask.prompt - ask.cached.get(name, 0)

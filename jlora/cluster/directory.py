@@ -67,7 +67,13 @@ def peers(members: Sequence[Member], key: str, near: str) -> tuple[str, ...]:
 
 
 class Directory(Protocol):
-    """The adapters of the service. Methods may be called from any thread; futures as of `jlora.replica.Replica`."""
+    """The adapters of the service. Methods may be called from any thread; futures as of `jlora.replica.Replica`.
+
+    Attributes:
+        fetches: adapters that a placement has had replicas fetch, if it is here.
+    """
+
+    fetches: int = 0
 
     def follow(self, members: Members) -> None:
         """Says where to learn which replicas are up; called once, before any request. It must not block."""

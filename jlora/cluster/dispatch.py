@@ -62,6 +62,7 @@ class Dispatcher:
         names: the submissions that have not ended, by tenant and id; any thread may add one.
         up_at: when a replica was last up.
         pace: what answers have taken.
+        resumed: attempts after a first one, but for those that a plan has moved.
         entries: of the live requests, by handle.
     """
 
@@ -75,6 +76,7 @@ class Dispatcher:
     names: dict[tuple[str, str], Future[int]] = field(default_factory=dict)
     up_at: float = field(init=False)
     pace: Pace = field(default_factory=Pace)
+    resumed: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
@@ -351,10 +353,11 @@ class Dispatcher:
     def _send(self, routed: Routed, among: View | None = None) -> bool:
         now = self.terms.clock()
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
-        ask = ask_of(request, version, self._prompts.cached(entry.chain))
+        ask = ask_of(request, version, self._prompts.cached(entry.chain), self.pace.outputs)
         to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
         if to is None:
             return False
+        self.resumed += bool(routed.avoid) and among is None
         self._prompts.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)

@@ -53,6 +53,8 @@ EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 # Makes an adapter version known to this replica.
 Adopt = Callable[[link.Version], Awaitable[None]]
+# Bytes per second at which it fetches adapters, from peers and from paths.
+Rates = Callable[[], tuple[float, float]]
 # What the engine's thread tells: events of a request, that it is queued (None), or why it is not.
 Told = list[TokenEvent] | Exception | None
 
@@ -76,13 +78,20 @@ class LinkServicer(rpc.LinkServicer):
     """Serves `jlora.cluster.v1.Link` over a backend. For one event loop."""
 
     def __init__(
-        self, backend: Backend, name: str, secret: Secret, adopt: Adopt | None = None, records: Records = lambda: ()
+        self,
+        backend: Backend,
+        name: str,
+        secret: Secret,
+        adopt: Adopt | None = None,
+        records: Records = lambda: (),
+        rates: Rates = lambda: (0.0, 0.0),
     ):
-        """`name` is the replica's, whose adapters `records` are.
+        """`name` is the replica's, whose adapters `records` are; `rates`: 0 where nobody knows.
 
         `adopt` brings in a version that it does not know; None: from its path.
         """
         self._records = records
+        self._rates = rates
         self._backend = backend
         self._name = name
         self._secret = secret
@@ -111,7 +120,7 @@ class LinkServicer(rpc.LinkServicer):
         if not hello.router:
             raise InvalidArgument("hello: router is empty, must be the router's name")
         wire.check_protocol(hello.protocol, f"router {hello.router[:64]}")
-        stream = Stream(hello, self._backend, context, self._adopted, self._records)
+        stream = Stream(hello, self._backend, context, self._adopted, self._records, self._rates)
         earlier = self._streams.get(hello.router)
         if earlier is not None:
             if earlier.epoch >= hello.epoch:
@@ -166,6 +175,7 @@ class Stream:
         context: grpc.aio.ServicerContext,
         adopted: Adopt,
         records: Records,
+        rates: Rates = lambda: (0.0, 0.0),
     ):
         self.router, self.epoch = hello.router, hello.epoch
         self._replica: Replica = backend.loaded
@@ -173,6 +183,7 @@ class Stream:
         self._backend = backend
         self._context = context
         self._adopted = adopted
+        self._rates = rates
         self._live: dict[int, _Live] = {}
         self._told: deque[tuple[_Live, Told]] = deque()
         self._refused: list[link.Failure] = []
@@ -453,4 +464,5 @@ class Stream:
             state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting
             state.free_blocks, state.blocks, state.host_blocks = cache.hbm.free, cache.hbm.total, cache.host.total
         state.adapters.extend(self._tiers.changes())
+        state.peer_bps, state.path_bps = self._rates()
         return state

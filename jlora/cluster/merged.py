@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from jlora.adapters.names import is_key
 from jlora.cluster.attach import Attached
 from jlora.cluster.view import ReplicaView
-from jlora.replica import Member, ReplicaInfo, ReplicaState
+from jlora.replica import Member, ReplicaInfo, ReplicaState, RouterStats
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import CacheState, EngineStats, MergeState, Owners, TierState
 from jlora.validation import Limits
@@ -64,7 +64,7 @@ def member(one: Attached, seen: ReplicaView) -> Member:
     )  # fmt: skip
 
 
-def state(told: Sequence[Told], members: Iterable[Member], policy: str) -> ReplicaState:
+def state(told: Sequence[Told], members: Iterable[Member], policy: str, router: RouterStats) -> ReplicaState:
     """Sums over the replicas that have answered; the longest gap is that of the worst.
 
     Args:
@@ -79,7 +79,7 @@ def state(told: Sequence[Told], members: Iterable[Member], policy: str) -> Repli
     )
     gap = max((server.longest_engine_gap_s for server in servers), default=0.0)
     by_name = tuple(sorted(members, key=lambda member: member.name))
-    return ReplicaState(_cache([cache for _, cache in told], policy), stats, gap, by_name)
+    return ReplicaState(_cache([cache for _, cache in told], policy), stats, gap, by_name, router)
 
 
 Owned = tuple[pb.CacheState, Mapping[int, str]]  # and the keys of its adapters by uid

@@ -26,6 +26,7 @@ from jlora.adapters.packing import NUMPY_DTYPES
 from jlora.adapters.registry import Record
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
+from jlora.cluster.routing.ways import PATH_BPS, PEER_BPS
 from jlora.cluster.secret import Secret
 from jlora.engine.loading import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
@@ -46,8 +47,6 @@ HEAD_S = 5.0  # to learn what a peer has
 SLOWEST_BPS = 10e6  # of a transfer that is worth waiting for
 RESUMES = 2  # times that a transfer from one peer goes on behind what has come
 LEARNING = 0.3  # weight of the latest measurement of a rate
-# Bytes per second before any were measured: a path is read, checked and packed.
-PEER_BPS, PATH_BPS = 1e9, 0.3e9
 KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
@@ -178,6 +177,11 @@ class Fetcher:
         self._slots = threading.BoundedSemaphore(AT_ONCE)
         self._peer_bps, self._path_bps = PEER_BPS, PATH_BPS
         self.fetched = 0  # versions that came from peers
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """Bytes per second that it expects from peers, and from paths."""
+        return self._peer_bps, self._path_bps
 
     def close(self) -> None:
         with self._lock:

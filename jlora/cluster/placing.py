@@ -96,14 +96,9 @@ class Load:
 
 
 class Placing:
-    """The placement of one controller, from `start` to `close`. `table` routes by it.
-
-    Attributes:
-        moved: fetches that it asked for.
-    """
+    """The placement of one controller, from `start` to `close`. `table` routes by it."""
 
     def __init__(self, controller: Controller, found: Found, table: Table, steps: Steps, system: System):
-        self.moved = 0
         self._controller = controller
         self._found = found
         self._table = table
@@ -194,7 +189,7 @@ class Placing:
             if self._asked.get(pair, 0.0) <= now and coming[name] < COMING:
                 coming[name] += 1
                 self._asked[pair] = now + AGAIN_S
-                self.moved += 1
+                self._controller.fetches += 1
                 version = self._controller.current(key.rpartition("@")[0])
                 answer = self._controller.calls.hold(at[name].address, version, self._controller.peers(version, name))
                 answer.future.add_done_callback(lambda done, pair=pair: _told(done, "come to", pair))

@@ -56,9 +56,11 @@ class Prompts:
             self._prefixes.left(name)
 
 
-def ask_of(request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({})) -> Ask:
-    """What a policy knows of a request."""
+def ask_of(
+    request: Request, version: Version | None, cached: Mapping[str, int] = MappingProxyType({}), outputs: float = 0.0
+) -> Ask:
+    """What a policy knows of a request; `outputs`: see `Ask`."""
     tokens = len(request.prompt) + sum(len(part.tokens) for part in request.done)
     key, rank = (None, 0) if version is None else (version.key, version.rank)
     session = f"{request.tenant}\0{request.session}" if request.session else ""
-    return Ask(key, rank, tokens, session, cached)
+    return Ask(key, rank, tokens, session, cached, outputs)

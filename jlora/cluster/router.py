@@ -35,7 +35,7 @@ from jlora.cluster.prompts import ask_of
 from jlora.cluster.routing.policy import Policy
 from jlora.engine.futures import done, failed, running, settle
 from jlora.errors import AlreadyExists, FailedPrecondition, Unavailable
-from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, Sink
+from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, RouterStats, Sink
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.types import AdapterInfo, Owners, PrefetchResult, ProfileResult, Request
@@ -145,7 +145,7 @@ class Router(Replica):
     async def _prefetch(self, request: Request) -> PrefetchResult:
         """Hints the replica that would have the request now. One that does not know the adapter yet does nothing."""
         version = self._dispatcher.version(request)
-        chosen = self._dispatcher.choose(ask_of(request, version))
+        chosen = self._dispatcher.choose(ask_of(request, version, outputs=self._dispatcher.pace.outputs))
         if chosen is None or chosen.channel is None:
             return PrefetchResult(False, 0, 0)
         message = wire.generate(request)
@@ -194,7 +194,8 @@ class Router(Replica):
         told = await self._each(look)
         view, links = self._dispatcher.books.view, self._dispatcher.links.values()
         members = [merged.member(one, view[one.name]) for one in links]
-        return merged.state(list(told.values()), members, self.info.config.cache.policy)
+        stats = RouterStats(self.balancing.moved, self._dispatcher.resumed, self._directory.fetches)
+        return merged.state(list(told.values()), members, self.info.config.cache.policy, stats)
 
     def owners(self) -> Future[Owners]:
         return self._run(self._owners())

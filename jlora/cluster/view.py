@@ -15,7 +15,7 @@ class Held:
 
     Attributes:
         waiting, running: largest rank of the adapter (0: the base) -> requests before, and after, their first token.
-        tokens: prompt tokens of those that wait.
+        tokens: prompt tokens of those that wait; uncached: those of them that the replica has to compute.
         context: tokens of those that run, prompts and outputs.
     """
 
@@ -23,6 +23,7 @@ class Held:
     running: Mapping[int, int] = field(default_factory=dict)
     tokens: int = 0
     context: int = 0
+    uncached: int = 0
 
     @property
     def count(self) -> int:
@@ -42,6 +43,8 @@ class ReplicaView:
         tiers: adapter version key -> "HBM", "HOST", "LOADING" or "DISK".
         ranks: adapter version key -> its largest rank.
         step_s: mean time of a step, as messages show it.
+        peer_bps, path_bps: bytes per second at which it has fetched adapters, from other replicas and from their
+            paths; 0: it has not said.
         held: what `sent` consists of.
     """
 
@@ -57,6 +60,8 @@ class ReplicaView:
     ranks: Mapping[str, int] = field(default_factory=dict)
     step_s: float = 0.0
     held: Held = Held()
+    peer_bps: float = 0.0
+    path_bps: float = 0.0
 
 
 View = Mapping[str, ReplicaView]

@@ -6,4 +6,5 @@ replica                       the product's scheduler and cache under a virtual 
 replay, observe, outcome      a run, its samples, its figures
 clairvoyant                   the policy that knows the future
 scenario                      puts these together; cli: `jlora sim`
+service, fleet, member        many replicas behind one router; plan: `jlora cluster plan`
 """

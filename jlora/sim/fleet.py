@@ -226,6 +226,7 @@ class Fleet(Pass):
             len(request.prompt) + sum(len(done.tokens) for done in request.done),
             str(turn.session),
             self._prefixes.cached(chain),
+            self._balancer.pace.outputs,
         )
 
     def _choose(self, live: Live, at: float) -> bool:
@@ -270,7 +271,7 @@ class Fleet(Pass):
         """A token of a request, or its end."""
         replica, ask = live.routed.replica, live.ask
         if live.outputs is None:
-            live.outputs, ask.first = 0, min(ask.first, now)
+            live.outputs, ask.first, ask.replica = 0, min(ask.first, now), ask.replica or replica
             self._books.began(replica, live.asked)
         live.outputs += 1
         self._books.told(replica, 1)

@@ -34,6 +34,7 @@ class Ask:
         sent: time at which its user sent it; first: time of its first token, infinity before that.
         usage, timing: of the whole answer; None until it is complete.
         refused: the replica can never hold the request.
+        replica: of many, the one that told the first token; "" before that.
     """
 
     turn: Turn
@@ -42,6 +43,7 @@ class Ask:
     usage: Usage | None = None
     timing: Timing | None = None
     refused: bool = False
+    replica: str = ""
 
 
 class Pass(ABC):

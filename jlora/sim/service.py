@@ -17,8 +17,9 @@ from jlora.cache.manager import Sizes
 from jlora.cluster.demand import operating_points
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
-from jlora.cluster.routing.routes import ROUTES, Known, load_s
+from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.cluster.routing.table import Table
+from jlora.cluster.routing.ways import Ways
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.fleet import Fleet
@@ -46,7 +47,7 @@ class Service:
         path_gbps: the same for an adapter that no other replica has in memory; 0: as `fetch_gbps`.
         fetch_latency_s: of each such fetch.
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
-        outputs: tokens of a mean answer, as the policies believe.
+        outputs: tokens of a mean answer, as the policies believe until the router has measured them.
         place: where adapters are ("": everywhere, or wherever requests went); requests then follow the placement's
             table, every `place_s` seconds a new one; `ahead`: see `jlora.cluster.homes.Rule`.
         balance: moves requests between the replicas; None: they stay where they were sent.
@@ -113,6 +114,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         "service": told(asks, end, service)
         | {"missed": missed(asks, service)}
         | stored(members, block_bytes)
+        | {"servers": servers(list(fleet.members.values()), asks)}
         | moved(fleet),
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
@@ -146,9 +148,9 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
     per_rank = sum(sizes) / max(sum(service.ranks), 1)
     host_s = per_rank / block_bytes * spec.link.block_s
-    fetch_s = per_rank / (service.fetch_gbps * 1e9) if service.fetch_gbps else 0.0
-    tiers = load_s(host_s, fetch_s)
-    known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, tiers, scenario.engine.max_seqs)
+    fetch_bps = 1e9 * service.fetch_gbps or math.inf
+    ways = Ways(host_s, per_rank, fetch_bps, 1e9 * service.path_gbps or fetch_bps)
+    known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
     chosen = Table({}) if route == TABLE else ROUTES[route](known)
@@ -224,6 +226,22 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
         "requests": sent,
         "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),
     }
+
+
+def servers(members: Sequence[Member], asks: Sequence[Ask]) -> list[dict[str, float]]:
+    """Of each replica that runs at the end: adapters there, and answers that it has begun with their TTFT."""
+    waits: dict[str, list[float]] = {member.name: [] for member in members}
+    for ask in asks:
+        if ask.replica in waits:
+            waits[ask.replica].append(ask.first - ask.sent)
+    return [
+        {
+            "adapters": member.stored,
+            "answers": len(waits[member.name]),
+            "ttft_p95_s": float(np.percentile(waits[member.name] or [0.0], 95)),
+        }
+        for member in members
+    ]
 
 
 def moved(fleet: Fleet) -> dict[str, int]:

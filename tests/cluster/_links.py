@@ -234,6 +234,7 @@ class FakeDirectory:
     versions: dict[str, Version] = field(default_factory=dict)
     uses: dict[str, int] = field(default_factory=dict)
     members: Any = None
+    fetches: int = 0
 
     def follow(self, members: Any) -> None:
         self.members = members

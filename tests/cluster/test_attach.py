@@ -91,6 +91,18 @@ def test_a_compiling_replica_may_be_silent_for_longer(ground: Ground):
     assert ground.lost
 
 
+def test_a_view_has_what_the_replica_tells_of_its_fetches(ground: Ground):
+    def told() -> tuple[float, float]:
+        view = ground.one.view()
+        return view.peer_bps, view.path_bps
+
+    assert told() == (0.0, 0.0)
+    ground.hear(peer_bps=2e9, path_bps=3e8)
+    assert told() == (2e9, 3e8)
+    ground.hear(peer_bps=float("nan"), path_bps=-1.0)
+    assert told() == (0.0, 0.0)
+
+
 def test_an_engine_that_stands_is_given_up_though_its_process_speaks(ground: Ground):
     patience = INFO.config.serve.heartbeat_s
     ground.hear(age_s=patience - 1)

@@ -150,3 +150,13 @@ def test_preload_stops_where_one_more_would_lower_the_least_tolerance():
     few = preload(rooms, [Wanted("cold", 8, 1.0, 7), Wanted("hot", 8, 9.0, 7), Wanted("warm", 8, 5.0, 7)])
     assert few.keys() == {"hot", "warm"} and all(few.values())
     assert preload({}, [Wanted("a", 8, 1.0, 1)]) == preload(rooms, []) == {}
+
+
+def test_the_pace_knows_the_mean_answer_and_follows_it():
+    pace = Pace()
+    for tokens in (10, 20, 60):
+        pace.served("x", Usage(40, 0, tokens), Timing())
+    assert pace.outputs == pytest.approx(30.0)
+    for _ in range(1000):
+        pace.served("x", Usage(40, 0, 500), Timing())
+    assert 480 < pace.outputs < 500

@@ -99,6 +99,12 @@ def test_an_idle_replica_goes_on_to_say_that_it_lives(links: tuple[Linked, Linke
     assert states[-1].blocks == 160 and states[-1].age_s < 60 and not states[-1].draining
 
 
+def test_a_replica_tells_how_fast_it_fetches(replicas: tuple[Running, Running]):
+    with linked(replicas[0].replica, rates=lambda: (2e9, 3e8)) as one, one.attach() as router:
+        told = router.until(lambda r: r.messages[1:])[0].state
+    assert (told.peer_bps, told.path_bps) == (2e9, 3e8)
+
+
 def test_a_step_is_one_message_and_begins_with_its_requests(links: tuple[Linked, Linked]):
     with links[0].attach() as router:
         for rid in range(1, 5):

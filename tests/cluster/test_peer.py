@@ -149,6 +149,8 @@ def test_a_version_comes_from_a_peer_without_its_files(world: World):
     assert world.taker.generate("a@1") == expected
     info = world.taker.engine.adapter("a@1").result(20)
     assert info.digest == world.version.digest and world.taker.fetcher.fetched == 1
+    peer_bps, path_bps = world.taker.fetcher.rates
+    assert 0 < peer_bps != 1e9 and path_bps == 1e6  # it has measured the one, and the test has told it the other
     assert world.giver.servicer.offsets == [-1, 0]
 
 

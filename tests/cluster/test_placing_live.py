@@ -149,12 +149,12 @@ def test_what_nobody_asks_for_stays_where_it_is(placed: tuple[World, Placing, Ta
     wait_for(lambda: traffic(world, placing) or len(homes(table)) == len(NAMES))
     settle(world, placing, table)
     wait_for(lambda: told(world) == held(world))
-    before, parts, asked = held(world), homes(table), placing.moved
+    before, parts, asked = held(world), homes(table), world.controller.fetches
     for _ in range(5):  # longer than a forecast remembers
         placing.step(world.controller.members())
     for _ in range(3):
         placing.look(world.controller.members())
-    assert parts and homes(table) == parts and held(world) == before and placing.moved == asked
+    assert parts and homes(table) == parts and held(world) == before and world.controller.fetches == asked
 
 
 def test_a_copy_is_dropped_only_when_every_home_has_the_adapter(
@@ -225,6 +225,7 @@ def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_dr
         port.load(placing).served(name, 10, 10, count)
     before = held(world)
     assert any(len(where) < 2 for name, where in before.items() if name != "d")
+    asked = world.controller.fetches
     placing.step(world.controller.members())
     wanted = port.planned(placing)
     assert wanted["a"] == {"r0", "r1"} and "d" not in wanted  # which nobody asks for
@@ -234,7 +235,7 @@ def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_dr
         return all(held(world)[name] >= where | before[name] for name, where in wanted.items())
 
     wait_for(come)
-    assert held(world)["d"] == before["d"] and placing.moved <= sum(map(len, wanted.values()))
+    assert held(world)["d"] == before["d"] and world.controller.fetches - asked <= sum(map(len, wanted.values()))
 
 
 @pytest.mark.slow
@@ -256,7 +257,7 @@ def test_more_adapters_than_host_tiers_hold_are_not_fetched_for_ever(
         moved = []
         for _ in range(60):
             placing.look(world.controller.members())
-            moved.append(placing.moved)
+            moved.append(world.controller.fetches)
             threading.Event().wait(0.05)
         assert moved[-1] <= 2 and moved[-1] == moved[30], "each host tier holds two, and a plan fills three quarters"
         assert world.ask(names[-1]).read() and all(len(world.ask(name, 4).read()) == 4 for name in names)

@@ -10,6 +10,7 @@ import pytest
 from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.routing.session import SLACK, SessionSticky
+from jlora.cluster.routing.sessions import Sessions
 from jlora.cluster.view import ReplicaView, View
 
 BASE = Ask(adapter=None, rank=0, prompt=100)
@@ -58,14 +59,30 @@ def test_a_session_stays_until_its_home_is_overloaded_or_gone():
 
 
 def test_without_a_session_the_cached_prompt_decides():
-    policy, ask = SessionSticky(), replace(BASE, cached={"a": 16, "b": 64})
+    sessions = Sessions()
+    policy, ask = SessionSticky(sessions), replace(BASE, cached={"a": 16, "b": 64})
     assert policy.choose(view(up("a"), up("b", sent=2)), ask, 0.0) == "b"
     assert policy.choose(view(up("a"), up("b", sent=9)), ask, 0.0) == "a"
-    assert len(policy) == 0
+    assert len(sessions) == 0
 
 
 def test_the_table_of_homes_is_bounded():
-    policy, both = SessionSticky(homes=3), view(up("a"), up("b"))
+    sessions, both = Sessions(most=3), view(up("a"), up("b"))
+    policy = SessionSticky(sessions)
     for i in range(10):
         policy.choose(both, replace(BASE, session=str(i)), float(i))
-    assert len(policy) == 3
+    assert len(sessions) == 3 and [sessions.home(str(i)) for i in (6, 7, 9)] == ["", "a", "a"]
+
+
+def test_among_equals_the_home_of_the_fewest_sessions_comes_first_then_the_one_that_rests():
+    sessions = Sessions(most=3)
+    order = lambda: sorted("abc", key=sessions.order)  # noqa: E731
+    for session, name in (("s", "a"), ("t", "b"), ("s", "c")):  # s has moved
+        sessions.served(session, name)
+    assert order() == ["a", "b", "c"]
+    sessions.served("", "a")  # without a session
+    sessions.served("t", "b")
+    assert order() == ["a", "c", "b"]
+    for session in "uv":  # the oldest session, s, is forgotten
+        sessions.served(session, "b")
+    assert sessions.home("s") == "" and order() == ["c", "a", "b"]

@@ -74,7 +74,7 @@ def test_what_predicts_needs_a_step_model_before_anything_starts(name: str, tmp_
 def test_a_fitted_router_weighs_load_cache_and_the_adapters_way(steps: str):
     policy = policy_of(config("jlora", engine__step_model=steps, cluster__slo_s=0.5))
     assert isinstance(policy, Jlora) and policy.slo_s == 0.5
-    assert 0 == policy.tiers["HBM"] < policy.tiers["HOST"] < policy.tiers["DISK"]
+    assert 0 < policy.ways.host_s and 0 < policy.ways.rank_bytes and policy.ways.path_bps < policy.ways.peer_bps
     idle, busy = ReplicaView("idle", "up"), ReplicaView("busy", "up", held=Held(running={0: 7}, context=700))
     view: View = {"busy": busy, "idle": idle}
     assert policy.choose(view, BASE, 0.0) == "idle"
@@ -180,3 +180,12 @@ def test_the_next_turn_of_a_chat_is_known_by_its_prompt_and_answer():
         wait_for(lambda: not len(port.dispatcher(made.router).table))
         submit(made, turn).wait()
         assert [dict(ask.cached) for ask in policy.asks] == [{}, {"r0": 32}]
+
+
+def test_policies_learn_how_long_answers_are():
+    policy = First()
+    with service(1, policy=policy) as made:
+        for number, tokens in enumerate((4, 8, 9)):
+            submit(made, request(f"r{number}", max_tokens=tokens)).wait()
+            wait_for(lambda: not len(port.dispatcher(made.router).table))
+    assert [ask.outputs for ask in policy.asks] == [0.0, 4.0, 6.0]

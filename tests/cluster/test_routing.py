@@ -9,9 +9,11 @@ import pytest
 from jlora.cluster.books import Books
 from jlora.cluster.routing.caraserve import CaraServe
 from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.dlora import DLora
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import Held, ReplicaView
 
 # Lines through CaraServe's Figure 5, which rounds to 0.1 ms: 24 requests of rank 32 against 16 of rank 64.
@@ -93,13 +95,79 @@ def test_most_idle_counts_other_routers_and_first_fit_fills_up():
 
 def test_jlora_goes_where_adapter_and_prefix_are_unless_that_costs_others_more():
     costs = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
-    policy = Jlora(costs, 1.0, tiers={"HOST": 0.001, "DISK": 0.01})
+    policy = Jlora(costs, 1.0, ways=Ways(0.001, 9e6, path_bps=1e9))
     cold, warm = replica("cold"), replica("warm", tiers={"a@1": "HBM"})
     assert policy.choose(view(cold, warm), ASK, 0.0) == "warm"
     known = replace(ASK, adapter=None, rank=0, cached={"warm": 90})
     assert policy.choose(view(cold, warm), known, 0.0) == "warm"
     busy = replace(warm, held=Held(running={64: 50}))
     assert policy.choose(view(cold, busy), ASK, 0.0) == "cold"
+
+
+LINEAR = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
+TURN = Ask(None, 0, 300, session="s")
+
+
+def test_jlora_returns_to_a_sessions_home_unless_it_is_busy():
+    policy = Jlora(LINEAR, 1.0)
+    a, b = replica("a"), replica("b")
+    assert policy.choose(view(a, b), TURN, 0.0) == "a"
+    assert policy.choose(view(a, b), replace(TURN, session="other"), 0.0) == "b"  # a has a session already
+    beside = replace(a, held=Held(waiting={0: 1}, tokens=100, uncached=100))
+    assert policy.choose(view(beside, b), replace(TURN, session="new"), 1.0) == "b"
+    turn = replace(TURN, cached={"a": 150})  # which alone is too little to go there
+    assert policy.choose(view(beside, b), replace(turn, session="new"), 1.0) == "b"
+    assert policy.choose(view(beside, b), turn, 1.0) == "a"
+    busy = replace(a, held=Held(waiting={0: 4}, tokens=400, uncached=400))
+    assert policy.choose(view(busy, b), turn, 2.0) == "b"
+    assert policy.choose(view(a, b), TURN, 3.0) == "b"  # it lives there now
+    assert policy.choose(view(a, replace(b, health="draining")), TURN, 4.0) == "a"
+
+
+def test_jlora_gives_idle_replicas_sessions_and_requests_in_turn():
+    policy, three = Jlora(LINEAR, 1.0), view(*map(replica, "abc"))
+    assert [policy.choose(three, replace(TURN, session=str(i)), 0.0) for i in range(6)] == list("abcabc")
+    assert [policy.choose(three, replace(TURN, session=""), 0.0) for _ in range(6)] == list("abcabc")
+
+
+def test_jlora_waits_only_for_what_is_not_in_the_cache():
+    known = replica("known", held=Held(waiting={0: 2}, tokens=2000, uncached=10))
+    other = replica("other", held=Held(waiting={0: 2}, tokens=200, uncached=200))
+    assert Jlora(LINEAR, 1.0).choose(view(known, other), replace(TURN, session=""), 0.0) == "known"
+
+
+def test_a_way_is_a_copy_from_the_host_and_a_fetch_before_it_from_elsewhere():
+    ways = Ways(host_s=0.001, rank_bytes=1e6, peer_bps=1e9, path_bps=1e8)
+    here = {tier: replica(tier, tiers={"a@1": tier}) for tier in ("HBM", "HOST", "DISK", "LOADING")}
+    ms = {tier: 1e3 * ways.seconds(one, ASK, peer=False) for tier, one in here.items()}
+    assert ms == pytest.approx({"HBM": 0.0, "HOST": 64.0, "DISK": 64 * 11.0, "LOADING": 32 * 11.0})
+    assert 1e3 * ways.seconds(replica("r"), ASK, peer=True) == pytest.approx(64 * 2.0)
+    assert ways.seconds(replica("r"), TURN, peer=False) == Ways().seconds(replica("r"), ASK, peer=False) == 0.0
+    told = replica("r", path_bps=2e9, peer_bps=5e8)  # the path is the faster one there
+    assert [1e3 * ways.seconds(told, ASK, peer) for peer in (False, True)] == pytest.approx([64 * 1.5] * 2)
+    assert not held(view(here["DISK"], here["LOADING"]), "a@1") and held(view(*here.values()), "a@1")
+    assert not held(view(replace(here["HBM"], health="down")), "a@1")
+
+
+@pytest.mark.parametrize("kind", [Jlora, DLora], ids=lambda kind: kind.__name__)
+def test_a_peer_is_nearer_than_the_disk(kind):
+    """A busier replica that has the adapter is worth its queue only while all others must read it from the disk."""
+    policy = kind(LINEAR, ways=Ways(0.0, 1e6, peer_bps=1e9, path_bps=5e6), **({"slo_s": 9.0} if kind is Jlora else {}))
+    idle, there = replica("idle"), replica("there", tiers={"a@1": "HBM"}, held=Held(running={0: 40}))
+    assert policy.choose(view(idle, there), ASK, 0.0) == "idle"
+    alone = replace(there, tiers={"a@1": "LOADING"})  # nobody has it yet
+    assert policy.choose(view(idle, alone), ASK, 0.0) == "there"
+
+
+@pytest.mark.parametrize("kind", [CaraServe, Jlora, DLora], ids=lambda kind: kind.__name__)
+def test_a_measured_answer_counts_more_than_a_belief(kind):
+    costs = RankCosts(0.01, 0.0, 1e-4, 1e-7, 1e-5, padded=False)
+    settings = {} if kind is DLora else {"slo_s": 9.0}
+    policy, short = kind(costs, outputs=9.0, **settings), kind(costs, outputs=9000.0, **settings)
+    cost = (lambda p, *a: p.pending_s(*a)) if kind is DLora else (lambda p, *a: p.cost(*a))
+    busy = replica("r", held=Held(running={8: 5}, context=600))
+    asked = replace(ASK, outputs=300.0)
+    assert cost(policy, busy, asked) == cost(short, busy, asked) != cost(policy, busy, ASK)
 
 
 def test_the_books_follow_a_request_from_send_to_end():
@@ -109,9 +177,9 @@ def test_the_books_follow_a_request_from_send_to_end():
     books.sent("r", replace(ASK, rank=8, prompt=5))
     seen = books.view["r"]
     assert (seen.sent, seen.running, seen.free_blocks) == (2, 2, 7)
-    assert seen.held == Held({64: 1, 8: 1}, {}, 105)
+    assert seen.held == Held({64: 1, 8: 1}, {}, 105, uncached=105)
     books.began("r", ASK)
-    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5, 100)
+    assert books.view["r"].held == Held({8: 1}, {64: 1}, 5, 100, uncached=5)
     books.told("r", 3)
     books.heard(ReplicaView("r", "up", running=1))
     assert books.view["r"].sent == 2 and books.view["r"].running == 1
@@ -119,3 +187,15 @@ def test_the_books_follow_a_request_from_send_to_end():
     books.ended("r", ASK, outputs=3)
     books.ended("r", replace(ASK, rank=8, prompt=5), outputs=None)
     assert books.view["r"].held == Held() and books.view["r"].sent == 0
+
+
+def test_the_books_know_what_a_replica_computes_of_prompts():
+    books, known = Books(), replace(ASK, cached={"r": 96, "elsewhere": 8})
+    books.heard(ReplicaView("r", "up"))
+    books.sent("r", known)
+    books.sent("r", ASK)
+    assert (books.view["r"].held.tokens, books.view["r"].held.uncached) == (200, 104)
+    books.began("r", known)
+    assert (books.view["r"].held.tokens, books.view["r"].held.uncached) == (100, 100)
+    books.ended("r", ASK, outputs=None)
+    assert (books.view["r"].held.tokens, books.view["r"].held.uncached) == (0, 0)

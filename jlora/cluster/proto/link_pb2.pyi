@@ -158,7 +158,7 @@ class Failure(_message.Message):
     def __init__(self, rid: _Optional[int] = ..., kind: _Optional[str] = ..., message: _Optional[str] = ..., elsewhere: _Optional[bool] = ...) -> None: ...
 
 class State(_message.Message):
-    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s", "host_blocks")
+    __slots__ = ("number", "steps", "running", "waiting", "free_blocks", "blocks", "draining", "compiling", "adapters", "age_s", "host_blocks", "peer_bps", "path_bps")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
@@ -170,6 +170,8 @@ class State(_message.Message):
     ADAPTERS_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     HOST_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    PEER_BPS_FIELD_NUMBER: _ClassVar[int]
+    PATH_BPS_FIELD_NUMBER: _ClassVar[int]
     number: int
     steps: int
     running: int
@@ -181,7 +183,9 @@ class State(_message.Message):
     adapters: _containers.RepeatedCompositeFieldContainer[Residency]
     age_s: float
     host_blocks: int
-    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ..., host_blocks: _Optional[int] = ...) -> None: ...
+    peer_bps: float
+    path_bps: float
+    def __init__(self, number: _Optional[int] = ..., steps: _Optional[int] = ..., running: _Optional[int] = ..., waiting: _Optional[int] = ..., free_blocks: _Optional[int] = ..., blocks: _Optional[int] = ..., draining: _Optional[bool] = ..., compiling: _Optional[bool] = ..., adapters: _Optional[_Iterable[_Union[Residency, _Mapping]]] = ..., age_s: _Optional[float] = ..., host_blocks: _Optional[int] = ..., peer_bps: _Optional[float] = ..., path_bps: _Optional[float] = ...) -> None: ...
 
 class Residency(_message.Message):
     __slots__ = ("key", "tier", "rank")

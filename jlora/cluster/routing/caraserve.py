@@ -15,7 +15,7 @@ class CaraServe:
 
     Attributes:
         slo_s: of a decode step; a replica that would exceed it costs `penalty_s` more.
-        outputs: mean tokens of an answer.
+        outputs: mean tokens of an answer, before the router has measured them.
     """
 
     costs: Costs
@@ -34,7 +34,7 @@ class CaraServe:
         prefill -= costs.prefill_s(held.waiting, held.tokens)
         exist = joined(held.running, held.waiting)
         after = costs.step_s(joined(exist, own))
-        score = prefill / self.outputs + after - costs.step_s(exist)
+        score = prefill / (ask.outputs or self.outputs) + after - costs.step_s(exist)
         if after > self.slo_s:
             score += self.penalty_s
         return score * held.count

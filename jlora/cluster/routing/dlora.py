@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, load_s, up
+from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
 
 
@@ -18,22 +18,24 @@ class DLora:
     here a batch takes as long as its answers do.
 
     Attributes:
-        outputs: mean tokens of an answer; batch: sequences that a replica runs at once.
-        tiers: seconds of an adapter's way to the device, per rank, by its tier at the replica.
+        outputs: mean tokens of an answer, before the router has measured them.
+        batch: sequences that a replica runs at once.
+        ways: of adapters to the device.
     """
 
     costs: Costs
     outputs: float = 64.0
     batch: int = 64
-    tiers: Mapping[str, float] = field(default_factory=dict)
+    ways: Ways = Ways()
 
     def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        best = min(up(view), key=lambda replica: self.pending_s(replica, ask), default=None)
+        peer = held(view, ask.adapter)
+        best = min(up(view), key=lambda replica: self.pending_s(replica, ask, peer), default=None)
         return None if best is None else best.name
 
-    def pending_s(self, replica: ReplicaView, ask: Ask) -> float:
-        """Seconds until the request begins."""
-        held = replica.held
-        load = load_s(self.tiers, replica, ask)
+    def pending_s(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
+        """Seconds until the request begins. `peer`: see `Ways.seconds`."""
+        held, outputs = replica.held, ask.outputs or self.outputs
+        load = self.ways.seconds(replica, ask, peer)
         step = self.costs.step_s(joined(held.running, held.waiting), held.context + held.tokens)
-        return load + held.count / self.batch * self.outputs * step
+        return load + held.count / self.batch * outputs * step

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, load_s, up
+from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.sessions import Sessions
+from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
 
 
@@ -18,34 +19,52 @@ class Jlora:
     the device, then every token at the pace of the batch that it joins. Time of the others: each of them waits
     for its prefill, and decodes more slowly from then on. All terms are seconds of answers, so none needs a weight.
 
+    A session's home costs less by the prefill of the prompt: elsewhere the next turn would compute it again. Among
+    equals, as idle replicas are, the order is that of `Sessions`.
+
     Attributes:
         slo_s: of a decode step; a replica that would exceed it costs `penalty_s` more.
-        outputs: mean tokens of an answer.
-        tiers: seconds of an adapter's way to the device, per rank, by its tier at the replica.
+        outputs: mean tokens of an answer, before the router has measured them.
+        ways: of adapters to the device.
     """
 
     costs: Costs
     slo_s: float
     outputs: float = 64.0
     penalty_s: float = 1e3
-    tiers: Mapping[str, float] = field(default_factory=dict)
+    ways: Ways = Ways()
+    sessions: Sessions = field(default_factory=Sessions)
 
     def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        best = min(up(view), key=lambda replica: self.cost(replica, ask), default=None)
-        return None if best is None else best.name
+        peer, home = held(view, ask.adapter), self.sessions.home(ask.session)
 
-    def cost(self, replica: ReplicaView, ask: Ask) -> float:
-        """Seconds."""
-        held, costs, outputs = replica.held, self.costs, self.outputs
+        def cost(replica: ReplicaView) -> tuple[float, tuple[int, int]]:
+            saved = self.saved_s(ask) if replica.name == home else 0.0
+            return self.cost(replica, ask, peer) - saved, self.sessions.order(replica.name)
+
+        best = min(up(view), key=cost, default=None)
+        if best is None:
+            return None
+        self.sessions.served(ask.session, best.name)
+        return best.name
+
+    def cost(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
+        """Seconds. `peer`: see `Ways.seconds`."""
+        held, costs, outputs = replica.held, self.costs, ask.outputs or self.outputs
         exist = joined(held.running, held.waiting)
         both = joined(exist, {ask.rank: 1})
         context = held.context + held.tokens
         computed = ask.prompt - ask.cached.get(replica.name, 0)
         before, after = costs.step_s(exist, context), costs.step_s(both, context + ask.prompt)
-        first = costs.step_s(both, context + ask.prompt, held.tokens + computed)
-        slower = first - costs.step_s(exist, context, held.tokens)
-        load = load_s(self.tiers, replica, ask)
+        first = costs.step_s(both, context + ask.prompt, held.uncached + computed)
+        slower = first - costs.step_s(exist, context, held.uncached)
+        load = self.ways.seconds(replica, ask, peer)
         mine = max(load, 0.5 * before if exist else 0.0) + first + outputs * after
         # How long an answer still is does not depend on how long it has been.
         theirs = held.count * (slower + outputs * (after - before))
         return mine + theirs + (self.penalty_s if after > self.slo_s else 0.0)
+
+    def saved_s(self, ask: Ask) -> float:
+        """Seconds of computing the prompt again, beyond those of any prefill."""
+        own = {ask.rank: 1}
+        return self.costs.prefill_s(own, ask.prompt) - self.costs.prefill_s(own, 1)

@@ -19,6 +19,7 @@ class Ask:
         prompt: tokens; those that an earlier attempt has generated count.
         session: what ties requests together that share a long prefix; "": nothing does.
         cached: replica -> tokens of the prompt that the router believes to be in its cache; a missing one has none.
+        outputs: mean tokens of an answer, as the router has measured them; 0: it has not.
     """
 
     adapter: str | None
@@ -26,6 +27,7 @@ class Ask:
     prompt: int
     session: str = ""
     cached: Mapping[str, int] = field(default_factory=dict)
+    outputs: float = 0.0
 
 
 class Policy(Protocol):
@@ -39,8 +41,3 @@ class Policy(Protocol):
 def up(view: View) -> list[ReplicaView]:
     """The replicas that take requests, in the order of the view."""
     return [replica for replica in view.values() if replica.health == "up"]
-
-
-def load_s(tiers: Mapping[str, float], replica: ReplicaView, ask: Ask) -> float:
-    """Seconds of the adapter's way to the device, where `tiers` has seconds per rank by its tier at the replica."""
-    return 0.0 if ask.adapter is None else ask.rank * tiers.get(replica.tiers.get(ask.adapter, "DISK"), 0.0)

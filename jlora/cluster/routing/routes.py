@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from jlora.cluster.routing.caraserve import CaraServe
@@ -16,6 +16,7 @@ from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
 from jlora.cluster.routing.table import Table
+from jlora.cluster.routing.ways import PATH_BPS, PEER_BPS, Ways
 from jlora.config import Config
 from jlora.errors import ConfigError
 from jlora.layout import PoolLayout
@@ -23,8 +24,6 @@ from jlora.step_model import FittedSteps
 
 UNFITTED = "it predicts times: set engine.step_model to a file of `jlora doctor fit`"
 LORASERVE = "loraserve"  # not in `ROUTES`: it routes by a placement that a controller makes
-# Bytes per second of an adapter that a replica must fetch or read first, before any were measured.
-FETCH_BPS = 0.3e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,8 +33,8 @@ class Known:
     Attributes:
         steps: predicts times; None: nobody has measured the replicas.
         slo_s: of a decode step.
-        outputs: mean tokens of an answer.
-        load_s: seconds per rank from a tier to the device.
+        outputs: mean tokens of an answer, before a router has measured them.
+        ways: of adapters to the device.
         batch: sequences that a replica runs at once.
     """
 
@@ -43,7 +42,7 @@ class Known:
     slo_s: float = math.inf
     outputs: float = 64.0
     seed: int = 0
-    load_s: Mapping[str, float] = field(default_factory=dict)
+    ways: Ways = Ways()
     batch: int = 64
 
     @property
@@ -62,8 +61,8 @@ ROUTES: Mapping[str, Callable[[Known], Policy]] = {
     "least-loaded": lambda known: LeastLoaded(),
     "sticky": lambda known: SessionSticky(),
     "caraserve": lambda known: CaraServe(known.costs, known.slo_s, known.outputs),
-    "dlora": lambda known: DLora(known.costs, known.outputs, known.batch, known.load_s),
-    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, tiers=known.load_s),
+    "dlora": lambda known: DLora(known.costs, known.outputs, known.batch, known.ways),
+    "jlora": lambda known: Jlora(known.costs, known.slo_s, known.outputs, ways=known.ways),
 }
 
 
@@ -74,7 +73,7 @@ def policy_of(config: Config) -> Policy:
         known = Known(slo_s=slo_s, seed=config.model.seed, batch=config.engine.max_seqs)
         if path:
             steps = FittedSteps.read(Path(path))
-            known = replace(known, steps=steps, load_s=tiers_of(steps))
+            known = replace(known, steps=steps, ways=ways_of(steps))
         return _placed(known) if name == LORASERVE else ROUTES[name](known)
     except ConfigError as e:
         raise ConfigError(f"cluster.routing = {name}: {e}") from e
@@ -87,12 +86,7 @@ def _placed(known: Known) -> Table:
     return Table({}, known.seed)
 
 
-def tiers_of(steps: FittedSteps) -> dict[str, float]:
-    """Seconds per rank from each tier to the device."""
+def ways_of(steps: FittedSteps) -> Ways:
+    """Of adapters on q, k, v and o. Replicas tell how fast they fetch as soon as they have."""
     size = steps.rank_blocks * PoolLayout.of(steps.spec, 2, steps.block_tokens, steps.chips).block_bytes
-    return load_s(size / steps.link_bps, size / FETCH_BPS)
-
-
-def load_s(host_s: float, fetch_s: float) -> dict[str, float]:
-    """The same, from the seconds from the host to the device and those from elsewhere to the host."""
-    return {"HBM": 0.0, "HOST": host_s, "LOADING": 0.5 * (host_s + fetch_s), "DISK": host_s + fetch_s}
+    return Ways(size / steps.link_bps, size, PEER_BPS, PATH_BPS)

@@ -42,6 +42,7 @@ class Snapshot:
         yield from self._cache()
         yield from self._engine()
         yield from self._adapters()
+        yield from self._router()
         yield from self._vllm()
         yield from self._vllm_cache()
         yield from self._vllm_times()
@@ -122,6 +123,29 @@ class Snapshot:
             cold.add_metric(("adapter", kind), histogram.buckets(), histogram.sum)
         cold.add_metric(("kv", "wait"), seen.kv_cold.buckets(), seen.kv_cold.sum)
         yield cold
+
+    def _router(self) -> Iterator[Metric]:
+        """The replicas behind a router, and what it has done; an engine has none of it."""
+        done = self.state.router
+        if done is None:
+            return
+        up = GaugeMetricFamily("jlora_replica_up", "1 for a replica that takes requests.", labels=("replica", "health"))
+        for one in self.state.members:
+            up.add_metric((one.name, one.health), one.health == "up")
+        yield up
+        for name, said in (
+            ("sent", "This router's live requests there."),
+            ("running", "Sequences in the batch of a replica."),
+            ("waiting", "Sequences in the queue of a replica."),
+            ("free_blocks", "Blocks of a replica's pool that hold nothing."),
+        ):
+            family = GaugeMetricFamily(f"jlora_replica_{name}", said, labels=("replica",))
+            for one in self.state.members:
+                family.add_metric((one.name,), getattr(one, name))
+            yield family
+        yield _counter("jlora_router_moves", "Requests that the balance has moved.", done.moves)
+        yield _counter("jlora_router_resumed", "Requests sent again after a loss, drain or refusal.", done.resumed)
+        yield _counter("jlora_placement_fetches", "Adapters that the placement has had replicas fetch.", done.fetches)
 
     @property
     def _labels(self) -> dict[str, str]:

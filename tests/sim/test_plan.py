@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from jlora.cluster import cli
-from jlora.cluster.plan import least
+from jlora.sim.plan import least
 
 
 @pytest.mark.parametrize("needed", range(1, 40))

@@ -1,0 +1,50 @@
+"""How long an adapter's way to a replica's device takes, by where the adapter is."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.view import ReplicaView, View
+
+# Bytes per second of a fetch before any were measured: from another replica, and from the path, which is read,
+# checked and packed.
+PEER_BPS, PATH_BPS = 1e9, 0.3e9
+
+
+@dataclass(frozen=True, slots=True)
+class Ways:
+    """From the device itself: nothing. From the host tier: a copy. From elsewhere: a fetch before it.
+
+    Attributes:
+        host_s: seconds per rank from the host tier to the device.
+        rank_bytes: of an adapter, per rank.
+        peer_bps, path_bps: bytes per second from another replica and from the path, where a replica has not told
+            its own; infinity: a fetch takes no time.
+    """
+
+    host_s: float = 0.0
+    rank_bytes: float = 0.0
+    peer_bps: float = math.inf
+    path_bps: float = math.inf
+
+    def seconds(self, replica: ReplicaView, ask: Ask, peer: bool) -> float:
+        """`peer`: some replica has the adapter in memory (`held`)."""
+        tier = "HBM" if ask.adapter is None else replica.tiers.get(ask.adapter, "DISK")
+        if tier == "HBM":
+            return 0.0
+        if tier == "HOST":
+            return ask.rank * self.host_s
+        bps = replica.path_bps or self.path_bps
+        if peer:  # a replica takes the faster way
+            bps = max(bps, replica.peer_bps or self.peer_bps)
+        whole = ask.rank * (self.host_s + self.rank_bytes / bps)
+        return 0.5 * whole if tier == "LOADING" else whole
+
+
+def held(view: View, adapter: str | None) -> bool:
+    """Whether a replica that is up has the adapter in its memory, from where others fetch it."""
+    return adapter is not None and any(
+        replica.health == "up" and replica.tiers.get(adapter) in ("HBM", "HOST") for replica in view.values()
+    )
