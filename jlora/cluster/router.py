@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-TICK_S = 0.05
+TICK_S = 0.05  # between two looks: far less than `attach.LATE_S`, after which a pause is this process's own
 ASK_S = 2.0  # for a replica's state
 PROFILE_S = 90.0
 CLOSE_S = 5.0

@@ -49,9 +49,16 @@ def dispatcher(router: Router) -> Dispatcher:
     return router._dispatcher
 
 
-def ticked(dispatcher: Dispatcher) -> float:
-    """When the last tick was."""
-    return max(one._ran for one in dispatcher.links.values())
+def ticks(patch: pytest.MonkeyPatch) -> list[int]:
+    """How often routers tick, from now on."""
+    tick, count = Dispatcher.tick, [0]
+
+    def counted(self: Dispatcher) -> None:
+        tick(self)
+        count[0] += 1
+
+    patch.setattr(Dispatcher, "tick", counted)
+    return count
 
 
 def sends_per_round(patch: pytest.MonkeyPatch) -> list[int]:
