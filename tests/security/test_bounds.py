@@ -10,6 +10,7 @@ import pytest
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.session import SessionSticky
+from jlora.cluster.routing.sessions import Sessions
 from jlora.cluster.view import ReplicaView
 from jlora.errors import LimitReached
 from jlora.serve.access.tenants import Tenants
@@ -24,9 +25,9 @@ Filled = tuple[Callable[[], int], int]
 
 
 def sessions() -> Iterator[Filled]:
-    policy = SessionSticky(homes=1000)
-    view = {"one": ReplicaView("one", "up")}
-    yield lambda: len(policy), 1000
+    homes = Sessions(most=1000)
+    policy, view = SessionSticky(homes), {"one": ReplicaView("one", "up")}
+    yield lambda: len(homes), 1000
     for i in range(KEYS):
         policy.choose(view, Ask(None, 0, 8, session=f"session {i}"), 0.0)
 

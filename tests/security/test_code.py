@@ -20,7 +20,7 @@ from tests.test_architecture import PACKAGE, sources
 READS_CODE = {"pickle", "_pickle", "cloudpickle", "dill", "marshal", "shelve", "joblib", "jsonpickle", "yaml", "torch"}
 RUNS_CODE = {"eval", "exec", "compile", "__import__"}
 # Modules that name what they import; each takes it from a table or a constant of its own (C4).
-IMPORTERS = {"cli", "cluster.child", "engine.compile_cache", "serve.console", "sim.world.report"}
+IMPORTERS = {"cli", "cluster.child", "cluster.cli", "engine.compile_cache", "serve.console", "sim.world.report"}
 # They open connections to addresses that they are given (C7). The hub's files come before the server listens.
 FETCHES = {"urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "ftplib", "huggingface_hub"}
 FETCHERS = {"model.hub"}
