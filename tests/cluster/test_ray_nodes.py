@@ -26,9 +26,10 @@ from tests.cluster.test_ray import ray_starts
 
 __all__ = ["ray_starts"]  # skips this module, too, where Ray does not start
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(900)]
 
 TOKENS = 100
+STARTS = 2  # a Ray that gets no processor for a while gives itself up
 
 
 @dataclass
@@ -76,21 +77,35 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
         patch.setenv(name, value)
     env = {**os.environ, **SETTINGS, "RAY_AUTH_TOKEN_PATH": str(folder / "ray"), "HOME": str(folder)}
     with tempfile.TemporaryDirectory(prefix="jlora-", ignore_cleanup_errors=True) as short:  # Ray's sockets
-        command = [sys.executable, "-m", "tests.cluster._ray_cluster", short]
+        process, address = started([sys.executable, "-m", "tests.cluster._ray_cluster", short], env)
+        try:
+            yield Nodes(process, address, folder, folder / "model")
+        finally:
+            patch.undo()
+            end(process)
+
+
+def started(command: list[str], env: dict[str, str]) -> tuple[subprocess.Popen[str], str]:
+    """A Ray that runs, and its address."""
+    for _ in range(STARTS):
         process = subprocess.Popen(
             command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
-        try:
-            assert process.stdout is not None
-            lines = (line.strip() for line in process.stdout)
-            yield Nodes(process, next(line for line in lines if ":" in line), folder, folder / "model")
-        finally:
-            patch.undo()
-            left = {process.pid} | _processes.descendants(process.pid)
-            process.communicate()  # it shuts Ray down
-            for pid in left:
-                if not gone(pid):
-                    os.kill(pid, signal.SIGKILL)
+        assert process.stdout is not None
+        address = next((line.strip() for line in process.stdout if ":" in line), "")
+        if address:
+            return process, address
+        end(process)
+    raise AssertionError("Ray has not started")
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Ends a Ray, with all that it has left."""
+    left = {process.pid} | _processes.descendants(process.pid)
+    process.communicate()  # it shuts Ray down
+    for pid in left:
+        if not gone(pid):
+            os.kill(pid, signal.SIGKILL)
 
 
 def asked() -> list[pb.GenerateRequest]:

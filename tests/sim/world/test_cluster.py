@@ -26,7 +26,7 @@ from jlora.sim.world import report
 from jlora.sim.world.cluster.sites import SITES
 from jlora.types import Request, TokenEvent
 
-SEEDS = range(500)
+SEEDS = range(700)
 STEPS = 200
 LEAST = 100  # times that each site strikes within the seeds
 
@@ -277,7 +277,7 @@ PLANTED: list[Any] = [
     (full_replicas_refuse_at_once, r"has failed: QueueFull"),
     (what_the_registry_has_is_not_on_its_disk, "the registry's file has"),
     pytest.param(a_pin_reads_what_its_path_has, r"token \d+ of completion \d+ is not what", marks=pytest.mark.slow),
-    (a_replica_that_comes_is_not_asked_for_its_pins, "pins differ from the registry's"),
+    pytest.param(a_replica_that_comes_is_not_asked_for_its_pins, "pins differ", marks=pytest.mark.slow),
     pytest.param(a_missed_pin_is_not_made_good, "pins differ from the registry's", marks=pytest.mark.slow),
 ]
 
