@@ -187,6 +187,7 @@ def test_a_copy_is_dropped_only_when_every_home_has_the_adapter(
     assert dropped == [(next(m.address for m in world.controller.members() if m.name == "r0"), version.key)]
 
 
+@pytest.mark.slow
 def test_an_adapter_that_does_not_come_keeps_its_places(
     placed: tuple[World, Placing, Table], monkeypatch: pytest.MonkeyPatch
 ):
