@@ -217,6 +217,7 @@ def test_an_adapter_that_does_not_come_keeps_its_places(
     assert all(homes(table)[name] == before[name] for name in lacking)
 
 
+@pytest.mark.slow
 def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_drops_nothing(
     placed: tuple[World, Placing, Table],
 ):
