@@ -66,6 +66,8 @@ def _bytes(x: Any) -> int:
 
 @pytest.mark.parametrize("stacked", [False, True])
 def test_merging_needs_little_memory_on_a_cpu(stacked: bool, record_property: Any):
+    if stacked and jax.__version_info__ < (0, 12):
+        pytest.skip("on a CPU this jax copies a stack of layers to take an adapter out; layers are no stack there")
     mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",), axis_types=(AxisType.Auto,))
     check(mesh, stacked, "CPU", record_property)
 
