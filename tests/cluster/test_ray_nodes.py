@@ -122,7 +122,7 @@ def run(running: Service) -> list[Stream]:
 def test_a_service_without_room_says_what_ray_has(nodes: Nodes):
     """It neither waits in silence nor leaves anything."""
     words = [sys.executable, "-m", "jlora", "cluster", "--model", str(nodes.model), "--port", "0", *nodes.service()]
-    settings = ["cluster.name=large", "cluster.resources.CPU=64", "cluster.place_s=2"]
+    settings = ["cluster.name=large", "cluster.resources.CPU=64", "cluster.place_s=20"]
     ended = subprocess.run([*words, *settings], cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert ended.returncode == 1
     assert re.search(r"Ray finds no room for so many with CPU 64 each .* it has CPU 2 \(2 free\)", ended.stderr)
