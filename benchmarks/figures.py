@@ -154,6 +154,7 @@ def placement(study: Study, path: Path) -> None:
     """TTFT by the tenth of the run in which a request came, through the shifting skew: a panel per kernel and run."""
     rows = study.rows[study.rows["skew"] == "shifting"]
     groups = list(rows.groupby(["cell", "kernel", "seed"], sort=False))
+    colours = {side: f"C{i}" for i, side in enumerate(rows["side"].unique())}
     figure, panels = _grid(len(groups), 4, (3.4, 2.6))
     for axes, ((cell, kernel, seed), group) in zip(panels, groups, strict=True):
         for side, mine in group.groupby("side", sort=False):
