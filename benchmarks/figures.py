@@ -159,9 +159,8 @@ def placement(study: Study, path: Path) -> None:
     for axes, ((cell, kernel, seed), group) in zip(panels, groups, strict=True):
         for side, mine in group.groupby("side", sort=False):
             parts = mine["ttft_parts_s"].iloc[0]
-            axes.plot(
-                range(1, len(parts) + 1), parts, marker=".", label=side, linewidth=2 if side == "loraserve" else 1
-            )
+            width = 2 if side == "loraserve" else 1
+            axes.plot(range(1, len(parts) + 1), parts, marker=".", label=side, linewidth=width, color=colours[side])
         axes.set(yscale="log", xlabel="tenth of the run")
         axes.set_title(f"{cell}\n{kernel}, seed {seed:.0f}", fontsize=6)
     _finish(figure, path)
