@@ -154,13 +154,13 @@ def placement(study: Study, path: Path) -> None:
     """TTFT by the tenth of the run in which a request came, through the shifting skew: a panel per kernel and run."""
     rows = study.rows[study.rows["skew"] == "shifting"]
     groups = list(rows.groupby(["cell", "kernel", "seed"], sort=False))
+    colours = {side: f"C{i}" for i, side in enumerate(rows["side"].unique())}
     figure, panels = _grid(len(groups), 4, (3.4, 2.6))
     for axes, ((cell, kernel, seed), group) in zip(panels, groups, strict=True):
         for side, mine in group.groupby("side", sort=False):
             parts = mine["ttft_parts_s"].iloc[0]
-            axes.plot(
-                range(1, len(parts) + 1), parts, marker=".", label=side, linewidth=2 if side == "loraserve" else 1
-            )
+            width = 2 if side == "loraserve" else 1
+            axes.plot(range(1, len(parts) + 1), parts, marker=".", label=side, linewidth=width, color=colours[side])
         axes.set(yscale="log", xlabel="tenth of the run")
         axes.set_title(f"{cell}\n{kernel}, seed {seed:.0f}", fontsize=6)
     _finish(figure, path)

@@ -109,6 +109,11 @@ def growth(study: Study) -> pd.DataFrame:
 SLA_S = 1.0  # 95th percentile of TTFT: a run of half a minute cannot queue for the paper's ten seconds
 
 
+def played(study: Study, figure: str) -> bool:
+    """Whether there are runs of a figure."""
+    return figure in set(study.rows["figure"])
+
+
 def grid(study: Study, figure: str, kernel: str, by: Sequence[str], form: Callable[[Row], str]) -> pd.DataFrame:
     """The runs of a figure of LoRAServe's: a line for each value of `by`, a column for each side."""
     made: dict[tuple[Any, ...], dict[str, str]] = {}
@@ -166,6 +171,8 @@ def _of(study: Study, figure: str, kernel: str) -> list[Row]:
 
 
 def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
