@@ -4,7 +4,7 @@ PYTHON := .venv/bin/python
 # One worker more than cores: many tests wait for a process or a clock. In the order of the rooms: by their
 # number of tests, the files of the longest tests would come last.
 WORKERS = $(shell echo $$(($$(getconf _NPROCESSORS_ONLN) + 1)))
-PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST = JAX_PLATFORMS=cpu $(PYTHON) -m pytest -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .PHONY: demo demo-cluster test test-all fuzz setup lint bench soak train-demo proto supply lock sbom audit release clean
 

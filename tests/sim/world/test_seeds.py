@@ -20,7 +20,7 @@ def test_a_few_seeds_hold():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(600)
 def test_seeds_hold_and_every_site_strikes():
     """The seeds of CI. `jlora sim faults` plays any others."""
     played = list(report.run("engine", range(SEEDS), STEPS, processes=2))
