@@ -15,7 +15,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -51,6 +51,10 @@ TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
 # Takes what requests of any router have taken of an adapter: its name, tokens of prompts and answers, their number.
 Served = Callable[[str, int, int, int], None]
 NONE_UP = "no replica is up that could read the adapter; try again later"
+
+
+def _message(version: Version, load: Load) -> pb.LoadAdapterRequest:
+    return pb.LoadAdapterRequest(name=version.key, path=version.path, pinned=load.pinned, replace=True, lazy=load.lazy)
 
 
 @dataclass(slots=True)
@@ -133,9 +137,8 @@ class Controller(Directory):
         name = check_name(load.name)
         if not load.replace:
             self._check_free(name)
-        version = Version(name, self.registry.number(), os.path.abspath(load.path))
-        with self._kept(version.key):
-            info = self._read(version, load, lambda: not answer.cancelled())
+        with ExitStack() as kept:
+            version, info = self._read(load, lambda: not answer.cancelled(), kept)
             try:
                 if load.pinned:
                     self._pin_everywhere(replace(version, digest=info.digest), True)
@@ -150,26 +153,33 @@ class Controller(Directory):
                 raise
         return replace(info, name=name, uid=version.number, pinned=load.pinned)
 
-    def _read(self, version: Version, load: Load, wanted: Callable[[], bool]) -> AdapterInfo:
-        """Has one replica read and check a new version; if it dies meanwhile, another one."""
-        message = pb.LoadAdapterRequest(
-            name=version.key, path=version.path, pinned=load.pinned, replace=True, lazy=load.lazy
-        )
+    def _read(self, load: Load, wanted: Callable[[], bool], kept: ExitStack) -> tuple[Version, AdapterInfo]:
+        """Has one replica read and check a new version; if it dies meanwhile, another one.
+
+        Each has a version of its own, kept until `kept` closes: the first may come back, with other files' weights.
+        """
         tried: set[str] = set()
         error: JloraError | None = None
         while (member := next((m for m in self.by_room() if m.name not in tried), None)) is not None:
             tried.add(member.name)
+            version = self._version(load, kept)
             try:
-                answer = self.calls.load(member.address, message)
-                return answer.result(lambda at=member: wanted() and self._is_up(at))
+                answer = self.calls.load(member.address, _message(version, load))
+                return version, answer.result(lambda at=member: wanted() and self._is_up(at))
             except (Unavailable, ResourceExhausted) as e:
                 log.warning("adapter %s is not read at replica %s: %s", version.key, member.name, e)
                 error = e
             if not wanted():
                 raise CancelledError
         if error is None and load.lazy:
-            return self._found.scan(version)  # what its files' headers say; a replica reads the rest in time
+            version = self._version(load, kept)
+            return version, self._found.scan(version)  # what its files' headers say; a replica reads the rest in time
         raise error or Unavailable(NONE_UP)
+
+    def _version(self, load: Load, kept: ExitStack) -> Version:
+        version = Version(load.name, self.registry.number(), os.path.abspath(load.path))
+        kept.enter_context(self._kept(version.key))
+        return version
 
     def _publish(self, row: Row) -> None:
         """Requests see the version from now on; the one before is dropped after its last request."""

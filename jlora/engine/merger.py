@@ -106,13 +106,15 @@ class Merger:
         return factors + sum(lost.nbytes for lost in self._lost.values())
 
     def prepare(self) -> None:
-        """Takes the digests, compiles every program, and measures how long a piece takes."""
+        """Takes the digests, compiles every program, and measures how long a piece of the largest rank takes."""
         found = {where: self._digest(*where) for where in self._places()}
         self._digests = {where: int(digest) for where, digest in found.items()}
         layout = self._base.layout
-        zeros = np.zeros((1, 1, *layout.block_shape[1:]), jax.numpy.dtype(layout.dtype))
+        shape, dtype = (1, *layout.block_shape[1:]), jax.numpy.dtype(layout.dtype)
+        counts = {name: -(-self._base.max_rank // layout.units[name].per_block) for name in PROJECTIONS}
+        blocks = [name for name, count in counts.items() for _ in range(count)]
         for _ in range(2):  # the first time compiles
-            self.begin(PROJECTIONS, lambda blocks, layers: zeros)
+            self.begin(blocks, lambda which, layers: np.zeros((len(which), *shape), dtype))
             while self.measure() is None:
                 pass
             began = self._clock()
@@ -123,7 +125,7 @@ class Merger:
             for _ in GROUPS:
                 self.back()
             assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
-        self._blocks, self._read = {}, None
+        self.forget()
 
     def begin(self, projections: Sequence[str], read: Read) -> None:
         """The next merge is of this adapter; reads nothing yet."""
@@ -133,6 +135,10 @@ class Merger:
             blocks.setdefault(name, []).append(index)
         self._blocks, self._read = blocks, read
         self._probe, self._loss = None, None
+
+    def forget(self) -> None:
+        """Gives back what a measurement under way holds, on the host and on the device."""
+        self._blocks, self._read, self._probe = {}, None, None
 
     def measure(self) -> Loss | None:
         """Goes one piece on with measuring what the merge would lose; the loss when it is known.

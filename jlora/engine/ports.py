@@ -219,6 +219,10 @@ class Merger(Protocol):
         """
         ...
 
+    def forget(self) -> None:
+        """Nobody wants the adapter any more, and nothing of it is merged: a measurement under way ends."""
+        ...
+
     def measure(self) -> Loss | None:
         """Goes one piece on with measuring what the merge would lose; the loss when it is known."""
         ...

@@ -85,6 +85,9 @@ class Switching(Turns):
             self.policy.adapter = None if found is None else found.node
         merged = self._node if merger.done else None
         self._target = self.policy.choose(now, merged, switch_s)
+        if self._node not in (None, self._target) and not merger.done and not self.policy.live[self._node]:
+            merger.forget()  # a measurement may hold a copy of the model's largest layer
+            self._node = None
 
     def advance(self, usual_s: float) -> bool:
         """Goes on with the switch under way for about the time of a usual step.

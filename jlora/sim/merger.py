@@ -32,6 +32,9 @@ class ModelledMerger:
     def begin(self, projections: Sequence[str], read: Read) -> None:
         """A modelled adapter has no factors."""
 
+    def forget(self) -> None:
+        """It holds nothing."""
+
     def measure(self) -> Loss:
         """At once."""
         return Loss(1.0, 0.0)

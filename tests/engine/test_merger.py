@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import random
 from collections.abc import Callable, Sequence
@@ -105,6 +106,19 @@ def switch(world: World, times: int) -> None:
             merger.back()
         assert merger.whole() and world.bits() == before
     assert merger.moved > 0 and not merger.reloads
+
+
+def test_a_measurement_that_is_given_up_holds_nothing(tmp_path: Path):
+    world = World(tmp_path, "bfloat16", 1, stacked=True)
+    gc.collect()
+    before = sum(array.nbytes for array in jax.live_arrays())
+    world.begin("some")
+    for _ in range(3):
+        assert world.merger.measure() is None
+    assert sum(array.nbytes for array in jax.live_arrays()) > before
+    world.merger.forget()
+    gc.collect()
+    assert sum(array.nbytes for array in jax.live_arrays()) <= before
 
 
 def test_no_step_reads_more_than_one_layer_of_an_adapter(tmp_path: Path):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -17,6 +18,10 @@ class Counted:
 
     def __init__(self) -> None:
         self.done, self.pieces, self.piece_s, self.host_bytes, self.reloads = 0, 4, 0.1, 0, 0
+        self.forgotten = 0
+
+    def forget(self) -> None:
+        self.forgotten += 1
 
     def forward(self) -> None:
         self.done += 1
@@ -60,3 +65,17 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.
     assert switching.advance(0.1) and merger.done == 1
     node.coming = True  # it left the device and comes again: it is merged in part, and the host does not help it
     assert switching.advance(0.1) and merger.done == 2
+
+
+@pytest.mark.parametrize("live,forgotten", [(1, 0), (0, 1)])
+def test_a_measurement_for_which_nobody_asks_any_more_gives_its_memory_back(
+    monkeypatch: pytest.MonkeyPatch, live: int, forgotten: int
+):
+    merger: Any = Counted()
+    node, none = AdapterNode(1, 3), cast(Any, None)
+    policy: Any = SimpleNamespace(refused=set(), live=Counter({node: live}), choose=lambda *_: None)
+    switching = Switching(policy, merger, none, none)
+    port.take_for_measured(switching, node, monkeypatch)
+    switching.decide(0.0)
+    switching.decide(0.1)
+    assert merger.forgotten == forgotten

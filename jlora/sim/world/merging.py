@@ -50,6 +50,10 @@ class Weights:
         assert not self.done, "another adapter is merged"
         self._read = lambda: hash(tuple(read(range(len(projections)), slice(0, 1))))
 
+    def forget(self) -> None:
+        assert not self.done, "the adapter is merged"
+        self._read = int
+
     def measure(self) -> Loss:
         self._sites.lack("merge.measure")
         return Loss(2.0 if self._sites.fires("merge.refused") else 1.0, 0.0)
