@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks import tables
 from benchmarks.__main__ import GROUPS, STUDIES
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
@@ -90,8 +91,10 @@ def test_gaps_are_measured_under_attacks(tmp_path: Path):
     assert set(lines[1]["answers"]) <= {"INVALID_ARGUMENT", "DATA_LOSS"} and lines[2]["answers"]["NOT_FOUND"] >= 8
     assert lines[3]["answers"]["ALREADY_EXISTS"] > lines[3]["answers"]["OK"] > 0 < lines[-1]["answers"]["OK"]
     assert render("gaps", tmp_path / "out", draw=False)
-    page = (tmp_path / "out" / "gaps.md").read_text()
-    assert "| FIFOs for files | " in page and "of 4 attacks" in page and "Server: this one." in page
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    found = read(path)
+    assert list(tables.gaps(found, "attacks")[""]) == only and "of 4 attacks" in tables.gaps_verdict(found)
+    assert list(tables.gaps(found, "loads")[""]) == ["idle", "large adapters"]
 
 
 @pytest.mark.slow
@@ -101,6 +104,17 @@ def test_no_token_is_lost_or_doubled_while_replicas_are_killed(tmp_path: Path):
     assert len(totals) == 2 and all(line["answers"] > 0 for line in totals)
     assert [(line["wrong_tokens"], line["errors"]) for line in totals] == [(0, 0)] * 2
     assert any(line["side"] == "kill" for line in lines)
+
+
+@pytest.mark.slow
+def test_answers_pause_while_their_replica_is_away_and_lose_nothing(tmp_path: Path):
+    lines = study(tmp_path, "pauses")
+    sides = {line["side"]: line for line in lines}
+    assert {"SIGKILL", "SIGSTOP"} <= sides.keys()
+    assert all(sides[name]["back_s"] > 0.5 and sides[name]["answers"] >= 0 for name in ("SIGKILL", "SIGSTOP"))
+    total = sides["disturbed in all"]
+    assert total["answers"] > 0 and (total["wrong_tokens"], total["errors"]) == (0, 0)
+    assert render("pauses", tmp_path / "out", draw=False)
 
 
 @pytest.mark.slow
@@ -149,7 +163,7 @@ def test_two_checkouts_are_compared_in_turn(tmp_path: Path, capsys: pytest.Captu
     lines = study(tmp_path, "compare", here, here, "--studies", "throughput")
     assert [(line["cell"], line["side"]) for line in lines] == [("throughput", side) for side in ("old", "new") * 2]
     assert all(line["jlora seconds"] > 0 for line in lines)
-    assert "| throughput | jlora seconds |" in capsys.readouterr().out
+    assert "jlora seconds" in capsys.readouterr().out, "the table is printed"
 
 
 @pytest.mark.slow
@@ -256,9 +270,11 @@ def test_the_page_of_starts_compares_two_commits_whatever_the_older_one_tells(tm
     for _ in range(2):
         Cell(records, "startup").add({"old": old, "new": {**old, **phases, "cached seconds": 4.5}})
     assert render("start-up", tmp_path, draw=False)
-    page = (tmp_path / "start-up.md").read_text()
-    assert "is ready 4.5 s" in page and "after 9.0 s" in page
-    assert "| cached | aaa | 9.0 |  |" in page and "| cached | bbb | 4.5 | 1.5 | 1.5 | 1.5 | 9.0 | 2.00" in page
+    rows = tables.startup(read(tmp_path / "compare-startup-float32.jsonl")).set_index(["start", "commit"])
+    older, newer = rows.loc[("cached", "aaa")], rows.loc[("cached", "bbb")]
+    assert (older["ready"], older["weights"], older["old / new"]) == ("9.0", "", "")
+    assert (newer["ready"], newer["weights"], newer["programs"]) == ("4.5", "1.5", "1.5")
+    assert newer["old / new"].startswith("2.00") and rows.loc[("cold", "bbb"), "ready"] == "9.0"
 
 
 def test_a_page_of_results_names_a_study_that_is_there_or_says_that_it_left():
@@ -283,8 +299,6 @@ def test_routing_is_played_with_both_kernels_under_every_policy(tmp_path: Path):
     }
     assert all(line["unfinished"] == 0 and 0 < line["attainment"] <= 1 for line in lines)
     assert render("cluster-routing", tmp_path / "out", draw=False)
-    page = (tmp_path / "out" / "cluster-routing.md").read_text()
-    assert "## Padded kernels" in page and "| Figure 20 | jlora |" in page
 
 
 @pytest.mark.parametrize("name", ["cluster-migration", "cluster-placement"])
@@ -293,8 +307,6 @@ def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name:
     sides = cluster_migration.SIDES if name == "cluster-migration" else cluster_placement.SIDES
     assert {line["side"] for line in lines} == set(sides) and all(line["unfinished"] == 0 for line in lines)
     assert render(name, tmp_path / "out", draw=False)
-    page = (tmp_path / "out" / f"{name}.md").read_text()
-    assert all(f"| {side} |" in page for side in sides)
 
 
 @pytest.mark.slow
@@ -304,13 +316,3 @@ def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     assert {line["kernel"] for line in lines} == {"padded", "unpadded"}
     assert all(line["unfinished"] == 0 and 0 <= line["attainment"] <= 1 for line in lines)
     assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
-
-
-@pytest.mark.slow
-def test_a_prediction_stands_beside_what_real_replicas_measured(tmp_path: Path):
-    lines = study(tmp_path, "cluster-real")
-    sides = {line["side"]: line for line in lines}
-    assert set(sides) == {"measured", "predicted"} and sides["measured"]["failed"] == 0
-    assert sides["measured"]["requests"] == sides["predicted"]["requests"] > 0
-    assert all(line["ttft_s"] > 0.02 and line["tpot_s"] > 0.015 for line in lines)
-    assert render("cluster-real", tmp_path / "out", draw=False)

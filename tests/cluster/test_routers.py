@@ -83,9 +83,9 @@ def world(text_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield World(seats, text_model, token)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def first(world: World) -> Iterator[Service]:
-    """The controller."""
+    """The controller. A test without it has another: one would take the other's adapters from the replicas."""
     with world.router() as made:
         yield made
 

@@ -264,7 +264,7 @@ PLANTED: list[Any] = [
     (a_deadline_is_of_another_clock, "was aborted, and nobody asked for it"),
     (silence_is_of_the_wall_clock, "has not ended|is not served|without a reason"),
     (an_old_epoch_is_accepted, "without a reason: the replica has ended the stream"),
-    pytest.param(what_waits_for_a_replica_has_no_bound, r"\d+ messages wait for", marks=pytest.mark.slow),
+    (what_waits_for_a_replica_has_no_bound, r"\d+ messages wait for"),
     (a_lost_routers_requests_run_on, "is not served|runs on, and its router is gone"),
     (a_router_never_resumes, "has not ended|is not served"),
     (a_failed_step_ends_its_neighbours, "which nothing struck: Unavailable: a step has failed"),
@@ -276,10 +276,19 @@ PLANTED: list[Any] = [
     (moves_have_no_bound, r"has moved 3 times"),
     (full_replicas_refuse_at_once, r"has failed: QueueFull"),
     (what_the_registry_has_is_not_on_its_disk, "the registry's file has"),
-    pytest.param(a_pin_reads_what_its_path_has, r"token \d+ of completion \d+ is not what", marks=pytest.mark.slow),
-    pytest.param(a_replica_that_comes_is_not_asked_for_its_pins, "pins differ", marks=pytest.mark.slow),
-    pytest.param(a_missed_pin_is_not_made_good, "pins differ from the registry's", marks=pytest.mark.slow),
+    (a_pin_reads_what_its_path_has, r"token \d+ of completion \d+ is not what"),
+    (a_replica_that_comes_is_not_asked_for_its_pins, "pins differ"),
+    (a_missed_pin_is_not_made_good, "pins differ from the registry's"),
 ]
+
+
+LATE = {
+    what_waits_for_a_replica_has_no_bound: 134,
+    moves_have_no_bound: 219,
+    a_pin_reads_what_its_path_has: 680,
+    a_replica_that_comes_is_not_asked_for_its_pins: 611,
+    a_missed_pin_is_not_made_good: 80,
+}  # the first seed that has found it, played first; any other one of the seeds will do
 
 
 @pytest.mark.parametrize("bug, says", PLANTED)
@@ -287,5 +296,8 @@ def test_a_planted_bug_is_found(bug: Callable[[], list[Any]], says: str):
     with ExitStack() as patched:
         for patch in bug():
             patched.enter_context(patch)
-        found = next((told for seed in SEEDS if (told := report.play("cluster", seed, STEPS)[0].failure)), None)
+        found = next(
+            (told for seed in (LATE.get(bug, 0), *SEEDS) if (told := report.play("cluster", seed, STEPS)[0].failure)),
+            None,
+        )
     assert found is not None and re.search(says, str(found))
