@@ -21,7 +21,6 @@ from benchmarks.failures import replica as paced
 from benchmarks.gaps.streams import WINDOW_S
 from jlora import gaps
 from jlora.cluster import cli, service
-from jlora.cluster.fleet import LocalFleet
 from jlora.config import Config
 from jlora.replica import Replica, Sink
 from jlora.serve import flags, launcher
@@ -37,7 +36,7 @@ def serve_paced(argv: Sequence[str]) -> int:
 def run_cluster(argv: Sequence[str]) -> int:
     """`jlora cluster` with paced replicas."""
     with cli.secret(cli.parse(list(argv))) as config:
-        return service.run(config, LocalFleet(config, paced.__name__))
+        return service.run(config, cli.fleet_of(config, module=paced.__name__))
 
 
 def serve_leaking(argv: Sequence[str]) -> int:

@@ -35,6 +35,7 @@ from jlora.step_model import FittedSteps, Help, Launches
 
 ADAPTERS = ("upper", "leet", "stars", "reverse", "rot13", "piglatin")
 ROUTES = ("round-robin", "sticky", "jlora")
+FLEETS = ("ray", "local")  # actors of a Ray of this machine, and processes that the router starts itself
 STREAMS, BLOCKS, STEP_TOKENS = 8, 2000, 256  # of a replica
 SHRINK = 2  # of the lengths: the model's context is 1024 tokens
 
@@ -62,14 +63,18 @@ def run(options: Options) -> None:
     for route in ROUTES[-1:] if options.quick else ROUTES:
         if records.has(cell=route):
             continue
-        steps_of(16).write(path)
-        with start(plan, route, path) as process:
-            server = asyncio.run(look(process.address))
-            steps_of(server.info.block_tokens).write(path)
-            trace = trace_of(plan, server)
-            measured = asyncio.run(played(server, trace))
-        records.add(route, "measured", 0, measured)
-        records.add(route, "predicted", 0, predicted(plan, route, server, trace, FittedSteps.read(path)))
+        rows = dict[str, dict[str, Any]]()
+        for fleet in FLEETS:
+            steps_of(16).write(path)
+            with start(plan, route, fleet, path) as process:
+                server = asyncio.run(look(process.address))
+                steps_of(server.info.block_tokens).write(path)
+                trace = trace_of(plan, server)
+                rows[fleet] = asyncio.run(played(server, trace))
+            told = predicted(plan, route, server, trace, FittedSteps.read(path))
+        rows["predicted"] = told  # the same for each: it knows no fleets
+        for side, row in rows.items():
+            records.add(route, side, 0, row)
 
 
 def steps_of(block_tokens: int) -> FittedSteps:
@@ -84,13 +89,13 @@ def steps_of(block_tokens: int) -> FittedSteps:
     )  # fmt: skip
 
 
-def start(plan: Plan, route: str, steps: Path) -> ServerProcess:
+def start(plan: Plan, route: str, fleet: str, steps: Path) -> ServerProcess:
     """The service, ready."""
     settings = {
         **SETTINGS, "engine.max_seqs": STREAMS, "engine.max_step_tokens": STEP_TOKENS, "cache.hbm_blocks": BLOCKS,
-        "cluster.routing": route, "engine.step_model": str(steps.resolve()),
+        "cluster.routing": route, "engine.step_model": str(steps.resolve()), "cluster.resources.CPU": 0.25,
     }  # fmt: skip
-    flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas)]
+    flags = ["--model", str(assets.MODEL), "--replicas", str(plan.replicas), "--fleet", fleet]
     adapters = {name: str(assets.adapter_path(name)) for name in ADAPTERS}
     return ServerProcess([*flags, *flags_of(adapters, settings)], ("benchmarks.servers", "cluster"))
 

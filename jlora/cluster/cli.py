@@ -20,6 +20,7 @@ import grpc
 from rich.console import Console
 
 from jlora import config as configuration
+from jlora.cluster.child import REPLICA
 from jlora.cluster.fleet import Fleet, LocalFleet, StaticFleet
 from jlora.cluster.ray_process import RayFleet, write
 from jlora.cluster.scratch import Scratch
@@ -112,15 +113,18 @@ def secret(config: Config) -> Iterator[Config]:
         yield configuration.replace(config, {"cluster.token_file": path})
 
 
-def fleet_of(config: Config, threads: Threads | None = None) -> Fleet:
-    """The fleet that the configuration asks for. Raises ConfigError without the extra that it needs."""
+def fleet_of(config: Config, threads: Threads | None = None, module: str = REPLICA) -> Fleet:
+    """The fleet that the configuration asks for. Raises ConfigError without the extra that it needs.
+
+    `module`: what each process that it starts runs, see `jlora.cluster.child`.
+    """
     if config.cluster.fleet == "static":
         return StaticFleet(config.cluster, threads)
     if config.cluster.fleet == "local":
-        return LocalFleet(config, threads=threads)
+        return LocalFleet(config, module, threads)
     if importlib.util.find_spec("ray") is None:
         raise ConfigError("cluster.fleet = ray: needs Ray: pip install 'jlora[ray]'")
-    return RayFleet(config, threads=threads)
+    return RayFleet(config, module, threads)
 
 
 def status(argv: Sequence[str]) -> int:
