@@ -52,6 +52,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "cluster-real": ("studies.cluster_real", "simulated TTFT and TPOT beside those of replicas over a paced device"),
     "cluster-placement": ("studies.cluster_placement", "where adapters are; LoRAServe's Figures 17 to 22"),
     "failures": ("failures.study", "R9: what replicas deliver while one of them is killed every minute"),
+    "pauses": ("failures.pauses", "F1: how long answers pause when their replica is killed, or stands still"),
     "faults": ("faults.study", "F1 to F19 of docs/reliability.md on real processes, at their full counts"),
     "soak": ("soak.study", "an hour of all that users do to a server: memory, threads, TTFT, wrong answers"),
     "merging": ("studies.merging", "merged against unmerged inference by skew, simulated (dLoRA, Figure 10)"),

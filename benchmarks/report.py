@@ -59,6 +59,7 @@ PAGES: Mapping[str, Page] = {
     "tiers": Page("tiers-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),
+    "pauses": Page("pauses-*.jsonl"),
     "soak": Page("soak-serve.jsonl", _first(figures.soak), "soak.png"),
     "faults": Page("faults-real.jsonl"),
     "cluster-routing": Page("cluster-routing-*.jsonl"),

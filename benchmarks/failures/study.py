@@ -51,6 +51,14 @@ class Plan:
 FULL, QUICK = Plan(3, 8, 600.0, 60.0), Plan(2, 4, 12.0, 6.0)
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class Pause:
+    """Between two messages of an answer: how long, and when it began."""
+
+    seconds: float
+    began: float
+
+
 @dataclass
 class Heard:
     """What the clients of one phase have received."""
@@ -60,7 +68,7 @@ class Heard:
     answers: int = 0
     wrong: int = 0  # tokens that do not belong where they came: lost or doubled ones before them
     errors: list[str] = field(default_factory=list)
-    gaps: list[float] = field(default_factory=list)  # the longest pause of each answer
+    pauses: list[Pause] = field(default_factory=list)  # the longest one of each answer
 
 
 def run(options: Options) -> None:
@@ -94,11 +102,11 @@ def start(plan: Plan) -> ServerProcess:
 async def play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mapping[str, Any]]]]:
     """Both phases; the rows of each side."""
     async with grpc.aio.insecure_channel(process.address) as channel:
-        await _phase(channel, plan, WARM_S)
-        clean = await _phase(channel, plan, plan.seconds / 3)
+        await phase(channel, plan, WARM_S)
+        clean = await phase(channel, plan, plan.seconds / 3)
         kills: list[dict[str, Any]] = []
         killer = asyncio.create_task(_kill(channel, plan, process.pid, kills))
-        killed = await _phase(channel, plan, plan.seconds)
+        killed = await phase(channel, plan, plan.seconds)
         killer.cancel()
         (error,) = await asyncio.gather(killer, return_exceptions=True)
         if isinstance(error, Exception):
@@ -107,12 +115,13 @@ async def play(process: ServerProcess, plan: Plan) -> list[tuple[str, list[Mappi
     rows: list[tuple[str, list[Mapping[str, Any]]]] = [("kill", list(kills))]
     for side, (heard, seconds) in phases.items():
         rows.append((side, [{"tokens": heard.whole[second]} for second in range(seconds)]))
-        rows.append((f"{side} in all", [_summary(heard, seconds)]))
+        rows.append((f"{side} in all", [summary(heard, seconds)]))
     return rows
 
 
-def _summary(heard: Heard, seconds: int) -> Mapping[str, Any]:
-    gaps = sorted(heard.gaps) or [0.0]
+def summary(heard: Heard, seconds: int) -> Mapping[str, Any]:
+    """A phase in one row."""
+    gaps = sorted(pause.seconds for pause in heard.pauses) or [0.0]
     return {
         "goodput": sum(heard.whole[second] for second in range(seconds)) / seconds,
         "answers": heard.answers,
@@ -125,7 +134,7 @@ def _summary(heard: Heard, seconds: int) -> Mapping[str, Any]:
     }
 
 
-async def _phase(channel: grpc.aio.Channel, plan: Plan, seconds: float) -> Heard:
+async def phase(channel: grpc.aio.Channel, plan: Plan, seconds: float) -> Heard:
     """Keeps all streams busy for so long; answers that have begun end."""
     heard = Heard(time.monotonic())
     stub = rpc.InferenceStub(channel)
@@ -146,11 +155,13 @@ async def _ask(stub: Any, rng: random.Random, vocab: int, heard: Heard) -> None:
     ids = [rng.randrange(3, vocab) for _ in range(prompt)]
     request = exactly(count, ids, seed, model=rng.choice(ADAPTERS))
     came: Counter[int] = Counter()
-    have, gap, last = 0, 0.0, 0.0
+    have, longest, last = 0, Pause(0.0, 0.0), time.monotonic()
     try:
         async for delta in stub.GenerateStream(request):
             now = time.monotonic()
-            gap, last = max(gap, now - last if last else 0.0), now
+            if have:
+                longest = max(longest, Pause(now - last, last))
+            last = now
             for output in delta.outputs:
                 for token in output.token_ids:
                     heard.wrong += token != token_at(seed, prompt + have, vocab)
@@ -162,7 +173,13 @@ async def _ask(stub: Any, rng: random.Random, vocab: int, heard: Heard) -> None:
     heard.wrong += abs(count - have)
     heard.answers += 1
     heard.whole += came
-    heard.gaps.append(gap)
+    heard.pauses.append(longest)
+
+
+async def is_up(channel: grpc.aio.Channel, name: str) -> None:
+    """Waits until a replica takes requests."""
+    while (found := (await status(channel)).get(name)) is None or found.health != "up":
+        await asyncio.sleep(0.2)
 
 
 async def _kill(channel: grpc.aio.Channel, plan: Plan, router: int, kills: list[dict[str, Any]]) -> None:
@@ -174,6 +191,5 @@ async def _kill(channel: grpc.aio.Channel, plan: Plan, router: int, kills: list[
         os.kill(pid_of(name, router), signal.SIGKILL)
         kills.append({"replica": name, "at_s": time.monotonic() - began, "back_s": plan.seconds})
         await asyncio.sleep(0.5)
-        while (found := (await status(channel)).get(name)) is None or found.health != "up":
-            await asyncio.sleep(0.2)
+        await is_up(channel, name)
         kills[-1]["back_s"] = time.monotonic() - began
