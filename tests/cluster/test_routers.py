@@ -162,6 +162,23 @@ def test_the_controller_dies_and_its_follower_serves_what_it_knows(world: World)
         assert "no controller answers" in str(e.value.details())
 
 
+def test_tenants_share_the_replicas_whichever_router_they_ask(world: World, first: Service, second: Service):
+    """A replica counts the tokens of a tenant over all routers: one that fills it by the first delays nobody else."""
+    long = request(OTHER, 1500)
+    long.tenant = "greedy"
+    greedy = [Stream(first.inference, long) for _ in range(3 * 8)]  # both replicas' slots, and as many wait
+    until(lambda: sum(stream.has(1) for stream in greedy) >= 2 * 8, "every slot is taken")
+    short = request(PROMPT, 8)
+    short.tenant = "modest"
+    for _ in range(3):
+        assert len(second.inference.Generate(short, timeout=STOP_S).outputs[0].token_ids) == 8
+        wait_for(lambda: world.running <= len(greedy))
+        assert world.running == len(greedy), "it has not waited for the end of one of them"
+    for stream in greedy:
+        stream.cancel()
+    wait_for(lambda: not world.running)
+
+
 def test_a_locked_registry_fails_loads_and_no_request(world: World, tmp_path: Path):
     """Another process holds its file."""
     file = tmp_path / "adapters.db"
