@@ -21,9 +21,11 @@ from benchmarks.runner import Options
 from jlora.demo.cluster import pid_of, status
 from jlora.loadgen.server import ServerProcess
 
-FULL, QUICK = Plan(2, 32, 400.0, 10.0), Plan(2, 4, 30.0, 10.0)
+FULL, QUICK = Plan(2, 32, 400.0, 10.0), Plan(2, 4, 50.0, 10.0)
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)
 STOPPED_S = 3.0
+GONE_S = 0.5  # after which the router knows that a killed replica is gone
+BACK_S = 60.0  # a guard against hanging
 WAY_S = 0.06  # until messages that were on their way, and the step under way, have come
 CLEAN_S = 0.1  # of the seconds, before the signals
 
@@ -32,7 +34,9 @@ def run(options: Options) -> None:
     """Starts the service, and sends the signals."""
     plan = QUICK if options.quick else FULL
     plan = Plan(plan.replicas, plan.streams, options.seconds or plan.seconds, plan.every_s)
-    records = options.records("pauses-paced", {"replicas": plan.replicas, "streams": plan.streams})
+    records = options.records(
+        "pauses-paced", {"replicas": plan.replicas, "streams": plan.streams, "stopped_s": STOPPED_S}
+    )
     with start(plan) as process:
         for side, rows in asyncio.run(play(process, plan)):
             for number, row in enumerate(rows):
@@ -46,7 +50,7 @@ async def play(process: ServerProcess, plan: Plan) -> list[tuple[str, Sequence[M
         sent: list[dict[str, Any]] = []
         disturber = asyncio.create_task(_disturb(channel, plan, process.pid, sent))
         disturbed = await phase(channel, plan, plan.seconds)
-        await disturber
+        await disturber  # its errors come here
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in sent:
         told = {**row, **_pauses(disturbed, row["at_s"]), "at_s": row["at_s"] - disturbed.began}
@@ -74,9 +78,13 @@ async def _disturb(channel: grpc.aio.Channel, plan: Plan, router: int, sent: lis
         at = time.monotonic()
         os.kill(pid, what)
         if what is signal.SIGSTOP:
-            await asyncio.sleep(STOPPED_S)
-            os.kill(pid, signal.SIGCONT)
-        await asyncio.sleep(0.5)
-        await is_up(channel, name)
-        back = time.monotonic() - at
+            try:
+                await asyncio.sleep(STOPPED_S)
+            finally:
+                os.kill(pid, signal.SIGCONT)
+        else:
+            await asyncio.sleep(GONE_S)
+        went_on = time.monotonic()
+        await asyncio.wait_for(is_up(channel, name), BACK_S)
+        back = time.monotonic() - (went_on if what is signal.SIGSTOP else at)
         sent.append({"signal": what.name, "replica": name, "at_s": at, "streams": running, "back_s": back})

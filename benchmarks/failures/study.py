@@ -179,7 +179,7 @@ async def _ask(stub: Any, rng: random.Random, vocab: int, heard: Heard) -> None:
 async def is_up(channel: grpc.aio.Channel, name: str) -> None:
     """Waits until a replica takes requests."""
     while (found := (await status(channel)).get(name)) is None or found.health != "up":
-        await asyncio.sleep(0.2)
+        await asyncio.sleep(0.05)
 
 
 async def _kill(channel: grpc.aio.Channel, plan: Plan, router: int, kills: list[dict[str, Any]]) -> None:

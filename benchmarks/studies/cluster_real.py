@@ -71,8 +71,7 @@ def run(options: Options) -> None:
                 steps_of(server.info.block_tokens).write(path)
                 trace = trace_of(plan, server)
                 rows[fleet] = asyncio.run(played(server, trace))
-            told = predicted(plan, route, server, trace, FittedSteps.read(path))
-        rows["predicted"] = told  # the same for each: it knows no fleets
+        rows["predicted"] = predicted(plan, route, server, trace, FittedSteps.read(path))
         for side, row in rows.items():
             records.add(route, side, 0, row)
 

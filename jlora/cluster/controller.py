@@ -156,7 +156,7 @@ class Controller(Directory):
     def _read(self, load: Load, wanted: Callable[[], bool], kept: ExitStack) -> tuple[Version, AdapterInfo]:
         """Has one replica read and check a new version; if it dies meanwhile, another one.
 
-        Each has a version of its own, kept until `kept` closes: the first may come back, with other files' weights.
+        Each has a version of its own: the first may come back, with other files' weights. `kept` keeps the last one.
         """
         tried: set[str] = set()
         error: JloraError | None = None
@@ -177,6 +177,8 @@ class Controller(Directory):
         raise error or Unavailable(NONE_UP)
 
     def _version(self, load: Load, kept: ExitStack) -> Version:
+        """A new one, and no other, is left alone by upkeep."""
+        kept.close()
         version = Version(load.name, self.registry.number(), os.path.abspath(load.path))
         kept.enter_context(self._kept(version.key))
         return version

@@ -206,6 +206,10 @@ class Dispatcher:
         for info in infos:
             if why := merged.difference(info, attached.info):
                 raise Broken(f"it does not serve what the others do: {why}")
+        if why := merged.rounding(infos[0], attached.info):
+            log.warning(
+                "replica %s rounds in another way (%s): a request that moves may end otherwise", attached.name, why
+            )
         self._info = merged.info(infos)
         self._prompts.begin(self._info.block_tokens)
         self.up_at = self.terms.clock()

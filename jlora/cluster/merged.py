@@ -16,6 +16,7 @@ from jlora.validation import Limits
 
 # What must be equal, or an answer would depend on the replica.
 SAME = ("model", "dtype", "eos_ids")
+FORMS = ("one_row", "kernels")  # of the same products, added in another order
 SUMMED = (
     "running", "waiting", "live_requests", "steps", "generated_tokens", "prompt_tokens", "preemptions",
     "compiles_after_warmup", "programs_left", "plan_s", "dispatch_s", "read_s", "commit_s",
@@ -29,6 +30,12 @@ def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
     if one.base and other.base:
         pairs["weights"] = one.base[:12], other.base[:12]
     return ", ".join(f"{name} {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
+
+
+def rounding(one: ReplicaInfo, other: ReplicaInfo) -> str:
+    """In what two replicas differ that makes them round differently; "" if in nothing."""
+    pairs = {f"engine.{name}": (getattr(one.config.engine, name), getattr(other.config.engine, name)) for name in FORMS}
+    return ", ".join(f"{name} = {b!r}, not {a!r}" for name, (a, b) in pairs.items() if a != b)
 
 
 def info(infos: Sequence[ReplicaInfo]) -> ReplicaInfo:

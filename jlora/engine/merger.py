@@ -79,6 +79,7 @@ class Merger:
         self.done = 0
         self.reloads = 0
         self.piece_s = 0.0
+        self._piece_s, self._call_s = 0.0, 0.0  # of a piece, without its ranks, and for each `merge.RANKS` of them
         self.moved = 0  # bytes of lost entries that have come to the host
         self._base = base
         self._holder = holder
@@ -106,26 +107,35 @@ class Merger:
         return factors + sum(lost.nbytes for lost in self._lost.values())
 
     def prepare(self) -> None:
-        """Takes the digests, compiles every program, and measures how long a piece of the largest rank takes."""
+        """Takes the digests, compiles every program, and measures how long a piece takes by the adapter's rank."""
         found = {where: self._digest(*where) for where in self._places()}
         self._digests = {where: int(digest) for where, digest in found.items()}
+        most = -(-self._base.max_rank // merge.RANKS)
+        self._timed(1)  # compiles
+        one, all_ = self._timed(1), self._timed(most)
+        self._call_s = max(0.0, all_ - one) / max(1, most - 1)
+        self._piece_s, self.piece_s = one - self._call_s, one
+        self.forget()
+
+    def _timed(self, calls: int) -> float:
+        """Seconds of a piece of a zero adapter whose ranks take so many calls."""
         layout = self._base.layout
         shape, dtype = (1, *layout.block_shape[1:]), jax.numpy.dtype(layout.dtype)
-        counts = {name: -(-self._base.max_rank // layout.units[name].per_block) for name in PROJECTIONS}
+        ranks = min(self._base.max_rank, calls * merge.RANKS)
+        counts = {name: -(-ranks // layout.units[name].per_block) for name in PROJECTIONS}
         blocks = [name for name, count in counts.items() for _ in range(count)]
-        for _ in range(2):  # the first time compiles
-            self.begin(blocks, lambda which, layers: np.zeros((len(which), *shape), dtype))
-            while self.measure() is None:
-                pass
-            began = self._clock()
-            for _ in GROUPS:
-                self.forward()
-            jax.block_until_ready(jax.tree.leaves(self._holder.weights.params))
-            self.piece_s = (self._clock() - began) / len(GROUPS)
-            for _ in GROUPS:
-                self.back()
-            assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
-        self.forget()
+        self.begin(blocks, lambda which, layers: np.zeros((len(which), *shape), dtype))
+        while self.measure() is None:
+            pass
+        began = self._clock()
+        for _ in GROUPS:
+            self.forward()
+        jax.block_until_ready(jax.tree.leaves(self._holder.weights.params))
+        took = self._clock() - began
+        for _ in GROUPS:
+            self.back()
+        assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
+        return took / len(GROUPS)
 
     def begin(self, projections: Sequence[str], read: Read) -> None:
         """The next merge is of this adapter; reads nothing yet."""
@@ -135,6 +145,8 @@ class Merger:
             blocks.setdefault(name, []).append(index)
         self._blocks, self._read = blocks, read
         self._probe, self._loss = None, None
+        ranks = max((len(found) * self._base.layout.units[name].per_block for name, found in blocks.items()), default=0)
+        self.piece_s = self._piece_s + self._call_s * -(-ranks // merge.RANKS)
 
     def forget(self) -> None:
         """Gives back what a measurement under way holds, on the host and on the device."""

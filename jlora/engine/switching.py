@@ -86,7 +86,7 @@ class Switching(Turns):
         merged = self._node if merger.done else None
         self._target = self.policy.choose(now, merged, switch_s)
         if self._node not in (None, self._target) and not merger.done and not self.policy.live[self._node]:
-            merger.forget()  # a measurement may hold a copy of the model's largest layer
+            merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
 
     def advance(self, usual_s: float) -> bool:

@@ -111,7 +111,7 @@ def test_answers_pause_while_their_replica_is_away_and_lose_nothing(tmp_path: Pa
     lines = study(tmp_path, "pauses")
     sides = {line["side"]: line for line in lines}
     assert {"SIGKILL", "SIGSTOP"} <= sides.keys()
-    assert all(sides[name]["back_s"] > 0.5 and sides[name]["pause_max_s"] >= 0 for name in ("SIGKILL", "SIGSTOP"))
+    assert sides["SIGKILL"]["back_s"] > 0.5 and sides["SIGSTOP"]["pause_max_s"] > 0.4, "silence is noticed after 0.5 s"
     total = sides["disturbed in all"]
     assert total["answers"] > 0 and (total["wrong_tokens"], total["errors"]) == (0, 0)
     assert render("pauses", tmp_path / "out", draw=False)

@@ -6,6 +6,7 @@ import dataclasses
 import gc
 import json
 import random
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from jlora.adapters.packing import pack
 from jlora.adapters.peft import read_peft
 from jlora.engine.merger import PROMPT, Base, Merger
 from jlora.layout import PoolLayout
-from jlora.model import checkpoint, llama, sharding
+from jlora.model import checkpoint, llama, merge, sharding
+from jlora.pallas.ops import GROUPS
 from tests import _make, port
 
 
@@ -42,7 +44,9 @@ class Holder:
 class World:
     """A tiny model on `tp` devices, and two adapters for it."""
 
-    def __init__(self, directory: Path, dtype: str, tp: int, stacked: bool):
+    def __init__(
+        self, directory: Path, dtype: str, tp: int, stacked: bool, clock: Callable[[], float] = time.monotonic
+    ):
         self.spec = _make.make_model(directory / "model", seed=3, dtype=dtype)
         self.mesh = sharding.make_mesh(tp)
         self.layout = PoolLayout.of(self.spec, 40, 8, tp)
@@ -55,7 +59,7 @@ class World:
             path = _make.make_adapter(directory / name, self.spec, seed=rank, r=rank, targets=targets, lora_alpha=0.2)
             self.packed[name] = pack(read_peft(path, self.spec, 256, ("tiny",)), self.layout)
         self.holder = Holder(self.load())
-        self.merger = Merger(Base(self.spec, self.layout, self.mesh, stacked, 64, self.load), self.holder)
+        self.merger = Merger(Base(self.spec, self.layout, self.mesh, stacked, 64, self.load), self.holder, clock)
         self.merger.prepare()
 
     def load(self) -> Any:
@@ -106,6 +110,31 @@ def switch(world: World, times: int) -> None:
             merger.back()
         assert merger.whole() and world.bits() == before
     assert merger.moved > 0 and not merger.reloads
+
+
+def test_a_switch_is_expected_to_take_longer_for_a_larger_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The clock tells how often ranks were added, 32 at a time: ranks 6 and 40, of 64."""
+    calls, build = 0, merge.build
+
+    def counted(*args: Any) -> dict[str, merge.MergePrograms]:
+        def of(programs: merge.MergePrograms) -> merge.MergePrograms:
+            def accumulate(*factors: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                return programs.accumulate(*factors)
+
+            return programs._replace(accumulate=accumulate)
+
+        return {name: of(programs) for name, programs in build(*args).items()}
+
+    monkeypatch.setattr(merge, "build", counted)
+    world = World(tmp_path, "float32", 1, stacked=True, clock=lambda: float(calls))
+    seen = {}
+    for name in world.targets:
+        world.begin(name)
+        seen[name] = world.merger.piece_s
+    each = len(_make.MODULES) / len(GROUPS)  # projections of a piece
+    assert seen == {"some": each, "others": 2 * each}
 
 
 def test_a_measurement_that_is_given_up_holds_nothing(tmp_path: Path):
