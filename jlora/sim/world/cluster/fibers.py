@@ -24,6 +24,7 @@ class Fibers(Threads):
         self._time, self._loop = time, loop
         self._hub = getcurrent()
         self._live: dict[greenlet, None] = {}
+        self._vanished: list[greenlet] = []
 
     @property
     def name(self) -> str:
@@ -71,11 +72,12 @@ class Fibers(Threads):
 
     def vanish(self) -> None:
         """The process is gone: the fiber that calls never goes on."""
+        self._vanished.append(getcurrent())
         self._hub.switch()
 
     def bury(self) -> None:
-        """Ends the fibers that still wait."""
-        for fiber in list(self._live):
+        """Ends the fibers that still wait: first those that may hold a lock that others end with."""
+        for fiber in (*self._vanished, *list(self._live)):
             if not fiber.dead:
                 fiber.throw(GreenletExit)
 
