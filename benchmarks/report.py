@@ -66,6 +66,7 @@ PAGES: Mapping[str, Page] = {
     "cluster-migration": Page("cluster-migration-*.jsonl"),
     "cluster-placement": Page("cluster-placement-*.jsonl", _first(figures.placement), "cluster-placement.png"),
     "cluster-placement-unpadded": Page("cluster-placement-*.jsonl"),
+    "cluster-placement-sides": Page("cluster-placement-*.jsonl"),
     "cluster-real": Page("cluster-real-paced.jsonl"),
     "cluster-table": Page("cluster-table-*.jsonl", _first(figures.services), "cluster-table.png"),
     "cluster-cells": Page("cluster-table-*.jsonl"),
