@@ -111,22 +111,28 @@ class Merger:
         found = {where: self._digest(*where) for where in self._places()}
         self._digests = {where: int(digest) for where, digest in found.items()}
         most = -(-self._base.max_rank // merge.RANKS)
-        self._timed(1)  # compiles
-        one, all_ = self._timed(1), self._timed(most)
+        self._begin_zero(1)
+        while self.measure() is None:  # compiles, as the first pieces do
+            pass
+        self._timed(1)
+        one = self._timed(1)
+        all_ = self._timed(most) if most > 1 else one
         self._call_s = max(0.0, all_ - one) / max(1, most - 1)
         self._piece_s, self.piece_s = one - self._call_s, one
         self.forget()
 
-    def _timed(self, calls: int) -> float:
-        """Seconds of a piece of a zero adapter whose ranks take so many calls."""
+    def _begin_zero(self, calls: int) -> None:
+        """Names a zero adapter whose ranks take so many calls of `accumulate`."""
         layout = self._base.layout
         shape, dtype = (1, *layout.block_shape[1:]), jax.numpy.dtype(layout.dtype)
         ranks = min(self._base.max_rank, calls * merge.RANKS)
         counts = {name: -(-ranks // layout.units[name].per_block) for name in PROJECTIONS}
         blocks = [name for name, count in counts.items() for _ in range(count)]
         self.begin(blocks, lambda which, layers: np.zeros((len(which), *shape), dtype))
-        while self.measure() is None:
-            pass
+
+    def _timed(self, calls: int) -> float:
+        """Seconds of a piece of such an adapter."""
+        self._begin_zero(calls)
         began = self._clock()
         for _ in GROUPS:
             self.forward()
