@@ -1,4 +1,4 @@
-"""F1 and F14: processes that are killed or told to end, over a paced device."""
+"""F1, F2 and F14: processes that are killed or told to end, over a paced device."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.failures import study as failures
 from benchmarks.failures.replica import token_at
+from benchmarks.faults import routers
 from benchmarks.faults.client import Client, Figures
 from jlora.demo import assets
 from jlora.loadgen.server import ServerProcess, exactly
@@ -115,5 +116,6 @@ async def kills(count: int) -> Figures:
 
 FAULTS: Mapping[str, Callable[[Any], Coroutine[Any, Any, Figures]]] = {
     "F1": lambda counts: kills(counts.kills),
+    "F2": lambda counts: routers.kills(counts.routers),
     "F14": lambda counts: drains(counts.drains),
 }

@@ -1,4 +1,4 @@
-"""Nine of the faults F1 to F19 of docs/reliability.md, on real processes, and what came of them.
+"""Ten of the faults F1 to F19 of docs/reliability.md, on real processes, and what came of them.
 
 `--only F8 F13` runs some. A server of a tiny Llama on the CPU takes damaged adapters, cancels, deadlines, bursts and
 ids; servers and a cluster over a paced device take signals. The other faults are tests: the page has all.
@@ -41,9 +41,10 @@ class Counts:
     drains: int = 50  # F14
     cold: int = 2000  # F19
     kills: int = 20  # F1
+    routers: int = 20  # F2
 
 
-FULL, QUICK = Counts(), Counts(30, 8, 64, 64, 200, 40, 4, 32, 2)
+FULL, QUICK = Counts(), Counts(30, 8, 64, 64, 200, 40, 4, 32, 2, 2)
 
 
 def run(options: Options) -> None:

@@ -32,6 +32,12 @@ def test_a_server_holds_under_damaged_adapters_cancels_deadlines_bursts_and_ids(
     assert all(line["zombie_tokens"] == line["blocks_left"] == 0 for line in found.values() if "blocks_left" in line)
 
 
+@pytest.mark.slow
+def test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids(tmp_path: Path):
+    found = injected(tmp_path, "F2")["F2"]
+    assert found["side"] == "holds" and found["UNAVAILABLE"] == found["whole"] == 64
+
+
 def test_an_unknown_fault_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["bench", "faults", "--quick", "--out", str(tmp_path), "--only", "F99"]) == 1
     assert "--only F99: must be of " + ", ".join(KNOWN) in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from tests import _make
 from tests.cluster import _processes
 from tests.cluster._processes import Service, Stream, descendants, service
 from tests.cluster._wait import until
+from tests.serve import _server
 from tests.serve._server import listening
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
@@ -99,6 +101,24 @@ def test_every_port_is_on_loopback(both: Service):
     ports = [one for pid in (both.process.pid, *descendants(both.process.pid)) for one in listening(pid)]
     assert both.address in ports and len(ports) >= 3
     assert [one for one in ports if not one.startswith(("127.", "::1:"))] == []
+
+
+def test_an_adapter_whose_files_are_gone_comes_from_the_other_replica(
+    both: Service, model: Path, adapters: dict[str, Path], tmp_path: Path
+):
+    asked = [_server.request(range(5 + i, 30), 400, temperature=1.0, seed=i) for i in range(12)]
+    for one in asked:
+        one.model = "lent"
+    expected = _processes.undisturbed(model, {"lent": adapters["large"]}, asked)
+    files = shutil.copytree(adapters["large"], tmp_path / "lent")
+    both.adapters.LoadAdapter(pb.LoadAdapterRequest(name="lent", path=str(files)), timeout=60)
+    shutil.rmtree(files)
+
+    def wait() -> None:
+        until(lambda: all(one.running for one in both.replicas().values()), "both replicas run with the adapter")
+
+    assert disturbed(both, asked, wait) == expected
+    both.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="lent"), timeout=60)
 
 
 def test_a_replica_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
