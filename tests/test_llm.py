@@ -60,7 +60,7 @@ def alone(llm: LLM, prompt: str | list[int], adapter: str | None = None, **sampl
 
 def assert_idle(llm: LLM) -> None:
     """Everything that ran was freed, within a few steps."""
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while llm.cache_stats().hbm.running_kv and time.monotonic() < end:
         time.sleep(0.01)
     assert llm.cache_stats().hbm.running_kv == 0

@@ -208,10 +208,10 @@ def test_min_tokens_is_held_against_what_context_and_pool_leave_to_an_unset_max_
 def test_a_long_prompt_is_validated_in_a_millisecond_or_so():
     limits = Limits(vocab=128_256, max_len=16_384, capacity_tokens=16_384)
     request = Request("r", tuple(range(8192)))
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(10):
         validate(request, limits)
-    assert (time.perf_counter() - start) / 10 < 0.01
+    assert (time.thread_time() - start) / 10 < 0.01
 
 
 def test_done_passes_in_canonical_form():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from benchmarks.faults import routers
 from benchmarks.faults.study import KNOWN
 from jlora.cli import main
 
@@ -33,9 +35,9 @@ def test_a_server_holds_under_damaged_adapters_cancels_deadlines_bursts_and_ids(
 
 
 @pytest.mark.slow
-def test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids(tmp_path: Path):
-    found = injected(tmp_path, "F2")["F2"]
-    assert found["side"] == "holds" and found["UNAVAILABLE"] == found["whole"] == 64
+def test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids():
+    found = asyncio.run(routers.kills(2))
+    assert found["UNAVAILABLE"] == found["whole"] == 2 * routers.STREAMS and "wrong" not in found
 
 
 def test_an_unknown_fault_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

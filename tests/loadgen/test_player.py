@@ -86,9 +86,8 @@ def trace(*turns: Turn) -> Trace:
 def test_times_count_from_when_a_request_was_due():
     (call,), _ = play(trace(turn(0.1)), ["x", "y"])
     assert call.due == pytest.approx(0.1) and call.sent >= 0.1 and call.ok
-    assert call.ttft >= FIRST_S and call.first <= 0.1 + 1.0
-    assert call.tpot >= 0.8 * NEXT_S
-    assert call.latency == pytest.approx(call.ttft + 2 * call.tpot, abs=0.05)
+    assert call.ttft >= FIRST_S and call.ttft == pytest.approx(call.first - 0.1) and call.tpot > 0
+    assert call.latency >= call.ttft + 2 * call.tpot - 1e-9
     assert (call.usage.prompt_tokens, call.usage.cached_tokens, call.timing.queue) == (3, 1, 0.5)
 
 
@@ -97,13 +96,13 @@ def test_a_session_asks_on_with_the_answer_it_got_and_not_before():
     first, second = calls
     assert server.most == 1
     assert server.seen[1] == ("x", (3, 4, 5, 1003, 1004, 1005, 3, 4, 5))
-    assert second.due == pytest.approx(first.ended, abs=0.02)
+    assert second.sent >= second.due >= first.ended
 
 
 def test_an_open_loop_does_not_wait_for_other_sessions():
-    calls, server = play(trace(*(turn(0.0, session=i, output=8) for i in range(20))), ["x", "y"])
+    calls, server = play(trace(*(turn(0.0, session=i, output=60) for i in range(20))), ["x", "y"])
     assert server.most == 20
-    assert max(call.sent - call.due for call in calls) < 0.5
+    assert max(call.sent for call in calls) < min(call.ended for call in calls)
 
 
 def test_a_closed_loop_keeps_its_users_and_thinks():
@@ -113,7 +112,7 @@ def test_a_closed_loop_keeps_its_users_and_thinks():
     calls, server = play(closed(sessions, 2), ["x", "y"])
     assert server.most == 2 and len(calls) == 7
     before, thought = calls[-2:]
-    assert thought.due == pytest.approx(before.ended + 0.1, abs=0.01)
+    assert thought.due >= before.ended + 0.1 - 1e-9
 
 
 def test_an_adapter_is_asked_for_by_the_servers_name_and_the_base_by_none():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from pathlib import Path
 
 import grpc
@@ -217,9 +216,8 @@ def test_a_full_queue_refuses_and_serves_the_rest(served: Served):
 def test_a_slow_reader_delays_nobody(served: Served):
     slow = served.inference.GenerateStream(request("Hello", 1500))
     next(slow)
-    started = time.monotonic()
     served.generate(request("Hello", 10))
-    assert time.monotonic() - started < 2
+    assert served.stats().running == 1, "the one that nobody reads runs on, and has far more to say"
     wait_until(lambda: not served.stats().running)  # it ran to its end unread
     deltas = list(slow)
     assert sum(len(o.token_ids) for d in deltas for o in d.outputs) >= 1490

@@ -220,10 +220,10 @@ def test_a_token_costs_the_same_late_in_a_long_output(tokenizer: Tokenizer):
     ids = ids_of(tokenizer, "Hello world 🙂 ") * 400
 
     def seconds() -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         for token in ids:
             text.push(token)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     first, *_, last = [seconds() for _ in range(6)]
     assert last < 3 * first + 0.05
