@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from jlora.engine.runner import Dispatched
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import port
 from tests.serve._server import Served, refused, request, serve, wait_until
@@ -38,6 +39,7 @@ def place(served: Served, where: str) -> tuple[Any, str]:
         "commit": (p.scheduler, "commit"),
         "versions": (p.registry, "purge"),
         "launch": (p.runner, "run"),
+        "read": (Dispatched, "read"),
     }[where]
 
 
@@ -114,7 +116,9 @@ def test_a_device_without_memory_costs_the_youngest_its_place_and_nobody_an_answ
     shared.check_idle()
 
 
-@pytest.mark.parametrize("where", ["landed copies", "deadlines", "start of copies", "commit", "versions", "launch"])
+@pytest.mark.parametrize(
+    "where", ["landed copies", "deadlines", "start of copies", "commit", "versions", "launch", "read"]
+)
 def test_an_error_of_nobody_is_told_to_all_at_once(text_model: Path, where: str, monkeypatch: pytest.MonkeyPatch):
     """The launcher ends the process with code 70 then, see `test_a_dead_engine_ends_the_process`."""
     now = threading.Event()
