@@ -1,7 +1,8 @@
 """`jlora bench cluster-placement`: LoRAServe's Figures 17 to 22 in short runs, simulated.
 
-Four servers (A100s with Llama-2-7B), more in Figure 21, and adapters of ranks 8 to 128. The paper's own trace is
-private; lengths are drawn around 512 tokens of prompt and 128 of answer.
+Four servers (A100s with Llama-2-7B), more in Figure 21, and adapters of ranks 8 to 128. The paper's production trace
+is private. In its place stands Azure's conversation trace of 2023 with `--data`: its lengths, its gaps at another mean
+rate, and drawn adapters. Elsewhere lengths are drawn around 512 tokens of prompt and 128 of answer.
 
     random, contiguous   placed once ("S-LoRA Random" and "Contiguous")
     toppings             CaraServe's router with every adapter on every host, as LoRAServe ran it; "any rank": the same,
@@ -16,6 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,6 +30,7 @@ from jlora.sim.kernels import Kernel
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.workloads.files import Lengths, azure
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 SCENARIO = Scenario(CARD, host_gb=1000.0, engine=EngineConfig(max_seqs=128, max_step_tokens=1024, max_queue=1 << 20))
@@ -47,7 +50,8 @@ SIDES: Mapping[str, tuple[Place, str, bool]] = {
     "loraserve, jlora": ("loraserve", "jlora", True),
     "jlora": ("", "jlora", True),
 }
-FEW = ("random", "contiguous", "toppings", "loraserve", "jlora")
+FEW = ("random", "contiguous", "toppings", "toppings, any rank", "loraserve", "jlora")
+MOST = 1900  # tokens of a prompt or an answer
 PARTS = 10  # of a run, whose TTFT is told
 
 
@@ -60,6 +64,7 @@ class Case:
         skew: how requests spread over ranks: "uniform", "shifting", "exponential", or a power's exponent.
         popular: exponent of Zipf's law over the adapters of a rank.
         even: requests come at equal distances, instead of Poisson's.
+        recorded: gaps and lengths are those of Azure's trace.
         step_s: a time step of the placement; the paper's is a minute, in traces of an hour.
     """
 
@@ -70,6 +75,7 @@ class Case:
     adapters: int = 25
     popular: float = 0.0
     even: bool = False
+    recorded: bool = False
     seconds: float = 30.0
     step_s: float = 2.0
     sides: tuple[str, ...] = FEW
@@ -78,7 +84,7 @@ class Case:
     @property
     def name(self) -> str:
         """What differs between the cases of a figure."""
-        come = "even" if self.even else "Poisson"
+        come = "Azure 2023" if self.recorded else "even" if self.even else "Poisson"
         return f"{self.skew}, {come}, {self.adapters} adapters, {self.servers} servers, {self.rate:g}/s"
 
 
@@ -86,7 +92,12 @@ class Case:
 PRODUCTION = tuple(
     Case("17", "uniform", rate, adapters=count, popular=1.0, seconds=24.0)
     for count in (50, 100, 200)
-    for rate in (30.0, 40.0, 50.0, 60.0)
+    for rate in (30.0, 40.0, 50.0, 60.0, 70.0, 80.0)
+)
+# Nothing was tuned on these: neither on the lengths nor on the gaps.
+RECORDED = tuple(
+    Case("17, recorded", "uniform", rate, adapters=100, popular=1.0, recorded=True, seconds=24.0)
+    for rate in (8.0, 12.0, 16.0, 24.0)
 )
 PUBLIC = tuple(
     Case("19", skew, rate, even=even)
@@ -100,6 +111,7 @@ MIDDLE = tuple(case for case in PUBLIC if case.rate == 32.0 and not case.even)
 LONG = Case("19, longer", "shifting", 40.0, seconds=120.0, step_s=8.0)
 CASES = (
     *PRODUCTION,
+    *RECORDED,
     *(replace(case, sides=tuple(SIDES)) if case in MIDDLE else case for case in PUBLIC),
     *SCALE,
     *SKEWS,
@@ -109,13 +121,17 @@ CASES = (
 QUICK = (Case("19", "shifting", 8.0, servers=2, adapters=10, seconds=2.0, sides=tuple(SIDES)),)
 
 
-def traffic(case: Case, seconds: float) -> tuple[Work, tuple[int, ...], float]:
-    """The requests, the ranks, and tokens of a mean answer."""
+def traffic(case: Case, seconds: float, data: Path | None = None) -> tuple[Work, tuple[int, ...], float]:
+    """The requests, the ranks, and tokens of a mean answer. `data`: directory of the public traces."""
     rng = np.random.default_rng(case.seed)
     count = round(case.rate * seconds)
-    times = (np.arange(count) + 1) / case.rate if case.even else arrivals(rng, case.rate, count)
     ranks = tuple(RANKS[i % len(RANKS)] for i in range(case.adapters))
-    prompts, outputs = (np.clip(mean * rng.lognormal(-0.18, 0.6, count), 4, 1900).astype(int) for mean in (512, 128))
+    if case.recorded:
+        assert data is not None
+        times, prompts, outputs = recorded(azure(data), count, case.rate)
+    else:
+        times = (np.arange(count) + 1) / case.rate if case.even else arrivals(rng, case.rate, count)
+        prompts, outputs = (np.clip(m * rng.lognormal(-0.18, 0.6, count), 4, MOST).astype(int) for m in (512, 128))
     of_rank = [list(range(first, case.adapters, len(RANKS))) for first in range(len(RANKS))]
 
     def adapters() -> Iterator[int]:
@@ -125,6 +141,13 @@ def traffic(case: Case, seconds: float) -> tuple[Work, tuple[int, ...], float]:
 
     turns = turns_of(rng, zip(times, prompts, outputs, adapters(), strict=True))
     return work_of(case.name, turns, ranks, CARD), ranks, float(outputs.mean())
+
+
+def recorded(trace: Lengths, count: int, rate: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The first requests of a trace, at another mean rate: seconds, tokens of prompts and of answers."""
+    times = trace.times[:count] - trace.times[0]
+    prompts, outputs = np.clip(trace.prompts[:count], 4, 3000), np.clip(trace.outputs[:count], 4, 1000)
+    return times * (count / rate / times[-1]), prompts, outputs
 
 
 def shares(skew: str, part: float) -> list[float]:
@@ -143,13 +166,14 @@ def shares(skew: str, part: float) -> list[float]:
 def run(options: Options) -> None:
     """Every case with both kernels under its sides."""
     records = options.records("cluster-placement-simulated", {"seconds": options.seconds, "slo_s": SLO_S})
-    for case in QUICK if options.quick else CASES:
+    cases = [case for case in CASES if options.data or not case.recorded]
+    for case in QUICK if options.quick else cases:
         played = None
         for kernel in KERNELS:
             for side in case.sides:
                 cell = f"{case.figure}: {case.name}"
                 if not records.has(cell=cell, kernel=kernel, side=side, seed=case.seed):
-                    played = played or traffic(case, options.seconds or case.seconds)
+                    played = played or traffic(case, options.seconds or case.seconds, options.data)
                     records.add(cell, side, 0, measured(case, kernel, side, played))
 
 

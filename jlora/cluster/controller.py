@@ -22,6 +22,7 @@ from typing import TypeVar
 from jlora.adapters.catalogue import Row
 from jlora.adapters.names import check_name
 from jlora.cluster.calls import Answer, Calls
+from jlora.cluster.demand import Told
 from jlora.cluster.directory import Directory, Member, Members, Version, peers
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
@@ -48,8 +49,6 @@ T = TypeVar("T")
 
 THREADS = 16  # calls of clients at once; others wait
 TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
-# Takes what requests of any router have taken of an adapter: its name, tokens of prompts and answers, their number.
-Served = Callable[[str, int, int, int], None]
 NONE_UP = "no replica is up that could read the adapter; try again later"
 
 
@@ -80,7 +79,7 @@ class Controller(Directory):
         self._loading: set[str] = set()  # keys that replicas have and the registry has not
         self._pins: dict[str, _Pins] = {}  # by key; only those that a client has asked for
         self.members: Members = lambda: ()
-        self.served: Served = lambda name, prompt, output, requests: None
+        self.told: Callable[[str, Told], None] = lambda name, told: None  # of an adapter's requests at any router
 
     def follow(self, members: Members) -> None:
         self.members = members
@@ -101,8 +100,11 @@ class Controller(Directory):
     def begin(self, version: Version) -> None:
         self.uses.begin(version.key)
 
-    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
-        self.served(version.name, prompt, output, 1)
+    def asked(self, version: Version, prompt: int) -> None:
+        self.told(version.name, Told(requests=1, prompt=prompt))
+
+    def end(self, version: Version, output: int = 0) -> None:
+        self.told(version.name, Told(ended=1, output=output))
         self.uses.end(version.key)
 
     def wanted(self, key: str) -> bool:

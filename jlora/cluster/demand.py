@@ -1,13 +1,16 @@
 """How much each adapter will be asked for, and what a server can do of it.
 
 LoRAServe (Algorithm 1, step 1) places by the tokens of the next time step, dLoRA (section 5.1) by the requests of a
-long time.
+long time. Both count a request when it is admitted, with the tokens of a mean answer: a server with too much to do
+ends few requests, and would seem to need less.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+import threading
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from jlora.cluster.placement import LEAST
@@ -19,11 +22,26 @@ HALF = 10  # time steps after which a request counts half in dLoRA's preload
 MOST = 4096  # sequences of a batch that an operating point is looked for among
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What a router has to say of an adapter's requests.
+
+    Attributes:
+        requests: that were admitted; prompt: tokens of their prompts.
+        ended: requests that have ended; output: tokens of their answers.
+    """
+
+    requests: int = 0
+    prompt: int = 0
+    ended: int = 0
+    output: int = 0
+
+
 class Demand(Protocol):
     """What adapters are asked for, by time step."""
 
-    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
-        """Requests in the step under way, with the tokens of their prompts and answers."""
+    def asked(self, adapter: str, tokens: float, requests: int = 1) -> None:
+        """Requests in the step under way, with the tokens of their prompts and, probably, answers."""
         ...
 
     def close(self, seconds: float) -> Mapping[str, float]:
@@ -36,10 +54,10 @@ class Trend:
 
     def __init__(self, steps: int = STEPS):
         self._steps = steps
-        self._now: Counter[str] = Counter()
+        self._now: defaultdict[str, float] = defaultdict(float)
         self._past: dict[str, deque[float]] = {}
 
-    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
+    def asked(self, adapter: str, tokens: float, requests: int = 1) -> None:
         self._now[adapter] += tokens
 
     def close(self, seconds: float) -> dict[str, float]:
@@ -58,7 +76,7 @@ class Recent:
         self._now: Counter[str] = Counter()
         self._rates: dict[str, float] = dict(known or {})
 
-    def served(self, adapter: str, tokens: int, requests: int = 1) -> None:
+    def asked(self, adapter: str, tokens: float, requests: int = 1) -> None:
         self._now[adapter] += requests
 
     def close(self, seconds: float) -> dict[str, float]:
@@ -68,6 +86,38 @@ class Recent:
         self._now.clear()
         self._rates = {adapter: rate for adapter, rate in self._rates.items() if rate > LEAST}
         return self._rates
+
+
+@dataclass(slots=True)
+class Load:
+    """All requests so far with their tokens, and the demand of this time step. Any thread may add."""
+
+    demand: Demand = field(default_factory=Trend)
+    requests: int = 0
+    prompt: int = 0
+    ended: int = 0
+    output: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def answer(self) -> float:
+        """Tokens of a mean answer."""
+        return self.output / self.ended if self.ended else 0.0
+
+    def told(self, name: str, told: Told) -> None:
+        """What has become of requests for an adapter."""
+        with self.lock:
+            self.ended += told.ended
+            self.output += told.output
+            self.requests += told.requests
+            self.prompt += told.prompt
+            if told.requests:
+                self.demand.asked(name, told.prompt + told.requests * self.answer, told.requests)
+
+    def close(self, seconds: float) -> Mapping[str, float]:
+        """Ends a time step; the rates of the next one."""
+        with self.lock:
+            return self.demand.close(seconds)
 
 
 def extrapolate(rates: Iterable[float]) -> float:

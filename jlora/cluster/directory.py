@@ -91,8 +91,12 @@ class Directory(Protocol):
         """A request uses the version until `end`; a replaced or unloaded version is dropped after its last one."""
         ...
 
-    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
-        """A request for the version has ended, with so many tokens."""
+    def asked(self, version: Version, prompt: int) -> None:
+        """A request that uses the version is admitted, with so many tokens of prompt."""
+        ...
+
+    def end(self, version: Version, output: int = 0) -> None:
+        """A request for the version has ended, with so many tokens of answer."""
         ...
 
     def load(self, load: Load) -> Future[AdapterInfo]:

@@ -11,6 +11,7 @@ from typing import Any
 import grpc
 
 from jlora.cluster.controller import Controller, info_of
+from jlora.cluster.demand import Told
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import directory_pb2 as directory
 from jlora.cluster.proto import directory_pb2_grpc as rpc
@@ -75,7 +76,7 @@ class DirectoryServicer(rpc.DirectoryServicer):
             async for using in received:
                 uses.saw(stream, using.router, using.epoch, using.keys)
                 for one in using.served:
-                    self._controller.served(one.name, one.prompt, one.output, one.requests)
+                    self._controller.told(one.name, Told(one.requests, one.prompt, one.ended, one.output))
         finally:
             uses.left(stream)
 

@@ -140,6 +140,8 @@ class Dispatcher:
         if request.sampling.seed is None:
             sampling = replace(request.sampling, seed=self.seeds.getrandbits(63))
             request = replace(request, sampling=sampling)
+        if version is not None:
+            self.directory.asked(version, len(request.prompt))
         routed = self.table.add(request, version, sink, self.terms.clock())
         self.entries[routed.handle] = Entry(submitted, self._prompts.chain(request, version))
         self._handles[routed.name] = routed.handle
@@ -476,4 +478,4 @@ class Dispatcher:
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:
-            self.directory.end(routed.version, len(routed.request.prompt), routed.delivered)
+            self.directory.end(routed.version, routed.delivered)

@@ -2,7 +2,7 @@
 
 A time step, on a thread of the controller's process:
 
-demand    what the requests of all routers that have ended say of each adapter (`jlora.cluster.demand`)
+demand    what the requests of all routers ask of each adapter (`jlora.cluster.demand`)
 plan      homes for those that are asked for, on the replicas that are up (`jlora.cluster.homes`)
 fetch     each home that lacks its adapter brings it in, from a peer or its path
 switch    requests go to an adapter's new homes once all of these have it
@@ -20,11 +20,11 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from jlora.cluster.controller import Controller, key_of
-from jlora.cluster.demand import Demand, Recent, Trend, operating_points
+from jlora.cluster.demand import Load, Recent, Trend, operating_points
 from jlora.cluster.directory import Member
 from jlora.cluster.directory_server import BEAT_S
 from jlora.cluster.found import Found
@@ -60,39 +60,13 @@ class Steps:
     slo_s: float = 0.0
 
 
-@dataclass(slots=True)
-class Load:
-    """What has been served: the demand of this time step, and all requests with their tokens.
-
-    Any thread may add.
-    """
-
-    demand: Demand = field(default_factory=Trend)
-    requests: int = 0
-    prompt: int = 0
-    output: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def served(self, name: str, prompt: int, output: int, requests: int = 1) -> None:
-        """Requests for an adapter have ended."""
-        with self.lock:
-            self.demand.served(name, prompt + output, requests)
-            self.requests += requests
-            self.prompt += prompt
-            self.output += output
-
-    def close(self, seconds: float) -> Mapping[str, float]:
-        """Ends a time step; the rates of the next one."""
-        with self.lock:
-            return self.demand.close(seconds)
-
-    def points(self, steps: Steps, ranks: set[int]) -> Mapping[int, float]:
-        """Operating points by rank, of sequences like those so far."""
-        if steps.costs is None:
-            return {}
-        slo_s = steps.slo_s or POINT * steps.costs.step_s({})
-        context = round((self.prompt + self.output / 2) / max(1, self.requests))
-        return operating_points(steps.costs, ranks, slo_s, context, self.prompt / max(1, self.output))
+def points_of(load: Load, steps: Steps, ranks: set[int]) -> Mapping[int, float]:
+    """Operating points by rank, of sequences like those so far."""
+    if steps.costs is None:
+        return {}
+    slo_s = steps.slo_s or POINT * steps.costs.step_s({})
+    prompt, answer = load.prompt / max(1, load.requests), load.answer
+    return operating_points(steps.costs, ranks, slo_s, round(prompt + answer / 2), prompt / max(1.0, answer))
 
 
 class Placing:
@@ -105,7 +79,7 @@ class Placing:
         self._steps = steps
         self._clock, self._threads = system.clock, system.threads
         self._load = Load(Recent() if steps.rule.kind == "dlora" else Trend())
-        controller.served = self._load.served
+        controller.told = self._load.told
         self._ended = threading.Event()
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
@@ -157,7 +131,7 @@ class Placing:
             for row in rows
             if not row.pinned
         ]
-        points = self._load.points(self._steps, {one.rank for one in wanted if one.rate > LEAST})
+        points = points_of(self._load, self._steps, {one.rank for one in wanted if one.rate > LEAST})
         # An older replica does not tell its host tier, which is as large as its pool or larger.
         host = {m.name: int(HOST * (m.host_blocks or m.blocks)) - pinned for m in told}
         self._homes.plan(Room({m.name: m.blocks - pinned for m in told}, host, points), wanted)

@@ -66,7 +66,7 @@ class RemoteDirectory(Directory):
         self._names: list[str] = []  # in order
         self._near = NearNames()
         self._requests: Counter[str] = Counter()  # by key
-        self._served: dict[str, proto.Served] = {}  # by name, what the controller has not been told
+        self._served: dict[str, proto.Served] = {}  # by name
         self._away = ""  # why the controller does not answer
         self._using: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
         self._ended = threading.Event()
@@ -102,16 +102,25 @@ class RemoteDirectory(Directory):
         with self._lock:
             self._requests[version.key] += 1
 
-    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
+    def asked(self, version: Version, prompt: int) -> None:
         with self._lock:
-            one = self._served.setdefault(version.name, proto.Served(name=version.name))
-            one.requests, one.prompt, one.output = one.requests + 1, one.prompt + prompt, one.output + output
+            one = self._news(version)
+            one.requests, one.prompt = one.requests + 1, one.prompt + prompt
+
+    def end(self, version: Version, output: int = 0) -> None:
+        with self._lock:
+            one = self._news(version)
+            one.ended, one.output = one.ended + 1, one.output + output
             self._requests[version.key] -= 1
             if self._requests[version.key]:
                 return
             del self._requests[version.key]
         if self._versions.get(version.name) != version:
             self._tell()
+
+    def _news(self, version: Version) -> proto.Served:
+        """What the controller has not been told of an adapter's requests."""
+        return self._served.setdefault(version.name, proto.Served(name=version.name))
 
     def _unknown(self, name: str) -> NoReturn:
         if not self._epoch:

@@ -25,6 +25,7 @@ from typing import Any
 
 from jlora.cluster.balance import Balancer, Job, Move, Plan, Terms
 from jlora.cluster.books import Books
+from jlora.cluster.demand import Told
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.requests import PATIENCE_S, Routed, Table
 from jlora.cluster.routing import policy as routing
@@ -207,6 +208,8 @@ class Fleet(Pass):
         routed = self._table.add(request_of(turn, prompt), None, _nowhere, at - self._start)
         live = self._lives[routed.handle] = Live(turn, ask, routed, chain, self._asked(turn, routed.request, chain))
         self._moved = at
+        if self._wires.placing is not None and turn.adapter is not None:
+            self._wires.placing.told(turn.adapter, Told(requests=1, prompt=len(prompt)))
         if not self._choose(live, at):
             self._pump_later(at)
 
@@ -289,7 +292,7 @@ class Fleet(Pass):
         if told and not live.turn.aside:  # the session's next turn begins with it
             self._prefixes.sent(replica, self._chain(live.turn, prompt, told))
         if self._wires.placing is not None and live.turn.adapter is not None and told:
-            self._wires.placing.served(live.turn.adapter, len(prompt) + len(told))
+            self._wires.placing.told(live.turn.adapter, Told(ended=1, output=len(told)))
         self._script.answered(live.turn, told, now)
 
     # -- balance ----------------------------------------------------------------------------

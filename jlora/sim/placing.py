@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from jlora.cluster.demand import Demand, Recent, Trend
+from jlora.cluster.demand import Load, Recent, Told, Trend
 from jlora.cluster.homes import HOST, Homes, Kind, Pair, Room, Rule
 from jlora.cluster.placement import Wanted, moves
 from jlora.cluster.routing.table import Table
@@ -46,7 +46,7 @@ class Placing:
         self._placed = placed
         self._members = {member.name: member for member in members}
         loads = {str(adapter): load for adapter, load in placed.loads.items()}
-        self._demand: Demand = Recent(loads) if placed.rule.kind == "dlora" else Trend()
+        self._load = Load(Recent(loads) if placed.rule.kind == "dlora" else Trend())
         self._homes = Homes(placed.rule)
         self._asked: set[Pair] = set()  # to fetch, in this time step
         first = dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)  # LoRAServe does not know them, dLoRA does
@@ -56,9 +56,9 @@ class Placing:
             for name in parts:
                 self._members[name].preload(int(key))
 
-    def served(self, adapter: int, tokens: int) -> None:
-        """A request has ended."""
-        self._demand.served(str(adapter), tokens)
+    def told(self, adapter: int, told: Told) -> None:
+        """What has become of an adapter's requests."""
+        self._load.told(str(adapter), told)
 
     def lost(self, name: str) -> None:
         """A replica has ended. Its adapters are placed elsewhere with the next time step."""
@@ -70,7 +70,7 @@ class Placing:
 
     def step(self) -> None:
         """Ends a time step, and plans the next."""
-        rates = self._demand.close(self._placed.every_s)
+        rates = self._load.close(self._placed.every_s)
         self.most = max([self.most, *(member.stored for member in self._members.values())])
         if self._placed.rule.kind not in ("loraserve", "dlora") or not self._members:  # the others are placed once
             return

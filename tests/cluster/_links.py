@@ -250,7 +250,9 @@ class FakeDirectory:
     def begin(self, version: Version) -> None:
         self.uses[version.key] = self.uses.get(version.key, 0) + 1
 
-    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
+    def asked(self, version: Version, prompt: int) -> None: ...
+
+    def end(self, version: Version, output: int = 0) -> None:
         self.uses[version.key] -= 1
 
     def load(self, load: Load) -> Any:

@@ -18,12 +18,13 @@ from jlora.cluster.balance import Job
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.books import Books
 from jlora.cluster.controller import Controller
+from jlora.cluster.demand import Load
 from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.fleet import StaticFleet
 from jlora.cluster.link import LinkServicer, Stream
 from jlora.cluster.peer import Fetcher, Head, _Transfer
-from jlora.cluster.placing import Load, Placing
+from jlora.cluster.placing import Placing
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.registry import Registry
 from jlora.cluster.remote_directory import RemoteDirectory

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from jlora.cluster import directory_server, remote_directory
+from jlora.cluster.demand import Load as Demanded
 from jlora.cluster.directory_server import DirectoryServicer
-from jlora.cluster.placing import Load as Demanded
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.routing.table import Table
@@ -238,14 +238,15 @@ def test_before_the_first_table_nothing_is_said_to_be_unknown():
 
 def test_the_demand_of_a_second_router_counts_and_it_routes_by_the_same_table(world: World):
     controller, remote, load, table = world.service.controller, world.remote, Demanded(), Table({})
-    controller.served, remote.placed = load.served, table.place
+    controller.told, remote.placed = load.told, table.place
     version = remote.current("fr")
     for router in (controller, remote, remote):
         router.begin(version)
-        router.end(version, 20, 5)
-    wait_until(lambda: load.requests == 3)
-    assert (load.prompt, load.output) == (60, 15)
-    assert load.close(1.0) == {"fr": 75.0}, "its forecast is of the requests of both"
+        router.asked(version, 20)
+        router.end(version, 5)
+    wait_until(lambda: load.requests == load.ended == 3)
+    assert (load.prompt, load.output, load.answer) == (60, 15, 5)
+    assert 60 <= load.close(1.0)["fr"] <= 75, "its forecast is of the requests of both"
     for places in ({"fr@1": {"127.0.0.1:7": 0.25, "127.0.0.1:8": 0.75}}, {}):
         world.places = places
         wait_until(lambda places=places: table.parts == places)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jlora.cluster.demand import HALF, Recent, Trend, extrapolate, operating_points
+from jlora.cluster.demand import HALF, Load, Recent, Told, Trend, extrapolate, operating_points
 from jlora.cluster.placement import Wanted, budget, contiguous, fitted, loraserve, moves, random_placement
 from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.policy import Ask
@@ -103,25 +103,34 @@ def test_forecasts_follow_a_trend_within_bounds():
     assert extrapolate([30.0, 20.0, 10.0]) == 0.0
     assert extrapolate([0.0, 0.0, 100.0]) <= 200.0
     demand = Trend(steps=2)
-    demand.served("a", 100)
-    demand.served("b", 50)
+    demand.asked("a", 100)
+    demand.asked("b", 50)
     assert demand.close(10.0) == {"a": 10.0, "b": 5.0}
-    demand.served("a", 200)
+    demand.asked("a", 200)
     assert demand.close(10.0) == {"a": pytest.approx(30.0), "b": 0.0}
-    demand.served("a", 200)
+    demand.asked("a", 200)
     assert demand.close(10.0) == {"a": pytest.approx(20.0)}  # b has been quiet for two steps
+
+
+def test_a_request_counts_when_it_is_admitted_with_the_tokens_of_a_mean_answer():
+    load = Load(Trend())
+    load.told("a", Told(requests=2, prompt=100))
+    load.told("a", Told(ended=1, output=30))
+    assert load.answer == 30 and load.close(10.0) == {"a": 10.0}, "no answer was known when they came"
+    load.told("b", Told(requests=2, prompt=100))  # none of these ends: their server has too much to do
+    assert load.close(10.0)["b"] == pytest.approx(16.0)
 
 
 def test_a_request_counts_half_after_some_time_steps_and_is_forgotten_in_the_end():
     demand = Recent({"old": 8.0})
-    demand.served("new", tokens=500, requests=30)
+    demand.asked("new", tokens=500, requests=30)
     first = dict(demand.close(10.0))
     assert first["old"] > first["new"] > 0
     later = [dict(demand.close(10.0)) for _ in range(HALF)][-1]
     assert later == {key: pytest.approx(rate / 2) for key, rate in first.items()}
     demand = Recent({"old": 8.0})
     for _ in range(3 * HALF):  # a new habit
-        demand.served("new", tokens=500, requests=80)
+        demand.asked("new", tokens=500, requests=80)
         rates = demand.close(10.0)
     assert rates["new"] == pytest.approx(7.0) and rates["old"] == pytest.approx(1.0)
     for _ in range(60 * HALF):

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from jlora.cluster.demand import Trend
+from jlora.cluster.demand import Told, Trend
 from jlora.cluster.homes import Rule
 from jlora.cluster.placing import THERE, Placing, Steps
 from jlora.cluster.routing.table import Table
@@ -95,12 +95,12 @@ def test_adapters_move_with_their_demand_and_no_request_fails(
     monkeypatch.setattr(world.controller, "served", lambda *told: None)  # the demand is the test's own,
     monkeypatch.setattr(port.load(placing), "demand", Trend(steps=1))  # and that of one time step
     for name in NAMES:
-        port.load(placing).served(name, 100, 100)
+        port.load(placing).told(name, Told(1, 100, 1, 100))
     placing.step(world.controller.members())
     settle(world, placing, table)
     hot = [name for name, where in homes(table).items() if where == crowded(table)][:2]
     for name in hot:
-        port.load(placing).served(name, 100, 100)
+        port.load(placing).told(name, Told(1, 100, 1, 100))
     running = [world.ask(name, 128) for name in NAMES]  # they run through the moves
     placing.step(world.controller.members())
     answers = []
@@ -193,7 +193,7 @@ def test_an_adapter_that_does_not_come_keeps_its_places(
 ):
     world, placing, table = placed
     for name in NAMES:
-        port.load(placing).served(name, 100, 100)
+        port.load(placing).told(name, Told(1, 100, 1, 100))
     placing.step(world.controller.members())
     settle(world, placing, table)
     before = homes(table)
@@ -224,7 +224,7 @@ def test_dloras_preload_brings_what_is_asked_for_to_replicas_that_lack_it_and_dr
     world = placed[0]
     placing = Placing(world.controller, world.found, Table({}), Steps(None, Rule("dlora", routed=False)), System())
     for name, count in zip("abc", (8, 4, 2), strict=True):
-        port.load(placing).served(name, 10, 10, count)
+        port.load(placing).told(name, Told(count, 10, count, 10))
     before = held(world)
     assert any(len(where) < 2 for name, where in before.items() if name != "d")
     asked = world.controller.fetches
@@ -253,7 +253,7 @@ def test_more_adapters_than_host_tiers_hold_are_not_fetched_for_ever(
             world.router.load_adapter(name, str(path)).result(60)
         placing = Placing(world.controller, world.found, table, Steps(STEPS), System())
         for name in names:
-            port.load(placing).served(name, 100, 100)
+            port.load(placing).told(name, Told(1, 100, 1, 100))
         wait_for(lambda: all(member.host_blocks == 2 * blocks for member in world.controller.members()))
         placing.step(world.controller.members())
         moved = []

@@ -22,16 +22,18 @@ class Using(_message.Message):
     def __init__(self, router: _Optional[str] = ..., epoch: _Optional[int] = ..., keys: _Optional[_Iterable[str]] = ..., served: _Optional[_Iterable[_Union[Served, _Mapping]]] = ...) -> None: ...
 
 class Served(_message.Message):
-    __slots__ = ("name", "requests", "prompt", "output")
+    __slots__ = ("name", "requests", "prompt", "output", "ended")
     NAME_FIELD_NUMBER: _ClassVar[int]
     REQUESTS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_FIELD_NUMBER: _ClassVar[int]
+    ENDED_FIELD_NUMBER: _ClassVar[int]
     name: str
     requests: int
     prompt: int
     output: int
-    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., prompt: _Optional[int] = ..., output: _Optional[int] = ...) -> None: ...
+    ended: int
+    def __init__(self, name: _Optional[str] = ..., requests: _Optional[int] = ..., prompt: _Optional[int] = ..., output: _Optional[int] = ..., ended: _Optional[int] = ...) -> None: ...
 
 class Table(_message.Message):
     __slots__ = ("epoch", "whole", "more", "entries", "gone", "placed", "places")
