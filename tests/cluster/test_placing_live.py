@@ -90,9 +90,9 @@ def test_adapters_move_with_their_demand_and_no_request_fails(
 ):
     world, placing, table = placed
     expected = {name: world.ask(name).read() for name in NAMES}
-    wait_for(lambda: port.load(placing).requests == len(NAMES))
+    wait_for(lambda: port.load(placing).ended == len(NAMES))
     assert (port.load(placing).prompt, port.load(placing).output) == (len(NAMES) * len(PROMPT), len(NAMES) * 64)
-    monkeypatch.setattr(world.controller, "served", lambda *told: None)  # the demand is the test's own,
+    monkeypatch.setattr(world.controller, "told", lambda *told: None)  # the demand is the test's own,
     monkeypatch.setattr(port.load(placing), "demand", Trend(steps=1))  # and that of one time step
     for name in NAMES:
         port.load(placing).told(name, Told(1, 100, 1, 100))
