@@ -223,6 +223,7 @@ class Dispatcher:
         now = self.up_at = self.terms.clock()
         self.books.heard(attached.view())
         batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}
+        other: dict[int, Routed] = {}  # attempts with other weights than those before
         for rid in message.begun:
             if (routed := self.table.attempt(rid)) is not None:
                 self._answer(routed)
@@ -231,6 +232,9 @@ class Dispatcher:
             for token in message.tokens:
                 routed = self.table.attempt(token.rid)
                 if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
+                    continue
+                if token.rid in other or (token.digest and not routed.made_of(token.digest)):
+                    other[token.rid] = routed
                     continue
                 if not 0 <= token.id < vocab:
                     raise Broken(f"token {token.id} of a vocabulary of {vocab}")
@@ -242,6 +246,9 @@ class Dispatcher:
             for routed, events in batches.values():
                 self._begin(routed, sum(event.token_id is not None for event in events))
                 self._give(routed, events)
+        for routed in other.values():
+            self._cancel(routed)
+            self._fail(routed, DataLoss(f"the files of adapter {routed.request.adapter!r} have changed; send it again"))
         for failure in message.failures:
             self._failed(failure)
         if message.failures:

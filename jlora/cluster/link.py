@@ -71,6 +71,7 @@ class _Live:
     handle: int | None = None  # the replica's, once it is queued
     gone: bool = False  # nobody waits for it any more
     moved: bool = False  # because another replica serves it
+    named: bool = True  # the router knows of what weights its tokens are made
     stops: list[link.Stop] = field(default_factory=list)  # that wait until it is queued
 
 
@@ -183,6 +184,7 @@ class Stream:
         self._backend = backend
         self._context = context
         self._adopted = adopted
+        self._records = records
         self._rates = rates
         self._live: dict[int, _Live] = {}
         self._told: deque[tuple[_Live, Told]] = deque()
@@ -309,6 +311,7 @@ class Stream:
         positions = [len(done.tokens) for done in request.done] or [0] * request.sampling.n
         version = start.adapter if start.HasField("adapter") else None
         live = self._live[start.rid] = _Live(start.rid, request, version, positions, len(request.open))
+        live.named = version is None or (bool(version.digest) and not any(positions))
         self._submit(live)
 
     def _submit(self, live: _Live) -> None:
@@ -440,10 +443,16 @@ class Stream:
                 message.tokens.append(await asyncio.to_thread(wire.token, live.rid, position, event))
             else:
                 message.tokens.append(wire.token(live.rid, position, event))
+            if not live.named:
+                live.named = True
+                message.tokens[-1].digest = self._digest(live.request.adapter)
             live.positions[event.index] += event.token_id is not None
             live.open -= event.finish_reason is not None
         if not live.open:
             self._live.pop(live.rid, None)
+
+    def _digest(self, key: str | None) -> str:
+        return next((record.digest for record in self._records() if record.name == key), "")
 
     def _now(self) -> link.State:
         """The replica as its last snapshot shows it. A step under way does not hold it up."""

@@ -104,6 +104,12 @@ class Routed:
         """Whether it has cost too many attempts."""
         return self.losses >= MOST_LOSSES
 
+    def made_of(self, digest: str) -> bool:
+        """Whether an attempt's weights are those of the attempts before. If nobody knew their digest, it is this one."""
+        if self.version is not None and not self.version.digest:
+            self.version = replace(self.version, digest=digest)
+        return self.version is not None and self.version.digest == digest
+
     @property
     def movable(self) -> bool:
         """Whether the balance may move it once more."""

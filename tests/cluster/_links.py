@@ -71,6 +71,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         dies_after: the stream breaks after so many tokens in all; -1 is never.
         tells: acknowledges requests by `begun`.
         answers: what the router asks of `Control`; `asked` counts.
+        digest: of the weights of which it says that its tokens are made.
     """
 
     name: str
@@ -84,6 +85,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     tells: bool = True
     paused: bool = False
     answers: bool = True
+    digest: str = ""
     asked: int = 0
     refuse: list[tuple[Exception, bool]] = field(default_factory=list)
     address: str = ""
@@ -201,6 +203,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
                 )  # fmt: skip
                 entry.done[index] = Done((*had.tokens, token), ended)
                 tokens.append(wire.token(rid, position, event))
+                tokens[-1].digest = self.digest
             if all(had.ended for had in entry.done):
                 del running[rid]
         return tokens

@@ -241,3 +241,26 @@ def test_a_session_stays_where_a_move_has_brought_it():
         for client, name in ((first, "first"), (second, "second")):
             two.router.abort_named(name)
             client.wait()
+
+
+@pytest.mark.parametrize("second", ["one", "other"])
+def test_an_answer_goes_on_with_the_weights_with_which_it_began_or_ends(second: str):
+    """No digest was known; the first attempt tells one."""
+    with service(2) as two:
+        two.directory.versions["x"] = Version("x", 1, "/x")
+        asked = request(max_tokens=100, adapter="x")
+        for replica in two.replicas:
+            replica.digest = "one"
+        client = submit(two, asked)
+        wait_for(lambda: len(client.tokens()) > 5)
+        first, then = sorted(two.replicas, key=lambda replica: not replica.started)
+        then.digest = second
+        two.kill(first)
+        client.wait()
+        assert (first.started[0].adapter.digest, then.started[0].adapter.digest) == ("", "one")
+        if second == "one":
+            assert client.tokens() == answer(asked, 0)
+        else:
+            assert isinstance(client.last.error, DataLoss)
+            assert client.tokens() == answer(asked, 0)[: len(client.tokens())]
+            wait_for(lambda: bool(then.cancelled))

@@ -9,8 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from jlora import config as configuration
+from jlora.cluster.found import Found
 from jlora.engine import loading
 from jlora.errors import DataLoss, ResourceExhausted
+from jlora.ports import System
 from jlora.replica import Load
 from tests import _make
 from tests.cluster import _whole
@@ -81,6 +84,23 @@ def test_an_answer_goes_on_elsewhere_with_the_version_that_it_began_with(world: 
     assert answer.read() == old
     wait_for(lambda: len(world.router.replicas) == 2)
     wait_for(lambda: world.upkeep.round() or world.keys() <= {world.controller.current("v").key})
+    world.router.unload_adapter("v").result(60)
+
+
+def test_no_answer_goes_on_with_other_weights_also_if_nobody_knew_their_digest(world: World, path: str):
+    """A directory that was only scanned has no digest yet; its files change before its replica is lost."""
+    config = configuration.replace(world.router.info.config, {"adapters.paths.v": path})
+    world.controller.add(Found(config, System()).first(world.controller.registry))
+    assert not world.controller.current("v").digest
+    answer = world.ask("v", LONG)
+    answer.read(least=3)
+    lost, other = sorted(world.seats, key=lambda seat: not seat.running)
+    _make.make_adapter(path, text_spec(), seed=99, r=4)
+    world.router.place({other.name: other.address})
+    with pytest.raises(DataLoss, match="changed"):
+        answer.read()
+    world.router.place({seat.name: seat.address for seat in world.seats})
+    wait_for(lambda: len(world.router.replicas) == 2)
     world.router.unload_adapter("v").result(60)
 
 

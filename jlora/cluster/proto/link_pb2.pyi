@@ -124,7 +124,7 @@ class Stop(_message.Message):
     def __init__(self, rid: _Optional[int] = ..., index: _Optional[int] = ..., outputs: _Optional[int] = ...) -> None: ...
 
 class Token(_message.Message):
-    __slots__ = ("rid", "index", "position", "id", "logprob", "prompt_logprobs", "finish_reason", "usage", "timing")
+    __slots__ = ("rid", "index", "position", "id", "logprob", "prompt_logprobs", "finish_reason", "usage", "timing", "digest")
     RID_FIELD_NUMBER: _ClassVar[int]
     INDEX_FIELD_NUMBER: _ClassVar[int]
     POSITION_FIELD_NUMBER: _ClassVar[int]
@@ -134,6 +134,7 @@ class Token(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     USAGE_FIELD_NUMBER: _ClassVar[int]
     TIMING_FIELD_NUMBER: _ClassVar[int]
+    DIGEST_FIELD_NUMBER: _ClassVar[int]
     rid: int
     index: int
     position: int
@@ -143,7 +144,8 @@ class Token(_message.Message):
     finish_reason: str
     usage: _jlora_pb2.Usage
     timing: _jlora_pb2.Timing
-    def __init__(self, rid: _Optional[int] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., id: _Optional[int] = ..., logprob: _Optional[_Union[_jlora_pb2.TokenLogprob, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_jlora_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[_jlora_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[_jlora_pb2.Timing, _Mapping]] = ...) -> None: ...
+    digest: str
+    def __init__(self, rid: _Optional[int] = ..., index: _Optional[int] = ..., position: _Optional[int] = ..., id: _Optional[int] = ..., logprob: _Optional[_Union[_jlora_pb2.TokenLogprob, _Mapping]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_jlora_pb2.TokenLogprob, _Mapping]]] = ..., finish_reason: _Optional[str] = ..., usage: _Optional[_Union[_jlora_pb2.Usage, _Mapping]] = ..., timing: _Optional[_Union[_jlora_pb2.Timing, _Mapping]] = ..., digest: _Optional[str] = ...) -> None: ...
 
 class Failure(_message.Message):
     __slots__ = ("rid", "kind", "message", "elsewhere")

@@ -204,7 +204,10 @@ class Follower:
     def begin(self, version: Version) -> None:
         self._uses[version.key] += 1
 
-    def end(self, version: Version, prompt: int = 0, output: int = 0) -> None:
+    def asked(self, version: Version, prompt: int) -> None:
+        """No placement counts them here."""
+
+    def end(self, version: Version, output: int = 0) -> None:
         self._uses[version.key] -= 1
         self._uses += Counter()
 
