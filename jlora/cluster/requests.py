@@ -105,7 +105,7 @@ class Routed:
         return self.losses >= MOST_LOSSES
 
     def made_of(self, digest: str) -> bool:
-        """Whether an attempt's weights are those of the attempts before. If nobody knew their digest, it is this one."""
+        """Whether an attempt has the weights of those before. If nobody knew their digest, it is this one."""
         if self.version is not None and not self.version.digest:
             self.version = replace(self.version, digest=digest)
         return self.version is not None and self.version.digest == digest

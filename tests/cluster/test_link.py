@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -17,6 +18,7 @@ from jlora import config
 from jlora.cluster import link as module
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
+from jlora.cluster.link import IDLE_S
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.secret import Secret
 from jlora.types import Done, Request, SamplingParams
@@ -116,6 +118,14 @@ def test_a_step_is_one_message_and_begins_with_its_requests(links: tuple[Linked,
     assert sorted(begun) == [1, 2, 3, 4]
     assert len(with_tokens) <= 3 * 100  # 400 tokens
     assert steps > 100
+
+
+def test_an_idle_replica_speaks_every_tenth_of_a_second(links: tuple[Linked, Linked]):
+    with links[0].attach() as router:
+        router.until(lambda r: len(r.messages) > 1)
+        began = time.monotonic()
+        router.until(lambda r: len(r.messages) > 11)
+        assert time.monotonic() - began > 9 * IDLE_S, "and no more often"
 
 
 @pytest.mark.parametrize("secret", [Secret(), Secret("another token of the tests")])

@@ -258,6 +258,17 @@ def test_after_a_bad_peer_the_next_one_is_asked(world: World):
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
 
 
+def test_after_a_damaged_transfer_the_next_peer_is_asked(world: World):
+    """The files are gone. The second peer is the first under another name, which is damaged no more."""
+    shutil.rmtree(world.path)
+    (first,), offsets = world.version.peers, world.giver.servicer.offsets
+    world.giver.servicer.damage = lambda chunk: flipped(chunk) if sum(at >= 0 for at in offsets) < 2 else chunk
+    world.version.peers.append(first.replace("127.0.0.1", "localhost"))
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+    assert [at for at in offsets if at >= 0] == [0, 0], "what a bad transfer has brought counts for nothing"
+
+
 def test_files_that_are_read_sooner_are_read(world: World):
     port.pace(world.taker.fetcher, path_bps=1e12)
     world.taker.adopt(world.version)

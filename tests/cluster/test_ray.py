@@ -149,14 +149,14 @@ def test_a_replica_hangs_and_goes_on(both: Service, asked: list[pb.GenerateReque
 
 
 def test_all_replicas_restart_in_turn(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):
-    def restart() -> None:
-        for name in ("r0", "r1"):
-            pid = both.pid(name)
-            os.kill(pid, signal.SIGTERM)
-            until(lambda pid=pid: pid not in pids(both), f"{name} ends")
-            until(lambda: both.up() == {"r0", "r1"}, f"{name} serves again")
+    def restart(name: str) -> None:
+        pid = both.pid(name)
+        os.kill(pid, signal.SIGTERM)
+        until(lambda: pid not in pids(both), f"{name} ends")
+        until(lambda: both.up() == {"r0", "r1"}, f"{name} serves again")
 
-    assert disturbed(both, asked, restart) == expected
+    for name in ("r0", "r1"):
+        assert disturbed(both, asked, lambda name=name: restart(name)) == expected
 
 
 def test_rays_head_is_killed(both: Service, asked: list[pb.GenerateRequest], expected: list[list[list[int]]]):

@@ -26,8 +26,9 @@ from jlora.cluster.routing.policy import Ask
 from jlora.cluster.view import View
 from jlora.engine.loaders import Read
 from jlora.engine.sources import NewAdapter
-from jlora.serve.client import Login
+from jlora.serve.client import Login, connect
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.serve.proto import jlora_pb2_grpc as jlora
 from jlora.types import Request, SamplingParams
 from tests.cluster import _port as port
 from tests.cluster._links import FakeDirectory, wait_for
@@ -334,3 +335,17 @@ def test_a_routers_requests_end_with_it_and_anothers_go_on(two: Cluster):
     wait_for(lambda: sum(seat.running for seat in two.seats) == before)
     next(stream)
     stream.cancel()
+
+
+def test_a_replica_that_is_told_to_drain_moves_its_requests_instead_of_waiting_for_them(two: Cluster):
+    """Last: an engine that has drained takes no more requests."""
+    asked = request(PROMPT, 400, **SAMPLED)
+    alone = two.alone.generate(asked)
+    stream = two.served.inference.GenerateStream(asked, timeout=60)
+    first = [next(stream) for _ in range(3)]
+    drained = two.busy()
+    with connect(drained.address, Login(SECRET.token)) as channel:
+        drain = jlora.ControlStub(channel).Drain.future(pb.DrainRequest(timeout_s=60), timeout=60)
+        tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
+        assert drain.result().drained and not drained.running
+    assert tokens == list(alone.outputs[0].token_ids)
