@@ -21,7 +21,7 @@ LINK_GBPS = 5.0  # makes a rank-64 adapter on q, k and v take 20 ms: tens of mil
 RESIDENT = 24
 SIDES = ("cached", "blocking", "wait", "stream", "cpu", "auto")
 LINKS, RANKS, PROMPTS = (0.5, 1, 2, 5, 10, 25, 50), (8, 16, 32, 64, 128), (16, 32, 64, 128, 256, 512, 1024, 2048)
-DISK_GBPS = 0.05  # the slowest: a disk of 50 MB/s
+SLOWEST_GBPS = 0.05  # a link that is throttled to 50 MB/s
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ def run(options: Options) -> None:
         for side, summary in play(case, seconds).items():
             kept = {key: summary[key] for key in ("ttft_s", "ttft_p99_s", "tpot_s")}
             records.add(case.name, side, 0, {"kind": "figure", "paper": list(case.paper), **kept})
-    for hardware, gbps, rank, prompt in itertools.product((A10, H200), (DISK_GBPS, *LINKS), RANKS, PROMPTS):
+    for hardware, gbps, rank, prompt in itertools.product((A10, H200), (SLOWEST_GBPS, *LINKS), RANKS, PROMPTS):
         cell = {"kind": "map", "chip": hardware.chip.name, "gbps": gbps, "rank": rank, "prompt": prompt}
         name = f"{hardware.chip.name} {gbps:g} GB/s rank {rank} prompt {prompt}"
         records.add(name, "predicted", 0, {**cell, **best(hardware, gbps, rank, prompt)})
