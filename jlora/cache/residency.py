@@ -256,15 +256,25 @@ class Residency:
 
         An activated suffix comes first: only the last of the copies can be streamed, and the prefix is long.
         """
-        for owner, nodes in reversed(self.tree.by_owner(origin, path)):
-            self.bring(owner, [node for node in nodes if not node.device], demand)
+        parts = [
+            (owner, [node for node in nodes if not node.device])
+            for owner, nodes in reversed(self.tree.by_owner(origin, path))
+        ]
+        # All blocks at once: a suffix whose prefix had no memory would depend on what is not there.
+        blocks = self.device.take(KV, sum(len(node.host) for _, nodes in parts for node in nodes))
+        for owner, nodes in parts:
+            count = sum(len(node.host) for node in nodes)
+            self._bring(owner, nodes, blocks[:count], demand)
+            blocks = blocks[count:]
 
     def bring(self, adapter: AdapterNode, nodes: Sequence[Node], demand: bool) -> None:
         """Starts one copy to the device of nodes of one kind; the caller has made room."""
+        self._bring(adapter, nodes, self.device.take(nodes[0].kind, sum(len(node.host) for node in nodes)), demand)
+
+    def _bring(self, adapter: AdapterNode, nodes: Sequence[Node], target: tuple[int, ...], demand: bool) -> None:
         if not nodes:
             return
         source = tuple(block for node in nodes for block in node.host)
-        target = self.device.take(nodes[0].kind, len(source))
         long = self.policy.meter.load_s(nodes[0].kind, len(source)) > STREAM_FROM_S
         copy = Copy("in", adapter, tuple(nodes), source, target, demand, streams=self.streams and demand and long)
         at = 0

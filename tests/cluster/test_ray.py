@@ -114,9 +114,14 @@ def test_an_adapter_whose_files_are_gone_comes_from_the_other_replica(
     both.adapters.LoadAdapter(pb.LoadAdapterRequest(name="lent", path=str(files)), timeout=60)
     shutil.rmtree(files)
 
+    def known() -> bool:
+        listed = both.adapters.ListAdapters(pb.ListAdaptersRequest(), timeout=60).adapters
+        return any(one.name == "lent" and one.tier in (pb.AdapterInfo.HBM, pb.AdapterInfo.HOST) for one in listed)
+
     def wait() -> None:
         until(lambda: all(one.running for one in both.replicas().values()), "both replicas run with the adapter")
 
+    until(known, "the router knows who has it")
     assert disturbed(both, asked, wait) == expected
     both.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="lent"), timeout=60)
 
