@@ -52,14 +52,12 @@ def by_policy(study: Study, kernel: str) -> pd.DataFrame:
         for side in sides:
             cells.setdefault((replicas, side), []).append(sides)
     made = []
-    for (replicas, side), some in sorted(cells.items(), key=lambda item: item[0][0]):
+    for (_, side), some in sorted(cells.items(), key=lambda item: item[0][0]):
         rows = [sides[side] for sides in some]
         ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in some]
         made.append(
             {
-                "replicas": replicas,
                 "policy": side,
-                "cells": len(rows),
                 "attained": f"{_mean(rows, 'attainment'):.1%}",
                 "least": f"{min(row['attainment'] for row in rows):.1%}",
                 "TTFT p99 / round-robin's": f"{statistics.geometric_mean(ratios):.2f}",
@@ -70,7 +68,7 @@ def by_policy(study: Study, kernel: str) -> pd.DataFrame:
                 "adapters stored, most": f"{_mean(rows, 'adapters_most'):.0f}",
             }
         )
-    return pd.DataFrame(made)
+    return pd.DataFrame(made).groupby("policy", sort=False).agg(" / ".join).reset_index()
 
 
 def storage(study: Study, replicas: int, kernel: str = "padded") -> pd.DataFrame:
