@@ -42,9 +42,12 @@ async def kills(count: int) -> Figures:
     with tempfile.TemporaryDirectory() as folder, replicas(Path(folder)) as (served, flags):
         for number in range(count):
             life = Life(served, await asyncio.to_thread(ServerProcess, flags, ("jlora", "cluster")))
-            found = {"map_s": await life.known() if number else 0.0}  # the first router reads the adapters
-            ends += await life.answers()
-            ends += await life.killed(found)
+            try:
+                found = {"map_s": await life.known() if number else 0.0}  # the first router reads the adapters
+                ends += await life.answers()
+                ends += await life.killed(found)
+            finally:
+                life.router.signal(signal.SIGKILL)
             worst = {name: max(value, found[name]) for name, value in worst.items()}
     wanted = {"whole": count * STREAMS, "UNAVAILABLE": count * STREAMS}
     holds = ends == wanted and worst["steps_after"] <= STEPS and worst["map_s"] <= MAP_S
@@ -79,11 +82,12 @@ class Life:
     async def known(self) -> float:
         """Seconds until the router knows that its replicas have all adapters in memory."""
         began = time.monotonic()
-        while True:
+        while time.monotonic() - began < PATIENCE_S:
             listed = (await self.client.adapters.ListAdapters(pb.ListAdaptersRequest(), timeout=PATIENCE_S)).adapters
             if sum(info.tier in MEMORY for info in listed) == len(ADAPTERS) - 1:
-                return time.monotonic() - began
+                break
             await asyncio.sleep(0.01)
+        return time.monotonic() - began
 
     async def answers(self) -> Counter[str]:
         """How short answers end: "whole" with the right tokens."""
@@ -99,7 +103,7 @@ class Life:
         steps = [one.steps for one in self._infos()]
         self.router.signal(signal.SIGKILL)
         began = time.monotonic()
-        while any(one.live_requests for one in self._infos()):
+        while time.monotonic() - began < PATIENCE_S and any(one.live_requests for one in self._infos()):
             await asyncio.sleep(0.005)
         found["idle_s"] = time.monotonic() - began
         found["steps_after"] = max(now.steps - then for now, then in zip(self._infos(), steps, strict=True))

@@ -104,7 +104,7 @@ class Controller(Directory):
         self.told(version.name, Told(requests=1, prompt=prompt))
 
     def end(self, version: Version, output: int = 0) -> None:
-        self.told(version.name, Told(ended=1, output=output))
+        self.told(version.name, Told(ended=bool(output), output=output))
         self.uses.end(version.key)
 
     def wanted(self, key: str) -> bool:

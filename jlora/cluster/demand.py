@@ -1,8 +1,8 @@
 """How much each adapter will be asked for, and what a server can do of it.
 
 LoRAServe (Algorithm 1, step 1) places by the tokens of the next time step, dLoRA (section 5.1) by the requests of a
-long time. Both count a request when it is admitted, with the tokens of a mean answer: a server with too much to do
-ends few requests, and would seem to need less.
+long time. Both count a request when it is admitted, the first with the tokens of a mean answer: a server with too much
+to do ends few requests, and would seem to need less.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Told:
 
     Attributes:
         requests: that were admitted; prompt: tokens of their prompts.
-        ended: requests that have ended; output: tokens of their answers.
+        ended: requests that have ended with an answer; output: tokens of these.
     """
 
     requests: int = 0

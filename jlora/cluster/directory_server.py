@@ -76,7 +76,8 @@ class DirectoryServicer(rpc.DirectoryServicer):
             async for using in received:
                 uses.saw(stream, using.router, using.epoch, using.keys)
                 for one in using.served:
-                    self._controller.told(one.name, Told(one.requests, one.prompt, one.ended, one.output))
+                    ended = one.ended or (one.requests if one.output else 0)  # an older router tells of ends alone
+                    self._controller.told(one.name, Told(one.requests, one.prompt, ended, one.output))
         finally:
             uses.left(stream)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import grpc
 
+from jlora.adapters.registry import Record
 from jlora.cluster import wire
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
@@ -71,7 +72,7 @@ class _Live:
     handle: int | None = None  # the replica's, once it is queued
     gone: bool = False  # nobody waits for it any more
     moved: bool = False  # because another replica serves it
-    named: bool = True  # the router knows of what weights its tokens are made
+    record: Record | None = None  # of its adapter, until the router has been told the digest
     stops: list[link.Stop] = field(default_factory=list)  # that wait until it is queued
 
 
@@ -184,7 +185,6 @@ class Stream:
         self._backend = backend
         self._context = context
         self._adopted = adopted
-        self._records = records
         self._rates = rates
         self._live: dict[int, _Live] = {}
         self._told: deque[tuple[_Live, Told]] = deque()
@@ -311,7 +311,6 @@ class Stream:
         positions = [len(done.tokens) for done in request.done] or [0] * request.sampling.n
         version = start.adapter if start.HasField("adapter") else None
         live = self._live[start.rid] = _Live(start.rid, request, version, positions, len(request.open))
-        live.named = version is None or (bool(version.digest) and not any(positions))
         self._submit(live)
 
     def _submit(self, live: _Live) -> None:
@@ -402,7 +401,7 @@ class Stream:
             if live.gone:
                 continue
             if what is None:
-                live.version = None
+                live.version, live.record = None, self._tiers.record(live.request.adapter)
                 self._stop(live)
                 message.begun.append(live.rid)
             elif isinstance(what, Exception):
@@ -443,16 +442,12 @@ class Stream:
                 message.tokens.append(await asyncio.to_thread(wire.token, live.rid, position, event))
             else:
                 message.tokens.append(wire.token(live.rid, position, event))
-            if not live.named:
-                live.named = True
-                message.tokens[-1].digest = self._digest(live.request.adapter)
+            if live.record is not None:
+                message.tokens[-1].digest, live.record = live.record.digest, None
             live.positions[event.index] += event.token_id is not None
             live.open -= event.finish_reason is not None
         if not live.open:
             self._live.pop(live.rid, None)
-
-    def _digest(self, key: str | None) -> str:
-        return next((record.digest for record in self._records() if record.name == key), "")
 
     def _now(self) -> link.State:
         """The replica as its last snapshot shows it. A step under way does not hold it up."""

@@ -110,7 +110,7 @@ class RemoteDirectory(Directory):
     def end(self, version: Version, output: int = 0) -> None:
         with self._lock:
             one = self._news(version)
-            one.ended, one.output = one.ended + 1, one.output + output
+            one.ended, one.output = one.ended + bool(output), one.output + output
             self._requests[version.key] -= 1
             if self._requests[version.key]:
                 return

@@ -23,14 +23,21 @@ class Tiers:
         self._records = records
         self._clock = clock
         self._told: dict[str, str] = {}
+        self._seen: dict[str, Record] = {}  # at the last look
         self._due = 0.0
+
+    def record(self, key: str | None) -> Record | None:
+        """Of an adapter that a request uses; None for the base."""
+        if key is None or key in self._seen:
+            return self._seen.get(key or "")
+        return next((record for record in self._records() if record.name == key), None)
 
     def changes(self) -> list[link.Residency]:
         """What has changed since the last call; the rest of too many comes with the next one."""
         began = self._clock()
         if began < self._due:
             return []
-        now = {record.name: record for record in self._records()}
+        now = self._seen = {record.name: record for record in self._records()}
         changes = [
             link.Residency(key=key, tier=record.tier, rank=max(record.ranks.values(), default=0))
             for key, record in now.items()

@@ -344,8 +344,11 @@ def test_a_replica_that_is_told_to_drain_moves_its_requests_instead_of_waiting_f
     stream = two.served.inference.GenerateStream(asked, timeout=60)
     first = [next(stream) for _ in range(3)]
     drained = two.busy()
+    (other,) = (seat for seat in two.seats if seat is not drained)
+    before = other.engine.state().result(20).stats.generated_tokens
     with connect(drained.address, Login(SECRET.token)) as channel:
         drain = jlora.ControlStub(channel).Drain.future(pb.DrainRequest(timeout_s=60), timeout=60)
         tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
         assert drain.result().drained and not drained.running
+    assert other.engine.state().result(20).stats.generated_tokens > before
     assert tokens == list(alone.outputs[0].token_ids)

@@ -119,14 +119,21 @@ def at_end(world: World) -> None:
         for what, some in left.items():
             if some:
                 raise Violation(f"{router.name}: {what} are left: {some}")
+    if found := running(world):
+        raise Violation(found)
+    _registry(world)
+
+
+def running(world: World) -> str:
+    """Which requests of routers that live a replica still has; "" if none."""
     routers = {router.id for router in world.routers}
     for replica in world.replicas:
         known = [stream for stream in replica.streams if stream.router in routers]
         live = [live.rid for stream in known for live in stream._live.values()]
         runs = [run.request.id for run in replica.replica.live.values() if router_of(run.request.id) in routers]
         if live or runs:
-            raise Violation(f"{replica.name}: requests {live} are left, and {runs} run")
-    _registry(world)
+            return f"{replica.name}: requests {live} are left, and {runs} run"
+    return ""
 
 
 def _registry(world: World) -> None:

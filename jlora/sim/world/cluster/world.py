@@ -35,6 +35,7 @@ from jlora.types import Request, SamplingParams
 STEP_S = 0.02  # of virtual time
 SETTLE_S = 90.0  # in which every request must end once nothing is wrong any more
 PROBE_S = 20.0  # in which a healed service answers
+PATH_S = 1.5  # in which a message arrives that was sent while a path was slow
 TIDY_S = 30.0  # in which old versions leave the replicas: what has failed is tried again after a while
 ATTACHED_S = 9.0  # in which a router attaches again: what waits for a hello, and then the longest pause
 LONG = 4000  # tokens: more than a world has time for
@@ -218,6 +219,7 @@ class World:
             raise Violation(f"pins differ from the registry's: {[r.replica.adapters_here for r in self.replicas]}")
         self.heard.check()
         self._commands()
+        self.time.run(self.time.now + PATH_S, lambda: not checks.running(self))  # a cancel may be on its way
         checks.at_end(self)
         self._run_out()
 
