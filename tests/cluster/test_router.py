@@ -331,7 +331,12 @@ def test_a_replica_of_another_model_is_not_used(two: Service):
     other = two.add("r2", info=replace(INFO, model="other"))
     two.place(*two.replicas)
     wait_for(lambda: len(other.epochs) >= 2)
-    assert "r2" not in {one.name for one in two.router.replicas} and two.router.info.model == "base"
+    wait_for(lambda: {one.name for one in two.router.replicas} == {"r0", "r1"})  # between two attempts
+    assert two.router.info.model == "base"
+    asked = [request(f"r{i}", max_tokens=3) for i in range(6)]
+    for client in [submit(two, one) for one in asked]:
+        client.wait()
+    assert not other.started
 
 
 def test_drain_waits_for_the_table_and_refuses_new_requests(two: Service):
