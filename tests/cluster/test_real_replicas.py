@@ -134,15 +134,20 @@ def test_a_stop_string_is_found_across_a_death(two: Cluster):
         revive(two, dead)
 
 
-def test_a_draining_replica_hands_its_requests_on(two: Cluster):
-    asked = request(PROMPT, 200, **SAMPLED)
-    alone = two.alone.generate(asked)
+def streaming(two: Cluster, tokens: int) -> tuple[Callable[[], list[int]], list[int]]:
+    """A stream that has begun: what reads all of its tokens, and those of an engine alone."""
+    asked = request(PROMPT, tokens, **SAMPLED)
+    expected = list(two.alone.generate(asked).outputs[0].token_ids)
     stream = two.served.inference.GenerateStream(asked, timeout=60)
     first = [next(stream) for _ in range(3)]
+    return lambda: [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids], expected
+
+
+def test_a_draining_replica_hands_its_requests_on(two: Cluster):
+    rest, expected = streaming(two, 200)
     drained = two.busy()
     drained.backend.draining = True
-    tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
-    assert tokens == list(alone.outputs[0].token_ids)
+    assert rest() == expected
     drained.backend.draining = False
     wait_for(lambda: port.dispatcher(two.router).books.view[drained.name].health == "up")
 
@@ -339,16 +344,12 @@ def test_a_routers_requests_end_with_it_and_anothers_go_on(two: Cluster):
 
 def test_a_replica_that_is_told_to_drain_moves_its_requests_instead_of_waiting_for_them(two: Cluster):
     """Last: an engine that has drained takes no more requests."""
-    asked = request(PROMPT, 400, **SAMPLED)
-    alone = two.alone.generate(asked)
-    stream = two.served.inference.GenerateStream(asked, timeout=60)
-    first = [next(stream) for _ in range(3)]
+    rest, expected = streaming(two, 400)
     drained = two.busy()
     (other,) = (seat for seat in two.seats if seat is not drained)
     before = other.engine.state().result(20).stats.generated_tokens
     with connect(drained.address, Login(SECRET.token)) as channel:
         drain = jlora.ControlStub(channel).Drain.future(pb.DrainRequest(timeout_s=60), timeout=60)
-        tokens = [t for delta in (*first, *stream) for out in delta.outputs for t in out.token_ids]
+        assert rest() == expected
         assert drain.result().drained and not drained.running
     assert other.engine.state().result(20).stats.generated_tokens > before
-    assert tokens == list(alone.outputs[0].token_ids)
