@@ -49,6 +49,8 @@ class StandIn:
         self._live: dict[int, tuple[Request, Sink]] = {}
         self._counts: dict[int, int] = {}
         self._handles = 0
+        self._sending = False
+        self._asks: list[Future[ReplicaState]] = []  # while it sends
         self._closed = threading.Event()
         self.failure: Future[BaseException] = running()
         threading.Thread(target=self._play, daemon=True).start()
@@ -65,7 +67,11 @@ class StandIn:
         return done(self._live.pop(handle, None) is not None)
 
     def state(self) -> Future[ReplicaState]:
-        return done(STATE)
+        """As a replica's: those who ask while a step's events are sent get it behind them."""
+        if not self._sending:
+            return done(STATE)
+        self._asks.append(running())
+        return self._asks[-1]
 
     def adapters(self, after: str = "", most: int | None = None) -> Future[list[Any]]:
         return done([])
@@ -81,13 +87,21 @@ class StandIn:
         due = time.monotonic() + self._step_s
         while not self._closed.wait(max(0.0, due - time.monotonic())):
             due += self._step_s
-            for handle, (request, sink) in list(self._live.items()):
-                count = self._counts[handle] = self._counts.get(handle, 0) + 1
-                last: dict[str, Any] = {}
-                if count == request.sampling.max_tokens:
-                    last = {"finish_reason": "length", "usage": Usage(8, 0, count), "timing": Timing(ttft=0.01)}
-                    del self._live[handle]
-                sink([TokenEvent(request.id, 0, self._token(count), handle=handle, **last)])
+            self._sending = True
+            self._send()
+            self._sending = False
+            asks, self._asks = self._asks, []
+            for asked in asks:
+                asked.set_result(STATE)
+
+    def _send(self) -> None:
+        for handle, (request, sink) in list(self._live.items()):
+            count = self._counts[handle] = self._counts.get(handle, 0) + 1
+            last: dict[str, Any] = {}
+            if count == request.sampling.max_tokens:
+                last = {"finish_reason": "length", "usage": Usage(8, 0, count), "timing": Timing(ttft=0.01)}
+                del self._live[handle]
+            sink([TokenEvent(request.id, 0, self._token(count), handle=handle, **last)])
 
 
 def ask(address: str, streams: int, tokens: int) -> dict[str, float]:

@@ -1,8 +1,8 @@
 """The replica's end of a link: the requests of one router come in on a stream, and all their tokens go out on it.
 
-The engine's thread puts events into one buffer of the stream and wakes the event loop once; the loop takes
-whatever has come and sends it as one message, so a message holds the tokens of an engine step. A replica that
-drains, stops or fails gives its requests up: the router goes on with them elsewhere.
+The engine's thread puts a step's events into one buffer of the stream, then wakes the event loop, which takes
+whatever has come and sends it as one message: a step's tokens, and the state behind it. A replica that drains,
+stops or fails gives its requests up: the router goes on with them elsewhere.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ class Stream:
         self._patience: asyncio.Timeout | None = None  # of the write under way
         self._numbers = 0  # messages sent
         self._state: ReplicaState | None = None
-        self._asked: Future[ReplicaState] = self._replica.state()
+        self._replica.state().add_done_callback(self._see)
         self._tasks: set[asyncio.Task[None]] = set()
         self._silence_s = BEATS * hello.beat_s if hello.beat_s > 0 else math.inf
         self._heard = self._looked = self._loop.time()
@@ -212,7 +212,7 @@ class Stream:
             while not (self._over or reading.done()):
                 idle = await self._idle()
                 if idle or self._told or self._refused:
-                    await self._write(await self._message())
+                    await self._write(await self._message(idle))
             if reading.done():
                 reading.result()
         finally:
@@ -388,15 +388,24 @@ class Stream:
         self._told.append((live, what))
         if len(self._told) == MOST + 1 and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._overflow)
-        if not self._woken and not self._loop.is_closed():
+        if not self._woken:  # a snapshot comes when the step's other events are here, too
             self._woken = True
+            self._replica.state().add_done_callback(self._stepped)
+
+    def _stepped(self, asked: Future[ReplicaState]) -> None:
+        self._see(asked)
+        if not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wake.set)
+
+    def _see(self, asked: Future[ReplicaState]) -> None:
+        if not asked.cancelled() and asked.exception() is None:
+            self._state = asked.result()
 
     # -- to the router --------------------------------------------------------------------------
 
-    async def _message(self) -> link.FromReplica:
+    async def _message(self, idle: bool) -> link.FromReplica:
         """What has come since the last one, as far as one message holds it."""
-        message = link.FromReplica(state=self._now())
+        message = link.FromReplica(state=self._now(idle))
         for live, what in self._take():
             if live.gone:
                 continue
@@ -449,12 +458,10 @@ class Stream:
         if not live.open:
             self._live.pop(live.rid, None)
 
-    def _now(self) -> link.State:
+    def _now(self, idle: bool) -> link.State:
         """The replica as its last snapshot shows it. A step under way does not hold it up."""
-        if self._asked.done():
-            if self._asked.exception() is None:
-                self._state = self._asked.result()
-            self._asked = self._replica.state()
+        if idle:
+            self._replica.state().add_done_callback(self._see)  # most likely it is there for the next message
         self._numbers += 1
         replica = self._replica
         state = link.State(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -116,8 +117,13 @@ def test_a_step_is_one_message_and_begins_with_its_requests(links: tuple[Linked,
         begun = [rid for message in router.messages for rid in message.begun]
         steps = max(message.state.steps for message in router.messages)
     assert sorted(begun) == [1, 2, 3, 4]
-    assert len(with_tokens) <= 3 * 100  # 400 tokens
     assert steps > 100
+    counts = [Counter(token.rid for token in message.tokens) for message in with_tokens]
+    all_run = counts[next(i for i, count in enumerate(counts) if len(count) == 4) :]
+    ends = next(i for i, message in enumerate(with_tokens) if any(token.finish_reason for token in message.tokens))
+    all_run = all_run[1 : ends - len(counts)]
+    assert len(all_run) > 10
+    assert [count for count in all_run if len(count) < 4 or len(set(count.values())) > 1] == []  # no step in parts
 
 
 def test_an_idle_replica_speaks_every_tenth_of_a_second(links: tuple[Linked, Linked]):
