@@ -134,8 +134,9 @@ def test_our_command_line_accepts_what_the_containers_run(tmp_path: Path):
         else:
             parsed.append(cli.parse(command))
     assert [(c.cluster.fleet, c.model.tp, c.serve.http_port) for c in parsed] == [
-        ("ray", 1, 8000), ("static", 1, -1), ("static", 4, -1), ("static", 1, 8000),
+        ("static", 1, 8000), ("ray", 1, 8000), ("static", 1, -1), ("static", 4, -1), ("static", 1, 8000),
     ]  # fmt: skip
+    assert [c.cluster.controller for c in parsed] == ["jlora-controller:50051", "", "", "", ""]
     assert all(c.cluster.token_file == "/run/jlora/token" and c.serve.drain_s < 60 for c in parsed)
 
 
@@ -166,6 +167,25 @@ def test_a_policy_lets_in_what_a_pod_needs():
     own = policies["jlora-ray"]["podSelector"]["matchLabels"]
     assert [own.items() <= one.items() for one in labels] == [False, True, True]
     assert all("ports" not in rule for rule in policies["jlora-ray"]["ingress"])
+
+
+def test_followers_find_the_controller_and_clients_find_both():
+    """The service whose name followers are given, and the one that clients use, by the labels of the pods."""
+    controller = DOCUMENTS["routers-Deployment-jlora-router"]["spec"]
+    follower = DOCUMENTS["followers-Deployment-jlora-follower"]["spec"]
+    pods = [one["template"]["metadata"]["labels"] for one in (controller, follower)]
+
+    def found(name: str) -> list[bool]:
+        selector = DOCUMENTS[name]["spec"]["selector"]
+        return [selector.items() <= labels.items() for labels in pods]
+
+    assert found("followers-Service-jlora-controller") == [True, False]
+    assert found("service-Service-jlora") == [True, True]
+    for own, other in (controller, pods[1]), (follower, pods[0]):
+        selector = own["selector"]["matchLabels"].items()
+        assert selector <= own["template"]["metadata"]["labels"].items() and not selector <= other.items()
+    volumes = [{volume["name"] for volume in one["template"]["spec"]["volumes"]} for one in (controller, follower)]
+    assert volumes[0] - volumes[1] == {"state"}, "only the controller has the registry"
 
 
 @pytest.mark.parametrize("path", DOCKERFILES, ids=lambda path: path.stem)
