@@ -10,5 +10,5 @@ ADAPTERS = ASSETS / "adapters"
 
 
 def adapter_path(name: str) -> Path:
-    """The PEFT directory of one of `tasks.TASKS`."""
+    """The PEFT directory of one of `tasks.TASKS` or `tasks.CHECKS`."""
     return ADAPTERS / name

@@ -1,5 +1,7 @@
 """The demo of many replicas: base and adapters answer at once, and the replica of some of them is killed meanwhile.
 
+The activated LoRAs are asked about a conversation with the base, all others get one text.
+
     python -m jlora.demo.cluster [--fleet ray|local]
 
 The exit code is 0 if every answer is right, and requests were moved.
@@ -13,14 +15,15 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from jlora.demo import assets, pipeline
 from jlora.demo.run import LATE, SETTINGS, TEXT, Answer, ask, line, load_late, say, transform_of
-from jlora.demo.tasks import TASKS
+from jlora.demo.tasks import CHECKS, TASKS
 from jlora.errors import JloraError
 from jlora.loadgen.server import ServerProcess, flags_of
 from jlora.serve.proto import jlora_pb2, jlora_pb2_grpc
@@ -67,16 +70,26 @@ async def kill_midway(channel: grpc.aio.Channel, answers: Sequence[Answer], rout
     return victim.name, victim.sent
 
 
+def asked() -> Iterator[tuple[Answer, list[Any]]]:
+    """Every answer that is wanted, and the chat that asks for it."""
+    for model in ("", *TASKS):
+        yield Answer(model, transform_of(model)(TEXT)), [pipeline.message("user", TEXT)]
+    for model, check in CHECKS.items():
+        for part in pipeline.CHAT:  # the base has said each text again
+            yield Answer(model, check.verdict(part)), pipeline.invocation_messages(part, part)
+
+
 async def talk(address: str, router: int) -> bool:
     """Asks, kills, checks, and waits for the killed replica; whether all went as promised."""
     async with grpc.aio.insecure_channel(address) as channel:
         for replica in (await status(channel)).values():
             say(f"  {replica.name}  {replica.address}  {replica.health}")
         await load_late(channel)
-        answers = [Answer(model, transform_of(model)(TEXT)) for model in ("", *TASKS)]
+        wanted = list(asked())
+        answers = [answer for answer, _ in wanted]
         stub = jlora_pb2_grpc.InferenceStub(channel)
         say(f"{len(answers)} requests at once: {TEXT!r}")
-        asking = [asyncio.ensure_future(ask(stub, answer, TEXT)) for answer in answers]
+        asking = [asyncio.ensure_future(ask(stub, answer, chat)) for answer, chat in wanted]
         victim, moved = await kill_midway(channel, answers, router)
         await asyncio.gather(*asking)
         say("\n".join(map(line, answers)))
@@ -94,7 +107,7 @@ async def talk(address: str, router: int) -> bool:
 
 def cluster(fleet: str) -> ServerProcess:
     """A service of the embedded model."""
-    adapters = {name: str(assets.adapter_path(name)) for name in TASKS if name != LATE}
+    adapters = {name: str(assets.adapter_path(name)) for name in (*TASKS, *CHECKS) if name != LATE}
     quiet = {"serve.log_level": "warning"}
     settings = {**SETTINGS, **quiet, "cluster.env.JAX_PLATFORMS": "cpu", "cluster.resources.CPU": 0.5}
     model = ["--model", str(assets.MODEL), "--served-model-name", "jlora-demo"]

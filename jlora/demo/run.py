@@ -68,9 +68,9 @@ def transform_of(model: str) -> Transform:
     return TASKS[model] if model else echo
 
 
-async def ask(stub: Any, answer: Answer, text: str) -> None:
-    """Streams one greedy chat answer into `answer`."""
-    request = pipeline.greedy(answer.model, [pipeline.message("user", text)], 256)
+async def ask(stub: Any, answer: Answer, chat: Sequence[Any]) -> None:
+    """Streams one greedy answer to a chat's messages into `answer`."""
+    request = pipeline.greedy(answer.model, chat, 256)
     async for message in stub.GenerateStream(request, timeout=pipeline.ANSWER_S):
         for output in message.outputs:
             answer.text += output.text
@@ -84,13 +84,14 @@ async def ask_all(channel: grpc.aio.Channel, models: Sequence[str], text: str) -
     """Sends `text` to all `models` at once and draws the answers, a line each, as they arrive."""
     stub = jlora_pb2_grpc.InferenceStub(channel)
     answers = [Answer(model, transform_of(model)(text)) for model in models]
+    chat = [pipeline.message("user", text)]
     console = Console(width=None if sys.stdout.isatty() else 200)
 
     def board() -> Text:
         return Text("\n".join(map(line, answers)), no_wrap=True)
 
     with Live(console=console, get_renderable=board, refresh_per_second=30):
-        await asyncio.gather(*(ask(stub, answer, text) for answer in answers))
+        await asyncio.gather(*(ask(stub, answer, chat) for answer in answers))
     if not console.is_terminal:
         say("")  # rich leaves the last line open there
     return answers

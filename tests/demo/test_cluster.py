@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import sys
 
 import pytest
 
-from jlora.demo import cluster
+from jlora.demo import assets, cluster
+
+
+def test_every_adapter_of_the_assets_is_asked():
+    assert {"", *(path.name for path in assets.ADAPTERS.iterdir())} == {answer.model for answer, _ in cluster.asked()}
 
 
 @pytest.mark.slow
@@ -15,4 +20,5 @@ from jlora.demo import cluster
 def test_every_answer_is_whole_when_a_replica_is_killed(capfd: pytest.CaptureFixture[str]):
     assert cluster.main(["--fleet", "local"]) == 0
     said = capfd.readouterr().out
-    assert "8 of 8 answers are whole and right" in said and "serves again" in said
+    assert "10 of 10 answers are whole and right" in said and "serves again" in said
+    assert all(re.search(rf"^  numbers +{told} ", said, re.MULTILINE) for told in ("no numbers", "has numbers"))
