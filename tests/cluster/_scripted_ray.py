@@ -1,14 +1,15 @@
-"""Ray's driver over a Ray that is a script: run as a process, it says at its end what it has done to actors.
+"""Ray's driver over a Ray that is a script: run as a process, it says at its end what it has done and asked for.
 
 The script is JSON: `there`, the actors that run already; `actors`, what each one says, look after look (the last word
 stays); `state` of the placement group, or null where there is none; `breaks`, after how many looks Ray itself fails,
-or null.
+or null; `short`, what Ray has and what of it is free, where it finds no room.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+import time
 from collections.abc import Mapping
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -25,7 +26,10 @@ class Ray:
         self.actors: dict[str, list[tuple[str, str]]] = script["actors"]
         self.state, self.breaks = script["state"], script["breaks"]
         self.there = set(script["there"])
+        self.short: list[dict[str, float]] = script.get("short", [])
         self.done: list[str] = []
+        self.bundles: list[dict[str, float]] = []
+        self.took: dict[str, Any] = {}  # by actor: its bundle, and what it takes of it
 
     def tell(self, name: str) -> Any:
         words = self.actors[name]
@@ -51,8 +55,11 @@ class Ray:
         self.actors[name] = [("ended", "")]
 
     def remote(self, _: type) -> Any:
-        made = lambda name, **__: SimpleNamespace(remote=lambda *_: self.actor(name))  # noqa: E731
-        return SimpleNamespace(options=made)
+        return SimpleNamespace(options=self.options)
+
+    def options(self, name: str, num_cpus: float, num_gpus: float, resources: dict[str, float], **more: Any) -> Any:
+        self.took[name] = [more["scheduling_strategy"], {"CPU": num_cpus, "GPU": num_gpus, **resources}]
+        return SimpleNamespace(remote=lambda *_: self.actor(name))
 
     def kill(self, actor: Any, no_restart: bool) -> None:
         self.done.append(f"kill {actor.name}")
@@ -61,6 +68,14 @@ class Ray:
         if self.state is None:
             raise ValueError(name)
         return SimpleNamespace(bundle_specs=[{"CPU": 1.0}] * len(self.actors))
+
+    def group(self, bundles: list[dict[str, float]], *_: Any, **__: Any) -> Any:
+        self.bundles = bundles
+        return SimpleNamespace(wait=self.room)
+
+    def room(self, timeout: float) -> bool:
+        time.sleep(timeout if self.short else 0)
+        return not self.short
 
     def module(self) -> ModuleType:
         made: Any = ModuleType("ray")
@@ -72,6 +87,7 @@ class Ray:
             self.get_actor,
         )
         made.remote = self.remote
+        made.cluster_resources, made.available_resources = (lambda: self.short[0]), (lambda: self.short[1])
         return made
 
     def util(self) -> ModuleType:
@@ -79,7 +95,7 @@ class Ray:
         made.get_placement_group = self.get_group
         made.placement_group_table = lambda group: {"state": self.state}
         made.remove_placement_group = lambda group: self.done.append("remove the group")
-        made.placement_group = lambda *_, **__: SimpleNamespace(wait=lambda timeout: True)
+        made.placement_group = self.group
         return made
 
 
@@ -87,7 +103,9 @@ def main(script: str, flags: list[str]) -> int:
     ray = Ray(json.loads(script))
     exceptions, strategies = ModuleType("ray.exceptions"), ModuleType("ray.util.scheduling_strategies")
     vars(exceptions)["RayError"] = RayError
-    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda *_, **__: None
+    vars(strategies)["PlacementGroupSchedulingStrategy"] = lambda _, placement_group_bundle_index: (
+        placement_group_bundle_index
+    )
     module, util = ray.module(), ray.util()
     vars(module)["util"] = util
     sys.modules.update({m.__name__: m for m in (module, util, exceptions, strategies)})
@@ -95,7 +113,7 @@ def main(script: str, flags: list[str]) -> int:
     from jlora.cluster import ray_fleet  # over this Ray
 
     code = ray_fleet.main(["", "m", *flags])
-    print(json.dumps(ray.done), file=sys.stderr)
+    print(json.dumps({"done": ray.done, "bundles": ray.bundles, "took": ray.took}), file=sys.stderr)
     return code
 
 

@@ -1,4 +1,4 @@
-"""Ray's driver while Ray does not answer. A module that stands in for Ray waits for ever."""
+"""Ray's driver while Ray does not answer (a module that stands in for Ray waits for ever), or as a script says."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +97,20 @@ def test_a_driver_without_its_router_ends_also_inside_ray(in_init: Path, tmp_pat
     assert folder.exists() is not own
 
 
+@contextmanager
+def driver(script: dict[str, Any], **cluster: object) -> Iterator[Any]:
+    """A process of the driver over a scripted Ray; killed at the end."""
+    flags = flags_of(config(ray_address="10.0.0.1:6379", ray_token_file="t", **cluster))
+    command = [sys.executable, "-m", "tests.cluster._scripted_ray", json.dumps({"breaks": None} | script), *flags]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
 UP, ENDED = ["up", "h:1"], ["ended", "killed by signal 9"]
 
 
@@ -135,16 +151,65 @@ UP, ENDED = ["up", "h:1"], ["ended", "killed by signal 9"]
 )
 def test_a_driver_ends_no_replica_that_ran_before(script: dict[str, Any], says: list[Any], does: list[str]):
     """It may serve another router, or the one before this driver."""
-    flags = flags_of(config(name="s", replicas=2, ray_address="10.0.0.1:6379", ray_token_file="t"))
-    command = [sys.executable, "-m", "tests.cluster._scripted_ray", json.dumps({"breaks": None} | script), *flags]
-    pipe = subprocess.PIPE
-    driver = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=pipe, text=True, process_group=0)
-    try:
-        assert driver.stdin is not None and driver.stdout is not None and driver.stderr is not None
-        assert [json.loads(driver.stdout.readline()) for _ in says] == says
+    with driver(script, name="s", replicas=2) as process:
+        assert [json.loads(process.stdout.readline()) for _ in says] == says
         if "error" in says[-1]:
-            assert driver.wait(60) == 1
-            assert json.loads(driver.stderr.readlines()[-1]) == does
-    finally:
-        driver.kill()
-        driver.communicate()
+            assert process.wait(60) == 1
+            assert told(process)["done"] == does
+
+
+def told(process: Any) -> dict[str, Any]:
+    """What a driver says at its end."""
+    return json.loads(process.stderr.readlines()[-1])
+
+
+FRESH = {"there": [], "actors": {"s-r0": [UP], "s-r1": [UP]}, "state": None}
+
+
+@pytest.mark.parametrize(
+    "resources, bundle",
+    [
+        pytest.param({}, {"CPU": 1}, id="nothing said"),
+        pytest.param({"CPU": 0.5}, {"CPU": 0.5}, id="CPU"),
+        pytest.param({"CPU": 4, "GPU": 1}, {"CPU": 4, "GPU": 1}, id="GPU"),
+        pytest.param({"CPU": 4, "TPU": 4}, {"CPU": 4, "TPU": 4}, id="TPU"),
+    ],
+)
+def test_ray_sets_aside_for_each_replica_what_it_takes(resources: dict[str, float], bundle: dict[str, float]):
+    with driver(FRESH, name="s", replicas=2, resources=resources) as process:
+        assert json.loads(process.stdout.readline()) == {"addresses": {"r0": "h:1", "r1": "h:1"}}
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+        asked = told(process)
+    assert asked["bundles"] == [bundle, bundle]
+    taken = {"CPU": 0, "GPU": 0} | bundle
+    assert asked["took"] == {"s-r0": [0, taken], "s-r1": [1, taken]}, "each is in a bundle of its own"
+
+
+@pytest.mark.parametrize(
+    "resources, has, free, says",
+    [
+        ({"CPU": 4}, {"CPU": 6}, {"CPU": 5}, "CPU 4 each * CPU 6 (5 free)"),
+        ({"CPU": 4, "GPU": 1}, {"CPU": 8}, {"CPU": 8}, "CPU 4, GPU 1 each * CPU 8 (8 free), GPU 0 (0 free)"),
+        (
+            {"CPU": 4, "TPU": 4},
+            {"CPU": 8, "GPU": 1, "TPU": 4},
+            {"CPU": 8, "GPU": 1},
+            "CPU 4, TPU 4 each * CPU 8 (8 free), GPU 1 (1 free), TPU 4 (0 free)",
+        ),
+    ],
+    ids=["CPU", "GPU", "TPU"],
+)
+def test_without_room_the_error_says_what_a_replica_needs_and_what_ray_has(
+    resources: dict[str, float], has: dict[str, float], free: dict[str, float], says: str
+):
+    with driver(FRESH | {"short": [has, free]}, name="s", replicas=2, resources=resources, place_s=0.1) as process:
+        want, have = says.split(" * ")
+        assert json.loads(process.stdout.readline())["error"] == (
+            f"cluster.replicas = 2: Ray finds no room for so many with {want} within cluster.place_s = 0.1 s; "
+            f"it has {have}"
+        )
+        assert process.wait(60) == 1
+        asked = told(process)
+    assert asked["bundles"] == [resources] * 2 and asked["took"] == {} and asked["done"] == ["remove the group"]
