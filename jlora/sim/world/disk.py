@@ -10,6 +10,7 @@ import errno
 import functools
 import itertools
 import json
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -45,11 +46,17 @@ HF = {"q": "q_proj", "v": "v_proj"}
 
 @dataclass(frozen=True, slots=True)
 class Version:
-    """One adapter. `mark`: what the device makes of its blocks; `shape`: equal for two of one size."""
+    """One adapter.
+
+    Attributes:
+        mark: what the device makes of its blocks; blocks: that its ranks fill.
+        shape: equal for two of one size.
+    """
 
     files: Mapping[str, bytes]
     digest: str
     mark: int
+    blocks: int
     activated: bool
     shape: int
 
@@ -80,10 +87,11 @@ def _version(number: int) -> Version:
     files: dict[str, bytes] = dict(zip(FILES, (json.dumps(config).encode(), _safetensors(tensors)), strict=True))
     disk = Disk(random.Random(0), Sites(SITES, random.Random(0)), lambda seconds: None)
     disk.sites.heal()
-    disk.put("a", Version(files, "", 0, activated, number % 4))
-    adapter = read_peft("a", SPEC, 8, (), disk)
-    mark = adapter_mark(pack(adapter, PoolLayout.of(SPEC, 2, BLOCK_TOKENS)).data)
-    return Version(files, adapter.digest, mark, activated, number % 4)
+    disk.put("a", Version(files, "", 0, 0, activated, number % 4))
+    adapter, layout = read_peft("a", SPEC, 8, (), disk), PoolLayout.of(SPEC, 2, BLOCK_TOKENS)
+    mark = adapter_mark(pack(adapter, layout).data)
+    blocks = sum(math.ceil(rank / layout.units[name].per_block) for name in targets)
+    return Version(files, adapter.digest, mark, blocks, activated, number % 4)
 
 
 def _safetensors(tensors: dict[str, np.ndarray]) -> bytes:

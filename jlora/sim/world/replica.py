@@ -20,6 +20,7 @@ from jlora.cache.catalog import make_policy
 from jlora.cache.manager import CacheManager, Sizes
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Meter
+from jlora.cache.tree import Node
 from jlora.config import AdaptersConfig, CacheConfig, Config, EngineConfig
 from jlora.engine.built import Built
 from jlora.engine.engine import Engine, Shape
@@ -122,6 +123,8 @@ class World:
         self._wall = 1.7e9
         self._draw = random.Random(f"{seed} rounds")
         self.steps = 0
+        self._sizes = {version.digest: version.blocks for version in versions()}
+        self._used: Mapping[Node, float] = {}
         engine, cache = _drawn_config(draw)
         config = Config(engine=engine, cache=cache, adapters=AdaptersConfig(readers=draw.choice((1, 2, 4))))
         layout = PoolLayout.of(SPEC, 1 + draw.choice((20, 28, 40)), BLOCK_TOKENS)
@@ -250,6 +253,7 @@ class World:
         try:
             self.steps += 1
             self._check_tiers()
+            self._check_sizes()
             self.weights.audit()
             if self.steps % CHECKS == 0:
                 self._check_all()
@@ -264,9 +268,27 @@ class World:
         most = scheduler.config.max_queue + scheduler.preemptions
         assert len(scheduler.queue) <= most, "the queue has no bound"
 
+    def _check_sizes(self) -> None:
+        for record in self.parts.registry.records():
+            known = self._sizes.get(record.digest)  # None: nobody has read it yet
+            assert known in (None, record.node.size), (
+                f"{record.node.size} blocks of {record.name}, whose ranks fill {known}"
+            )
+
+    def _check_uses(self) -> None:
+        """Policies order nodes by their last use: it never runs back, and never ahead of the clock."""
+        nodes = [
+            node for adapter in self.manager.adapters.values() for node in (adapter, *self.manager.tree.below(adapter))
+        ]
+        for node in nodes:
+            assert node.last_use <= self.clock.now, "a node is used after now"
+            assert node.last_use >= self._used.get(node, 0.0), "a node's last use runs back"
+        self._used = {node: node.last_use for node in nodes}
+
     def _check_all(self) -> None:
         manager = self.manager
         inspect.check_integrity(manager)
+        self._check_uses()
         for adapter in manager.adapters.values():
             assert not adapter.pinned or adapter.device, "a pinned adapter left the device"
             for node in (adapter, *manager.tree.below(adapter)):

@@ -15,16 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jlora.adapters.packing import NUMPY_DTYPES
+from jlora.adapters.packing import NUMPY_DTYPES, Packed
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.manager import CacheManager
+from jlora.cache.residency import Residency
 from jlora.cache.swapper import Swapper
 from jlora.cache.transfer import Copy
-from jlora.cache.tree import Origin
+from jlora.cache.tree import Node, Origin
 from jlora.cluster import peer
 from jlora.cluster.peer import Head, _Transfer
 from jlora.engine import faults as faults_module
-from jlora.engine import loaders
+from jlora.engine import loaders, sources
 from jlora.engine.faults import Faults
 from jlora.engine.loaders import Loaders
 from jlora.engine.loading import Adapters
@@ -224,6 +225,41 @@ def unchecked_bytes(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(_Transfer, "whole", whole)
 
 
+def _unlock_at(patch: pytest.MonkeyPatch, by: float) -> None:
+    """The end of a use counts as so many seconds later than it is."""
+    real = Residency.unlock
+
+    def unlock(cells: Residency, node: Node, used: bool = True) -> None:
+        clock = cells.clock
+        with pytest.MonkeyPatch.context() as shifted:
+            shifted.setattr(cells, "clock", lambda: clock() + by)
+            real(cells, node, used)
+
+    patch.setattr(Residency, "unlock", unlock)
+
+
+def used_after_now(patch: pytest.MonkeyPatch) -> None:
+    """The end of a use is read from a clock that is ahead."""
+    _unlock_at(patch, 1.0)
+
+
+def used_before_it_was(patch: pytest.MonkeyPatch) -> None:
+    """The end of a use is read from a clock that is behind."""
+    _unlock_at(patch, -1.0)
+
+
+def block_too_many(patch: pytest.MonkeyPatch) -> None:
+    """An adapter takes a block more than its ranks fill."""
+    disk.versions()  # what the device must find is of the real packing
+    real = sources.pack
+
+    def packed(*args: Any) -> Packed:
+        made = real(*args)
+        return Packed(np.concatenate([made.data, made.data[:1]]), (*made.projections, made.projections[0]))
+
+    patch.setattr(sources, "pack", packed)
+
+
 def cancelled_load_fails_another(patch: pytest.MonkeyPatch) -> None:
     """The end of a load that its caller has cancelled reaches another one's caller."""
     real, loads = Loaders.load, list[Future]()
@@ -295,7 +331,8 @@ PLANTS: tuple[Plant, ...] = (
     cache.invocation_block_as_base, cache.copy_of_two_owners,
     wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
     lost_command, failure_ends_all, failed_copy_ends_another, failure_that_lasts, pins_count_twice,
-    first_position_is_none, unread_ends_others, cancelled_load_fails_another,
+    first_position_is_none, unread_ends_others, cancelled_load_fails_another, used_after_now, used_before_it_was,
+    block_too_many,
     everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, unchecked_bytes, shortage_ends_the_engine,
     failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants,
     mixed_versions, changed_on_the_disk, unchecked,
