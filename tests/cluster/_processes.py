@@ -23,6 +23,7 @@ from tests.serve import _server
 
 ROOT = Path(__file__).resolve().parents[2]
 STOP_S = 120.0  # a guard against hanging
+READY = re.compile(r"jlora.* ready grpc=(\S+)(?: http=(\S+))?")
 SMALL: Mapping[str, Any] = {
     "cache.block_tokens": 8,
     "cache.hbm_blocks": 400,
@@ -41,6 +42,7 @@ class Service:
     process: subprocess.Popen[str]
     channel: grpc.Channel
     address: str
+    http: str = ""
     inference: rpc.InferenceStub = field(init=False)
     adapters: rpc.AdaptersStub = field(init=False)
     control: rpc.ControlStub = field(init=False)
@@ -83,12 +85,12 @@ def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[
     command += [word for name, path in adapters.items() for word in ("--adapter", f"{name}={path}")]
     process = subprocess.Popen([*command, *flags], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     started: set[int] = {process.pid}
+    assert process.stdout is not None
     try:
-        assert process.stdout is not None
-        ready = next((found for line in process.stdout if (found := re.match(r"jlora.* ready grpc=(\S+)", line))), None)
+        ready = next((found for line in process.stdout if (found := READY.match(line))), None)
         assert ready, f"ended with code {process.wait()} before it was ready"
         with grpc.insecure_channel(ready[1]) as channel:
-            yield Service(process, channel, ready[1])
+            yield Service(process, channel, ready[1], ready[2] or "")
         started |= descendants(process.pid)
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
