@@ -181,6 +181,9 @@ def test_followers_find_the_controller_and_clients_find_both():
 
     assert found("followers-Service-jlora-controller") == [True, False]
     assert found("service-Service-jlora") == [True, True]
+    (rule,) = DOCUMENTS["service-NetworkPolicy-jlora-replicas"]["spec"]["ingress"]
+    admitted = [source["podSelector"]["matchLabels"].items() for source in rule["from"]]
+    assert all(any(one <= labels.items() for one in admitted) for labels in pods), "both reach the replicas"
     for own, other in (controller, pods[1]), (follower, pods[0]):
         selector = own["selector"]["matchLabels"].items()
         assert selector <= own["template"]["metadata"]["labels"].items() and not selector <= other.items()
