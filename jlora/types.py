@@ -266,6 +266,8 @@ class CacheState:
         kv_host_hit_tokens: the part of kv_hit_tokens found on the host only.
         kv_base_hit_tokens: the part of kv_hit_tokens that requests for activated LoRAs found in the base's KV.
         blocks_lost: blocks evicted or dropped without a copy elsewhere; recomputed if needed.
+        cold_waited, cold_streamed, cold_helped: requests that have ended or lost their place, and whose adapter
+            was not on the device, by how they met its copy: see `Timing.cold_start`. "cpu" counts as helped.
         adapters_dropped: adapters that left memory and are read from the disk again when a request needs them.
         streamed: requests whose first step started before their copies landed.
         recomputed_tokens: tokens found on the host but recomputed, because copying would take far longer.
@@ -289,6 +291,9 @@ class CacheState:
     streamed: int
     recomputed_tokens: int
     adapters_dropped: int
+    cold_waited: int
+    cold_streamed: int
+    cold_helped: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -173,6 +173,9 @@ class Leases:
         cells = self._cells
         cells.device.give(KV, lease.blocks[len(lease.path) :])
         cells.epoch += 1
+        cells.counters.cold_waited += lease.cold_start == "wait"
+        cells.counters.cold_streamed += lease.cold_start == "stream"
+        cells.counters.cold_helped += lease.cold_start == "cpu"
         if cells.policy.saves_ahead and not lease.adapter.dying:
             self._write_through(lease)
         self._unlock(lease)

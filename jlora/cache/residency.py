@@ -59,6 +59,9 @@ class Counters:
     blocks_out: int = 0
     blocks_lost: int = 0  # evicted without a host copy, or dropped from the host: computed again if needed
     streamed: int = 0  # leases whose first step started before their copies had landed
+    cold_waited: int = 0  # leases whose adapter was not on the device, by how they met its copy (`ColdStart`)
+    cold_streamed: int = 0
+    cold_helped: int = 0  # the host computed their adapter's part meanwhile
     adapters_dropped: int = 0  # from memory, to be read from the disk again
     recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
 

@@ -128,10 +128,11 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
 
 
 def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running, wanted: list[int]):
-    warm = serve(service, [COLD])["cold"]
+    warm, helped = serve(service, [COLD])["cold"], service.cache_state().cold_helped
     with cold(service):
         events = serve(service, [COLD])["cold"]
         assert tokens(events) == wanted and start_of(events) == "cpu"
+        assert service.cache_state().cold_helped == helped + 1
         for one, other in zip(warm, events, strict=True):
             assert one.logprob and other.logprob and abs(one.logprob.logprob - other.logprob.logprob) < 1e-4
         timing = events[-1].timing

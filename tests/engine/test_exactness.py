@@ -180,10 +180,11 @@ def test_cold_starts_are_told_apart_in_the_timing(tiny_model: Path, tiny_adapter
         timing = serve(service, [replace(first, id="again")])["again"][-1].timing
         assert timing.adapter_cold_start > 0 and timing.kv_cold_start > 0
         assert timing.cold_start == "wait"
+        waited = service.cache_state().cold_waited
         assert timing.ttft >= timing.queue + max(timing.adapter_cold_start, timing.kv_cold_start)
         warm = serve(service, [replace(first, id="warm")])["warm"][-1].timing
         assert warm.adapter_cold_start == 0 and warm.kv_cold_start == 0
-        assert warm.cold_start == ""
+        assert warm.cold_start == "" and service.cache_state().cold_waited == waited > 0
         assert serve(service, [other])["other"][-1].timing.kv_cold_start == 0
 
 

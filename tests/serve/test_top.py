@@ -171,10 +171,16 @@ def test_rates_are_differences_of_two_readings():
 
 def test_hit_rates_tell_device_from_host():
     now = reading(adapter_hits=3, adapter_lookups=4, kv_hit_tokens=70, kv_host_hit_tokens=20, kv_lookup_tokens=100)
-    expected = "hits       adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
+    expected = "hits         adapters 75.0 %  KV tokens device 50.0 %, host 20.0 %"
     assert line(render(now, None), "hits") == expected
     now.cache.kv_base_hit_tokens = 40
     assert line(render(now, None), "hits") == f"{expected}, base's 40.0 %"
+
+
+def test_cold_starts_are_told_by_kind_and_drops_to_the_disk_beside_them():
+    now = reading(cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4)
+    expected = "cold starts  12 waited, 3 streamed, 5 helped by the host  4 adapters dropped to disk"
+    assert line(render(now, None), "cold starts") == expected
 
 
 def test_bars_are_as_wide_as_asked_and_show_every_class_with_a_block():

@@ -40,6 +40,9 @@ def test_the_first_token_comes_when_the_model_says(start: str, first: float):
         events = replica.step(began + 10)
     assert first - 1e-9 < replica.clock.now - began < first + 0.02
     assert events[-1].timing is not None and events[-1].timing.cold_start == start
+    counted = replica.manager.counters
+    found = {"wait": counted.cold_waited, "stream": counted.cold_streamed, "cpu": counted.cold_helped}
+    assert found == {kind: int(kind == start) for kind in found}
 
 
 def test_a_blocking_link_stops_the_clock_until_the_copy_has_landed():
