@@ -37,6 +37,10 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "price": ("micro.price", "R4: whole steps with 1, 8 and 64 adapters over the same steps of the base"),
     "startup": ("micro.startup", "seconds until a server is ready, with and without compiled programs"),
     "cold": ("micro.cold", "the first token of a request whose adapter is not on the device, by how it starts"),
+    "arrivals": (
+        "micro.arrivals",
+        "Poisson traffic to missing adapters, by how it starts; CaraServe's Figures 10, 13, 14",
+    ),
     "compare": ("compare", "OLD NEW: two commits or checkouts: throughput, latency, llama, host, startup"),
     "steps": ("micro.step_model", "what `jlora doctor fit` predicts of unseen steps, beside CaraServe's forms"),
     "switches": ("micro.switches", "merging on this engine: seconds of a switch, of a step merged and unmerged"),

@@ -256,6 +256,23 @@ def cold_regret(study: Study, way: str) -> str:
     return f"{over.median():.2f} in the median and {over.max():.2f} at worst"
 
 
+def arrivals(study: Study, key: str) -> pd.DataFrame:
+    """Each side over `cached` in the same round, the medians of the rounds; milliseconds of `cached`."""
+    made = []
+    for cell, rows in study.rows.groupby("cell", sort=False):
+        row = {"case": cell, "cached, ms": f"{1e3 * rows.loc[rows['side'] == 'cached', key].median():.0f}"}
+        others = [side for side in rows["side"].unique() if side != "cached"]
+        row |= {side: told(ratios(rows, side, "cached", key)) for side in others}
+        made.append({**row, "control": controls(rows, ["cached"], key)})
+    return pd.DataFrame(made)
+
+
+def arrivals_worst(study: Study, side: str, key: str) -> str:
+    """The most of the cases' medians that a side takes over `cached`."""
+    rows = study.rows.groupby("cell", sort=False)
+    return f"{max(ratios(some, side, 'cached', key).median() for _, some in rows):.2f}"
+
+
 def faults(study: Study) -> pd.DataFrame:
     """The last run of each fault: how often it was injected, and what was found."""
     last = study.rows.groupby("cell", sort=False).tail(1)

@@ -8,6 +8,7 @@ host's help alike. The engine is stepped here, from one thread. Beside each time
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -106,11 +107,28 @@ def _adapters(folder: Path, cases: tuple[Case, ...]) -> list[str]:
     return names
 
 
+def empty(built: Built) -> None:
+    """Lets copies land, and evicts every adapter from the device."""
+    manager = built.parts.scheduler.manager
+    while manager.flying:
+        built.engine.step()
+    cells = inspect.cells(manager)
+    while (node := cells.candidates.victim()) is not None:
+        cells.evict(node)
+
+
+def choose(built: Built, way: str, choosers: Mapping[str, Helps]) -> None:
+    """Cold starts go that way from now on; `choosers` has those that pick a way for each request."""
+    manager = built.parts.scheduler.manager
+    choices: dict[str, Helps | None] = {"wait": None, "stream": None, "cpu": lambda *_: True, **choosers}
+    manager.leases.gate.helps, inspect.cells(manager).streams = choices[way], way != "wait"
+
+
 class _Starts:
     """Cold starts on one engine over one link."""
 
     def __init__(self, built: Built):
-        self._engine, self._registry = built.engine, built.parts.registry
+        self._built, self._engine, self._registry = built, built.engine, built.parts.registry
         self._manager = built.parts.scheduler.manager
         self._count = 0
         filed = self._manager.leases.gate.helps
@@ -130,14 +148,9 @@ class _Starts:
         return {"ttft_s": ttft_s, "kinds": found, **(predicted if case.requests == 1 else {})}
 
     def _serve(self, way: str, names: list[str], tokens: int) -> tuple[list[Timing], Sample]:
-        engine, manager = self._engine, self._manager
-        cells = inspect.cells(manager)
-        while manager.flying:
-            engine.step()
-        while (node := cells.candidates.victim()) is not None:
-            cells.evict(node)
-        choices: dict[str, Helps | None] = {"wait": None, "stream": None, "cpu": lambda *_: True, **self._choosers}
-        manager.leases.gate.helps, cells.streams = choices[way], way != "wait"
+        engine = self._engine
+        empty(self._built)
+        choose(self._built, way, self._choosers)
         predicted = self._predicted(way, names[0], tokens)
         sampling = SamplingParams(temperature=0.0, max_tokens=2, ignore_eos=True)
         like = Request("", tuple(range(3, 3 + tokens)), sampling, bypass_prefix_cache=True)

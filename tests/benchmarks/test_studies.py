@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from benchmarks import tables
 from benchmarks.__main__ import GROUPS, STUDIES
+from benchmarks.micro import arrivals
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from benchmarks.studies import cluster_migration, cluster_placement
 from benchmarks.studies.cluster_routing import SIDES
 from jlora.cli import BENCH, main
+from jlora.engine.built import Built
+from jlora.engine.engine import Engine
 from jlora.sim.workloads.kinds import KINDS
+from jlora.types import Timing, TokenEvent
 
 
 def study(tmp_path: Path, name: str, *argv: str) -> list[dict[str, Any]]:
@@ -131,6 +137,48 @@ def test_cold_starts_are_measured_by_their_way(tmp_path: Path):
     assert all(line["rehearsed_s"] > 0 for line in lines if line["side"] == "wait" and "at once" not in line["cell"])
     assert {kind for line in lines if line["side"] == "cpu" for kind in line["kinds"]} == {"cpu"}
     assert all(line["ttft_s"] > 0 for line in lines)
+
+
+@pytest.mark.slow
+def test_traffic_to_missing_adapters_is_compared_with_traffic_to_cached_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    stepped: dict[bool, list[bool]] = {True: [], False: []}  # blocking -> whether copies were under way, step by step
+    step, serve = Engine.step, arrivals.serve
+
+    def watched(built: Built, requests: Any, blocks: bool = False) -> list[Timing]:
+        def looked(engine: Engine) -> list[TokenEvent]:
+            stepped[blocks].append(engine.copying)
+            return step(engine)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Engine, "step", looked)
+            return serve(built, requests, blocks)
+
+    monkeypatch.setattr(arrivals, "serve", watched)
+    lines = study(tmp_path, "arrivals", "--rounds", "1")
+    assert stepped[True] and not any(stepped[True]) and any(stepped[False])
+    each, skewed = arrivals.QUICK
+    kinds = {(line["cell"], line["side"]): line["kinds"] for line in lines}
+    assert kinds.keys() == {(case.name, side) for case in (each, skewed) for side in arrivals.SIDES}
+    assert kinds[each.name, "cached"] == kinds[skewed.name, "cached"] == {"none": 6}
+    assert kinds[each.name, "blocking"] == kinds[each.name, "wait"] == {"wait": 6}, "every adapter is missing"
+    assert "cpu" in kinds[each.name, "cpu"] and "none" in kinds[skewed.name, "wait"]
+    took = {line["side"]: line["ttft_s"] for line in lines if line["cell"] == each.name}
+    assert 0 < took["cached"] < min(took["wait"], took["blocking"])
+    assert all(line["tpot_s"] > 0 for line in lines)
+    assert render("arrivals", tmp_path / "out", draw=False)
+
+
+def test_traffic_is_the_same_every_time_and_comes_at_the_rate():
+    case = replace(arrivals.CASES[0], requests=2000)
+    one, other = (arrivals.traffic(case, 100) for _ in range(2))
+    assert one == other and len({request.adapter for _, request in one}) == 2000
+    gaps = np.diff([at for at, _ in one])
+    assert gaps.min() >= 0 and gaps.mean() == pytest.approx(1 / case.rate, rel=0.1)
+    assert gaps.std() == pytest.approx(gaps.mean(), rel=0.1), "as of a Poisson process"
+    skewed = arrivals.traffic(replace(case, skewed=True, requests=200), 100)
+    assert len({request.adapter for _, request in skewed}) < 150
 
 
 @pytest.mark.slow
