@@ -46,6 +46,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "switches": ("micro.switches", "merging on this engine: seconds of a switch, of a step merged and unmerged"),
     "skew": ("micro.skew", "merged against unmerged inference by skew, on this engine (dLoRA, Figure 10)"),
     "tiers": ("micro.tiers", "the first token by the adapter's tier, and what a load costs those who run"),
+    "catalogue-tiers": ("micro.catalogue_tiers", "the first token by the adapter's tier, with 10,000 registered"),
     "zipf": ("micro.zipf", "whether answers stay exact with most adapters on the disk"),
     "alora": ("studies.alora", "R6: activated against plain LoRAs in pipelines, on this engine"),
     "beyond": ("studies.beyond", "R3: every cache policy in the simulator, against a bound"),

@@ -27,7 +27,7 @@ from jlora.loadgen.checkpoints import ADAPTED, LLAMA_100M, TINY, write_adapter, 
 from jlora.loadgen.rounds import Sample, Side
 from jlora.model.spec import ModelSpec
 from jlora.ports import DiskFiles, File, Folder, System
-from jlora.types import Request, SamplingParams
+from jlora.types import AdapterInfo, Request, SamplingParams
 
 TIERS = ("DISK", "HOST", "HBM")
 DISKS = (0.0, 500e6, 50e6)  # bytes per second; 0: the machine's own, as fast as it is
@@ -107,18 +107,19 @@ def run(options: Options) -> None:
             write_adapter(directory / _name(i), size.spec, rank, i)
         settings = {"model.path": str(folder / "model"), "model.name": size.spec.name, "model.dtype": options.dtype}
         settings |= {"adapters.dir": str(directory), **options.settings}
-        with _started(size, rank, 1, {**settings, "model.max_model_len": 4 * PROMPT}) as asking:
-            _first_tokens(asking, size, records, rank)
-    with _started(size, rank, size.running, settings) as asking:
+        blocks = blocks_of(size.spec, rank, ADAPTED)
+        with started(size, blocks, 1, {**settings, "model.max_model_len": 4 * PROMPT}) as asking:
+            for rate in DISKS:
+                first_tokens(asking, records, f"rank {rank}, {disk_name(rate)}", rate, size.starts)
+    with started(size, blocks, size.running, settings) as asking:
         sides = [Side("hot", partial(asking.neighbours, "HBM", 0.0, size))]
-        sides += [Side(_disk(rate), partial(asking.neighbours, "DISK", rate, size)) for rate in DISKS]
+        sides += [Side(disk_name(rate), partial(asking.neighbours, "DISK", rate, size)) for rate in DISKS]
         records.measure("neighbours", sides, options.budget(3))
 
 
 @contextmanager
-def _started(size: Size, rank: int, requests: int, settings: dict[str, Any]) -> Iterator[_Asking]:
-    """A server with room for that many requests beside the adapters on the device."""
-    blocks = blocks_of(size.spec, rank, ADAPTED)
+def started(size: Size, blocks: int, requests: int, settings: dict[str, Any]) -> Iterator[Asking]:
+    """A server with room for that many requests beside the adapters on the device, of so many blocks each."""
     context = settings.get("model.max_model_len", size.spec.max_len)
     room = requests * -(-context // smallest_block_tokens(size.spec, 16))
     pool = {"cache.hbm_blocks": size.device * blocks + room, "cache.host_blocks": size.host * blocks}
@@ -126,47 +127,48 @@ def _started(size: Size, rank: int, requests: int, settings: dict[str, Any]) -> 
     replica = LocalReplica.start(configuration.load(None, {**SETTINGS, **pool, **settings}), system=System(files=disk))
     try:
         replica.warm().result(TIMEOUT_S)
-        yield _Asking(replica, disk, size.spec)
+        yield Asking(replica, disk, size)
     finally:
         replica.close()
 
 
-def _first_tokens(asking: _Asking, size: Size, records: Records, rank: int) -> None:
-    for rate in DISKS:
-        asking.disk.rate = rate
-        cell = f"rank {rank}, {_disk(rate)}"
-        for round_ in range(size.starts):
-            for tier in TIERS if rate == DISKS[0] else TIERS[:1]:
-                if not records.has(cell=cell, side=tier, round=round_):
-                    records.add(cell, tier, round_, asking.first_token(tier))
+def first_tokens(asking: Asking, records: Records, cell: str, rate: float, starts: int) -> None:
+    """So many first tokens of each tier in turn; at a limited rate, of the disk only."""
+    asking.disk.rate = rate
+    for round_ in range(starts):
+        for tier in TIERS if rate == DISKS[0] else TIERS[:1]:
+            if not records.has(cell=cell, side=tier, round=round_):
+                records.add(cell, tier, round_, asking.first_token(tier))
     asking.disk.rate = 0.0
 
 
-class _Asking:
+class Asking:
     """A server whose adapters are in all tiers."""
 
-    def __init__(self, replica: LocalReplica, disk: PacedDisk, spec: ModelSpec):
-        self._replica, self.disk, self._spec = replica, disk, spec
+    def __init__(self, replica: LocalReplica, disk: PacedDisk, size: Size):
+        self._replica, self.disk, self._spec = replica, disk, size.spec
         self._rng = np.random.default_rng(0)
         self._count = 0
-        for name in self._idle("DISK"):  # fills both tiers
-            self._ask(name, 2).end()
+        for info in self._idle("DISK")[: 2 * size.host]:  # fills both tiers
+            self._ask(info.name, 2).end()
 
     def first_token(self, tier: str) -> Sample:
         """Of a lone request for an adapter in that tier."""
-        timing = self._ask(self._pick(tier), 2).end()
-        return {"ttft_s": timing.ttft, "cold_start_s": timing.adapter_cold_start, "kind": timing.cold_start}
+        adapter = self._pick(tier)
+        timing = self._ask(adapter.name, 2).end()
+        found = {"ttft_s": timing.ttft, "cold_start_s": timing.adapter_cold_start, "kind": timing.cold_start}
+        return {**found, "rank": adapter.rank}
 
     def neighbours(self, tier: str, rate: float, size: Size) -> Sample:
         """Seconds per token of the requests that run while others ask for adapters in that tier."""
-        hot = self._idle("HBM")
+        hot = [info.name for info in self._idle("HBM")]
         running = [self._ask(name, self._spec.max_len - 2 * PROMPT) for name in (hot * size.running)[: size.running]]
         while any(len(answer.tokens) < 2 for answer in running):
             time.sleep(0.01)
         self.disk.rate = rate
         before, began, asked = [len(answer.tokens) for answer in running], time.monotonic(), []
         for i in range(int(size.seconds * size.rate)):
-            asked.append(self._ask(self._pick(tier), 1))
+            asked.append(self._ask(self._pick(tier).name, 1))
             time.sleep(max(0.0, began + (i + 1) / size.rate - time.monotonic()))
         seconds = time.monotonic() - began
         tokens = [len(answer.tokens) - first for answer, first in zip(running, before, strict=True)]
@@ -177,12 +179,13 @@ class _Asking:
         self.disk.rate = 0.0
         return {"tpot_s": seconds * len(tokens) / sum(tokens), "asked": len(asked), "ttft_s": ttft_s}
 
-    def _pick(self, tier: str) -> str:
-        return str(self._rng.choice(self._idle(tier)))
+    def _pick(self, tier: str) -> AdapterInfo:
+        found = self._idle(tier)
+        return found[self._rng.integers(len(found))]
 
-    def _idle(self, tier: str) -> list[str]:
+    def _idle(self, tier: str) -> list[AdapterInfo]:
         infos = self._replica.adapters().result(TIMEOUT_S)
-        found = [info.name for info in infos if info.tier == tier and not info.running + info.waiting]
+        found = [info for info in infos if info.tier == tier and not info.running + info.waiting]
         assert found, f"no idle adapter is in {tier}"
         return found
 
@@ -194,7 +197,7 @@ class _Asking:
         return ask(self._replica, request)
 
 
-def _disk(rate: float) -> str:
+def disk_name(rate: float) -> str:
     return f"{rate / 1e6:g} MB/s" if rate else "this machine's disk"
 
 

@@ -58,23 +58,33 @@ def run(options: Options) -> None:
     """Plays once, then asks the reference."""
     size = QUICK if options.quick else FULL
     folder = options.folder("zipf")
-    write_model(folder / "model", size.spec, 0)
-    for i in tqdm(range(size.adapters), desc="adapters"):
-        # Thousands must fit on a disk.
-        write_adapter(folder / "adapters" / _name(i), size.spec, RANKS[i % len(RANKS)], i, TARGETS, "bfloat16")
+    write(folder, size)
     model = {"model.path": str(folder / "model"), "model.name": size.spec.name, "model.dtype": options.dtype}
     settings = {**SETTINGS, **model, **options.settings}
     facts = {name: getattr(size, name) for name in ("adapters", "held", "requests", "sample")}
     facts |= {"model": size.spec.name, "ranks": list(RANKS), "exponent": EXPONENT}
     records = options.records("zipf-counts", facts)
     requests = draw(size)
-    blocks = size.held * sum(blocks_of(size.spec, rank, TARGETS) for rank in RANKS) // len(RANKS)
+    blocks = int(size.held * mean_blocks(size.spec))
     many = {"adapters.dir": str(folder / "adapters"), "adapters.lazy": True, "cache.host_blocks": blocks}
     answers, met = play({**settings, **many}, requests, size.minutes)
     checked = np.random.default_rng(1).choice(len(answers), size.sample, replace=False).tolist()
     wanted = alone({**settings, "cache.host_blocks": blocks}, folder / "adapters", [requests[i] for i in checked])
     found = [answers[i] for i in checked]
     records.add("answers", "catalogue", 0, {**met, **compare(found, wanted)})
+
+
+def write(folder: Path, size: Size) -> None:
+    """The model, and the catalogue in `adapters`; what is there stays."""
+    write_model(folder / "model", size.spec, 0)
+    for i in tqdm(range(size.adapters), desc="adapters"):
+        # Thousands must fit on a disk.
+        write_adapter(folder / "adapters" / _name(i), size.spec, RANKS[i % len(RANKS)], i, TARGETS, "bfloat16")
+
+
+def mean_blocks(spec: ModelSpec) -> float:
+    """Blocks of an adapter of the catalogue."""
+    return sum(blocks_of(spec, rank, TARGETS) for rank in RANKS) / len(RANKS)
 
 
 def draw(size: Size) -> list[Request]:

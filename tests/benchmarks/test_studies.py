@@ -13,7 +13,7 @@ import pytest
 
 from benchmarks import tables
 from benchmarks.__main__ import GROUPS, STUDIES
-from benchmarks.micro import arrivals
+from benchmarks.micro import arrivals, catalogue_tiers
 from benchmarks.records import Cell, Records, control, ratios, read
 from benchmarks.report import PAGES, render
 from benchmarks.studies import cluster_migration, cluster_placement
@@ -261,6 +261,16 @@ def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
     beside = {line["side"]: line for line in lines if line["cell"] == "neighbours"}
     assert set(beside) == {"hot", "this machine's disk", "500 MB/s", "50 MB/s"}
     assert all(line["asked"] == 4 and line["tpot_s"] > 0 for line in beside.values())
+
+
+@pytest.mark.slow
+def test_a_large_catalogues_adapters_are_asked_for_in_every_tier(tmp_path: Path):
+    lines = study(tmp_path, "catalogue-tiers")
+    assert [line["side"] for line in lines] == ["DISK", "HOST", "HBM"] * catalogue_tiers.QUICK.starts
+    assert {(line["side"], line["kind"] != "") for line in lines} == {("DISK", True), ("HOST", True), ("HBM", False)}
+    assert all((line["cold_start_s"] > 0) == (line["side"] != "HBM") for line in lines)
+    assert {line["rank"] for line in lines} <= {8, 16, 32, 64}
+    assert render("catalogue-tiers", tmp_path / "out", draw=False)
 
 
 @pytest.mark.slow
