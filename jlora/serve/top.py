@@ -177,7 +177,7 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),
         ("swapped", f"in {decimal(came)}/s  out {decimal(went)}/s{since}  in flight {c.in_flight} blocks"),
         ("evictions", f"{c.clean_evictions} clean  {lost}"),
-        ("cold starts", f"{cold}  {c.adapters_dropped} adapters dropped to disk"),
+        ("cold starts", f"{cold}  {c.adapters_dropped} adapters dropped"),
     ):
         grid.add_row(*(Text(cell, no_wrap=True) for cell in row))
     return grid

@@ -179,7 +179,7 @@ def test_hit_rates_tell_device_from_host():
 
 def test_cold_starts_are_told_by_kind_and_drops_to_the_disk_beside_them():
     now = reading(cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4)
-    expected = "cold starts  12 waited, 3 streamed, 5 helped by the host  4 adapters dropped to disk"
+    expected = "cold starts  12 waited, 3 streamed, 5 helped by the host  4 adapters dropped"
     assert line(render(now, None), "cold starts") == expected
 
 
