@@ -71,7 +71,7 @@ def run(options: Options) -> None:
     cases, spec = (QUICK, replace(TINY, max_len=sum(LONGEST))) if options.quick else (CASES, LLAMA_100M)
     folder = options.folder("arrivals")
     write_model(folder / "model", spec, 0)
-    model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
+    model = {"model.path": str(folder / "model"), "model.name": spec.name, "model.dtype": options.dtype}
     facts = {"cases": {case.name: [case.gbps, case.rank, case.rate, case.requests] for case in cases}}
     records = options.records(f"arrivals-{options.dtype}", facts)
     for gbps, rank in sorted({(case.gbps, case.rank) for case in cases}):
