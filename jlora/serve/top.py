@@ -128,7 +128,7 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
     members = (members_table(info.replicas), "") if info.replicas else ()
-    left = max(1, rows - 20 - (len(info.replicas) + 3 if members else 0))
+    left = max(1, rows - 20 - bool(info.merge.switches) - (len(info.replicas) + 3 if members else 0))
     return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left))
 
 

@@ -198,6 +198,9 @@ def test_bars_are_as_wide_as_asked_and_show_every_class_with_a_block():
 def test_the_picture_fits_the_screen_and_says_what_it_left_out():
     adapters = tuple(pb.AdapterInfo(name=f"a{i:03}", tier="HOST", last_used_s=-1) for i in range(300))
     adapters += (pb.AdapterInfo(name="hot", tier="HBM", last_used_s=2.0, waiting=5, pinned=True),)
+    merging = reading(adapters=adapters)
+    merging.info.merge.switches = 1
+    assert len(render(merging, None, 80, 24)) <= 24
     lines = render(reading(adapters=adapters), None, 80, 24)
     assert len(lines) <= 24 and all(len(text) <= 80 for text in lines)
     assert "301 adapters: 1 HBM, 0 LOADING, 300 HOST, 0 DISK" in lines
