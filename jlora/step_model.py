@@ -152,6 +152,31 @@ class Help:
     parts: tuple[Seconds, Seconds] = (0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Objective:
+    """What a server's operating points hold for.
+
+    Attributes:
+        slo_s: seconds that a step may take.
+        context: tokens of a mean sequence.
+        prompts: prompt tokens that are computed for each token of an answer.
+        batch: sequences that the server runs at once, at most.
+    """
+
+    slo_s: Annotated[float, Meta(gt=0)]
+    context: Annotated[int, Meta(ge=1)]
+    prompts: Annotated[float, Meta(ge=0)]
+    batch: Annotated[int, Meta(ge=1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Points:
+    """LoRAServe's operating points: rank -> tokens per second, also of prompts, of a server with this rank alone."""
+
+    of: Objective
+    by_rank: Annotated[Mapping[int, Annotated[float, Meta(gt=0)]], Meta(min_length=1)]
+
+
 class Basis(NamedTuple):
     """What step times hold for; see the fields of `FittedSteps`."""
 
@@ -175,6 +200,7 @@ class FittedSteps:
         link_bps: bytes per second from the host to the device, as measured; link_gbps: `cache.link_gbps` then.
         jax: its version.
         help: the host's part of cold starts.
+        points: for LoRAServe's placement; None: an older file.
         facts: errors of the fit, date, versions: for readers.
     """
 
@@ -193,6 +219,7 @@ class FittedSteps:
     decode: Launches
     prompt: Launches
     help: Help
+    points: Points | None = None
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod

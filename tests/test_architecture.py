@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "serve": {"engine", "model", "adapters", "cache"},
     "cluster": {"serve", "engine", "adapters", "model.config_json", "model.hub"},
     "loadgen": {"sim", "serve.flags", "serve.proto", "model.hf_names"},
-    "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim"},
+    "doctor": {"engine", "model", "pallas", "cache", "adapters", "sim", "cluster.demand"},
     "demo": {"serve", "loadgen.server"},
 }
 # Tops: what a user starts. They may import every room, and no room imports them.

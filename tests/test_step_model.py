@@ -35,6 +35,9 @@ STEPS = FittedSteps(
 )
 
 
+OF = {"slo_s": 0.1, "context": 576, "prompts": 4.0, "batch": 8}
+
+
 def test_a_step_is_its_launches_padded_to_compiled_forms():
     decode = StepLoad(0, 3, 300, 300.0, 10, 30, 3)
     prompt = StepLoad(40, 0, 40, 820.0, 10, 400, 2)
@@ -76,6 +79,11 @@ def test_a_file_is_read_again(tmp_path: Path):
         ({"fixed_s": -1.0}, "fixed_s"),
         ({"decode": {"forms": {}}}, "decode.forms"),
         ({"device_blocks": "many"}, "device_blocks"),
+        ({"points": {"of": OF, "by_rank": {8: 0.0}}}, "points.by_rank"),
+        ({"points": {"of": OF, "by_rank": {}}}, "points.by_rank"),
+        ({"points": {"of": {**OF, "slo_s": -0.1}, "by_rank": {8: 9.0}}}, "points.of.slo_s"),
+        ({"points": {"of": {**OF, "batch": 0}, "by_rank": {8: 9.0}}}, "points.of.batch"),
+        ({"points": {"by_rank": {8: 9.0}}}, "`of`"),
         (None, "malformed"),
     ],
 )

@@ -7,6 +7,7 @@ to do ends few requests, and would seem to need less.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping
@@ -15,11 +16,13 @@ from typing import Protocol
 
 from jlora.cluster.placement import LEAST
 from jlora.cluster.routing.costs import Costs
+from jlora.step_model import FittedSteps, Objective
 
 STEPS = 4  # time steps that a forecast looks back
 GROWTH = 2.0  # times the last step's rate that a forecast may reach
 HALF = 10  # time steps after which a request counts half in dLoRA's preload
 MOST = 4096  # sequences of a batch that an operating point is looked for among
+POINT = 1.5  # without an objective: an operating point's step, over a step of one sequence without an adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,26 +133,44 @@ def extrapolate(rates: Iterable[float]) -> float:
     return min(max(0.0, mean + slope * (count - middle)), GROWTH * max(known[-1], mean))
 
 
-def operating_points(
+def points_of(
     costs: Costs, ranks: Iterable[int], slo_s: float, context: int, prompts: float = 0.0
-) -> dict[int, float]:
-    """Tokens per second, prompts and answers, that a server serves of each rank alone, with steps of at most `slo_s`.
+) -> Mapping[int, float]:
+    """Operating points by rank: those that `jlora doctor fit` has written, else those of the traffic.
 
-    A server that is too slow for one sequence has the point of one sequence.
+    Points of the file hold for its objective. With another `slo_s` (0: none), they are computed for that one.
 
     Args:
-        context: tokens of a mean sequence.
-        prompts: prompt tokens that are computed for each token of an answer.
+        context, prompts: of the traffic; see `Objective`.
+    """
+    points = costs.points if isinstance(costs, FittedSteps) else None
+    if points is not None and (not slo_s or math.isclose(slo_s, points.of.slo_s)):
+        return {**points.by_rank, **operating_points(costs, set(ranks) - points.by_rank.keys(), points.of)}
+    return operating_points(costs, ranks, Objective(slo_s or lenient_s(costs), context, prompts, MOST))
+
+
+def lenient_s(costs: Costs) -> float:
+    """Seconds that a step may take where nobody has said it."""
+    return POINT * costs.step_s({0: 1})
+
+
+def operating_points(costs: Costs, ranks: Iterable[int], objective: Objective) -> dict[int, float]:
+    """Tokens per second, prompts and answers, that a server serves of each rank alone.
+
+        point(rank) = n * (1 + prompts) / step_s(n)     n: the most sequences, up to `batch`, with step_s(n) <= slo_s
+
+    A step decodes n sequences, which read n * context tokens, and computes n * prompts prompt tokens. A server that is
+    too slow for one sequence has the point of one sequence.
     """
 
     def step(rank: int, count: int) -> float:
-        return costs.step_s({rank: count}, count * context, round(count * prompts))
+        return costs.step_s({rank: count}, count * objective.context, round(count * objective.prompts))
 
     points = {}
     for rank in set(ranks):
-        low, high = 1, MOST
+        low, high = 1, objective.batch
         while low < high:
             middle = (low + high + 1) // 2
-            low, high = (middle, high) if step(rank, middle) <= slo_s else (low, middle - 1)
-        points[rank] = low * (1 + prompts) / step(rank, low)
+            low, high = (middle, high) if step(rank, middle) <= objective.slo_s else (low, middle - 1)
+        points[rank] = low * (1 + objective.prompts) / step(rank, low)
     return points

@@ -23,8 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jlora.cluster import demand
 from jlora.cluster.controller import Controller, key_of
-from jlora.cluster.demand import Load, Recent, Trend, operating_points
+from jlora.cluster.demand import Load, Recent, Trend
 from jlora.cluster.directory import Member
 from jlora.cluster.directory_server import BEAT_S
 from jlora.cluster.found import Found
@@ -40,7 +41,6 @@ log = logging.getLogger(__name__)
 LOOK_S = 1.5 * BEAT_S
 AGAIN_S = 10.0  # before a replica is asked again for what has not come
 COMING = 8  # adapters that a replica is asked for at once
-POINT = 1.5  # without an objective: an operating point's step, over a step without adapters
 THERE = ("HBM", "HOST")
 
 
@@ -61,12 +61,12 @@ class Steps:
 
 
 def points_of(load: Load, steps: Steps, ranks: set[int]) -> Mapping[int, float]:
-    """Operating points by rank, of sequences like those so far."""
+    """Operating points by rank: the file's, else of sequences like those so far."""
     if steps.costs is None:
         return {}
-    slo_s = steps.slo_s or POINT * steps.costs.step_s({})
     prompt, answer = load.prompt / max(1, load.requests), load.answer
-    return operating_points(steps.costs, ranks, slo_s, round(prompt + answer / 2), prompt / max(1.0, answer))
+    context = max(1, round(prompt + answer / 2))
+    return demand.points_of(steps.costs, ranks, steps.slo_s, context, prompt / max(1.0, answer))
 
 
 class Placing:

@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from jlora.doctor import fit, job
+from jlora.doctor import fit, job, points
 from jlora.errors import JloraError
 
 
@@ -55,10 +55,15 @@ def _fit(argv: Sequence[str]) -> int:
     made.add_argument("--model", default="", metavar="DIR", help="profile an engine that serves this model instead")
     made.add_argument("--set", nargs="+", default=[], metavar="SECTION.KEY=VALUE", help="of the engine")
     made.add_argument("--quick", action="store_true", help="few scenes and rounds")
+    made.add_argument(
+        "--slo-ms", type=float, default=0.0, help="a step of an operating point (default: 1.5 x one alone)"
+    )
     made.add_argument("--out", type=Path, help="where step-MODEL.json goes (default: beside the report; build/doctor)")
     args = made.parse_args(argv)
     if bool(args.model) == bool(args.report):
         made.error("give a report or --model, and not both")
+    if not args.slo_ms >= 0:  # nan is not
+        made.error(f"--slo-ms {args.slo_ms:g}: must be at least 0")
     return _fit_engine(args) if args.model else _fit_report(args)
 
 
@@ -79,7 +84,7 @@ def _fit_engine(args: argparse.Namespace) -> int:
     out = args.out or Path("build/doctor")
     out.mkdir(parents=True, exist_ok=True)
     path = out / f"step-{found.steps.spec.name}.json"
-    found.steps.write(path)
+    points.added(found.steps, 1e-3 * args.slo_ms).write(path)
     for row in found.rows:
         print("{form} {set} {kind}: R2 {r2:.4f}, error {median:.1%}, p90 {p90:.1%}, {steps} steps".format(**row))
     print(path)

@@ -14,7 +14,7 @@ import numpy as np
 from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cache.manager import Sizes
-from jlora.cluster.demand import operating_points
+from jlora.cluster.demand import points_of
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
@@ -32,7 +32,6 @@ from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_s
 from jlora.sim.wires import Balance, Wires
 from jlora.step_model import FittedSteps
 
-POINT = 1.5  # without an objective: an operating point's step, over a step without adapters
 TABLE = "table"  # the route by the parts of the placement
 
 
@@ -164,10 +163,10 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
 
 def placed_of(rule: Rule, service: Service, work: Work, costs: Costs, room: Sizes) -> Placed:
-    """What the placement needs to know. Operating points are of sequences like the trace's."""
+    """What the placement needs to know. Operating points are the step model's, else of sequences like the trace's."""
     prompt, output = work.facts.added[0], max(work.facts.output[0], 1.0)
-    slo_s = service.slo_s or POINT * costs.step_s({})
-    points = operating_points(costs, service.ranks, slo_s, round(work.facts.prompt[0] + output / 2), prompt / output)
+    context = round(work.facts.prompt[0] + output / 2)
+    points = points_of(costs, service.ranks, service.slo_s, context, prompt / output)
     loads = {adapter: count * work.facts.rate / work.facts.requests for adapter, count in work.trace.asked.items()}
     return Placed(rule, service.ranks, work.sizes, points, room.device, room.host, service.place_s, loads)
 

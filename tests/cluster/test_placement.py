@@ -14,6 +14,7 @@ from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.table import Table
 from jlora.cluster.view import ReplicaView
+from jlora.step_model import Objective
 
 RANKS = (8, 16, 32, 64, 128)
 POINTS = {8: 500.0, 16: 450.0, 32: 400.0, 64: 300.0, 128: 200.0}
@@ -165,7 +166,7 @@ def test_where_room_is_short_the_adapters_that_are_asked_for_most_keep_it():
 
 def test_an_operating_point_is_the_largest_batch_within_the_objective():
     costs = RankCosts(0.0, 0.02, 0.0, 1e-6, 1e-5, padded=True)
-    points = operating_points(costs, RANKS, 0.04, context=200)
+    points = operating_points(costs, RANKS, Objective(0.04, 200, 0.0, 4096))
     for rank, point in points.items():
         batch = round(point * 0.04)
         count = next(n for n in range(batch + 2, 0, -1) if costs.step_s({rank: n}, 200 * n) <= 0.04)

@@ -167,6 +167,7 @@ def test_an_engine_is_profiled_and_auto_reads_what_was_found(tmp_path: Path, cap
     found = FittedSteps.read(path)
     assert set(found.decode.forms) >= {2, 4} and set(found.prompt.forms) == {1, 2} and found.device_blocks == 512
     assert all(seconds > 0 for seconds in found.prompt.forms.values())
+    assert found.points is not None and found.points.of.batch == 4 and min(found.points.by_rank.values()) > 0
     keys = {"model.path": str(tmp_path / "model"), "engine.cold_start": "auto", "engine.step_model": str(path)}
     built = compile_rest(build(configuration.load(None, {**sizes, **keys}), progress=False))
     try:
