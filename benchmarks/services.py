@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -152,7 +153,7 @@ def under_sla(study: Study, figure: str, kernel: str) -> pd.DataFrame:
 
 
 def by_server(study: Study, figure: str, kernel: str, **only: Any) -> pd.DataFrame:
-    """Each server's 95th percentile of TTFT and its adapters, by side."""
+    """Each server's 95th percentile of TTFT and its adapters at the end, and the most that one held, by side."""
     made = []
     for row in _of(study, figure, kernel):
         if all(row[name] == value for name, value in only.items()):
@@ -160,8 +161,15 @@ def by_server(study: Study, figure: str, kernel: str, **only: Any) -> pd.DataFra
                 f"server {i}": f"{1e3 * server['ttft_p95_s']:.0f} ms, {server['adapters']:.0f}"
                 for i, server in enumerate(row["by_server"])
             }
-            made.append({"side": row["side"], **servers, "all": f"{1e3 * row['ttft_p95_s']:.0f} ms"})
+            made.append({"side": row["side"], **servers, "all": f"{1e3 * row['ttft_p95_s']:.0f} ms", **_peak(row)})
     return pd.DataFrame(made).fillna("")
+
+
+def _peak(row: Row) -> dict[str, str]:
+    """The most that any one server held at once; older records do not tell it."""
+    if not row.get("adapters_peak", math.nan) >= 0:
+        return {}
+    return {"at once, most": f"{row['adapters_peak']:.0f}, {1e-9 * row['bytes_peak']:.1f} GB"}
 
 
 def _of(study: Study, figure: str, kernel: str) -> list[Row]:

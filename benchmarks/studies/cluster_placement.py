@@ -190,7 +190,8 @@ def measured(case: Case, kernel: Kernel, side: str, load: tuple[Work, tuple[int,
     result = simulate_service(SCENARIO, service, work, "jlora", route)
     summary, told = result["summary"], result["service"]
     if side in EVERYWHERE:
-        told |= {"adapters_most": case.adapters}
+        held = sum(work.sizes) * CARD.layout.block_bytes
+        told |= {"adapters_most": case.adapters, "adapters_peak": case.adapters, "bytes_peak": held}
         told["servers"] = [server | {"adapters": case.adapters} for server in told["servers"]]
     waits = waited(result["requests"]["columns"], result["requests"]["rows"], result["device"]["seconds"])
     return {
@@ -198,6 +199,7 @@ def measured(case: Case, kernel: Kernel, side: str, load: tuple[Work, tuple[int,
         "kernel": kernel,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s")},
         **{key: told[key] for key in ("attainment", "goodput", "imbalance", "adapters_most", "bytes_fetched")},
+        **{key: told[key] for key in ("adapters_peak", "bytes_peak")},
         "by_server": told["servers"],
         "ttft_p95_s": float(np.percentile(waits, 95)),
         "ttft_parts_s": [float(np.mean(part)) for part in np.array_split(waits, PARTS) if len(part)],

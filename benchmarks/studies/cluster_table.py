@@ -96,7 +96,7 @@ def measured(plan: Plan, kernel: Kernel, side: str, played: tuple[Work, tuple[in
         "seed": plan.seed,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "cached")},
         **{key: told[key] for key in ("attainment", "per_token_s", "goodput", "imbalance", "bytes_fetched")},
-        **{key: told[key] for key in ("adapters_most", "adapters_mean")},
+        **{key: told[key] for key in ("adapters_most", "adapters_mean", "adapters_peak", "bytes_peak")},
         "bytes_in": cache["bytes_in"],
         "cpu_s": time.process_time() - began,
     }

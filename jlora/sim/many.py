@@ -27,6 +27,7 @@ TABLE: Mapping[str, tuple[str, str, float, int]] = {
     "adapter hits": ("cache", "adapter_hits", 1, 2),
     "KV device": ("cache", "kv_device_hits", 1, 2),
     "adapters": ("service", "adapters_most", 1, 0),
+    "at once": ("service", "adapters_peak", 1, 0),
     "GB fetched": ("service", "bytes_fetched", 1e-9, 1),
     "moved": ("service", "moved", 1, 0),
     "resumed": ("service", "resumed", 1, 0),

@@ -21,6 +21,10 @@ TIERS_S = 0.1  # between two looks at where all adapters are: so much older than
 class Member(Replica):
     """One of many.
 
+    Attributes:
+        fetched: blocks; received: requests.
+        most, most_blocks: adapters in its memory at once, and their blocks, with those that it is fetching.
+
     Args:
         spec: its `adapters` are the sizes of those that the service has; it begins with none of them.
         fetch_s: seconds that an adapter's way to this host takes.
@@ -28,8 +32,8 @@ class Member(Replica):
 
     def __init__(self, name: str, spec: ReplicaSpec, policy: Policy, fetch_s: Callable[[int], float]):
         self.name = name
-        self.fetched = 0  # blocks
-        self.received = 0  # requests
+        self.fetched = self.received = 0
+        self.most = self.most_blocks = 0
         self.indices: dict[int, int] = {}  # uid -> index
         self._asked: deque[int] = deque()  # to fetch when nothing more urgent is
         self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
@@ -55,6 +59,7 @@ class Member(Replica):
         self.learn(adapter)
         adapters = self.engine.adapters
         adapters.read_in(self._new(adapter), pinned=False)
+        self._stores()
 
     def ask(self, adapter: int) -> None:
         """Fetches an adapter when nothing more urgent is fetched."""
@@ -83,6 +88,11 @@ class Member(Replica):
     def stored(self) -> int:
         """Adapters in its memory."""
         return len(self.manager.adapters) - 1  # the base is one
+
+    def _stores(self) -> None:
+        """An adapter has come, or is about to."""
+        self.most = max(self.most, self.stored)
+        self.most_blocks = max(self.most_blocks, sum(node.size for node in self.manager.adapters.values()))
 
     def ranks(self, by_index: Sequence[int]) -> Mapping[int, int]:
         """The ranks of the adapters that it knows, by uid, from now on."""
@@ -123,6 +133,7 @@ class Member(Replica):
             begun = shelf.begin()  # one at a time
             if not begun:
                 return math.inf
+            self._stores()
             self._reading = self.clock.now + self._fetch_s(self.indices[begun[0].node.uid]), begun[0]
 
     def _hinted(self, adapter: int) -> bool:

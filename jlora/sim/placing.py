@@ -42,7 +42,6 @@ class Placing:
 
     def __init__(self, placed: Placed, members: Sequence[Member]):
         self.moved = 0  # new homes
-        self.most = 0  # adapters of the replica that has had most
         self._placed = placed
         self._members = {member.name: member for member in members}
         loads = {str(adapter): load for adapter, load in placed.loads.items()}
@@ -71,7 +70,6 @@ class Placing:
     def step(self) -> None:
         """Ends a time step, and plans the next."""
         rates = self._load.close(self._placed.every_s)
-        self.most = max([self.most, *(member.stored for member in self._members.values())])
         if self._placed.rule.kind not in ("loraserve", "dlora") or not self._members:  # the others are placed once
             return
         last = self._homes.wanted

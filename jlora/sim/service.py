@@ -212,7 +212,7 @@ def per_token_s(ask: Ask) -> float:
 
 
 def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
-    """Adapters at the replicas, and the bytes fetched for them."""
+    """Adapters at the replicas at the end, the most that one has held at once, and the bytes fetched for them."""
     held = [member.stored for member in members]
     received = Counter[str]()
     for member in members:  # one that was killed has a successor of its name
@@ -221,6 +221,8 @@ def stored(members: Sequence[Member], block_bytes: int) -> dict[str, Any]:
     return {
         "adapters_most": max(held),
         "adapters_mean": statistics.fmean(held),
+        "adapters_peak": max(member.most for member in members),
+        "bytes_peak": max(member.most_blocks for member in members) * block_bytes,
         "bytes_fetched": sum(member.fetched for member in members) * block_bytes,
         "requests": sent,
         "imbalance": max(sent) / max(statistics.fmean(sent), 1e-9),

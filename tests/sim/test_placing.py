@@ -13,8 +13,10 @@ from jlora.cluster.placement import moves
 from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
 from jlora.sim.placing import Placed, Placing
+from jlora.sim.service import stored
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
+from jlora.types import TokenEvent
 from tests.sim._sim import SPEC, policy_of
 
 RANKS, SIZES = (8, 8, 64, 64), (2, 2, 4, 4)
@@ -94,7 +96,39 @@ def test_a_placement_stores_less_than_every_adapter_everywhere(tmp_path):
     assert cli.main([*argv, "--json", str(out)]) == 0
     (run,) = json.loads(out.read_text())["runs"]
     assert run["route"] == "loraserve" and run["summary"]["unfinished"] == 0
-    assert 3 <= run["service"]["adapters_most"] <= 12
+    told = run["service"]
+    assert 3 <= told["adapters_most"] <= told["adapters_peak"] <= 12
+
+
+def test_the_most_that_a_server_holds_at_once_is_told_also_when_it_has_dropped_it():
+    fleet, _ = placed("loraserve")
+    seen = {name: [(member.stored, _blocks(member))] for name, member in fleet.members.items()}
+    for name, member in fleet.members.items():
+        _watch(member, seen[name])
+    fleet.run()
+    members = list(fleet.members.values())
+    for member in members:
+        for adapter in range(len(SIZES)):
+            member.forget(adapter)
+    told = stored(members, block_bytes=1000)
+    assert told["adapters_peak"] == max(count for counts in seen.values() for count, _ in counts)
+    assert told["bytes_peak"] == 1000 * max(blocks for counts in seen.values() for _, blocks in counts)
+    assert told["adapters_peak"] > 1 >= told["adapters_most"]  # one may be on its way
+
+
+def _blocks(member: Member) -> int:
+    return sum(node.size for node in member.manager.adapters.values())
+
+
+def _watch(member: Member, seen: list[tuple[int, int]]) -> None:
+    step = member.step
+
+    def watched(until: float) -> list[TokenEvent]:
+        events = step(until)
+        seen.append((member.stored, _blocks(member)))
+        return events
+
+    member.step = watched
 
 
 def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replicas():
