@@ -77,11 +77,14 @@ class RouterStats:
         moves: requests that its balance has moved.
         resumed: attempts after a first one, because a replica was lost, drained, or refused the request.
         fetches: adapters that the placement has had replicas fetch; counted at the controller's router.
+        solve_s: the longest time that a plan of moves has taken; candidates: requests of the largest.
     """
 
     moves: int = 0
     resumed: int = 0
     fetches: int = 0
+    solve_s: float = 0.0
+    candidates: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -145,7 +145,7 @@ def measured(case: Case, side: str, work: Work, outputs: float) -> dict[str, Any
         "kernel": case.kernel,
         "latency_s": latency,
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "queue_s")},
-        **{key: told[key] for key in ("goodput", "imbalance", "moved", "plans", "greedy")},
+        **{key: told[key] for key in ("goodput", "imbalance", "moved", "plans", "greedy", "candidates_most")},
         "seconds": result["device"]["seconds"],
         "busy_s": sum(result["device"]["busy"]) * result["device"]["seconds"],
         "output_tokens": sum(row[output] for row in ended),

@@ -7,8 +7,9 @@ computes them again, except those in its prefix cache, and the plan weighs that 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -82,12 +83,21 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to do. `before_s`, `after_s`: until its busiest replica is done; `solved`: the solver had an answer."""
+    """What to do.
+
+    Attributes:
+        before_s, after_s: until its busiest replica is done.
+        solved: the solver had an answer within its limits.
+        candidates: of the program; 0 if nothing had to move.
+        solve_s: what the plan has taken on this machine.
+    """
 
     moves: tuple[Move, ...] = ()
     before_s: float = 0.0
     after_s: float = 0.0
     solved: bool = False
+    candidates: int = 0
+    solve_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(slots=True)
@@ -132,7 +142,7 @@ def _mean(old: float, new: float) -> float:
 
 
 class Balancer:
-    """Plans moves from a view and the router's own requests. It reads no clock.
+    """Plans moves from a view and the router's own requests. No plan depends on a clock, but for the solver's limit.
 
     Attributes:
         pace: what answers have taken.
@@ -150,6 +160,11 @@ class Balancer:
 
     def solution(self, problem: Problem) -> Plan:
         """The better of the solver's plan and the greedy one; no moves if they save little. Any thread may call."""
+        began = time.perf_counter()
+        plan = self._solution(problem)
+        return replace(plan, candidates=len(problem.candidates), solve_s=time.perf_counter() - began)
+
+    def _solution(self, problem: Problem) -> Plan:
         places, found = greedy(problem), solve(problem, self._terms.limit_s, self._terms.nodes)
         solved = found is not None
         if found is not None and problem.end_s(found) < problem.end_s(places):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,12 +28,14 @@ class Balancing:
     """Moves the requests of a router. For its event loop's thread.
 
     Attributes:
-        moved: requests; solve_s: of the last plan.
+        moved: requests.
+        solve_s, candidates: the longest time of a plan, and the candidates of the largest.
     """
 
     def __init__(self, dispatcher: Dispatcher, every_s: float, terms: Terms | None = None):
         self.moved = 0
         self.solve_s = 0.0
+        self.candidates = 0
         self._dispatcher = dispatcher
         self._every_s = every_s
         self._terms = terms or Terms()
@@ -69,13 +70,12 @@ class Balancing:
         problem = balancer.problem(dispatcher.books.view, self._jobs())
         if problem is None:
             return ()
-        began = time.perf_counter()
         plan = await asyncio.to_thread(balancer.solution, problem)
-        self.solve_s = time.perf_counter() - began
+        self.solve_s, self.candidates = max(self.solve_s, plan.solve_s), max(self.candidates, plan.candidates)
         if plan.moves:
             log.info(
                 "%d requests move: the busiest replica is done in %.2f s instead of %.2f s; planned in %.3f s",
-                len(plan.moves), plan.after_s, plan.before_s, self.solve_s,
+                len(plan.moves), plan.after_s, plan.before_s, plan.solve_s,
             )  # fmt: skip
         return plan.moves
 

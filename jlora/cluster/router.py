@@ -194,7 +194,10 @@ class Router(Replica):
         told = await self._each(look)
         view, links = self._dispatcher.books.view, self._dispatcher.links.values()
         members = [merged.member(one, view[one.name]) for one in links]
-        stats = RouterStats(self.balancing.moved, self._dispatcher.resumed, self._directory.fetches)
+        moves = self.balancing
+        stats = RouterStats(
+            moves.moved, self._dispatcher.resumed, self._directory.fetches, moves.solve_s, moves.candidates
+        )
         return merged.state(list(told.values()), members, self.info.config.cache.policy, stats)
 
     def owners(self) -> Future[Owners]:

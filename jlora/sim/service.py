@@ -87,7 +87,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
 
     Returns:
         As `scenario.simulate`, over all replicas, without "series", and "service". The same arguments give the same
-        result, bit for bit. Raises ConfigError.
+        result, bit for bit, but for "machine": what the longest plan of moves took here. Raises ConfigError.
     """
     fleet = fleet_of(scenario, service, work, policy, route)
     block_bytes = scenario.hardware.layout.block_bytes
@@ -115,6 +115,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | stored(members, block_bytes)
         | {"servers": servers(list(fleet.members.values()), asks)}
         | moved(fleet),
+        "machine": {"solve_longest_s": max((plan.solve_s for plan in fleet.plans), default=0.0)},
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
     return outcome.rounded(result)
@@ -248,11 +249,13 @@ def servers(members: Sequence[Member], asks: Sequence[Ask]) -> list[dict[str, fl
 def moved(fleet: Fleet) -> dict[str, int]:
     """What the balance has done: plans with moves, those of them that the solver did not find, and requests moved.
 
+    "candidates_most": of the largest program.
     "lost": replicas that were killed; "resumed": requests that went on elsewhere then.
     """
     plans = [plan for plan in fleet.plans if plan.moves]
     greedy = sum(not plan.solved for plan in plans)
     told = {"plans": len(plans), "greedy": greedy, "moved": fleet.moved}
+    told |= {"candidates_most": max((plan.candidates for plan in fleet.plans), default=0)}
     return told | {"lost": len(fleet.dead), "resumed": fleet.resumed}
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -14,7 +14,7 @@ from jlora.adapters.catalogue import Row
 from jlora.adapters.registry import Record
 from jlora.cluster import launcher
 from jlora.cluster.attach import Attached
-from jlora.cluster.balance import Job
+from jlora.cluster.balance import Job, Move
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.books import Books
 from jlora.cluster.controller import Controller
@@ -82,6 +82,11 @@ def sends_per_round(patch: pytest.MonkeyPatch) -> list[int]:
 def jobs(balancing: Balancing) -> list[Job]:
     """What the next plan sees."""
     return balancing._jobs()
+
+
+def next_plan(balancing: Balancing) -> Coroutine[Any, Any, Sequence[Move]]:
+    """Makes the next plan."""
+    return balancing._plan()
 
 
 def coming(balancing: Balancing) -> set[int]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import replace
+from typing import Any
 
 import pytest
+from scipy.optimize import milp
 
-from jlora.cluster import balance
+from jlora.cluster import balance, migration
 from jlora.cluster.balance import Balancer, Job, Pace, Terms, preload
 from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
 from jlora.cluster.placement import Wanted
@@ -109,6 +111,25 @@ def test_a_plan_is_bounded_whatever_the_queue():
     assert problem is not None and len(problem.candidates) == 4 * 128 and len(problem.targets) == 4
     plan = balancer.plan(view, jobs)
     assert plan.moves and plan.after_s < 0.9 * plan.before_s
+
+
+def test_a_large_program_is_solved_within_the_limits_or_its_plan_is_greedy(monkeypatch: pytest.MonkeyPatch):
+    view = {f"r{i}": ReplicaView(f"r{i}", "up", running=64, blocks=10_000) for i in range(8)}
+    jobs = [Job(i, f"r{i % 4}", f"a{i % 50}", 100 + i % 300, 2.0) for i in range(1000)]
+    given: list[dict[str, float]] = []
+
+    def out_of_time(*program: Any, options: dict[str, float], **more: Any) -> Any:
+        given.append(options)
+        return milp(*program, options={**options, "time_limit": 0.0}, **more)
+
+    monkeypatch.setattr(migration, "milp", out_of_time)
+    plan = Balancer(Terms(limit_s=0.3, nodes=7), 16).plan(view, jobs)
+    assert [(each["time_limit"], each["node_limit"]) for each in given] == [(0.3, 7)]
+    assert plan.candidates == 4 * 128 and not plan.solved
+    assert plan.moves and plan.after_s < 0.9 * plan.before_s
+    assert len({move.key for move in plan.moves}) == len(plan.moves)
+    assert {move.source for move in plan.moves} <= {"r0", "r1", "r2", "r3"}
+    assert {move.target for move in plan.moves} <= {"r4", "r5", "r6", "r7"}
 
 
 def test_the_times_of_versions_that_are_long_gone_are_forgotten(monkeypatch: pytest.MonkeyPatch):

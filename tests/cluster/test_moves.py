@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from jlora.cluster.balance import Move
+from jlora.cluster.balance import Move, Terms
 from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Version
 from jlora.cluster.requests import MOST_MOVES
+from jlora.cluster.routing.session import SessionSticky
 from tests.cluster import _port as port
 from tests.cluster._links import FakeReplica, Service, request, service, submit, wait_for
 
@@ -97,6 +98,21 @@ def test_a_move_whose_adapter_never_comes_is_given_up(two: Service, monkeypatch:
     assert not port.coming(balancing) and balancing.moved == 0 and live.replica == source.name
     assert [job.movable for job in port.jobs(balancing)] == [True]
     end(two, [client])
+
+
+def test_the_longest_plan_and_the_largest_are_told():
+    with service(2, policy=SessionSticky()) as one:
+        for replica in one.replicas:
+            replica.paused = True
+        balancing, sizes, took = Balancing(port.dispatcher(one.router), 1.0, Terms(queue_s=0.0)), [], []
+        for names in (("a", "b", "c"), ("d", "e")):
+            clients = [submit(one, request(name, session="same")) for name in names]
+            wait_for(lambda n=names: sorted(len(replica.running) for replica in one.replicas) == [0, len(n)])
+            one.loop.run(port.next_plan(balancing))
+            sizes.append(balancing.candidates)
+            took.append(balancing.solve_s)
+            end(one, clients)
+    assert sizes == [3, 3] and took[1] >= took[0] > 0
 
 
 def place(two: Service, handle: int) -> str:

@@ -12,7 +12,7 @@ from tests.cluster._links import FakeReplica, Service, request, service, submit,
 from tests.serve import _server
 from tests.serve.http.test_metrics import Samples, scrape
 
-FAMILIES = ("jlora_replica_", "jlora_router_", "jlora_placement_")
+FAMILIES = ("jlora_replica_", "jlora_router_", "jlora_placement_", "jlora_balance_")
 
 
 def of_router(samples: Samples) -> dict[str, dict[str, float]]:
@@ -41,6 +41,7 @@ def test_a_router_tells_its_replicas_and_what_it_has_done():
         books = port.dispatcher(made.router).books
         wait_for(lambda: books.view[target.name].health == "draining")
         wait_for(lambda: [books.view[one.name].running for one in (source, target)] == [1, 0])
+        made.router.balancing.solve_s, made.router.balancing.candidates = 0.125, 40
         made.directory.fetches, seen = 3, dict(books.view)
         found = of_router(scrape(http))
         assert found.pop("jlora_replica_up") == {f"{source.name} up": 1, f"{target.name} draining": 0}
@@ -50,6 +51,8 @@ def test_a_router_tells_its_replicas_and_what_it_has_done():
         assert moved == 1 and found == {
             "jlora_router_moves_total": {"": 1},
             "jlora_router_resumed_total": {"": 1},
+            "jlora_balance_longest_solve_seconds": {"": 0.125},
+            "jlora_balance_most_candidates": {"": 40},
             "jlora_placement_fetches_total": {"": 3},
         }
         made.router.abort_named("one")

@@ -90,3 +90,5 @@ def test_a_command_line_moves_requests(tmp_path: Path):
     assert cli.main([*argv, "0.5", "--set", "engine.max_seqs=8", "--json", str(out)]) == 0
     (run,) = json.loads(out.read_text())["runs"]
     assert run["summary"]["unfinished"] == 0 and run["service"]["moved"] > 0
+    assert 0 < run["service"]["candidates_most"] <= 4 * 128
+    assert run["machine"]["solve_longest_s"] > 0

@@ -144,6 +144,8 @@ class Snapshot:
                 family.add_metric((one.name,), getattr(one, name))
             yield family
         yield _counter("jlora_router_moves", "Requests that the balance has moved.", done.moves)
+        yield _gauge("jlora_balance_longest_solve_seconds", "The longest time of a plan of moves.", done.solve_s)
+        yield _gauge("jlora_balance_most_candidates", "Requests of the largest plan of moves.", done.candidates)
         yield _counter("jlora_router_resumed", "Requests sent again after a loss, drain or refusal.", done.resumed)
         yield _counter("jlora_placement_fetches", "Adapters that the placement has had replicas fetch.", done.fetches)
 
