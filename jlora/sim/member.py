@@ -13,6 +13,7 @@ from jlora.cluster.view import ReplicaView
 from jlora.engine.loading import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.sim.replica import Replica, ReplicaSpec
+from jlora.sim.uplink import Coming, Uplink
 from jlora.types import Request, TokenEvent
 
 TIERS_S = 0.1  # between two looks at where all adapters are: so much older than the other news they may be
@@ -27,19 +28,20 @@ class Member(Replica):
 
     Args:
         spec: its `adapters` are the sizes of those that the service has; it begins with none of them.
-        fetch_s: seconds that an adapter's way to this host takes.
+        way: begins an adapter's way to this host at a time.
     """
 
-    def __init__(self, name: str, spec: ReplicaSpec, policy: Policy, fetch_s: Callable[[int], float]):
+    def __init__(self, name: str, spec: ReplicaSpec, policy: Policy, way: Callable[[int, float], Coming]):
         self.name = name
+        self.uplink = Uplink()
         self.fetched = self.received = 0
         self.most = self.most_blocks = 0
         self.indices: dict[int, int] = {}  # uid -> index
         self._asked: deque[int] = deque()  # to fetch when nothing more urgent is
         self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
         self._sizes = spec.adapters
-        self._fetch_s = fetch_s
-        self._reading: tuple[float, Reading] | None = None  # with its end
+        self._way = way
+        self._reading: tuple[Coming, Reading] | None = None
         self._tiers: dict[str, str] = {}
         self._looked = -math.inf
         super().__init__(replace(spec, adapters=()), policy)
@@ -122,9 +124,9 @@ class Member(Replica):
         shelf = self.engine.adapters.shelf
         while True:
             if self._reading is not None:
-                ends, reading = self._reading
-                if ends > self.clock.now:
-                    return ends
+                coming, reading = self._reading
+                if coming.ends > self.clock.now:
+                    return coming.ends
                 self._reading = None
                 self.fetched += reading.node.size
                 self.engine.arrived(reading, self._new(self.indices[reading.node.uid]))
@@ -134,7 +136,7 @@ class Member(Replica):
             if not begun:
                 return math.inf
             self._stores()
-            self._reading = self.clock.now + self._fetch_s(self.indices[begun[0].node.uid]), begun[0]
+            self._reading = self._way(self.indices[begun[0].node.uid], self.clock.now), begun[0]
 
     def _hinted(self, adapter: int) -> bool:
         """Whether the engine takes the hint; at most some are open at once."""

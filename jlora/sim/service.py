@@ -29,6 +29,7 @@ from jlora.sim.member import Member
 from jlora.sim.placing import Place, Placed, Placing
 from jlora.sim.replay import Ask
 from jlora.sim.scenario import Scenario, Work, cache_policy, describe, replica_spec
+from jlora.sim.uplink import Arrival, Coming
 from jlora.sim.wires import Balance, Wires
 from jlora.step_model import FittedSteps
 
@@ -42,7 +43,8 @@ class Service:
     Attributes:
         ranks: of the adapters, by index.
         delay_s: of a message between router and replica, each way.
-        fetch_gbps: of a host's way to the adapters that it does not have; 0: every host has all of them.
+        fetch_gbps: of a host's way to the adapters that it does not have, which several that fetch from it share; 0:
+            every host has all of them.
         path_gbps: the same for an adapter that no other replica has in memory; 0: as `fetch_gbps`.
         fetch_latency_s: of each such fetch.
         slo_s: seconds per output token, from submit to the last one; 0: no objective.
@@ -136,12 +138,14 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
-    def way_s(adapter: int) -> float:
-        held = bool(service.path_gbps) and any(one.has(adapter) for one in fleet.members.values())
-        return service.fetch_s(sizes[adapter], held)
+    def way(adapter: int, now: float) -> Coming:
+        """From the first replica that has it, as a live one does; else from its path, which all have for themselves."""
+        source = next((one for one in fleet.members.values() if one.has(adapter)), None)
+        seconds = service.fetch_s(sizes[adapter], source is not None)
+        return source.uplink.begin(now, seconds) if source is not None and seconds else Arrival(now + seconds)
 
     def member(name: str) -> Member:
-        made = Member(name, spec, cache_policy(policy, spec, work), way_s)
+        made = Member(name, spec, cache_policy(policy, spec, work), way)
         if isinstance(costs, RankCosts) and service.kernel != "own":
             made.device.kernel = RankedKernel(costs, made.ranks(service.ranks))
         return made

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 
 from jlora.cache import inspect
@@ -15,6 +16,7 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.link import LinkSpec
 from jlora.sim.replica import Replica, ReplicaSpec, request_for
 from jlora.sim.trace import Trace, Turn
+from jlora.sim.uplink import Arrival
 from jlora.step_model import StepModel
 from jlora.types import Request, SamplingParams
 
@@ -34,6 +36,11 @@ def sized(device: int, host: int = 256) -> ReplicaSpec:
 
 def policy_of(name: str, spec: ReplicaSpec) -> Policy:
     return make_policy(replace(spec.cache, policy=name), Meter(spec.link.block_s))
+
+
+def takes(seconds: float) -> Callable[[int, float], Arrival]:
+    """A way to a replica on which every adapter takes as long."""
+    return lambda adapter, now: Arrival(now + seconds)
 
 
 def replica_of(spec: ReplicaSpec = SPEC, policy: str = "jlora") -> Replica:

@@ -20,13 +20,13 @@ from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, simulate_service
 from jlora.sim.wires import Wires
 from tests import port
-from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of
+from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of, takes
 
 RANKS = (8, 16, 8)
 
 
 def fleet_of(count: int, trace, policy=None, delay_s: float = 0.0, fetch_s: float = 0.0) -> Fleet:
-    members = [Member(f"r{i}", SPEC, policy_of("jlora", SPEC), lambda adapter: fetch_s) for i in range(count)]
+    members = [Member(f"r{i}", SPEC, policy_of("jlora", SPEC), takes(fetch_s)) for i in range(count)]
     return Fleet(members, trace, policy or RoundRobin(), Wires(RANKS, delay_s))
 
 

@@ -23,7 +23,7 @@ from jlora.sim.trace import Trace
 from jlora.sim.wires import Wires
 from jlora.types import TokenEvent
 from tests import port
-from tests.sim._sim import SPEC, chats, policy_of
+from tests.sim._sim import SPEC, chats, policy_of, takes
 
 RANKS = (8, 16, 8)
 DELAY_S = 0.002
@@ -48,7 +48,7 @@ class Checked(Fleet):
 
 
 def member(name: str) -> Member:
-    return Member(name, SPEC, policy_of("jlora", SPEC), lambda adapter: 0.05)
+    return Member(name, SPEC, policy_of("jlora", SPEC), takes(0.05))
 
 
 def fleet_of(count: int, losses: Sequence[Loss], trace: Trace | None = None) -> Checked:

@@ -18,7 +18,7 @@ from jlora.sim.fleet import Fleet, Live
 from jlora.sim.member import Member
 from jlora.sim.wires import Balance, Wires
 from tests import port
-from tests.sim._sim import SPEC, chats, policy_of
+from tests.sim._sim import SPEC, chats, policy_of, takes
 
 RANKS = (8, 16, 8)
 BALANCE = Balance(Terms(queue_s=0.05, limit_s=float("inf")), every_s=0.2, solve_s=0.02)
@@ -49,7 +49,7 @@ class Checked(Fleet):
 
 def crowded(balance: Balance | None, fetch_s: float = 0.0) -> Checked:
     spec = replace(SPEC, engine=replace(SPEC.engine, max_seqs=4))
-    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(3)]
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(fetch_s)) for i in range(3)]
     fleet = Checked(members, chats(30, 2, rate=40.0), Crowding(), Wires(RANKS, 0.002, balance=balance))
     fleet.run()
     return fleet

@@ -17,7 +17,7 @@ from jlora.sim.service import stored
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
 from jlora.types import TokenEvent
-from tests.sim._sim import SPEC, policy_of
+from tests.sim._sim import SPEC, policy_of, takes
 
 RANKS, SIZES = (8, 8, 64, 64), (2, 2, 4, 4)
 POINTS = {8: 400.0, 64: 100.0}
@@ -35,7 +35,7 @@ def placed(
     kind: Kind, ahead: bool = True, fetch_s: float = 0.3, every_s: float = 2.0, loads: dict[int, float] | None = None
 ) -> tuple[Fleet, Placing]:
     spec = replace(SPEC, adapters=SIZES)
-    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: fetch_s) for i in range(4)]
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(fetch_s)) for i in range(4)]
     placing = Placing(
         Placed(Rule(kind, ahead), RANKS, SIZES, POINTS, 100, 100, every_s=every_s, loads=loads or {}), members
     )
@@ -133,7 +133,7 @@ def _watch(member: Member, seen: list[tuple[int, int]]) -> None:
 
 def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replicas():
     spec = replace(SPEC, adapters=SIZES)
-    members = [Member(f"r{i}", spec, policy_of("jlora", spec), lambda adapter: 0.3) for i in range(4)]
+    members = [Member(f"r{i}", spec, policy_of("jlora", spec), takes(0.3)) for i in range(4)]
     loads = {0: 80.0, 1: 10.0, 2: 5.0}
     placing = Placing(Placed(Rule("dlora"), RANKS, SIZES, POINTS, 20, 100, loads=loads), members)
     places = {key: len(parts) for key, parts in placing.table.parts.items()}
