@@ -106,6 +106,7 @@ NO_JAX = {
     "cluster.books",
     "cluster.calls",
     "cluster.child",
+    "cluster.choice",
     "cluster.cli",
     "cluster.service",
     "cluster.controller",

@@ -11,7 +11,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import InitVar, dataclass, field, replace
 from itertools import islice
 
 from jlora.adapters.invocation import last_occurrence
@@ -19,12 +19,13 @@ from jlora.cluster import merged, wire
 from jlora.cluster.attach import Attached, Terms
 from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
+from jlora.cluster.choice import Choice
 from jlora.cluster.directory import Directory, Member, Version
 from jlora.cluster.prompts import Prompts, ask_of
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
 from jlora.cluster.routing.policy import Ask, Policy
-from jlora.cluster.view import ReplicaView, View
+from jlora.cluster.view import View
 from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, ResourceExhausted, Unavailable
 from jlora.replica import ReplicaInfo, Sink
 from jlora.types import Request, TokenEvent
@@ -64,10 +65,11 @@ class Dispatcher:
         pace: what answers have taken.
         resumed: attempts after a first one, but for those that a plan has moved.
         entries: of the live requests, by handle.
+        choice: of a replica for an attempt.
     """
 
     directory: Directory
-    policy: Policy
+    policy: InitVar[Policy]
     terms: Terms
     seeds: random.Random
     table: Table = field(default_factory=Table)
@@ -78,12 +80,14 @@ class Dispatcher:
     pace: Pace = field(default_factory=Pace)
     resumed: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
+    choice: Choice = field(init=False)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
     _prompts: Prompts = field(default_factory=Prompts)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, policy: Policy) -> None:
         self.up_at = self.terms.clock()
+        self.choice = Choice(policy, self.books, self.links)
 
     # -- the service ------------------------------------------------------------------------
 
@@ -248,10 +252,12 @@ class Dispatcher:
                 self._give(routed, events)
         for routed in other.values():
             self._cancel(routed)
-            self._fail(routed, DataLoss(f"the files of adapter {routed.request.adapter!r} have changed; send it again"))
+            routed.others.add(attached.name)
+            end = self._lose if self.choice.holders(routed) else self._fail
+            end(routed, _changed(routed))
         for failure in message.failures:
             self._failed(failure)
-        if message.failures:
+        if other or message.failures:
             self._pump()
 
     def lost(self, attached: Attached, why: str) -> None:
@@ -305,7 +311,7 @@ class Dispatcher:
         """Takes the requests of a replica that drains to others, if there are some."""
         for routed in self.table.at(name):
             with self._alone(routed):
-                if self.choose(ask_of(routed.request, routed.version)) is None:
+                if self.choice.choose(ask_of(routed.request, routed.version), self.terms.clock()) is None:
                     return
                 self._cancel(routed, moved=True)
                 self._lose(routed, Unavailable(f"replica {name} drains"))
@@ -317,7 +323,7 @@ class Dispatcher:
         routed, seen = self.table.get(move.key), self.books.view.get(move.target)
         if routed is None or routed.replica != move.source or seen is None or seen.health != "up":
             return False
-        if not (routed.movable and self._has_room(seen)):
+        if not (routed.movable and self.choice.has_room(seen)):
             return False
         with self._alone(routed):
             self._cancel(routed, moved=True)
@@ -328,23 +334,6 @@ class Dispatcher:
         return False
 
     # -- attempts -------------------------------------------------------------------------------
-
-    def choose(self, ask: Ask, avoid: str = "", among: View | None = None) -> Attached | None:
-        """Where a request would go now, of all replicas or some; to `avoid` only if no other one is up."""
-        now = self.terms.clock()
-        view = {name: seen for name, seen in (among or self.books.view).items() if self._has_room(seen)}
-        others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
-        name = self.policy.choose(others, ask, now)
-        if name is None and others is not view:
-            name = self.policy.choose(view, ask, now)
-        return None if name is None else self.links[name]
-
-    def _has_room(self, seen: ReplicaView) -> bool:
-        """Whether the replica has not all the requests of this router yet that it can queue and run."""
-        one = self.links.get(seen.name)  # None: it leaves the service just now
-        if one is None or one.info is None:
-            return False
-        return seen.sent < one.info.config.engine.max_queue + one.info.config.engine.max_seqs
 
     @contextmanager
     def _alone(self, routed: Routed) -> Iterator[None]:
@@ -364,13 +353,17 @@ class Dispatcher:
         return True
 
     def _send(self, routed: Routed, among: View | None = None) -> bool:
-        now = self.terms.clock()
+        moved, now = among is not None, self.terms.clock()
+        if routed.others and not moved and not (among := self.choice.holders(routed)):
+            self._fail(routed, _changed(routed))
+            return True
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
         ask = ask_of(request, version, self._prompts.cached(entry.chain), self.pace.outputs)
-        to = self.choose(ask, routed.avoid, among)  # also if there is one: the policy keeps books of its choices
+        # Also if there is one replica: the policy keeps books of its choices.
+        to = self.choice.choose(ask, now, routed.avoid, among)
         if to is None:
             return False
-        self.resumed += bool(routed.avoid) and among is None
+        self.resumed += bool(routed.avoid) and not moved
         self._prompts.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
@@ -486,3 +479,8 @@ class Dispatcher:
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:
             self.directory.end(routed.version, routed.delivered)
+
+
+def _changed(routed: Routed) -> DataLoss:
+    """No replica goes on with the weights of its first token."""
+    return DataLoss(f"the files of adapter {routed.request.adapter!r} have changed; send it again")

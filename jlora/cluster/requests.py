@@ -62,6 +62,7 @@ class Routed:
         refusals: attempts in a row that a replica has refused because it is full.
         moves: attempts that the router has ended to balance its replicas.
         avoid: where the last attempt was lost; "" on the first one.
+        others: replicas whose weights of its adapter turned out to be others.
     """
 
     handle: int
@@ -77,6 +78,7 @@ class Routed:
     refusals: int = 0
     moves: int = 0
     avoid: str = ""
+    others: set[str] = field(default_factory=set)
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
 

@@ -145,7 +145,8 @@ class Router(Replica):
     async def _prefetch(self, request: Request) -> PrefetchResult:
         """Hints the replica that would have the request now. One that does not know the adapter yet does nothing."""
         version = self._dispatcher.version(request)
-        chosen = self._dispatcher.choose(ask_of(request, version, outputs=self._dispatcher.pace.outputs))
+        ask = ask_of(request, version, outputs=self._dispatcher.pace.outputs)
+        chosen = self._dispatcher.choice.choose(ask, self._terms.clock())
         if chosen is None or chosen.channel is None:
             return PrefetchResult(False, 0, 0)
         message = wire.generate(request)

@@ -72,6 +72,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         tells: acknowledges requests by `begun`.
         answers: what the router asks of `Control`; `asked` counts.
         digest: of the weights of which it says that its tokens are made.
+        holds: adapter versions that it says to have in its host tier.
     """
 
     name: str
@@ -86,6 +87,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     paused: bool = False
     answers: bool = True
     digest: str = ""
+    holds: list[str] = field(default_factory=list)
     asked: int = 0
     refuse: list[tuple[Exception, bool]] = field(default_factory=list)
     address: str = ""
@@ -212,6 +214,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         return link.State(
             steps=self.steps, running=len(running), free_blocks=90, blocks=100, draining=self.draining,
             compiling=self.compiling, age_s=self.age_s,
+            adapters=[link.Residency(key=key, tier="HOST", rank=8) for key in self.holds],
         )  # fmt: skip
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:

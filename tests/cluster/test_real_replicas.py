@@ -193,7 +193,7 @@ class Crowding:
 def balanced(two: Cluster, terms: balance.Terms) -> Iterator[Balancing]:
     """A router that sends all to one replica, and moves requests off it again."""
     dispatcher, loop = port.dispatcher(two.router), two.seats[0].loop
-    usual, dispatcher.policy = dispatcher.policy, Crowding()
+    usual, dispatcher.choice.policy = dispatcher.choice.policy, Crowding()
     balancing = Balancing(dispatcher, 0.05, terms)
 
     async def start() -> asyncio.Task[None]:
@@ -208,7 +208,7 @@ def balanced(two: Cluster, terms: balance.Terms) -> Iterator[Balancing]:
         yield balancing
     finally:
         loop.run(stop(task))
-        dispatcher.policy = usual
+        dispatcher.choice.policy = usual
 
 
 def test_requests_and_their_adapters_move_under_load_and_no_token_changes(two: Cluster):

@@ -456,7 +456,7 @@ def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Servi
     wait_for(lambda: dispatcher.books.view["r1"].health != "up")
     assert len(two.replicas[0].started) == room == len(dispatcher.table.waiting())
     calls = []
-    choose, dispatcher.policy.choose = dispatcher.policy.choose, lambda *a: calls.append(a) or choose(*a)
+    choose, dispatcher.choice.policy.choose = dispatcher.choice.policy.choose, lambda *a: calls.append(a) or choose(*a)
     ticks = port.ticks(monkeypatch)
     wait_for(lambda: ticks[0] > 4)
     assert len(calls) <= 20  # not one for each that waits

@@ -114,7 +114,7 @@ def test_an_adapter_that_one_replica_cannot_read_is_anothers(two: Service, error
 def test_a_bug_in_policy_or_directory_ends_its_own_request_alone(two: Service, where: str):
     dispatcher = port.dispatcher(two.router)
     two.directory.versions |= {"bad": Version("bad", 1, "/b"), "x": Version("x", 1, "/x")}
-    part = dispatcher.policy if where == "choose" else two.directory
+    part = dispatcher.choice.policy if where == "choose" else two.directory
     works = getattr(part, where)
 
     def broken(*args: object) -> object:

@@ -1,0 +1,50 @@
+"""Where an attempt at a request may go. For the event loop's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jlora.cluster.attach import Attached
+from jlora.cluster.books import Books
+from jlora.cluster.requests import Routed
+from jlora.cluster.routing.policy import Ask, Policy
+from jlora.cluster.view import ReplicaView, View
+
+THERE = ("HBM", "HOST")  # tiers of an adapter that is in memory
+
+
+@dataclass(slots=True)
+class Choice:
+    """The policy's choice among the replicas that have room."""
+
+    policy: Policy
+    books: Books
+    links: Mapping[str, Attached]
+
+    def choose(self, ask: Ask, now: float, avoid: str = "", among: View | None = None) -> Attached | None:
+        """Where a request would go now, of all replicas or some; to `avoid` only if no other one is up."""
+        some = self.books.view if among is None else among
+        view = {name: seen for name, seen in some.items() if self.has_room(seen)}
+        others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
+        name = self.policy.choose(others, ask, now)
+        if name is None and others is not view:
+            name = self.policy.choose(view, ask, now)
+        return None if name is None else self.links[name]
+
+    def has_room(self, seen: ReplicaView) -> bool:
+        """Whether the replica has not all the requests of this router yet that it can queue and run."""
+        one = self.links.get(seen.name)  # None: it leaves the service just now
+        if one is None or one.info is None:
+            return False
+        return seen.sent < one.info.config.engine.max_queue + one.info.config.engine.max_seqs
+
+    def holders(self, routed: Routed) -> View:
+        """The replicas that are up and have its adapter in memory, without those that were found with other weights."""
+        assert routed.version is not None
+        key, others = routed.version.key, routed.others
+        return {
+            name: seen
+            for name, seen in self.books.view.items()
+            if name not in others and seen.health == "up" and seen.tiers.get(key) in THERE
+        }
