@@ -89,7 +89,7 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
 
     Returns:
         As `scenario.simulate`, over all replicas, without "series", and "service". The same arguments give the same
-        result, bit for bit, but for "machine": what the longest plan of moves took here. Raises ConfigError.
+        result, bit for bit. Raises ConfigError.
     """
     fleet = fleet_of(scenario, service, work, policy, route)
     block_bytes = scenario.hardware.layout.block_bytes
@@ -117,7 +117,6 @@ def simulate_service(scenario: Scenario, service: Service, work: Work, policy: s
         | stored(members, block_bytes)
         | {"servers": servers(list(fleet.members.values()), asks)}
         | moved(fleet),
-        "machine": {"solve_longest_s": max((plan.solve_s for plan in fleet.plans), default=0.0)},
         "requests": {"columns": list(outcome.COLUMNS), "rows": outcome.rows(asks)},
     }
     return outcome.rounded(result)
