@@ -227,6 +227,11 @@ class Replica(Protocol):
         ...
 
     @property
+    def programs_left(self) -> int:
+        """Shapes of steps that still compile beside them, as `EngineStats.programs_left`; any thread, at once."""
+        ...
+
+    @property
     def failure(self) -> Future[BaseException]:
         """Why the replica has failed; pending as long as it has not. A replica never recovers."""
         ...

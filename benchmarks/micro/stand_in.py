@@ -42,6 +42,7 @@ class StandIn:
 
     info = INFO
     compiling = False
+    programs_left = 0
 
     def __init__(self, step_s: float, token: Callable[[int], int]):
         self._step_s = step_s

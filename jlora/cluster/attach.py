@@ -170,6 +170,11 @@ class Attached:
             path_bps=max(0.0, state.path_bps),
         )
 
+    @property
+    def programs_left(self) -> int:
+        """Shapes of steps that it still compiles, as its last message said; 0 while it is away."""
+        return self._heard.state.programs_left if self._up else 0
+
     def look(self, now: float) -> None:
         """Gives the stream up if it has been silent, or its engine has stood, for too long; else says that it lives.
 

@@ -473,6 +473,7 @@ class Stream:
         if self._state is not None:
             stats, cache = self._state.stats, self._state.cache
             state.steps, state.running, state.waiting = stats.steps, stats.running, stats.waiting
+            state.programs_left = stats.programs_left
             state.free_blocks, state.blocks, state.host_blocks = cache.hbm.free, cache.hbm.total, cache.host.total
         state.adapters.extend(self._tiers.changes())
         state.peer_bps, state.path_bps = self._rates()

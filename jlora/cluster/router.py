@@ -282,6 +282,10 @@ class Router(Replica):
         return False
 
     @property
+    def programs_left(self) -> int:
+        return sum(one.programs_left for one in list(self._dispatcher.links.values()))
+
+    @property
     def failure(self) -> Future[BaseException]:
         return self._failure
 

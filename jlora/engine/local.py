@@ -65,13 +65,11 @@ class LocalReplica(Replica):
         self._work = system.threads.event()
         self._beat = system.clock()
         self._gaps = Gaps(system.clock)
-        self._draining = False
-        self._stopping = False
+        self._draining = self._stopping = self._stepping = False
         self._failure: Future[BaseException] = running()
         self._ended = False  # the thread takes no more commands
         self._asks: queue.SimpleQueue[Future[ReplicaState]] = queue.SimpleQueue()
         self._snapshot, self._counted = self._look(), system.clock()
-        self._stepping = False
         self._closing = threading.Lock()
         self._closed = False
         self._profiler = Profiler(built.info.config.serve.profile_dir, system.clock)
@@ -284,6 +282,10 @@ class LocalReplica(Replica):
         return self._engine.compiling
 
     @property
+    def programs_left(self) -> int:
+        return self._built.runner.programs_left
+
+    @property
     def failure(self) -> Future[BaseException]:
         return self._failure
 
@@ -473,9 +475,8 @@ class LocalReplica(Replica):
                 future.set_exception(self._refusal())
 
     def _refusal(self) -> Unavailable:
-        if self._failure.done():
-            return Unavailable("the engine has failed; the server's log says why")
-        return Unavailable("the server has stopped")
+        why = "the engine has failed; the server's log says why"
+        return Unavailable(why if self._failure.done() else "the server has stopped")
 
 
 @dataclass(slots=True, eq=False)

@@ -82,6 +82,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     double: bool = False
     draining: bool = False
     compiling: bool = False
+    programs_left: int = 0
     dies_after: int = -1
     tells: bool = True
     paused: bool = False
@@ -213,7 +214,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     def _state(self, running: dict[int, _Running]) -> link.State:
         return link.State(
             steps=self.steps, running=len(running), free_blocks=90, blocks=100, draining=self.draining,
-            compiling=self.compiling, age_s=self.age_s,
+            compiling=self.compiling, age_s=self.age_s, programs_left=self.programs_left,
             adapters=[link.Residency(key=key, tier="HOST", rank=8) for key in self.holds],
         )  # fmt: skip
 

@@ -103,6 +103,12 @@ def test_a_view_has_what_the_replica_tells_of_its_fetches(ground: Ground):
     assert told() == (0.0, 0.0)
 
 
+def test_a_replica_tells_how_many_programs_it_still_compiles(ground: Ground):
+    assert ground.one.programs_left == 0
+    ground.hear(programs_left=3)
+    assert ground.one.programs_left == 3
+
+
 def test_an_engine_that_stands_is_given_up_though_its_process_speaks(ground: Ground):
     patience = INFO.config.serve.heartbeat_s
     ground.hear(age_s=patience - 1)

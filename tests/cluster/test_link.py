@@ -108,6 +108,14 @@ def test_a_replica_tells_how_fast_it_fetches(replicas: tuple[Running, Running]):
     assert (told.peer_bps, told.path_bps) == (2e9, 3e8)
 
 
+def test_a_replica_tells_how_many_programs_it_still_compiles(
+    replicas: tuple[Running, Running], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(type(replicas[0].built.runner), "programs_left", 5)
+    with linked(replicas[0].replica) as one, one.attach() as router:
+        router.until(lambda r: any(message.state.programs_left == 5 for message in r.messages))
+
+
 def test_a_step_is_one_message_and_begins_with_its_requests(links: tuple[Linked, Linked]):
     with links[0].attach() as router:
         for rid in range(1, 5):

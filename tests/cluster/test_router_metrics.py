@@ -59,6 +59,19 @@ def test_a_router_tells_its_replicas_and_what_it_has_done():
         client.wait()
 
 
+def test_a_routers_health_counts_the_programs_that_its_replicas_still_compile():
+    with (
+        service(2) as made,
+        _server.serving(Backend(made.router)) as served,
+        httpx.Client(base_url=served.http) as http,
+    ):
+        one, other = made.replicas
+        one.programs_left, other.programs_left = 1, 2
+        wait_for(lambda: http.get("/health").json().get("programs_left") == 3)
+        made.kill(one)
+        wait_for(lambda: http.get("/health").json().get("programs_left") == 2)
+
+
 def sides(made: Service) -> list[FakeReplica]:
     """The replica that has the request, and the other one."""
     wait_for(lambda: any(one.running for one in made.replicas))

@@ -52,6 +52,7 @@ class Double(Replica):
 
     info: ReplicaInfo = INFO
     compiling = False
+    programs_left = 0
     failure: Future[BaseException] = running()
 
     def __init__(self, patient: bool = False) -> None:

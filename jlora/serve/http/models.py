@@ -57,12 +57,12 @@ class Models:
         await call.json({"success": True, "adapter": self._adapter(info)})
 
     async def health(self, call: Call) -> None:
-        """`GET /health`: 200 while gRPC's health says SERVING."""
+        """`GET /health`: 200 while gRPC's health says SERVING, and how many programs still compile beside the steps."""
         replica = self._backend.loaded  # loading has a message of its own
         if not self._backend.serving:
             why = "drains" if self._backend.draining else f"has not moved for {replica.heartbeat_age():.1f} s"
             raise Unavailable(f"the engine {why}")
-        await call.json({"status": "ok"})
+        await call.json({"status": "ok", "programs_left": replica.programs_left})
 
     async def ready(self, call: Call) -> None:
         """`GET /ready`: 200 while a request would be taken now."""

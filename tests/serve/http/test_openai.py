@@ -16,6 +16,7 @@ from openai.types.chat import (
 )
 from openai.types.chat import completion_create_params as chat_params
 
+from jlora.engine.local import LocalReplica
 from jlora.replica import Sink
 from jlora.serve.http.schema import ChatBody, CompletionBody, MessageBody, StreamOptions
 from jlora.serve.proto import jlora_pb2 as pb
@@ -268,6 +269,14 @@ def test_a_cache_salt_keeps_prompts_apart(client: openai.OpenAI, served: Served)
     assert served.generate(salted).usage.cached_tokens == 96  # one salt on both fronts
     salted.tenant = "other"
     assert served.generate(salted).usage.cached_tokens == 0  # mixed into the tenant, never instead of it
+
+
+def test_health_says_how_many_programs_still_compile(
+    http: httpx.Client, served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    for left in (3, 0):
+        monkeypatch.setattr(LocalReplica, "programs_left", left)
+        assert http.get("/health").json() == http.get("/ready").json() == {"status": "ok", "programs_left": left}
 
 
 def test_async_clients_share_the_batch(served: Served):
