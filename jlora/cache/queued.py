@@ -52,13 +52,18 @@ class Queued:
 def want(node: Node, place: int) -> bool:
     """One more sequence needs the node; whether it is the first in line."""
     at = bisect.bisect_left(node.wanted, place)
-    node.wanted = (*node.wanted[:at], place, *node.wanted[at:])
+    if isinstance(node.wanted, list):
+        node.wanted.insert(at, place)  # in place: thousands may need one adapter
+    else:
+        node.wanted = [place]
     return at == 0
 
 
 def unwant(node: Node, place: int) -> bool:
     """One sequence less needs the node; whether it was the first in line."""
     at = bisect.bisect_left(node.wanted, place)
-    assert node.wanted[at] == place, "a sequence wants the node no longer"
-    node.wanted = (*node.wanted[:at], *node.wanted[at + 1 :])
+    assert isinstance(node.wanted, list) and node.wanted[at] == place, "a sequence wants the node no longer"
+    del node.wanted[at]
+    if not node.wanted:
+        node.wanted = ()  # most nodes share it: a list for each would cost memory
     return at == 0

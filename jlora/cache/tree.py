@@ -73,7 +73,7 @@ class Node:
         self.saving = False  # `host` blocks are taken but the copy into them has not landed
         self.standing = ABSENT  # what its device blocks are doing, as `residency` last counted them
         self.users = 0  # leases that go through this node
-        self.wanted: tuple[int, ...] = ()  # places in the order of service that need it, soonest first
+        self.wanted: Sequence[int] = ()  # places in the order of service that need it, soonest first
         self.resident = 0  # how many of its dependents keep it on the device
         self.shared = False  # more than one conversation goes through it
         self.count = 0.0  # visits, decayed as the policy likes

@@ -13,6 +13,7 @@ never held twice. If there is none, the reading waits until a request ends.
 
 from __future__ import annotations
 
+import heapq
 import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -52,7 +53,7 @@ class Reading:
     @property
     def urgency(self) -> tuple[bool, int]:
         """Requests before hints, in the order of service; a command waits for no other."""
-        return (not self.node.wanted and not self.then, 0 if self.then else min(self.node.wanted, default=0))
+        return (not self.node.wanted and not self.then, 0 if self.then else next(iter(self.node.wanted), 0))
 
 
 class Shelf:
@@ -92,11 +93,12 @@ class Shelf:
         if not self._readings:
             return []
         self._cancel_unwanted()
+        room = self._most - len(self._under_way)
+        if room <= 0 or self._refused == self._manager.epoch:
+            return []
         begun: list[Reading] = []
         idle = [reading for reading in self._readings.values() if not reading.blocks]
-        for reading in sorted(idle, key=lambda reading: reading.urgency):
-            if len(self._under_way) >= self._most or self._refused == self._manager.epoch:
-                break
+        for reading in heapq.nsmallest(room, idle, key=lambda reading: reading.urgency):
             blocks = self._manager.reserve(reading.node.size)
             if blocks is None:
                 self._refused = self._manager.epoch

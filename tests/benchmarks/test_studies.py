@@ -104,6 +104,17 @@ def test_gaps_are_measured_under_attacks(tmp_path: Path):
 
 
 @pytest.mark.slow
+def test_gaps_are_measured_while_programs_compile_and_after(tmp_path: Path):
+    during, after = study(tmp_path, "compiling")
+    assert (during["side"], after["side"]) == ("while programs compile", "after")
+    assert during["programs"] > 0 == after["programs"] and after["seconds"] >= during["seconds"]
+    assert all(line["messages"] > 0 and not line["failed"] and line["tokens_s"] > 0 for line in (during, after))
+    assert render("compiling", tmp_path / "out", draw=False)
+    page = (tmp_path / "out" / "compiling.md").read_text()
+    assert f"{1e3 * during['tokens_s']:.0f} ms while" in page and f"{1e3 * after['tokens_s']:.0f} ms after" in page
+
+
+@pytest.mark.slow
 def test_no_token_is_lost_or_doubled_while_replicas_are_killed(tmp_path: Path):
     lines = study(tmp_path, "failures")
     totals = [line for line in lines if line["side"] in ("clean in all", "killed in all")]
@@ -126,8 +137,10 @@ def test_answers_pause_while_their_replica_is_away_and_lose_nothing(tmp_path: Pa
 @pytest.mark.slow
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
-    assert {(line["running"], line["queued"]) for line in lines} == {(1, 0), (4, 0), (4, 32)}
+    loads = {(line["running"], line["queued"], line["adapters"]) for line in lines}
+    assert loads == {(1, 0, 4), (4, 0, 4), (4, 32, 4), (4, 32, 12)} and len({line["side"] for line in lines}) == 4
     assert all(0 < line["step_s"] < 1 and line["steps"] == 8 for line in lines)
+    assert render("host", tmp_path / "out", draw=False)
 
 
 @pytest.mark.slow

@@ -49,6 +49,16 @@ def test_what_is_needed_last_leaves_first_by_its_first_place():
     assert not want(late, 8) and not unwant(late, 8)
 
 
+def test_one_more_in_line_copies_none_of_the_others():
+    """Thousands may need one adapter; each once copied them all, when it was queued and when it was served."""
+    node = kv(queued(), 5, 3)
+    line = node.wanted
+    want(node, 9), unwant(node, 5)
+    assert node.wanted is line and list(line) == [3, 9]
+    unwant(node, 3), unwant(node, 9)
+    assert node.wanted is Node(None, b"").wanted, "nodes that nobody needs share one empty line"
+
+
 def test_a_higher_priority_is_a_smaller_place():
     found = queued()
     usual, urgent = kv(found, 5), kv(found, 6 - (1 << 40))
