@@ -30,6 +30,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "refusals": ("micro.refusals", "what a full queue costs: time to a refusal, refusals per second of a core"),
     "abuse": ("micro.abuse", "what idle connections and rapid resets cost a good client and the server's memory"),
     "gaps": ("gaps.study", "the longest gaps of loop, engine and streams under all that hostile clients send"),
+    "compiling": ("gaps.compiling", "the longest gap between tokens while programs compile in the background"),
     "catalogue": ("micro.catalogue", "a registered adapter: seconds of a start, bytes of memory and registry"),
     "fronts": ("micro.fronts", "the server's processor time per token, HTTP against gRPC"),
     "router": ("micro.router", "what a router adds between a client and its replicas"),

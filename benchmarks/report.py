@@ -47,6 +47,7 @@ PAGES: Mapping[str, Page] = {
     "refusals": Page("refusals-*.jsonl"),
     "abuse": Page("abuse-*.jsonl"),
     "gaps": Page("gaps-*.jsonl"),
+    "compiling": Page("compiling-*.jsonl"),
     "cache": Page("cache-*.jsonl", _first(figures.cache), "cache-growth.png"),
     "lora": Page("lora-*.jsonl"),
     "price": Page("price-*.jsonl"),

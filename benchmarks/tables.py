@@ -310,6 +310,16 @@ def gaps(study: Study, cell: str) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def compiling(study: Study) -> pd.DataFrame:
+    """The longest gaps of every round while programs compile, and after."""
+    made = []
+    for row in study.rows.to_dict("records"):
+        facts = {"round": row["round"] + 1, "": row["side"], "programs": row["programs"] or ""}
+        gaps = {title: f"{1e3 * row[key]:.0f}" for key, title in GAPS.items()}
+        made.append({**facts, "seconds": f"{row['seconds']:.0f}", **gaps})
+    return pd.DataFrame(made)
+
+
 def gaps_verdict(study: Study) -> str:
     """Which attacks keep somebody waiting for too long."""
     attacks = [row for row in gaps(study, "attacks").to_dict("records") if not row[""].startswith("idle")]
