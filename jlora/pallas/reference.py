@@ -111,6 +111,7 @@ def lora(
     adapters: jax.Array,
     psum: Psum = None,
     token_tile: Callable[[int], int] | None = None,
+    units: Callable[[int], int] = lambda tokens: TILE_UNITS,
 ) -> list[jax.Array]:
     """See `ops.Lora`. Calls `psum` once per product for all projections.
 
@@ -118,9 +119,10 @@ def lora(
         token_tile: T -> tokens per product. Where an adapter's tokens lie in few of these tiles, the others are
             skipped: rows in the order of their adapters pay for their own. None takes all T at once, for a
             device on which a turn of a loop costs more than a product.
+        units: T -> rank units per turn of the loop.
     """
-    tiles = [max(1, TILE_UNITS // p.unit.per_block) for p in projections]
     count = x.shape[0]
+    tiles = [max(1, units(count) // p.unit.per_block) for p in projections]
     most = min(token_tile(count), count) if token_tile else count
     size = max(n for n in range(1, most + 1) if count % n == 0)
 
@@ -216,5 +218,13 @@ def _token_tile(tokens: int) -> int:
     return 16 if tokens <= 128 else 128
 
 
+def _units(tokens: int) -> int:
+    """Few for few tokens, which have few adapters: a small one pays for few units that are not its own.
+
+    Measured in docs/notes/cpu-speed.md.
+    """
+    return 20 if tokens <= 16 else TILE_UNITS
+
+
 XLA = Ops(attention, lora, write_kv, write_blocks, write_layers, read_blocks)
-CPU = replace(XLA, lora=functools.partial(lora, token_tile=_token_tile))
+CPU = replace(XLA, lora=functools.partial(lora, token_tile=_token_tile, units=_units))

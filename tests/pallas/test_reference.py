@@ -10,6 +10,7 @@ import pytest
 from jlora.layout import PoolLayout, UnitLayout
 from jlora.model.spec import ModelSpec
 from jlora.pallas.reference import (
+    CPU,
     ActiveBlocks,
     Adapted,
     Pages,
@@ -20,6 +21,7 @@ from jlora.pallas.reference import (
 )
 
 LAYERS, BLOCKS, B, K, G, H = 2, 40, 4, 2, 3, 8
+SPEC = ModelSpec(vocab=8, width=16, mlp=24, layers=LAYERS, heads=6, kv_heads=K, head_dim=H, max_len=64)
 
 
 def paged(lengths: list[int], width: int, seed: int = 0):
@@ -87,13 +89,14 @@ def test_blocks_come_back_as_they_were_written_and_outside_ids_are_dropped():
     assert not blocks[[0, 2, 3, 5]].any()
 
 
+@pytest.mark.parametrize("units", [1, 5, 64])
 @pytest.mark.parametrize("tile", [None, 1, 4, 100])
 @pytest.mark.parametrize("tokens", [[-1, -1, -1, 0, 0, -1, 2, 1], [0, -1, 2, 1, 0], [-1] * 6], ids=str)
-def test_lora_sums_only_the_blocks_of_each_tokens_adapter(tokens: list[int], tile: int | None):
+def test_lora_sums_only_the_blocks_of_each_tokens_adapter(tokens: list[int], tile: int | None, units: int):
     """Two projections in one call, unequal block counts, entries of other projections around them."""
     blocks, owners = [[3, 9, 4, 20, 7], [11]], [[0, 0, 1, 2, 2], [2]]
     x, base, run, matrices = _adapted(blocks, owners, len(tokens))
-    got = run(tokens, tile)
+    got = run(tokens, tile, units=lambda count: units)
     for out, start, mats, owner in zip(got, base, matrices, owners, strict=True):
         delta = out - start
         want = np.zeros(delta.shape, np.float32)
@@ -130,10 +133,25 @@ def test_tokens_in_tiles_that_no_adapter_acts_on_are_not_multiplied(
     assert sum(rows) == multiplied
 
 
+@pytest.mark.parametrize(("count", "most"), [(16, 20), (17, 64)])
+def test_a_launch_of_few_tokens_takes_few_units_at_a_time_on_a_cpu(count: int, most: int):
+    taken: list[int] = []
+
+    def psum(h):
+        jax.debug.callback(lambda part: taken.append(part.shape[1]), h)
+        return h
+
+    tokens, blocks = [0] * count, [[*range(2, 37)], [38]]  # more than a turn takes
+    _, _, run, _ = _adapted(blocks, [[0] * len(blocks[0]), [0]], count)
+    jax.block_until_ready(run(tokens, None, psum, op=CPU.lora))
+    jax.effects_barrier()
+    per = [PoolLayout.of(SPEC, BLOCKS, B).units[name].per_block for name in ("q", "k")]
+    assert set(taken) == {sum(most // n * n for n in per)}
+
+
 def _adapted(blocks: list[list[int]], owners: list[list[int]], count: int):
     """Inputs and base products of q and k with some active blocks; how to run them; their matrices."""
-    spec = ModelSpec(vocab=8, width=16, mlp=24, layers=LAYERS, heads=6, kv_heads=K, head_dim=H, max_len=64)
-    units = [PoolLayout.of(spec, BLOCKS, B).units[name] for name in ("q", "k")]
+    units = [PoolLayout.of(SPEC, BLOCKS, B).units[name] for name in ("q", "k")]
     rng = np.random.default_rng(0)
     pool = rng.standard_normal((LAYERS * BLOCKS, B, 2 * K, H), dtype=np.float32)  # junk everywhere else
     matrices = [
@@ -145,10 +163,11 @@ def _adapted(blocks: list[list[int]], owners: list[list[int]], count: int):
     x = rng.standard_normal((count, 16), dtype=np.float32)
     base = [rng.standard_normal((count, unit.b), dtype=np.float32) for unit in units]
 
-    def run(tokens: list[int], tile: int | None, psum=None):
+    def run(tokens: list[int], tile: int | None, psum=None, op=lora, **sizes):
         def products(x, base, pool, active, tokens):
             adapted = [Adapted(*p) for p in zip(base, active, units, strict=True)]
-            return lora(x, pool, BLOCKS, adapted, tokens, psum, tile and (lambda count: tile))
+            tiles = {"token_tile": lambda count: tile} if tile else {}
+            return op(x, pool, BLOCKS, adapted, tokens, psum, **tiles, **sizes)
 
         return jax.jit(products)(x, base, jnp.asarray(pool), active, jnp.array(tokens))
 
