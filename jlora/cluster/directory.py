@@ -6,10 +6,11 @@ ever mixes two, and an old version stays until the last request that began with 
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from jlora.replica import Load
 from jlora.types import AdapterInfo
@@ -59,11 +60,20 @@ class Member:
 
 
 Members = Callable[[], Sequence[Member]]
+Holder = TypeVar("Holder")
 
 
 def peers(members: Sequence[Member], key: str, near: str) -> tuple[str, ...]:
-    """Addresses of replicas, other than `near`, whose host tier has a version."""
-    return tuple(m.address for m in members if m.name != near and m.tiers.get(key) in ("HBM", "HOST"))
+    """Addresses of replicas, other than `near`, whose host tier has a version, in the order of `lenders`."""
+    return lenders(
+        [m.address for m in members if m.name != near and m.tiers.get(key) in ("HBM", "HOST")], f"{near} {key}"
+    )
+
+
+def lenders(holders: Sequence[Holder], asks: str) -> tuple[Holder, ...]:
+    """The holders in turn, from one that depends on who asks for what: or the first would lend to all others."""
+    first = zlib.crc32(asks.encode()) % len(holders) if holders else 0
+    return (*holders[first:], *holders[:first])
 
 
 class Directory(Protocol):

@@ -7,6 +7,7 @@ import statistics
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from jlora import config as configuration
 from jlora.cache import inspect
 from jlora.cache.manager import Sizes
 from jlora.cluster.demand import points_of
+from jlora.cluster.directory import lenders
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
@@ -137,14 +139,15 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
-    def way(adapter: int, now: float) -> Coming:
-        """From the first replica that has it, as a live one does; else from its path, which all have for themselves."""
-        source = next((one for one in fleet.members.values() if one.has(adapter)), None)
+    def way(to: str, adapter: int, now: float) -> Coming:
+        """From a replica that has it, chosen as by a live one; else from its path, which all have for themselves."""
+        holders = [one for one in fleet.members.values() if one.has(adapter)]
+        source = next(iter(lenders(holders, f"{to} {adapter}")), None)
         seconds = service.fetch_s(sizes[adapter], source is not None)
         return source.uplink.begin(now, seconds) if source is not None and seconds else Arrival(now + seconds)
 
     def member(name: str) -> Member:
-        made = Member(name, spec, cache_policy(policy, spec, work), way)
+        made = Member(name, spec, cache_policy(policy, spec, work), partial(way, name))
         if isinstance(costs, RankCosts) and service.kernel != "own":
             made.device.kernel = RankedKernel(costs, made.ranks(service.ranks))
         return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import pytest
 
 from jlora.cluster import directory_server, remote_directory
 from jlora.cluster.demand import Load as Demanded
+from jlora.cluster.directory import Member, peers
 from jlora.cluster.directory_server import DirectoryServicer
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.remote_directory import RemoteDirectory
@@ -32,6 +34,16 @@ from tests.cluster._service import Service
 from tests.serve._server import Served, wait_until
 
 SECRET = Secret("the token of these tests")
+
+
+def test_no_replica_lends_to_all_others():
+    members = [Member(f"r{i}", f"h{i}", {"a@1": "HOST" if i % 2 else "HBM"}) for i in range(8)]
+    members += [Member("new", "h8", {"a@1": "DISK"}), Member("other", "h9")]
+    first = Counter(peers(members, "a@1", f"x{i}")[0] for i in range(80))
+    assert len(first) == 8 and max(first.values()) < 25
+    asked = peers(members, "a@1", "r3")
+    assert sorted(asked) == [f"h{i}" for i in range(8) if i != 3] and asked == peers(members, "a@1", "r3")
+    assert peers(members, "b@1", "r3") == ()
 
 
 @pytest.fixture(scope="module")
