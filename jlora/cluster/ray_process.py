@@ -30,14 +30,15 @@ from jlora.ports import OsThreads, Thread, Threads
 log = logging.getLogger(__name__)
 
 END_S = 30.0  # for Ray's own processes, beyond the replicas' drain
-# By default Ray lets in whoever reaches its ports, sends statistics, ends every replica a minute after its head, and
-# gives up its own start after 30 s, though a busy machine needs longer.
+# By default Ray lets in whoever reaches its ports, sends statistics, ends every replica a minute after its head, gives
+# up its own start after 30 s, though a busy machine needs longer, and lets any other program go before replicas.
 SETTINGS = {
     "RAY_AUTH_MODE": "token",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_raylet_start_wait_time_s": "300",
     "RAY_agent_register_timeout_ms": "300000",
+    "RAY_worker_niceness": "0",
 }
 # A Ray of our own listens on the loopback alone.
 LOOPBACK = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"}

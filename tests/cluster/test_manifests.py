@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from jlora.cluster import cli
+from jlora.cluster.ray_process import SETTINGS
 from jlora.serve import flags
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -107,6 +108,16 @@ def test_names_meet():
             ):  # fmt: skip
                 if kind in volume:
                     assert volume[kind][key] in made | ours
+
+
+def test_rays_pods_have_our_settings_of_ray():
+    rays = [one for name, one in DOCUMENTS.items() if one["kind"] == "RayCluster"]
+    containers = [made for one in rays for template in templates(one) for made in template["spec"]["containers"]]
+    assert len(containers) >= 3
+    for container in containers:
+        env = {each["name"]: each.get("value") for each in container["env"]}
+        for name in ("RAY_USAGE_STATS_ENABLED", "RAY_gcs_rpc_server_reconnect_timeout_s", "RAY_worker_niceness"):
+            assert env[name] == SETTINGS[name]
 
 
 def commands() -> Iterator[list[str]]:

@@ -96,6 +96,12 @@ def test_undisturbed(both: Service, asked: list[pb.GenerateRequest], expected: l
     assert disturbed(both, asked, lambda: None) == expected
 
 
+def test_replicas_run_with_the_routers_priority(both: Service):
+    """Ray's own choice, niceness 15, lets every other program of the machine go first."""
+    nice = {name: psutil.Process(both.pid(name)).nice() for name in ("r0", "r1")}
+    assert set(nice.values()) == {psutil.Process(both.process.pid).nice()}
+
+
 def test_every_port_is_on_loopback(both: Service):
     """Also those of Ray, which runs any code that it is sent: a router that starts it starts it for itself."""
     ports = [one for pid in (both.process.pid, *descendants(both.process.pid)) for one in listening(pid)]
