@@ -297,7 +297,8 @@ def test_metrics_are_those_of_one_engine(two: Cluster):
         one.generate(request(PROMPT, 4, model="wide"))
     texts = [httpx.get(f"{one.http}/metrics", timeout=20).text for one in (two.served, two.alone)]
     routed, alone = ({(family.name, family.type) for family in parse(text)} for text in texts)
-    own = {one for one in routed if one[0].startswith(("jlora_replica_", "jlora_router_", "jlora_placement_"))}
+    ours = "jlora_replica_", "jlora_router_", "jlora_placement_", "jlora_balance_"
+    own = {one for one in routed if one[0].startswith(ours)}
     assert routed - own == alone and len(alone) > 20 and own
 
 

@@ -245,12 +245,17 @@ def test_an_id_in_use_is_refused_and_free_again_at_the_end(two: Service):
     whole(submit(two, again), again, two)
 
 
+def room_of(two: Service) -> int:
+    """Completions that the service holds, once both replicas are up."""
+    room = 2 * (64 + 8)
+    wait_for(lambda: (engine := two.router.info.config.engine).max_queue + engine.max_seqs == room)
+    return room
+
+
 def test_the_queue_is_bounded(two: Service):
     for replica in two.replicas:
         replica.paused = True
-    engine = two.router.info.config.engine
-    room = engine.max_queue + engine.max_seqs
-    assert room == 2 * (64 + 8)
+    room = room_of(two)
     clients = [submit(two, request(f"r{i}", n=12)) for i in range(room // 12)]
     with pytest.raises(QueueFull, match="queue is full"):
         submit(two, request("more"))
@@ -445,8 +450,7 @@ def test_a_request_that_has_begun_waits_for_room_however_often_it_is_refused(
 
 
 def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Service, monkeypatch: pytest.MonkeyPatch):
-    engine = two.router.info.config.engine
-    room = (engine.max_queue + engine.max_seqs) // 2
+    room = room_of(two) // 2
     for replica in two.replicas:
         replica.paused = True
     asked = [request(f"r{i}", max_tokens=2) for i in range(2 * room)]
@@ -454,7 +458,7 @@ def test_a_replica_gets_no_more_than_it_holds_and_the_rest_waits_here(two: Servi
     two.kill(two.replicas[1])
     dispatcher = port.dispatcher(two.router)
     wait_for(lambda: dispatcher.books.view["r1"].health != "up")
-    assert len(two.replicas[0].started) == room == len(dispatcher.table.waiting())
+    wait_for(lambda: len(two.replicas[0].started) == room == len(dispatcher.table.waiting()))
     calls = []
     choose, dispatcher.choice.policy.choose = dispatcher.choice.policy.choose, lambda *a: calls.append(a) or choose(*a)
     ticks = port.ticks(monkeypatch)

@@ -65,7 +65,7 @@ def serving() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 
 def test_pods_are_ready_when_health_says_so():
     """gRPC's health follows the engine: a port that is open says nothing of it."""
-    assert len(serving()) == 3
+    assert len(serving()) == 4
     for spec, container in serving():
         ports = {port["name"]: port["containerPort"] for port in container["ports"]}
         for probe in ("startupProbe", "readinessProbe"):
