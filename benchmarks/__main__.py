@@ -29,6 +29,7 @@ STUDIES: Mapping[str, tuple[str, str]] = {
     "cache": ("micro.cache", "cost growth of tree and scheduler (R7)"),
     "refusals": ("micro.refusals", "what a full queue costs: time to a refusal, refusals per second of a core"),
     "abuse": ("micro.abuse", "what idle connections and rapid resets cost a good client and the server's memory"),
+    "prefix-timing": ("micro.prefix_timing", "C19: whether time tells which prompts another tenant has asked"),
     "gaps": ("gaps.study", "the longest gaps of loop, engine and streams under all that hostile clients send"),
     "compiling": ("gaps.compiling", "the longest gap between tokens while programs compile in the background"),
     "catalogue": ("micro.catalogue", "a registered adapter: seconds of a start, bytes of memory and registry"),

@@ -46,6 +46,7 @@ PAGES: Mapping[str, Page] = {
     "fronts": Page("fronts-*.jsonl"),
     "refusals": Page("refusals-*.jsonl"),
     "abuse": Page("abuse-*.jsonl"),
+    "prefix-timing": Page("prefix-timing-*.jsonl"),
     "gaps": Page("gaps-*.jsonl"),
     "compiling": Page("compiling-*.jsonl"),
     "cache": Page("cache-*.jsonl", _first(figures.cache), "cache-growth.png"),

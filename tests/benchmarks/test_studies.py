@@ -89,6 +89,15 @@ def test_hostile_connections_are_counted_and_a_good_client_is_served(tmp_path: P
 
 
 @pytest.mark.slow
+def test_an_attacker_times_prompts_of_its_own_tenant_and_of_another(tmp_path: Path):
+    own, other = study(tmp_path, "prefix-timing")
+    assert (own["side"], other["side"]) == ("the same tenant", "another tenant")
+    assert (own["auc_cached"], other["auc_cached"]) == (1.0, 0.5)
+    assert own["asked_p50_s"] < own["unasked_p50_s"] and 0 <= other["auc_ttft"] <= 1
+    assert render("prefix-timing", tmp_path / "out", draw=False)
+
+
+@pytest.mark.slow
 def test_gaps_are_measured_under_attacks(tmp_path: Path):
     only = ["idle", "odd shapes", "FIFOs for files", "one id for all", "ListAdapters"]
     lines = study(tmp_path, "gaps", "--only", *only, "large adapters")
