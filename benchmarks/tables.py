@@ -277,7 +277,7 @@ def faults(study: Study) -> pd.DataFrame:
     """The last run of each fault: how often it was injected, and what was found."""
     last = study.rows.groupby("cell", sort=False).tail(1)
     made = []
-    for row in sorted(last.to_dict("records"), key=lambda row: int(row["cell"][1:])):
+    for row in sorted(last.to_dict("records"), key=lambda row: int(row["cell"][1:].partition("-")[0])):
         known = ("cell", "side", "round", "injected", "holds")
         figures = {key: value for key, value in row.items() if key not in known and value == value and value != ""}
         found = "; ".join(f"{key.replace('_', ' ')} {_figure(value)}" for key, value in figures.items())

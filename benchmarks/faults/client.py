@@ -59,6 +59,10 @@ class Client:
         """Waits until it is gone."""
         await self.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name=name), timeout=ANSWER_S)
 
+    async def bytes_of(self, name: str) -> int:
+        """Of an adapter on the device."""
+        return (await self.adapters.GetAdapter(pb.GetAdapterRequest(name=name), timeout=ANSWER_S)).bytes
+
     async def left(self) -> Figures:
         """What requests have left behind a while after their end, and tokens drawn for nobody: all must be 0."""
         end = time.monotonic() + 60

@@ -6,6 +6,10 @@ import asyncio
 import random
 import time
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
 
 from benchmarks.faults.client import ANSWER_S, Client, Figures, in_parallel, prompt
 from jlora.loadgen.server import exactly
@@ -15,6 +19,9 @@ from jlora.serve.proto import jlora_pb2 as pb
 WORKERS = 64
 CONNECTIONS = 10  # of F11: one connection takes fewer calls
 WAIT_S = 60.0  # for all refusals of F11
+MORE = 1.05  # requests over the room of F11: the queue is full, and stays so for a while
+STEPS, CALLS, CALM_S = 100, 500, 20.0  # that F11 times while the queue is full, and the most seconds of the calls
+PLACE_S = 1.0  # after which a call has found a place, and waits in it
 IDS = 10  # requests of one round of F13
 
 
@@ -58,23 +65,40 @@ async def deadlines(client: Client, count: int) -> Figures:
     }
 
 
-async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
-    """F11: as many long requests at once as the server takes, its `room`; then `count` more, and all are cancelled."""
-    late: list[float] = []
-    before, callers = resident_bytes(pid), [Client(client.address) for _ in range(CONNECTIONS)]
+@dataclass(frozen=True, slots=True)
+class Full:
+    """A server to fill: how many requests it holds, its process, and the adapters that requests ask for."""
+
+    room: int
+    pid: int
+    names: Sequence[str]
+
+
+async def burst(client: Client, count: int, full: Full) -> Figures:
+    """F11: more long requests at once than the server takes; then `count` more, and all are cancelled.
+
+    Adapters are drawn by Zipf's law. Between the two, with the queue full, steps are timed, and the refusals of a
+    client that asks for one thing at a time.
+    """
+    rng, late = random.Random(11), list[float]()
+    weights = [1 / (i + 1) for i in range(len(full.names))]
+    many = int(MORE * full.room)
+    models = rng.choices(full.names, weights, k=many + count)
+    before, callers = resident_bytes(full.pid), [Client(client.address) for _ in range(CONNECTIONS)]
 
     async def one(number: int) -> str:
         began = time.monotonic()
-        status, _ = await callers[number % CONNECTIONS].answer(exactly(900, (5, 6, 7)))
+        status, _ = await callers[number % CONNECTIONS].answer(exactly(900, (5, 6, 7), model=models[number]))
         if status == "RESOURCE_EXHAUSTED":
             late.append(time.monotonic() - began)
         return status
 
-    first, end = [asyncio.create_task(one(number)) for number in range(room)], time.monotonic() + ANSWER_S
-    while (info := await client.info()).live_requests < 0.99 * room and time.monotonic() < end:
+    first, end = [asyncio.create_task(one(number)) for number in range(many)], time.monotonic() + ANSWER_S
+    while (info := await client.info()).live_requests < 0.99 * full.room and time.monotonic() < end:
         await asyncio.sleep(0.1)
-    queued, most = info.live_requests, resident_bytes(pid)
-    second = [asyncio.create_task(one(number)) for number in range(count)]
+    queued, most = info.live_requests, resident_bytes(full.pid)
+    meanwhile = await _while_full(client, count)
+    second = [asyncio.create_task(one(many + number)) for number in range(count)]
     await asyncio.wait(second, timeout=WAIT_S)  # those that found a place wait in the queue
     for task in (*first, *second):
         task.cancel()
@@ -85,10 +109,29 @@ async def burst(client: Client, count: int, room: int, pid: int) -> Figures:
     served, _ = await client.answer(exactly(4, (5, 6, 7)))
     well = set(ends) <= {"OK", "RESOURCE_EXHAUSTED", "cancelled"} and served == "OK"
     return {
-        "injected": room + count, **ends, **left, "queued_at_most": queued,
-        "bytes_per_queued": (most - before) / max(queued, 1),
+        "injected": many + count, **ends, **left, "queued_at_most": queued,
+        "bytes_per_queued": (most - before) / max(queued, 1), **meanwhile,
         "refused_p50_s": sorted(late)[len(late) // 2] if late else 0.0,
         "holds": well and len(late) > 0.9 * count and not any(left.values()),
+    }  # fmt: skip
+
+
+async def _while_full(client: Client, count: int) -> Figures:
+    """Milliseconds of a step, and the host's part; then of the refusals of one caller, a few of which find a place."""
+    before, began = await client.info(), time.monotonic()
+    while (after := await client.info()).steps < before.steps + STEPS and time.monotonic() < began + WAIT_S:
+        await asyncio.sleep(0.1)
+    steps, seconds = max(after.steps - before.steps, 1), time.monotonic() - began
+    host = after.host_s_per_step * after.steps - before.host_s_per_step * before.steps
+    caller, refused, end = Client(client.address), list[float](), time.monotonic() + CALM_S
+    while len(refused) < min(count, CALLS) and time.monotonic() < end:
+        began = time.monotonic()
+        if (await caller.answer(exactly(1, (5, 6, 7)), PLACE_S))[0] == "RESOURCE_EXHAUSTED":
+            refused.append(1e3 * (time.monotonic() - began))
+    await caller.channel.close()
+    return {
+        "step_ms": 1e3 * seconds / steps, "host_step_ms": 1e3 * host / steps,
+        "calm_refusals": len(refused), "calm_refusal_p99_ms": float(np.percentile(refused or [0.0], 99)),
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""F1, F2 and F14: processes that are killed or told to end, over a paced device."""
+"""F1 and F14: processes that are killed or told to end, over a paced device."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import asyncio
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import grpc
@@ -14,7 +13,6 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.failures import study as failures
 from benchmarks.failures.replica import token_at
-from benchmarks.faults import routers
 from benchmarks.faults.client import Client, Figures
 from jlora.demo import assets
 from jlora.loadgen.server import ServerProcess, exactly
@@ -112,10 +110,3 @@ async def kills(count: int) -> Figures:
     well = not (total["wrong_tokens"] or total["errors"] or clean["wrong_tokens"] or clean["errors"])
     back = sorted(kill["back_s"] - kill["at_s"] for kill in rows["kill"])
     return {"injected": len(back), **total, "back_max_s": back[-1], "holds": well and total["gap_p99_s"] < RECOVERY_S}
-
-
-FAULTS: Mapping[str, Callable[[Any], Coroutine[Any, Any, Figures]]] = {
-    "F1": lambda counts: kills(counts.kills),
-    "F2": lambda counts: routers.kills(counts.routers),
-    "F14": lambda counts: drains(counts.drains),
-}

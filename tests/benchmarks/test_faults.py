@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.faults import routers
-from benchmarks.faults.study import KNOWN
+from benchmarks.faults.study import KNOWN, QUICK
 from jlora.cli import main
 
 AT_A_SERVER = ("F3", "F5", "F8", "F10", "F11", "F13", "F19")
@@ -30,8 +30,25 @@ def test_a_server_holds_under_damaged_adapters_cancels_deadlines_bursts_and_ids(
     found = injected(tmp_path, *AT_A_SERVER)
     assert {name: line["side"] for name, line in found.items()} == dict.fromkeys(AT_A_SERVER, "holds")
     assert found["F3"]["injected"] > 100 and found["F3"]["neighbour_same"]
-    assert found["F11"]["RESOURCE_EXHAUSTED"] > 180
+    assert found["F11"]["RESOURCE_EXHAUSTED"] > 180 and found["F11"]["calm_refusals"] > 10
+    assert 0 < found["F11"]["host_step_ms"] <= found["F11"]["step_ms"] and found["F11"]["calm_refusal_p99_ms"] > 0
     assert all(line["zombie_tokens"] == line["blocks_left"] == 0 for line in found.values() if "blocks_left" in line)
+
+
+@pytest.mark.slow
+def test_requests_that_flip_between_few_adapters_are_all_admitted_and_answered(tmp_path: Path):
+    (line,) = injected(tmp_path, "F19-flips").values()
+    assert line["side"] == "holds" and line["OK"] == line["injected"] == QUICK.flips
+    assert 0 < line["copied_over_asked"] <= 1
+
+
+@pytest.mark.slow
+def test_streams_that_are_read_slowly_are_cut_and_delay_no_other(tmp_path: Path):
+    (line,) = injected(tmp_path, "F9").values()
+    plan = QUICK.readers
+    assert line["side"] == "holds" and line["others_p99"] < plan.most
+    assert line["others OK"] == 2 * (plan.streams - plan.slow)
+    assert line["well OK"] == line["slow RESOURCE_EXHAUSTED"] == plan.slow
 
 
 @pytest.mark.slow
