@@ -22,7 +22,7 @@ from jlora.loadgen.server import ServerProcess, flags_of
 
 SPEC = dataclasses.replace(TINY, max_len=1024)
 RANKS = (1, 2, 4, 8, 16)
-FEW, FEW_BLOCKS = 10, 48  # adapters that requests flip between, and the device's blocks: 70 would hold the adapters
+FEW, FEW_BLOCKS = 10, 36  # adapters that requests flip between, and the device's blocks: the adapters alone take 48
 SETTINGS = {
     "engine.max_seqs": 64, "engine.max_step_tokens": 256, "engine.layers": "scan", "cache.block_tokens": 16,
     "cache.hbm_blocks": 4000, "cache.host_blocks": 1200, "model.max_model_len": SPEC.max_len, "adapters.lazy": True,
