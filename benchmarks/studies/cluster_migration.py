@@ -3,10 +3,11 @@
 Eight replicas of Llama-2-7B on A100s (the paper's A800 computes alike) and adapters of rank 8. Lengths follow
 ShareGPT's means with a long tail, arrivals come in bursts, and adapters follow Zipf's law.
 
-    rr               dLoRA's preload; requests go to the adapter's replicas by equal parts
+    rr               dLoRA's preload; requests go to the adapter's replicas in turn
     dispatch         the preload, and the least estimated pending time (dLoRA's "proactive dispatch")
     dlora            the same, and moves
     jlora            jlora's routing; jlora, moves: the same with moves
+    apart            each adapter on a replica of its own (the paper's vLLM with uniform allocation)
 
 All adapters have one rank, so CaraServe's padded and unpadded kernels cost the same. Beside that one (`unpadded`) the
 study plays a kernel that reads each adapter of a step once (`own`), as ours does.
@@ -33,7 +34,7 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work
-from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.service import TABLE, TURNS, Service, simulate_service
 from jlora.sim.wires import Balance
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
@@ -44,12 +45,14 @@ PROMPT, OUTPUT = 160, 210  # mean tokens
 POPULARITY = 0.9  # exponent of Zipf's law
 # Side -> (placement, route, whether requests move).
 SIDES: Mapping[str, tuple[Place, str, bool]] = {
-    "rr": ("dlora", TABLE, False),
+    "rr": ("dlora", TURNS, False),
     "dispatch": ("dlora", "dlora", False),
     "dlora": ("dlora", "dlora", True),
     "jlora": ("", "jlora", False),
     "jlora, moves": ("", "jlora", True),
+    "apart": ("contiguous", TABLE, False),
 }
+SHARED = tuple(side for side in SIDES if side != "apart")  # by more adapters than replicas
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +67,7 @@ class Case:
     seconds: float = 8.0
     replicas: int = 8
     kernel: Kernel = "own"
+    sides: tuple[str, ...] = SHARED
 
 
 CASES = (
@@ -71,10 +75,10 @@ CASES = (
     Case("11a: 120 requests/s", 120.0),
     Case("11b: lengths x 2", 55.0, longer=2.0),
     Case("11b: lengths x 4", 28.0, longer=4.0),
-    Case("12: 8 adapters", 100.0, adapters=8),
+    Case("12: 8 adapters", 100.0, adapters=8, sides=tuple(SIDES)),
     Case("12: 128 adapters", 100.0, adapters=128),
 )
-QUICK = (Case("11a: 20 requests/s", 20.0, seconds=0.5, replicas=2),)
+QUICK = (Case("11a: 20 requests/s", 20.0, seconds=0.5, replicas=2, sides=tuple(SIDES)),)
 KERNELS: tuple[Kernel, ...] = ("own", "unpadded")
 SEEDS = (1, 2)  # nothing was tuned on the second one
 # A live router gives the solver 0.2 s. Here nodes bound it, or results would depend on the machine.
@@ -100,7 +104,7 @@ def run(options: Options) -> None:
     records = options.records("cluster-migration-simulated", {"seconds": options.seconds, "batch": BATCH})
     for (number, seed), case in itertools.product(enumerate(SEEDS), QUICK if options.quick else CASES):
         work, outputs = traffic(case, options.seconds or case.seconds, seed)
-        for kernel, side in itertools.product(KERNELS, SIDES):
+        for kernel, side in itertools.product(KERNELS, case.sides):
             if not records.has(cell=case.name, kernel=kernel, side=side, round=number):
                 records.add(case.name, side, number, measured(replace(case, kernel=kernel), side, work, outputs))
 

@@ -10,8 +10,7 @@ from jlora.cluster.routing.routes import ROUTES
 from jlora.errors import ConfigError
 from jlora.sim import losses
 from jlora.sim.kernels import KERNELS
-from jlora.sim.service import TABLE as TABLE_ROUTE
-from jlora.sim.service import Service, check_route
+from jlora.sim.service import TABLES, Service, check_route
 from jlora.sim.wires import Balance
 
 # Column of the table -> (part of a result, key, factor, digits).
@@ -42,7 +41,7 @@ ROUTED: Mapping[str, object] = {"route": None, "place": "", "migrate": False, "l
 def add_flags(many: argparse._ActionsContainer) -> None:
     """The flags."""
     many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
-    many.add_argument("--route", nargs="+", metavar="NAME", help=f"{', '.join(ROUTES)}; table, with --place")
+    many.add_argument("--route", nargs="+", metavar="NAME", help=f"{', '.join(ROUTES)}; table, turns: with --place")
     many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
@@ -77,8 +76,8 @@ def check(args: argparse.Namespace) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be more than 0")
     for route in args.route:
         check_route(route)
-    if TABLE_ROUTE in args.route and not args.place:
-        raise ConfigError(f"--route {TABLE_ROUTE}: needs a placement (--place)")
+        if route in TABLES and not args.place:
+            raise ConfigError(f"--route {route}: needs a placement (--place)")
     if args.fail and args.replicas == 1:
         raise ConfigError("--fail: needs --replicas: nothing goes on without a second one")
     losses.parse(args.fail, args.replicas)

@@ -38,9 +38,9 @@ class Placed:
 
 
 class Placing:
-    """The controller of a simulated service. `table` routes by the placement that holds."""
+    """The controller of a simulated service. `table`, of this kind, routes by the placement that holds."""
 
-    def __init__(self, placed: Placed, members: Sequence[Member]):
+    def __init__(self, placed: Placed, members: Sequence[Member], kind: type[Table] = Table):
         self.moved = 0  # new homes
         self._placed = placed
         self._members = {member.name: member for member in members}
@@ -50,7 +50,7 @@ class Placing:
         self._asked: set[Pair] = set()  # to fetch, in this time step
         first = dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)  # LoRAServe does not know them, dLoRA does
         self._homes.begin(self._room(), self._wanted(loads if placed.rule.kind == "dlora" and loads else first))
-        self.table = Table(self._homes.parts, placed.rule.seed)
+        self.table = kind(self._homes.parts, placed.rule.seed)
         for key, parts in self._homes.parts.items():
             for name in parts:
                 self._members[name].preload(int(key))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -20,7 +20,7 @@ from jlora.cluster.directory import lenders
 from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
-from jlora.cluster.routing.table import Table
+from jlora.cluster.routing.table import Table, Turns
 from jlora.cluster.routing.ways import Ways
 from jlora.errors import ConfigError
 from jlora.sim import outcome
@@ -35,7 +35,8 @@ from jlora.sim.uplink import Arrival, Coming
 from jlora.sim.wires import Balance, Wires
 from jlora.step_model import FittedSteps
 
-TABLE = "table"  # the route by the parts of the placement
+TABLE, TURNS = "table", "turns"  # routes by the parts of the placement: drawn, and in turn
+TABLES: Mapping[str, type[Table]] = {TABLE: Table, TURNS: Turns}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +82,7 @@ class Service:
 
 def check_route(name: str) -> None:
     """Raises ConfigError if there is no such policy."""
-    if name != TABLE and name not in ROUTES:
+    if name not in TABLES and name not in ROUTES:
         near = configuration.nearest(name, ROUTES)
         raise ConfigError(f"route {name!r}: must be one of {', '.join(ROUTES)}; the nearest is {near!r}")
 
@@ -159,12 +160,12 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
-    chosen = Table({}) if route == TABLE else ROUTES[route](known)
+    chosen = TABLES[route]({}) if route in TABLES else ROUTES[route](known)
     if service.place:
-        rule = Rule(service.place, service.ahead, route == TABLE, service.seed)
-        placing = Placing(placed_of(rule, service, work, costs, spec.sizes), members)
+        rule = Rule(service.place, service.ahead, route in TABLES, service.seed)
+        placing = Placing(placed_of(rule, service, work, costs, spec.sizes), members, TABLES.get(route, Table))
         wires = replace(wires, placing=placing, every_s=service.place_s)
-        chosen = placing.table if route == TABLE else chosen
+        chosen = placing.table if route in TABLES else chosen
     fleet = Fleet(members, work.trace, chosen, wires)
     return fleet
 

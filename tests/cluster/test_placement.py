@@ -12,7 +12,7 @@ from jlora.cluster.demand import HALF, Load, Recent, Told, Trend, extrapolate, o
 from jlora.cluster.placement import Wanted, budget, contiguous, fitted, loraserve, moves, random_placement
 from jlora.cluster.routing.costs import RankCosts
 from jlora.cluster.routing.policy import Ask
-from jlora.cluster.routing.table import Table
+from jlora.cluster.routing.table import Table, Turns
 from jlora.cluster.view import ReplicaView
 from jlora.step_model import Objective
 
@@ -184,3 +184,16 @@ def test_the_table_draws_by_parts_and_passes_over_a_replica_that_is_down():
     view["b"] = ReplicaView("b", "draining")
     assert table.choose(view, Ask("x", 8, 10), 0.0) == "c"
     assert table.choose({"a": view["a"]}, Ask(None, 0, 10), 0.0) is None
+
+
+def test_servers_are_taken_in_turn_as_often_as_their_parts_say():
+    view = {name: ReplicaView(name, "up") for name in ("a", "b", "c")}
+    turns = Turns({"x": {"a": 0.5, "b": 0.25, "c": 0.25}, "y": {"a": 0.5, "b": 0.5}})
+    chosen = [(turns.choose(view, Ask("x", 8, 10), 0.0), turns.choose(view, Ask("y", 8, 10), 0.0)) for _ in range(8)]
+    assert [x for x, _ in chosen] == list("abca" * 2)
+    assert [y for _, y in chosen] == list("ab" * 4)  # each adapter has turns of its own
+    view["a"] = ReplicaView("a", "down")
+    assert "".join(turns.choose(view, Ask("x", 8, 10), 0.0) or "" for _ in range(6)) in ("bcbcbc", "cbcbcb")
+    turns.place({"x": {"a": 1.0}})
+    assert turns.choose(view, Ask("x", 8, 10), 0.0) == "b"  # no server of it is up: the most idle replica
+    assert turns.choose({}, Ask("x", 8, 10), 0.0) is None

@@ -1,4 +1,4 @@
-"""LoRAServe's routing: a table of each adapter's servers with their parts of its requests."""
+"""Routing by a table of each adapter's servers with their parts of its requests: LoRAServe's, and in turn."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jlora.cluster.view import View
 
 
 class Table:
-    """Draws a server by its part. Without one that is up, the most idle replica.
+    """Draws a server by its part, as LoRAServe does. Without one that is up, the most idle replica.
 
     Attributes:
         parts: adapter -> server -> part; a new placement replaces it.
@@ -26,16 +26,42 @@ class Table:
         self.parts = parts
 
     def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        drawn = self._random.random()  # once a request, so that runs with different tables stay comparable
         replicas = {replica.name: replica for replica in up(view)}
         parts = {} if ask.adapter is None else self.parts.get(ask.adapter, {})
-        weights = {name: part for name, part in parts.items() if name in replicas}
+        chosen = self._pick(ask.adapter, {name: part for name, part in parts.items() if name in replicas})
+        if chosen is not None:
+            return chosen
+        best = min(replicas.values(), key=load, default=None)
+        return None if best is None else best.name
+
+    def _pick(self, adapter: str | None, weights: Mapping[str, float]) -> str | None:
+        """One of the servers that are up; None without any."""
+        drawn = self._random.random()  # once a request, so that runs with different tables stay comparable
         left = drawn * sum(weights.values())
         for name, part in weights.items():
             left -= part
             if left < 0:
                 return name
-        if weights:
-            return next(reversed(weights))
-        best = min(replicas.values(), key=load, default=None)
-        return None if best is None else best.name
+        return next(reversed(weights), None)
+
+
+class Turns(Table):
+    """Takes an adapter's servers in turn, each as often as its part says: dLoRA's round-robin over its preload.
+
+    This is smooth weighted round-robin. Every request for the adapter credits each server with its part. The server
+    with the most credit gets the request, and pays what all were credited.
+    """
+
+    def __init__(self, parts: Mapping[str, Mapping[str, float]], seed: int = 0):
+        super().__init__(parts, seed)
+        self._credits: dict[str | None, dict[str, float]] = {}
+
+    def _pick(self, adapter: str | None, weights: Mapping[str, float]) -> str | None:
+        if not weights:
+            return None
+        old = self._credits.get(adapter, {})
+        credits = {name: old.get(name, 0.0) + part for name, part in weights.items()}
+        chosen = max(credits, key=lambda name: credits[name])
+        credits[chosen] -= sum(weights.values())
+        self._credits[adapter] = credits
+        return chosen
