@@ -30,6 +30,7 @@ from benchmarks.studies.traffic import arrivals, turns_of, work_of, zipf
 from jlora.cluster import migration
 from jlora.cluster.balance import Terms
 from jlora.config import EngineConfig
+from jlora.errors import ConfigError
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
 from jlora.sim.placing import Place
@@ -100,11 +101,14 @@ def traffic(case: Case, seconds: float, seed: int) -> tuple[Work, float]:
 
 
 def run(options: Options) -> None:
-    """Every case and side, with both kernels and two seeds."""
+    """Every case and side, or those asked for, with both kernels and two seeds. Raises ConfigError."""
+    if unknown := set(options.only) - SIDES.keys():
+        raise ConfigError(f"--only {' '.join(sorted(unknown))}: must be of {', '.join(SIDES)}")
     records = options.records("cluster-migration-simulated", {"seconds": options.seconds, "batch": BATCH})
     for (number, seed), case in itertools.product(enumerate(SEEDS), QUICK if options.quick else CASES):
         work, outputs = traffic(case, options.seconds or case.seconds, seed)
-        for kernel, side in itertools.product(KERNELS, case.sides):
+        sides = [side for side in case.sides if not options.only or side in options.only]
+        for kernel, side in itertools.product(KERNELS, sides):
             if not records.has(cell=case.name, kernel=kernel, side=side, round=number):
                 records.add(case.name, side, number, measured(replace(case, kernel=kernel), side, work, outputs))
 
