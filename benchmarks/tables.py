@@ -24,6 +24,13 @@ def controls(rows: pd.DataFrame, sides: Iterable[str], key: str = "seconds") -> 
     return " / ".join(f"{value:.3f}" for value in known) + void
 
 
+def together(studies: Iterable[Study]) -> pd.DataFrame:
+    """The rows of all files, those of a cell and kernel beside each other."""
+    rows = pd.concat([study.rows for study in studies], ignore_index=True)
+    order = rows.groupby(["cell", "kernel"], sort=False).ngroup()
+    return rows.loc[order.sort_values(kind="stable").index]
+
+
 def once(study: Study, side: str) -> dict[str, Any]:
     """What was measured once, beside the rounds; {} if it was not."""
     rows = study.rows

@@ -389,6 +389,19 @@ def test_balance_and_placement_are_played_under_every_side(tmp_path: Path, name:
     assert render(name, tmp_path / "out", draw=False)
 
 
+def test_sides_that_are_asked_for_are_played_alone_and_a_page_joins_two_files(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main(["bench", "cluster-migration", "--quick", "--out", str(tmp_path), "--only", "nothing"]) == 1
+    assert "--only nothing: must be of rr, dispatch" in capsys.readouterr().err
+    assert {line["side"] for line in study(tmp_path, "cluster-migration", "--only", "rr")} == {"rr"}
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    path.with_name("cluster-migration-more.jsonl").write_text(path.read_text().replace('"rr"', '"dispatch"'))
+    assert render("cluster-migration", tmp_path / "out", draw=False)
+    rows = re.findall(r"20 requests/s \| (\w+) \| (\w+) \|", (tmp_path / "out/cluster-migration.md").read_text())
+    assert rows == [(kernel, side) for kernel in ("own", "unpadded") for side in ("dispatch", "rr")]
+
+
 @pytest.mark.slow
 def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     lines = study(tmp_path, "cluster-table")
