@@ -5,7 +5,8 @@
     servicer = PeerServicer(engine, secret, fetcher.adopt)    # gives what this replica has, keeps what it is told
 
 A version is known by its path and by the peers that have it, and is read from whichever is predicted to be
-sooner. The path is the truth: whatever goes wrong with a peer, the next one is tried and then the path.
+sooner. The path is the truth: whatever goes wrong with a peer, the next one is tried and then the path. A peer that
+lends to `LENDS` others already is passed over in the same way, unless there is no path that is faster.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import asyncio
 import hashlib
 import logging
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -26,11 +28,11 @@ from jlora.adapters.packing import NUMPY_DTYPES
 from jlora.adapters.registry import Record
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
-from jlora.cluster.routing.ways import PATH_BPS, PEER_BPS
+from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, insists
 from jlora.cluster.secret import Secret
 from jlora.engine.loading import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
-from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, Unavailable
+from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.serve import convert
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
@@ -50,6 +52,7 @@ LEARNING = 0.3  # weight of the latest measurement of a rate
 KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
+CODES = {grpc.StatusCode.NOT_FOUND: NotFound, grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted}
 
 Adopt = Callable[[link.Version], Awaitable[None]]
 Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
@@ -107,12 +110,17 @@ class Head(msgspec.Struct, frozen=True):
 
 
 class PeerServicer(rpc.PeerServicer):
-    """Serves `jlora.cluster.v1.Peer` from the host tier of this process's engine."""
+    """Serves `jlora.cluster.v1.Peer` from the host tier of this process's engine.
+
+    It lends to `LENDS` others at once, and to more if they insist: or all who need one adapter would wait for each
+    other here, although some of them could read its path, and later ones fetch from earlier ones.
+    """
 
     def __init__(self, engine: Engine, secret: Secret, adopt: Adopt):
         self._engine = engine
         self._secret = secret
         self._adopt = adopt
+        self._lent = 0  # fetches under way
 
     async def Keep(self, request: link.Version, context: grpc.aio.ServicerContext) -> pb.AdapterInfo:
         await self._secret.check(context)
@@ -127,31 +135,47 @@ class PeerServicer(rpc.PeerServicer):
     async def Fetch(self, request: link.FetchRequest, context: grpc.aio.ServicerContext) -> AsyncIterator[link.Chunk]:
         await self._secret.check(context)
         try:
-            async for chunk in self._chunks(request):
-                yield chunk
-        except Unavailable as e:
-            await context.abort(grpc.StatusCode.UNAVAILABLE, shortened(str(e)))
+            async with aclosing(self._chunks(request)) as chunks:
+                async for chunk in chunks:
+                    yield chunk
+        except (ResourceExhausted, Unavailable) as e:
+            code = grpc.StatusCode.UNAVAILABLE if isinstance(e, Unavailable) else grpc.StatusCode.RESOURCE_EXHAUSTED
+            await context.abort(code, shortened(str(e)))
         except JloraError as e:
             await context.abort(grpc.StatusCode.NOT_FOUND, shortened(str(e)))
 
-    async def _chunks(self, request: link.FetchRequest) -> AsyncIterator[link.Chunk]:
-        """The copy may leave the host tier meanwhile: then the transfer ends. One chunk is in memory at a time."""
+    async def _chunks(self, request: link.FetchRequest) -> AsyncGenerator[link.Chunk, None]:
+        """Raises NotFound, or ResourceExhausted if too many others fetch."""
         engine = self._engine()
         record = next((one for one in engine.records() if one.name == request.key), None)
         if record is None or record.digest != request.digest or not record.digest or not record.node.on_host:
             raise NotFound(f"adapter {request.key!r} with digest {request.digest[:12]}… is not in the host tier")
         head = Head.of(record, engine.reader.fits)
-        yield link.Chunk(head=msgspec.json.encode(head), size=head.bytes)
+        first = link.Chunk(head=msgspec.json.encode(head), size=head.bytes)
         if request.offset == HEAD_ONLY:
+            yield first
             return
-        step = max(1, CHUNK_BYTES // engine.reader.layout.block_bytes)
-        at, sum_ = 0, hashlib.sha256()
-        for first in range(0, len(head.projections), step):
-            data = await asyncio.to_thread(_piece, engine, record, first, step, sum_)
-            for cut in range(max(0, request.offset - at), len(data), CHUNK_BYTES):
-                yield link.Chunk(data=data[cut : cut + CHUNK_BYTES])
-            at += len(data)
-        yield link.Chunk(size=at, checksum=sum_.digest())
+        if self._lent >= LENDS and not request.insists:
+            raise ResourceExhausted(f"{self._lent} others fetch from this replica")
+        self._lent += 1
+        try:
+            yield first
+            async for chunk in _weights(engine, record, request.offset):
+                yield chunk
+        finally:
+            self._lent -= 1
+
+
+async def _weights(engine: LocalReplica, record: Record, offset: int) -> AsyncIterator[link.Chunk]:
+    """The copy may leave the host tier meanwhile: then the transfer ends. One chunk is in memory at a time."""
+    step = max(1, CHUNK_BYTES // engine.reader.layout.block_bytes)
+    at, sum_ = 0, hashlib.sha256()
+    for first in range(0, len(record.projections), step):
+        data = await asyncio.to_thread(_piece, engine, record, first, step, sum_)
+        for cut in range(max(0, offset - at), len(data), CHUNK_BYTES):
+            yield link.Chunk(data=data[cut : cut + CHUNK_BYTES])
+        at += len(data)
+    yield link.Chunk(size=at, checksum=sum_.digest())
 
 
 def _piece(engine: LocalReplica, record: Record, first: int, count: int, sum_: Any) -> bytes:
@@ -221,37 +245,45 @@ class Fetcher:
     def read(self, record: Record, from_files: Callable[[], NewAdapter], unwanted: Callable[[], bool]) -> NewAdapter:
         """A registered version; runs on a loader's thread. Raises what reading its files raises."""
         peers = self._peers.get(record.name, ()) if record.digest else ()
-        first = bool(peers) and self._peer_bps >= self._path_bps
-        if first and (new := self._from_peers(peers, record, unwanted)) is not None:
-            return new
+        if peers and self._peer_bps >= self._path_bps:
+            new, peers = self._from_peers(peers, record, unwanted, insists(self._peer_bps, self._path_bps))
+            if new is not None:
+                return new
         try:
             new = from_files()
             check_version(record, new.digest, new.header)
         except (NotFound, DataLoss):
-            if first or not peers or (new := self._from_peers(peers, record, unwanted)) is None:
+            new, _ = self._from_peers(peers, record, unwanted, insist=True)
+            if new is None:
                 raise
             return replace(new, stamp=())  # no files are behind it: it must not leave memory
         self._path_bps = _learned(self._path_bps, new.bytes, new.read_s)
         return new
 
-    def _from_peers(self, peers: Sequence[str], record: Record, unwanted: Callable[[], bool]) -> NewAdapter | None:
-        """From the first peer that has it whole; None if there is none."""
+    def _from_peers(
+        self, peers: Sequence[str], record: Record, unwanted: Callable[[], bool], insist: bool
+    ) -> tuple[NewAdapter | None, Sequence[str]]:
+        """From the first peer that has it whole; None if there is none, and the peers that are busy."""
+        busy: list[str] = []
+        if not peers:
+            return None, busy
         with self._slots:
             for peer in peers:
                 try:
-                    return self._from_peer(peer, record, unwanted)
+                    return self._from_peer(peer, record, unwanted, insist), busy
                 except JloraError as e:
                     log.info("adapter %s does not come from the replica at %s: %s", record.name, peer, e)
+                    busy += [peer] if isinstance(e, ResourceExhausted) else []
                 if unwanted():
                     break
-        return None
+        return None, busy
 
-    def _from_peer(self, peer: str, record: Record, unwanted: Callable[[], bool]) -> NewAdapter:
+    def _from_peer(self, peer: str, record: Record, unwanted: Callable[[], bool], insist: bool) -> NewAdapter:
         reader, clock = self._engine().reader, self._engine().reader.clock
         began = clock()
         transfer = _Transfer(record, reader)
         for attempt in range(RESUMES + 1):
-            request = link.FetchRequest(key=record.name, digest=record.digest, offset=transfer.got)
+            request = link.FetchRequest(key=record.name, digest=record.digest, offset=transfer.got, insists=insist)
             try:
                 for chunk in self._chunks(peer, request, HEAD_S + transfer.size / SLOWEST_BPS):
                     transfer.take(chunk)
@@ -269,12 +301,12 @@ class Fetcher:
         return head.adapter(record.path, reader, data, took)
 
     def _chunks(self, peer: str, request: link.FetchRequest, timeout_s: float) -> Iterator[link.Chunk]:
-        """A peer's answer. Raises Unavailable, or NotFound if the peer does not have the version."""
+        """A peer's answer. Raises Unavailable, NotFound if it lacks the version, ResourceExhausted if it is busy."""
         call = rpc.PeerStub(self._channel(peer)).Fetch(request, timeout=timeout_s)
         try:
             yield from call
         except grpc.RpcError as e:
-            kind = NotFound if e.code() == grpc.StatusCode.NOT_FOUND else Unavailable
+            kind = CODES.get(e.code(), Unavailable)
             raise kind(e.details() or e.code().name) from e
         finally:
             call.cancel()

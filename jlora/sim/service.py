@@ -21,7 +21,7 @@ from jlora.cluster.homes import Rule
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.routes import ROUTES, Known
 from jlora.cluster.routing.table import Table, Turns
-from jlora.cluster.routing.ways import Ways
+from jlora.cluster.routing.ways import LENDS, Ways, insists
 from jlora.errors import ConfigError
 from jlora.sim import outcome
 from jlora.sim.fleet import Fleet
@@ -140,10 +140,13 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
+    insist = insists(service.fetch_gbps, service.path_gbps or service.fetch_gbps)
+
     def way(to: str, adapter: int, now: float) -> Coming:
         """From a replica that has it, chosen as by a live one; else from its path, which all have for themselves."""
         holders = [one for one in fleet.members.values() if one.has(adapter)]
-        source = next(iter(lenders(holders, f"{to} {adapter}")), None)
+        free = [one for one in lenders(holders, f"{to} {adapter}") if insist or one.uplink.under_way(now) < LENDS]
+        source = next(iter(free), None)
         seconds = service.fetch_s(sizes[adapter], source is not None)
         return source.uplink.begin(now, seconds) if source is not None and seconds else Arrival(now + seconds)
 

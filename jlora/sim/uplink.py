@@ -51,6 +51,11 @@ class Uplink:
         self._under_way.append(transfer)
         return transfer
 
+    def under_way(self, now: float) -> int:
+        """Transfers that have not ended."""
+        self._advance(now)
+        return len(self._under_way)
+
     def ends(self, left: float) -> float:
         """When a transfer that needs `left` more has had it: the others have as much by then, or all they need."""
         return self._at + sum(min(left, other.left) for other in self._under_way)

@@ -329,6 +329,65 @@ def test_some_versions_come_from_peers_at_once_and_others_wait(world: World, mon
     assert len(set(asked)) == len(threads)
 
 
+def test_a_busy_peer_lends_no_more_and_the_path_or_insisting_helps(world: World, monkeypatch: pytest.MonkeyPatch):
+    expected = world.giver.generate("a@1")
+    monkeypatch.setattr(peers, "LENDS", 0)
+    port.pace(world.taker.fetcher, path_bps=0.5e9)  # a part of the peer's link is slower
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == expected
+    assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets == [-1, 0]
+    (record,) = world.taker.engine.records()
+
+    def no_files() -> NoReturn:
+        raise NotFound("they are gone")
+
+    assert world.taker.fetcher.read(record, no_files, lambda: False).digest == world.version.digest
+    port.pace(world.taker.fetcher, path_bps=1e6)
+    assert world.taker.fetcher.read(record, no_files, lambda: False).digest == world.version.digest
+    assert world.taker.fetcher.fetched == 2
+    assert world.giver.servicer.offsets == [-1, 0, 0, 0, 0]  # refused, insists behind its path, insists at once
+
+
+class Refused(Exception):
+    """A call was aborted."""
+
+
+class Caller:
+    """Of a servicer, without a connection."""
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    async def abort(self, code: grpc.StatusCode, details: str) -> NoReturn:
+        raise Refused(f"{code.name}: {details}")
+
+
+def test_a_replica_lends_to_some_at_once_and_to_others_when_these_have_ended(world: World):
+    engine = world.giver.engine
+    servicer = PeerServicer(lambda: engine, Secret(), world.giver.fetcher.adopt)
+
+    def fetch(**more: Any) -> Any:
+        caller: Any = Caller()
+        return servicer.Fetch(link.FetchRequest(key="a@1", digest=world.version.digest, **more), caller)
+
+    async def lent() -> None:
+        first, *others = [fetch() for _ in range(peers.LENDS)]
+        for one in (first, *others, fetch(offset=peers.HEAD_ONLY), insisting := fetch(insists=True)):
+            assert (await anext(one)).head
+        with pytest.raises(Refused, match="RESOURCE_EXHAUSTED: 5 others"):
+            await anext(fetch())
+        await insisting.aclose()
+        with pytest.raises(Refused, match="RESOURCE_EXHAUSTED: 4 others"):
+            await anext(fetch())
+        await first.aclose()
+        again = fetch()
+        assert (await anext(again)).head
+        for one in (again, *others):
+            await one.aclose()
+
+    asyncio.run(lent())
+
+
 def test_connections_to_the_peers_that_were_asked_last_are_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(peers, "CHANNELS", 3)
     fetcher = Fetcher(lambda: pytest.fail("no engine is needed"))

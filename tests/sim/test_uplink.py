@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jlora.cluster.routing.ways import LENDS
 from jlora.sim.member import Member
 from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service, fleet_of
@@ -60,6 +61,21 @@ def test_two_replicas_that_fetch_from_a_third_share_its_link():
     alone = service.fetch_s(work.sizes[0] * NPU.layout.block_bytes, held=True)
     for adapter, member in enumerate(others):
         assert _arrival(member, adapter) - began == pytest.approx(2 * alone)
+
+
+@pytest.mark.parametrize(("path_gbps", "last"), [(0.5, 2), (0.1, LENDS + 1)])
+def test_one_fetch_more_than_a_replica_lends_comes_by_the_path_unless_that_is_slower(path_gbps: float, last: int):
+    service = Service(LENDS + 2, (8,), fetch_gbps=1.0, fetch_latency_s=0.0, path_gbps=path_gbps)
+    work = Work.of(chats(4, 1, adapters=1), service.ranks, NPU)
+    fleet = fleet_of(Scenario(NPU), service, work, "jlora", "round-robin")
+    source, *others = fleet.members.values()
+    source.preload(0)
+    began = source.clock.now
+    for member in others:
+        member.ask(0)
+        assert member.wakes > began
+    alone = service.fetch_s(work.sizes[0] * NPU.layout.block_bytes, held=True)
+    assert _arrival(others[-1], 0) - began == pytest.approx(last * alone)
 
 
 def _arrival(member: Member, adapter: int) -> float:

@@ -202,14 +202,16 @@ class Residency(_message.Message):
     def __init__(self, key: _Optional[str] = ..., tier: _Optional[str] = ..., rank: _Optional[int] = ...) -> None: ...
 
 class FetchRequest(_message.Message):
-    __slots__ = ("key", "digest", "offset")
+    __slots__ = ("key", "digest", "offset", "insists")
     KEY_FIELD_NUMBER: _ClassVar[int]
     DIGEST_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
+    INSISTS_FIELD_NUMBER: _ClassVar[int]
     key: str
     digest: str
     offset: int
-    def __init__(self, key: _Optional[str] = ..., digest: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+    insists: bool
+    def __init__(self, key: _Optional[str] = ..., digest: _Optional[str] = ..., offset: _Optional[int] = ..., insists: _Optional[bool] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("head", "data", "size", "checksum")

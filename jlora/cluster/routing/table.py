@@ -34,7 +34,7 @@ class Table:
         best = min(replicas.values(), key=load, default=None)
         return None if best is None else best.name
 
-    def _pick(self, adapter: str | None, weights: Mapping[str, float]) -> str | None:
+    def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         """One of the servers that are up; None without any."""
         drawn = self._random.random()  # once a request, so that runs with different tables stay comparable
         left = drawn * sum(weights.values())
@@ -56,7 +56,7 @@ class Turns(Table):
         super().__init__(parts, seed)
         self._credits: dict[str | None, dict[str, float]] = {}
 
-    def _pick(self, adapter: str | None, weights: Mapping[str, float]) -> str | None:
+    def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         if not weights:
             return None
         old = self._credits.get(adapter, {})

@@ -11,6 +11,7 @@ from jlora.cluster.view import ReplicaView, View
 # Bytes per second of a fetch before any were measured: from another replica, and from the path, which is read,
 # checked and packed.
 PEER_BPS, PATH_BPS = 1e9, 0.3e9
+LENDS = 4  # fetches from one replica at once: each has a part of its link
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,11 @@ class Ways:
             bps = max(bps, replica.peer_bps or self.peer_bps)
         whole = ask.rank * (self.host_s + self.rank_bytes / bps)
         return 0.5 * whole if tier == "LOADING" else whole
+
+
+def insists(peer_bps: float, path_bps: float) -> bool:
+    """Whether a fetch wants a part of a busy replica's link, because its path is slower than that."""
+    return path_bps < peer_bps / LENDS
 
 
 def held(view: View, adapter: str | None) -> bool:
