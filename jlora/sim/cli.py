@@ -29,7 +29,7 @@ from jlora.sim.link import LATENCY_S
 from jlora.sim.replay import start_of
 from jlora.sim.replica import Replica
 from jlora.sim.scenario import POLICIES, Scenario, Work, cache_of, settled, simulate
-from jlora.sim.service import simulate_service
+from jlora.sim.service import TABLE, simulate_service
 from jlora.sim.trace import Trace, sped_up
 from jlora.sim.workloads import SOURCES, closed, flags, mixes, play
 from jlora.step_model import FittedSteps, StepModel
@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     args = flags.drawing(args, DRAWN)
     many.check_alone(args)
     args.policy = args.policy or (list(CHOSEN) if args.replicas == 1 else ["jlora"])
-    args.route = args.route or [many.TABLE_ROUTE if args.place else "jlora"]
+    args.route = args.route or [TABLE if args.place else "jlora"]
     scenario = scenario_of(args)
     check(args, scenario)
     trace = trace_of(args, scenario.hardware)
