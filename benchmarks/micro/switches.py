@@ -60,7 +60,7 @@ def _merger(built: Built) -> Merger:
 
 def _launches(built: Built, rank: int) -> dict[str, Launch]:
     builder, layout = built.runner.builder, built.reader.layout
-    return {"unmerged": share.with_adapter(builder, layout, rank), "merged": share.without(builder, layout)}
+    return {"unmerged": share.with_adapter(builder, layout, rank), "merged": share.without(builder)}
 
 
 def _steps(built: Built, launch: Launch) -> Sample:

@@ -70,7 +70,7 @@ class World:
         builder, ahead = self._prepared.builder, self._prepared.ahead
         launches = {one.form: one for plan in plans for one in builder.launches(plan.decode, plan.prefill)}
         with ThreadPoolExecutor(COMPILERS) as threads:
-            list(threads.map(ahead.compile, launches, launches.values()))
+            list(threads.map(ahead.compile, launches.values()))
 
     @contextmanager
     def engine(self, host_blocks: int) -> Iterator[Engine]:
@@ -89,10 +89,6 @@ class World:
             )
         finally:
             swapper.close()
-
-    def adapter(self, name: str, rank: int) -> NewAdapter:
-        """See `random_adapter`."""
-        return random_adapter(self.spec, self.layout, name, rank)
 
     def close(self) -> None:
         """Frees the device."""
@@ -134,7 +130,7 @@ def full_steps(world: World, case: StepCase, tokens: int, say: Callable[[str], N
     rng, count = np.random.default_rng(0), len(case.parts)
     length = case.parts[0].context + 1 - tokens // 2
     prompts = [tuple(row) for row in rng.integers(3, world.spec.vocab, (count, length)).tolist()]
-    adapters = [world.adapter(f"a{i}", rank) for i, rank in enumerate(case.ranks)]
+    adapters = [random_adapter(world.spec, world.layout, f"a{i}", rank) for i, rank in enumerate(case.ranks)]
     # The host tier holds the adapters and no KV: no copy runs beside the steps.
     with world.engine(1 + sum(len(new.projections) for new in adapters)) as engine:
         for new in adapters:

@@ -2,7 +2,7 @@
 
     ahead = Ahead(programs, shapes, groups)
     first = ahead.begin(builder, threads)       # while weights are read
-    ahead.compile(form, blank)                  # the first call of these programs compiles nothing
+    ahead.compile(blank)                        # the first call of these programs compiles nothing
 
 jit finds the executable that `lower(...).compile()` made for arguments of the same shapes and
 shardings. XLA compiles, and loads from the persistent cache, without Python's lock: threads gain,
@@ -66,10 +66,10 @@ class Ahead:
         """Compiles the programs that serve every launch on `threads`. Call it on the builder's thread."""
         blanks = {form: builder.blank(*form) for form in builder.buckets.forms()}
         first = builder.buckets.largest.forms()
-        return First(blanks, {form: threads.submit(self.compile, form, blanks[form]) for form in first})
+        return First(blanks, {form: threads.submit(self.compile, blanks[form]) for form in first})
 
-    def compile(self, form: Form, blank: Launch) -> None:
-        """Compiles what every launch of this form runs; `blank` is one of them."""
+    def compile(self, blank: Launch) -> None:
+        """Compiles what every launch of the same form runs."""
         programs, params, last = self.programs, self._params, self._state.last
         lists = blank.batch.lists
         lists = jax.ShapeDtypeStruct(lists.shape, lists.dtype, sharding=last.sharding)
@@ -81,8 +81,8 @@ class Ahead:
         if blank.score_targets is not None:
             programs.score.lower(head_of(params), hidden, blank.score_targets).compile()
 
-    def compile_groups(self, form: Form, blank: Launch) -> None:
-        """Compiles what launches of this form run behind copies on their way, group of layers by group."""
+    def compile_groups(self, blank: Launch) -> None:
+        """Compiles what launches of the same form run behind copies on their way, group of layers by group."""
         for lowered in self._grouped(blank):
             lowered.compile()
 

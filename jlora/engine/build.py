@@ -119,7 +119,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
     if config.engine.cold_start in ("auto", "cpu"):
         lora = HostLora(layout, host.layer, system)
-        runner.accept(Assist(runner.cut, lora, mesh, config.cache.link_gbps))
+        runner.accept(Assist(prepared.ahead.programs.cut, lora, mesh, config.cache.link_gbps))
     parts = Parts(scheduler, registry, runner, swapper, system.clock, config.adapters.readers, catalogue, system.wall)
     engine = Engine(parts, Shape(spec.max_len, layout.block_bytes, config.engine.overlap), switching)
     if first is not None:
@@ -127,7 +127,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     if merger is not None:
         merger.prepare()  # it measures: no program compiles beside it any more
     if switching is not None and config.engine.warmup:
-        switching.policy.times.share = adapter_share(runner, runner.builder, layout)
+        switching.policy.times.share = adapter_share(runner, layout)
     phases.end("programs")
     open_groups = partial(_open_groups, config.engine.cold_start, steps, parts, switching, runner)
     if not runner.left:

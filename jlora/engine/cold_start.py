@@ -128,7 +128,7 @@ class Chooser:
     """Decides where the host helps: where that brings the first token soonest.
 
     Args:
-        shape: uid of an adapter -> the places of a layer at which it acts.
+        places: uid of an adapter -> the places of a layer at which it acts.
     """
 
     def __init__(self, costs: Costs, meter: Meter, groups: int, places: Callable[[int], int]):

@@ -25,7 +25,7 @@ from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec
 from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
-from jlora.pallas.gpu_support import Gpu
+from jlora.pallas.gpu_support import Gpu, fit_units
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,11 +88,7 @@ def _site(config: Config, spec: ModelSpec, layout: PoolLayout, shapes: tuple[tup
 
 def fitted(layout: PoolLayout, kernels: str) -> PoolLayout:
     """The layout with units as the platform's kernels read them, where these are to be used."""
-    if jax.default_backend() != "gpu" or kernels != "pallas":
-        return layout
-    from jlora.pallas.gpu_support import fit_units
-
-    return fit_units(layout)
+    return fit_units(layout) if jax.default_backend() == "gpu" and kernels == "pallas" else layout
 
 
 def name_of(device: Any) -> str:

@@ -124,16 +124,6 @@ class Engine:
         return self._manager.flying
 
     @property
-    def compiling(self) -> bool:
-        """Whether the step under way has to compile a program first. Any thread may ask."""
-        return self._runner.compiling
-
-    @property
-    def compiled_at(self) -> float:
-        """When the last step that compiled was dispatched; 0 if none has. Any thread may ask."""
-        return self._runner.compiled_at
-
-    @property
     def host_s(self) -> float:
         """Seconds that steps have taken since start, without waits for the device and for copies."""
         return self._counts.host_s

@@ -54,7 +54,6 @@ class LocalReplica(Replica):
     """One engine, ready to serve; see `start`."""
 
     def __init__(self, built: Built, system: System):
-        self._info = built.info
         self._built = built
         self._engine: Engine = built.engine
         self._system = system
@@ -99,7 +98,7 @@ class LocalReplica(Replica):
 
     @property
     def info(self) -> ReplicaInfo:
-        return self._info
+        return self._built.info
 
     def warm(self) -> Future[bool]:
         """Done when every program is compiled. Requests need not wait for it; measurements should."""
@@ -270,16 +269,16 @@ class LocalReplica(Replica):
         return profiler.trace(steps, loaders, lambda: self._engine.stats().steps, self._when)
 
     def heartbeat_age(self) -> float:
-        now, engine = self._system.clock(), self._engine
+        now, runner = self._system.clock(), self._built.runner
         if self._ended or self._failure.done():
             return math.inf
-        if engine.compiling and now - self._beat < COMPILE_S:
+        if runner.compiling and now - self._beat < COMPILE_S:
             return 0.0
-        return now - max(self._beat, engine.compiled_at)
+        return now - max(self._beat, runner.compiled_at)
 
     @property
     def compiling(self) -> bool:
-        return self._engine.compiling
+        return self._built.runner.compiling
 
     @property
     def programs_left(self) -> int:
@@ -359,7 +358,7 @@ class LocalReplica(Replica):
         engine, clock = self._engine, self._system.clock
         if engine.countable or self._beat - self._counted >= COUNTING_S:
             self._snapshot, self._counted = self._look(), self._beat
-        self._stepping = True  # those who ask meanwhile get the snapshot: the step may compile, or hang
+        self._stepping = True  # `state` answers with the snapshot meanwhile: the step may compile, or hang
         try:
             self._answer_asks()
             began, before = clock(), engine.host_s
@@ -390,7 +389,7 @@ class LocalReplica(Replica):
         return ReplicaState(self._engine.cache_state(), self._engine.stats(), self._gaps.longest())
 
     def _answer_asks(self) -> None:
-        """Any thread may call: each of those who ask gets one answer."""
+        """Any thread may call: each future gets one answer."""
         while True:
             try:
                 future = self._asks.get_nowait()

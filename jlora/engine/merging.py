@@ -7,7 +7,7 @@ out below `beta`. Both follow from measured throughput with the switch's cost in
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
-adapter is taken out. Credits return to 0 while everyone runs, and none is merged before.
+adapter is taken out. Credits return to 0 while all requests run, and nothing is merged before.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Merging:
         return top if ratio > self.alpha and self._eligible(top) and self._pays(top, switch_s) else None
 
     def starving(self, merged: AdapterNode, switch_s: float) -> bool:
-        """Whether someone has waited for the merged adapter so long that it must go now."""
+        """Whether a request has waited for so long that the merged adapter must go now."""
         others = [self._credits.get(node, 0.0) for node in self.live if node is not merged]
         return bool(others) and max(others) + max(switch_s, self.out_s) >= self._starve_s
 

@@ -56,7 +56,7 @@ class Sequence:
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
     came: float = 0.0  # its place in the line of its tenant; before `arrived` if it waited elsewhere first
-    rank: int = field(init=False)  # its order, or that of who came after it if it waited elsewhere first
+    rank: int = field(init=False)  # its order; smaller if it waited elsewhere first, so that ranks follow the line
     resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant

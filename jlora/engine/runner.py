@@ -23,7 +23,6 @@ from jlora.engine.plan import ROW, Drawn, StepPlan, Work
 from jlora.engine.plan import Sequence as Running
 from jlora.engine.ports import Swapper, Undone
 from jlora.engine.slots import uses_tables
-from jlora.model.cut import CutLayer
 from jlora.model.llama import Params
 from jlora.model.sampling import Sampled, SlotState
 from jlora.model.spec import PROJECTIONS
@@ -96,8 +95,8 @@ class Runner:
         self._weights = Weights(0, params)
         self._programs = ahead.programs
         self.pool = pool
+        self.builder = builder  # lays launches out
         self._state = state
-        self._builder = builder
         self._clock = clock
         self._vocab = state.seen.shape[1]
         self._met: set[tuple] = set()  # kinds of launches whose programs are compiled
@@ -108,11 +107,6 @@ class Runner:
         self._warmed = get_ident(), COMPILES.count  # by thread: compilations before it began to serve
         self.compiling = False
         self.compiled_at = 0.0
-
-    @property
-    def builder(self) -> BatchBuilder:
-        """Lays launches out."""
-        return self._builder
 
     @property
     def weights(self) -> Weights:
@@ -133,11 +127,6 @@ class Runner:
         self._weights = Weights(self._weights.version + 1, params)
         return self._weights
 
-    @property
-    def cut(self) -> CutLayer:
-        """The programs of a layer with the host's help."""
-        return self._programs.cut
-
     def accept(self, assist: Assist) -> None:
         """Lets the host help with adapters that are on their way; call it before `warm_up`."""
         self._assist, self._ahead.helps = assist, True
@@ -154,7 +143,7 @@ class Runner:
                 if not work.sequence.set_up:
                     self._set_up(work.sequence)
             at = plan.work
-            launches = self._builder.launches(plan.decode, plan.prefill, plan.merged)
+            launches = self.builder.launches(plan.decode, plan.prefill, plan.merged)
             with self._watched(launches, bool(plan.streams)):
                 for launch in launches:
                     at = launch.works
@@ -195,7 +184,7 @@ class Runner:
         on their way. Touches no live block.
         """
         blanks = first.blanks
-        self._builder.compiled = self._builder.buckets.largest
+        self.builder.compiled = self.builder.buckets.largest
         self._left = {Left(form): blank for form, blank in blanks.items() if form not in first.compiled}
         self._left |= {Left(form, True): blank for form, blank in blanks.items() if self._ahead.grouped(form)}
         self._reset(0, (), (), {})
@@ -215,7 +204,7 @@ class Runner:
         None: of the base as a whole. It touches no live block. Call it between two steps.
         """
         chunk = min(ROW, tokens)
-        blank = self._builder.blank(tokens // chunk, chunk)
+        blank = self.builder.blank(tokens // chunk, chunk)
         share = Share(np.arange(tokens), dict.fromkeys(PROJECTIONS, (0,) * (blocks or 0)))
         batch = jax.device_put(blank.batch, self._state.last.sharding)
         jax.block_until_ready(self.pool.array)  # what was dispatched before is not measured
@@ -232,12 +221,12 @@ class Runner:
     @property
     def largest(self) -> tuple[int, ...]:
         """Tokens of the prompt forms that `warm_up` compiles."""
-        return tuple(rows * ROW for rows in self._builder.buckets.largest.prefill)
+        return tuple(rows * ROW for rows in self.builder.buckets.largest.prefill)
 
     @property
     def needed(self) -> int:
         """How many names `warm_up` yields."""
-        return 1 + len(self._builder.buckets.largest.forms())
+        return 1 + len(self.builder.buckets.largest.forms())
 
     @property
     def left(self) -> tuple[Left, ...]:
@@ -256,13 +245,13 @@ class Runner:
     def compile(self, left: Left) -> None:
         """Compiles what is left of a form. Any thread may call it while steps run."""
         compile_it = self._ahead.compile_groups if left.grouped else self._ahead.compile
-        compile_it(left.form, self._left[left])
+        compile_it(self._left[left])
 
     def admit(self, left: Left) -> None:
         """Lets launches take what is compiled from now on. Call it between two steps."""
         self._met |= set(_programs_of(self._left.pop(left), streamed=left.grouped))
         if not left.grouped:
-            self._builder.compiled = self._builder.compiled.having(left.form)
+            self.builder.compiled = self.builder.compiled.having(left.form)
 
     def drop(self, left: Left) -> None:
         """Does without what does not compile: larger forms stand in; without groups of layers, launches wait."""
@@ -334,18 +323,18 @@ class Runner:
         fields = launch.batch.fields(self.pool.layout.block_tokens)
         for index, adapter in enumerate(launch.adapters):
             rows = np.flatnonzero((fields.adapters == index) & (fields.write_rows >= 0))
-            shares.append(Share(rows, self._builder.by_projection(adapter.uid, sources[adapter])))
+            shares.append(Share(rows, self.builder.by_projection(adapter.uid, sources[adapter])))
         return shares
 
     def _set_up(self, sequence: Running) -> None:
-        self._builder.slots.set(sequence)
+        self.builder.slots.set(sequence)
         if uses_tables(sequence):
             prompt, output = sequence.request.prompt, sequence.tokens[sequence.prompt_len :]
             self._reset(sequence.slot, prompt, output, sequence.request.sampling.logit_bias)
         sequence.set_up = True
 
     def _reset(self, slot: int, prompt, output, bias: Mapping[int, float]) -> None:
-        length = self._builder.max_len
+        length = self.builder.max_len
         ids = _padded(list(bias), BIASES, self._vocab, np.int32)
         values = _padded(list(bias.values()), BIASES, 0, np.float32)
         prompt, output = (_padded(t, length, self._vocab, np.int32) for t in (prompt, output))

@@ -257,7 +257,7 @@ class Scheduler:
     def retract(self) -> bool:
         """Memory is short: preempts the youngest running sequence and withholds its slot for some steps.
 
-        False if no more than one runs.
+        False if at most one runs.
         """
         if len(self.running) < 2:
             return False

@@ -22,12 +22,12 @@ CONTEXT = 128  # tokens of each row's context
 ROUNDS = 7
 
 
-def adapter_share(runner: Runner, builder: BatchBuilder, layout: PoolLayout, ranks: int = RANK) -> float:
+def adapter_share(runner: Runner, layout: PoolLayout) -> float:
     """The share of a decode step of the largest size that one adapter of all its rows costs, at least 0.
 
     Only before the engine serves: it reads blocks of the pool that are not an adapter's.
     """
-    adapted, bare = with_adapter(builder, layout, ranks), without(builder, layout)
+    adapted, bare = with_adapter(runner.builder, layout, RANK), without(runner.builder)
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(ROUNDS + 1):  # in turns; the first is warm-up
         for launch, kind in ((adapted, True), (bare, False)):
@@ -40,7 +40,7 @@ def adapter_share(runner: Runner, builder: BatchBuilder, layout: PoolLayout, ran
     return share
 
 
-def without(builder: BatchBuilder, layout: PoolLayout) -> Launch:
+def without(builder: BatchBuilder) -> Launch:
     """The largest decode launch, of rows that read a context and write nothing."""
     rows = builder.compiled.decode[-1]
     bare = bool(builder.compiled.bare) and builder.compiled.bare[-1] == rows
@@ -51,7 +51,7 @@ def without(builder: BatchBuilder, layout: PoolLayout) -> Launch:
 
 def with_adapter(builder: BatchBuilder, layout: PoolLayout, ranks: int) -> Launch:
     """The same with one adapter on every row."""
-    launch = without(builder, layout)
+    launch = without(builder)
     counts = [-(-ranks // layout.units[name].per_block) if name in MODULES else 0 for name in PROJECTIONS]
     ends = np.cumsum([0, *counts], dtype=np.int32)
     lists = np.zeros((2, layout.blocks), np.int32)

@@ -5,7 +5,7 @@ tenant the oldest sequence. A prompt is charged at its first admission without i
 output token when it is drawn. So tokens that are computed again, after a preemption or because another replica
 gave the request up, are not charged again.
 
-A tenant that begins to wait has its counter lifted to the least of those that wait: nobody saves up
+A tenant that begins to wait has its counter lifted to the least of those that wait: no tenant saves up
 service while away. Then the service of two tenants that both wait for long differs by a bound that does
 not grow with time. (Sheng et al., Fairness in Serving Large Language Models, OSDI 2024, Algorithm 2.)
 """

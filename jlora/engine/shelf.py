@@ -125,7 +125,7 @@ class Shelf:
         self._forget(reading)
 
     def abandon(self, error: Exception) -> None:
-        """The engine is gone: those who wait for the disk get the error."""
+        """The engine is gone: pins that wait for the disk get the error."""
         for reading in self._readings.values():
             reading.cancelled = True
             for future in reading.then:

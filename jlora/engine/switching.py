@@ -1,7 +1,7 @@
 """Switches the weights between steps, a few pieces at a time. No jax.
 
 While the first pieces of an adapter are merged, its requests run at any point of the switch: its blocks
-act in the other pieces only. Nobody else runs until everything is taken out and proved.
+act in the other pieces only. No other request runs until everything is taken out and proved.
 
 Each piece reads its layer of the host copy. If that copy is dropped in the middle of a switch, what is
 merged is taken out again, for which nothing more of it is needed.

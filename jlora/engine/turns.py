@@ -1,4 +1,4 @@
-"""Who may run in a step: the scheduler's one question to whoever changes the weights. No jax."""
+"""Which sequences may run on the weights as they are: the scheduler asks, `Switching` answers. No jax."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from jlora.engine.plan import NOTHING, Merged, Sequence
 
 
 class Turns:
-    """Everyone may run, on the base's own weights."""
+    """Every sequence may run, on the base's own weights."""
 
     @property
     def merged(self) -> Merged:

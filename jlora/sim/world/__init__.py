@@ -8,7 +8,7 @@ device   the device, the host tier, and tokens that tell whose data they were ma
 merging  weights into which adapters are merged
 peers    other replicas, from which adapters are read
 seams    errors inside the engine's step
-struck   whom faults have struck; `witness` says so for copies and readings, and `excuses` asks
+struck   which requests faults have struck; `witness` says so for copies and readings, and `excuses` asks
 clients  what is asked of the service, and what may come of it
 replica  one replica: the product's own objects on the models above
 """

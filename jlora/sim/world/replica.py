@@ -239,7 +239,7 @@ class World:
         return task.name in THREADS and self.sites.fires("thread.dies")
 
     def _where(self, handle: int) -> str:
-        scheduler: Any = self.parts.scheduler
+        scheduler = self.parts.scheduler
         for sequence in scheduler.running:
             if sequence.handle == handle:
                 return "running"
@@ -264,7 +264,7 @@ class World:
         for tier in (self.manager.device, self.manager.host):
             assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
             assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
-        scheduler: Any = self.parts.scheduler  # those that are preempted come back to the queue
+        scheduler = self.parts.scheduler  # those that are preempted come back to the queue
         most = scheduler.config.max_queue + scheduler.preemptions
         assert len(scheduler.queue) <= most, "the queue has no bound"
 

@@ -30,8 +30,7 @@ Whom = Callable[[tuple[Any, ...]], int | None]
 
 def plant(parts: Parts, sites: Sites, struck: Struck) -> None:
     """Lets the sites strike in the parts of an engine, and says whom they strike."""
-    scheduler: Any = parts.scheduler
-    manager = scheduler.manager
+    scheduler, manager = parts.scheduler, parts.scheduler.manager
     leases, device = manager.leases, cells(manager).device
 
     def planned(args: tuple[Any, ...]) -> int | None:

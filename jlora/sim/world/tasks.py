@@ -1,8 +1,8 @@
 """The product's threads as tasks: `jlora.ports.Threads` in one thread, under a virtual clock.
 
 A task runs until it waits, or until the seed takes its turn away: at any reading of the clock, as an
-operating system might. Then the seed draws who goes on. When nobody can, the clock moves to the first
-moment that somebody waits for.
+operating system might. Then the seed draws the task that goes on. When none can, the clock moves to the first
+moment that a task waits for.
 """
 
 from __future__ import annotations

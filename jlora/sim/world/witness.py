@@ -1,4 +1,4 @@
-"""Says whom a failed copy, or an adapter that cannot be read, may end: those who need it, and nobody else."""
+"""Says which requests a failed copy, or an adapter that cannot be read, may end: those that need it, and no others."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Witness:
     """Watches the parts of an engine, on its thread, where the product catches errors: `found` keeps what is wrong."""
 
     def __init__(self, parts: Parts, disk: Disk, struck: Struck, found: list[AssertionError]):
-        self._scheduler: Any = parts.scheduler
+        self._scheduler = parts.scheduler
         self._disk, self._struck, self._found = disk, struck, found
         self._begun: dict[Reading, float] = {}
         self._now = parts.clock
