@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hmac
 from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
 
 from jlora.errors import ConfigError
+from jlora.serve.access.keys import equal
 
 LEAST = 16  # characters
 
@@ -42,10 +42,5 @@ class Secret:
     async def check(self, context: grpc.aio.ServicerContext) -> None:
         """Ends a call without the token as UNAUTHENTICATED. It comes before the first message is read."""
         sent = [str(value) for key, value in context.invocation_metadata() or () if key == "authorization"]
-        if self.token and not (len(sent) == 1 and _equal(sent[0], f"Bearer {self.token}")):
+        if self.token and not (len(sent) == 1 and equal(sent[0], f"Bearer {self.token}")):
             await context.abort(grpc.StatusCode.UNAUTHENTICATED, "the call needs the token of cluster.token_file")
-
-
-def _equal(one: str, other: str) -> bool:
-    """In constant time."""
-    return hmac.compare_digest(one.encode("utf-8", "surrogateescape"), other.encode())

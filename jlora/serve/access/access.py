@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import logging
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -28,7 +27,7 @@ class Access:
     """
 
     def __init__(self, config: ServeConfig | None = None, token: str = "", threads: Threads | None = None):
-        """Reads `serve.keys`. Whoever has `token`, if it is not empty, may do everything, too. Raises ConfigError."""
+        """Reads `serve.keys`. A client with `token` may do everything, too; "" is no token. Raises ConfigError."""
         self._token = token
         self.tenants = Tenants()
         path = config.keys if config is not None else ""
@@ -45,7 +44,7 @@ class Access:
         """
         if need is Need.NOTHING or not (self._keys or self._token):
             return ANYBODY
-        if self._token and _equal(_bearer(authorization), self._token):
+        if self._token and keys.equal(_bearer(authorization), self._token):
             return ANYBODY
         if self._keys is None:
             raise Unauthenticated("authorization: the server does not know this key")
@@ -68,11 +67,6 @@ class Access:
         """
         free = caller.admin and not completes
         return self.tenants.call(None if free else caller.tenant, completes)
-
-
-def _equal(one: str, other: str) -> bool:
-    """In constant time."""
-    return hmac.compare_digest(one.encode("utf-8", "surrogatepass"), other.encode())
 
 
 def _bearer(authorization: Sequence[str]) -> str:

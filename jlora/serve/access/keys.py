@@ -136,5 +136,10 @@ def new(tenant: str, role: Role, adapters: list[str]) -> tuple[str, str]:
     return key, "\n".join(["[[keys]]", *lines, ""])
 
 
+def equal(given: str, known: str) -> bool:
+    """Compares two secrets in constant time. A client's may hold anything."""
+    return hmac.compare_digest(given.encode("utf-8", "surrogatepass"), known.encode())
+
+
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogatepass")).digest()
