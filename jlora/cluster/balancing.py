@@ -16,12 +16,12 @@ from jlora.cluster import wire
 from jlora.cluster.balance import Balancer, Job, Move, Terms
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.view import THERE
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # between two looks for adapters that have come
 ARRIVE_S = 10.0  # that a move waits for its adapter
-THERE = ("HBM", "HOST")  # tiers from which a request soon begins
 
 
 class Balancing:

@@ -8,7 +8,6 @@ jlora cluster plan --trace mine.csv --slo-ms 50
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
 import secrets
@@ -132,7 +131,7 @@ def status(argv: Sequence[str]) -> int:
     parser = Parser("jlora cluster status", "Shows the replicas behind a router. The exit code is 1 if none is up.")
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="HOST:PORT")
     client.add_flags(parser.add_argument)
-    args: argparse.Namespace = parser.parse(argv)
+    args = parser.parse(argv)
     with connect(args.address, Login.of(args)) as channel:
         info = _info(channel, args.address)
     width = None if sys.stdout.isatty() else top.FILE_COLUMNS

@@ -23,12 +23,13 @@ from jlora.adapters.catalogue import Row
 from jlora.adapters.names import check_name
 from jlora.cluster.calls import Answer, Calls
 from jlora.cluster.demand import Told
-from jlora.cluster.directory import Directory, Member, Members, Version, peers
+from jlora.cluster.directory import TIERS, Directory, Member, Members, Version, nearest_tier, peers
 from jlora.cluster.found import Found
-from jlora.cluster.registry import Registry
+from jlora.cluster.registry import Registry, info_of, key_of, row_of
 from jlora.cluster.table import Table
 from jlora.cluster.uses import Uses
 from jlora.engine.futures import chained, done, failed, settle
+from jlora.engine.sources import check_version
 from jlora.errors import (
     AlreadyExists,
     DataLoss,
@@ -48,7 +49,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 THREADS = 16  # calls of clients at once; others wait
-TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
 NONE_UP = "no replica is up that could read the adapter; try again later"
 
 
@@ -216,7 +216,7 @@ class Controller(Directory):
             if row is None or key_of(row) != key or not info.digest:
                 return
             if row.digest:
-                _check_digest(row.name, row.digest, info.digest)
+                check_version(row, info.digest, row.header)
                 return
             known = row_of(Version(row.name, row.uid, row.path), info, row.pinned, row.created)
             self._record([replace(known, header=row.header, base=row.base, stamp=row.stamp)])
@@ -325,8 +325,7 @@ class Controller(Directory):
     def _told(self, row: Row, members: Sequence[Member]) -> AdapterInfo:
         """What the registry and the replicas' messages say."""
         key = key_of(row)
-        tier = max((member.tiers.get(key, "DISK") for member in members), key=TIERS.index, default="DISK")
-        return replace(info_of(row), tier=tier, running=self.uses.count(key))
+        return replace(info_of(row), tier=nearest_tier(members, key), running=self.uses.count(key))
 
     def _info(self, row: Row) -> AdapterInfo:
         """What all replicas that are up say of an adapter, together."""
@@ -402,61 +401,3 @@ class Controller(Directory):
         if not self._submit(lambda: settle(answer, run)):
             return failed(Unavailable("the controller has stopped"))
         return answer
-
-
-def _check_digest(name: str, known: str, read: str) -> None:
-    """Raises DataLoss if a replica has read other weights than those of the version."""
-    if read != known:
-        raise DataLoss(
-            f"adapter {name!r}: its files have changed on the disk (sha256 {read[:12]}…, registered as "
-            f"{known[:12]}…); restore them, or load it again with replace"
-        )
-
-
-def key_of(row: Row) -> str:
-    """Its name at replicas."""
-    return Version(row.name, row.uid, row.path).key
-
-
-def row_of(version: Version, info: AdapterInfo, pinned: bool, now: float) -> Row:
-    """A new version as the registry keeps it. What only a replica's own files know stays empty."""
-    return Row(
-        name=version.name,
-        uid=version.number,
-        digest=info.digest,
-        header="",
-        base="",
-        fits="",
-        ranks=info.ranks,
-        modules=info.target_modules,
-        bytes=info.bytes,
-        blocks=info.blocks,
-        path=version.path,
-        stamp=(),
-        pinned=pinned,
-        alora_tokens=info.alora_invocation_tokens,
-        created=now,
-        last_used=0.0,
-    )
-
-
-def info_of(row: Row) -> AdapterInfo:
-    """What the registry knows of an adapter."""
-    return AdapterInfo(
-        name=row.name,
-        uid=row.uid,
-        digest=row.digest,
-        rank=max(row.ranks.values(), default=0),
-        ranks=row.ranks,
-        target_modules=tuple(row.modules),
-        bytes=row.bytes,
-        blocks=row.blocks,
-        tier="DISK",
-        pinned=row.pinned,
-        running=0,
-        waiting=0,
-        hits=0,
-        last_used_s=-1.0,
-        load_cost_s=0.0,
-        alora_invocation_tokens=tuple(row.alora_tokens),
-    )

@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from jlora.cluster.view import THERE
 from jlora.replica import Load
 from jlora.types import AdapterInfo
 
@@ -36,6 +37,12 @@ class Version:
     pinned: bool = False
     alora_invocation_tokens: tuple[int, ...] = ()
 
+    @classmethod
+    def of(cls, info: AdapterInfo, path: str) -> Version:
+        """What requests need of an adapter whose number is `info.uid`."""
+        tokens = info.alora_invocation_tokens
+        return cls(info.name, info.uid, path, info.digest, info.rank, info.bytes, info.pinned, tokens)
+
     @property
     def key(self) -> str:
         """Its name at replicas."""
@@ -59,15 +66,19 @@ class Member:
     host_blocks: int = 0
 
 
+TIERS = ("DISK", "LOADING", "HOST", "HBM")  # the later, the nearer
 Members = Callable[[], Sequence[Member]]
 Holder = TypeVar("Holder")
 
 
 def peers(members: Sequence[Member], key: str, near: str) -> tuple[str, ...]:
     """Addresses of replicas, other than `near`, whose host tier has a version, in the order of `lenders`."""
-    return lenders(
-        [m.address for m in members if m.name != near and m.tiers.get(key) in ("HBM", "HOST")], f"{near} {key}"
-    )
+    return lenders([m.address for m in members if m.name != near and m.tiers.get(key) in THERE], f"{near} {key}")
+
+
+def nearest_tier(members: Sequence[Member], key: str) -> str:
+    """Where a version is at the replica that has it nearest to its device; "DISK" if none has it."""
+    return max((member.tiers.get(key, "DISK") for member in members), key=TIERS.index, default="DISK")
 
 
 def lenders(holders: Sequence[Holder], asks: str) -> tuple[Holder, ...]:

@@ -10,11 +10,12 @@ from typing import Any
 
 import grpc
 
-from jlora.cluster.controller import Controller, info_of
+from jlora.cluster.controller import Controller
 from jlora.cluster.demand import Told
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import directory_pb2 as directory
 from jlora.cluster.proto import directory_pb2_grpc as rpc
+from jlora.cluster.registry import info_of
 from jlora.cluster.secret import Secret
 from jlora.cluster.table import Change
 from jlora.replica import Load

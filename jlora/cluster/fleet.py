@@ -53,7 +53,7 @@ class Fleet(Protocol):
 class Places:
     """The addresses of a fleet's replicas; tells the watch of each change, in order, until `close`."""
 
-    def __init__(self, watch: Watch):
+    def __init__(self, watch: Watch = lambda addresses: None):
         self._watch = watch
         self._lock = threading.Lock()
         self._addresses: dict[str, str] = {}
@@ -83,10 +83,6 @@ class Places:
                 self._watch(dict(addresses))
 
 
-def _nobody(addresses: Mapping[str, str]) -> None:
-    """The watch of a fleet that has not started."""
-
-
 class StaticFleet:
     """Replicas that others run, at the addresses of the configuration, under these as names.
 
@@ -96,7 +92,7 @@ class StaticFleet:
 
     def __init__(self, config: ClusterConfig, threads: Threads | None = None):
         self._config, self._threads = config, threads or OsThreads()
-        self._places = Places(_nobody)
+        self._places = Places()
         self._found: dict[str, tuple[str, ...]] = {}
         self._stopping = threading.Event()
         self._thread: Thread | None = None
@@ -159,7 +155,7 @@ class LocalFleet:
         """`module`: what each process runs, see `child`."""
         count = config.cluster.replicas
         self._module, self._starts = module, threads or OsThreads()
-        self._places = Places(_nobody)
+        self._places = Places()
         self._configs = [replica_config(config, f"r{i}", "127.0.0.1") for i in range(count)]
         self._stop_s = config.serve.drain_s + STOP_S
         self._stopping = threading.Event()

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from jlora.adapters.adapter import Scan
@@ -15,7 +16,7 @@ from jlora.adapters.catalogue import Row
 from jlora.adapters.names import at_start
 from jlora.adapters.peft import FILES, scan_peft
 from jlora.cluster.directory import Version
-from jlora.cluster.registry import Registry
+from jlora.cluster.registry import Registry, info_of
 from jlora.config import Config
 from jlora.errors import JloraError, NotFound
 from jlora.model.config_json import spec_from_json
@@ -37,25 +38,7 @@ class Found:
 
     def scan(self, version: Version) -> AdapterInfo:
         """What the headers of a version's files say. Raises JloraError."""
-        scan = self._scan(version.path)
-        return AdapterInfo(
-            name=version.key,
-            uid=version.number,
-            digest="",
-            rank=max(scan.ranks.values(), default=0),
-            ranks=scan.ranks,
-            target_modules=scan.target_modules,
-            bytes=0,
-            blocks=0,
-            tier="DISK",
-            pinned=False,
-            running=0,
-            waiting=0,
-            hits=0,
-            last_used_s=-1.0,
-            load_cost_s=0.0,
-            alora_invocation_tokens=scan.alora_invocation_tokens,
-        )
+        return replace(info_of(self._row(version, self._scan(version.path))), name=version.key)
 
     def leave(self, row: Row) -> None:
         """An adapter was unloaded: its directory is found again once its files change."""

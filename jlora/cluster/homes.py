@@ -4,7 +4,7 @@ plan   a time step has ended: homes for the adapters that are asked for; the oth
 look   what replicas have now: which homes lack their adapter, which adapters' requests go to new homes from now on,
        and which replicas have copies too many
 
-It knows what it is told, reads no clock and calls nobody. Whoever has it fetches and drops as it says.
+It knows only what it is told, reads no clock and makes no calls. Its owner fetches and drops as it says.
 """
 
 from __future__ import annotations

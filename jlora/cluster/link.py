@@ -140,7 +140,7 @@ class LinkServicer(rpc.LinkServicer):
         await asyncio.shield(task)
 
     def _has_adopted(self, key: str, task: asyncio.Task[None]) -> None:
-        """All who wanted it may have gone: then nobody else hears of an error."""
+        """All requests that wanted it may have gone: then only the log hears of an error."""
         del self._adopting[key]
         if not task.cancelled() and (error := task.exception()) is not None:
             log.info("adapter %s is not adopted: %s", key, error)
@@ -177,7 +177,7 @@ class Stream:
         context: grpc.aio.ServicerContext,
         adopted: Adopt,
         records: Records,
-        rates: Rates = lambda: (0.0, 0.0),
+        rates: Rates,
     ):
         self.router, self.epoch = hello.router, hello.epoch
         self._replica: Replica = backend.loaded

@@ -63,7 +63,7 @@ Told = tuple[pb.ServerInfo, pb.CacheState]
 
 
 def member(one: Attached, seen: ReplicaView) -> Member:
-    """A replica for those who watch the service."""
+    """A replica as the service's state shows it."""
     on_device = sum(tier == "HBM" for tier in seen.tiers.values())
     return Member(
         one.name, one.address, seen.health, seen.sent, seen.running, seen.waiting, seen.free_blocks, seen.blocks,

@@ -24,24 +24,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from jlora.cluster import demand
-from jlora.cluster.controller import Controller, key_of
+from jlora.cluster.controller import Controller
 from jlora.cluster.demand import Load, Recent, Trend
 from jlora.cluster.directory import Member
 from jlora.cluster.directory_server import BEAT_S
 from jlora.cluster.found import Found
 from jlora.cluster.homes import HOST, Homes, Pair, Room, Rule
 from jlora.cluster.placement import LEAST, Wanted
+from jlora.cluster.registry import key_of
 from jlora.cluster.routing.costs import Costs
 from jlora.cluster.routing.table import Table
+from jlora.cluster.view import THERE
 from jlora.ports import System
 
 log = logging.getLogger(__name__)
 
-# Further routers hear of a switch within a beat. The old homes drop one look later, when nobody asks them any more.
+# Further routers hear of a switch within a beat. One look later no router asks the old homes any more, and they drop.
 LOOK_S = 1.5 * BEAT_S
 AGAIN_S = 10.0  # before a replica is asked again for what has not come
 COMING = 8  # adapters that a replica is asked for at once
-THERE = ("HBM", "HOST")
 
 
 @dataclass(frozen=True, slots=True)

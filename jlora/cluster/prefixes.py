@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 
 from jlora.adapters.invocation import last_occurrence
 
@@ -31,13 +31,11 @@ class Prefixes:
 
     def chain(self, tokens: Sequence[int], origin: Hashable) -> list[int]:
         """A hash for each whole block of a prompt. `origin`: what KV depends on beside the tokens."""
-        return list(self._chain(tokens, origin))
-
-    def _chain(self, tokens: Sequence[int], origin: Hashable) -> Iterator[int]:
-        size, last = self._block_tokens, hash((origin,))
+        size, last, chain = self._block_tokens, hash((origin,)), list[int]()
         for begin in range(0, len(tokens) - len(tokens) % size, size):
             last = hash((last, *tokens[begin : begin + size]))
-            yield last
+            chain.append(last)
+        return chain
 
     def cached(self, chain: Sequence[int]) -> dict[str, int]:
         """Replica -> tokens of the prompt."""

@@ -75,7 +75,7 @@ class RayFleet:
         check(config.cluster)
         self._config, self._module, self._threads = config, module, threads or OsThreads()
         self._stop_s = config.serve.drain_s + STOP_S + END_S
-        self._places = Places(lambda addresses: None)
+        self._places = Places()
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._driver: subprocess.Popen[str] | None = None

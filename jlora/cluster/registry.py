@@ -17,6 +17,7 @@ from jlora.adapters.near import NearNames
 from jlora.cluster.directory import Version
 from jlora.errors import NotFound
 from jlora.ports import Threads
+from jlora.types import AdapterInfo
 
 
 class Registry:
@@ -93,21 +94,57 @@ class Registry:
             bisect.insort(self._names, row.name)
             self._near.add(row.name)
         self._rows[row.name] = row
-        self._versions[row.name] = _version(row)
+        self._versions[row.name] = Version.of(info_of(row), row.path)
 
     def _unknown(self, name: str) -> NoReturn:
         with self._lock:
             raise NotFound(f"adapter {name!r} is not loaded", self._near.of(name))
 
 
-def _version(row: Row) -> Version:
-    return Version(
+def key_of(row: Row) -> str:
+    """Its name at replicas."""
+    return Version(row.name, row.uid, row.path).key
+
+
+def row_of(version: Version, info: AdapterInfo, pinned: bool, now: float) -> Row:
+    """A new version as the registry keeps it. What only a replica's own files know stays empty."""
+    return Row(
+        name=version.name,
+        uid=version.number,
+        digest=info.digest,
+        header="",
+        base="",
+        fits="",
+        ranks=info.ranks,
+        modules=info.target_modules,
+        bytes=info.bytes,
+        blocks=info.blocks,
+        path=version.path,
+        stamp=(),
+        pinned=pinned,
+        alora_tokens=info.alora_invocation_tokens,
+        created=now,
+        last_used=0.0,
+    )
+
+
+def info_of(row: Row) -> AdapterInfo:
+    """What the registry knows of an adapter."""
+    return AdapterInfo(
         name=row.name,
-        number=row.uid,
-        path=row.path,
+        uid=row.uid,
         digest=row.digest,
         rank=max(row.ranks.values(), default=0),
+        ranks=row.ranks,
+        target_modules=tuple(row.modules),
         bytes=row.bytes,
+        blocks=row.blocks,
+        tier="DISK",
         pinned=row.pinned,
+        running=0,
+        waiting=0,
+        hits=0,
+        last_used_s=-1.0,
+        load_cost_s=0.0,
         alora_invocation_tokens=tuple(row.alora_tokens),
     )

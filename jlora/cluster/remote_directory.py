@@ -17,15 +17,14 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any, NoReturn
 
 import grpc
 
 from jlora.adapters.near import NearNames
 from jlora.cluster.calls import LOAD_S, error_of, record
-from jlora.cluster.controller import TIERS
-from jlora.cluster.directory import Directory, Members, Version, peers
+from jlora.cluster.directory import Directory, Members, Version, nearest_tier, peers
 from jlora.cluster.proto import directory_pb2 as proto
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.engine.futures import done
@@ -132,10 +131,7 @@ class RemoteDirectory(Directory):
     # -- what the controller answers --------------------------------------------------------------
 
     def load(self, load: Load) -> Future[AdapterInfo]:
-        message = pb.LoadAdapterRequest(
-            name=load.name, path=load.path, pinned=load.pinned, replace=load.replace, lazy=load.lazy
-        )
-        return self._ask(self._stub.Load, message)
+        return self._ask(self._stub.Load, pb.LoadAdapterRequest(**asdict(load)))
 
     def unload(self, name: str) -> Future[AdapterInfo]:
         return self._ask(self._stub.Unload, pb.UnloadAdapterRequest(name=name))
@@ -151,8 +147,7 @@ class RemoteDirectory(Directory):
         members = self._members()
 
         def told(info: AdapterInfo, key: str) -> AdapterInfo:
-            tier = max((member.tiers.get(key, "DISK") for member in members), key=TIERS.index, default="DISK")
-            return replace(info, tier=tier, running=self._requests[key])
+            return replace(info, tier=nearest_tier(members, key), running=self._requests[key])
 
         with self._lock:
             first = bisect.bisect_right(self._names, after)
@@ -259,7 +254,7 @@ class RemoteDirectory(Directory):
                 if name not in self._versions:
                     bisect.insort(self._names, name)
                     self._near.add(name)
-                self._infos[name], self._versions[name] = info, _version(info, path)
+                self._infos[name], self._versions[name] = info, Version.of(info, path)
         if any(part.placed for part in parts):
             self.placed({one.key: dict(one.parts) for part in parts for one in part.places})
 
@@ -270,19 +265,6 @@ class RemoteDirectory(Directory):
             keys = [key for key in self._requests if key not in current]
             served, self._served = self._served, {}
             self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served.values()))
-
-
-def _version(info: AdapterInfo, path: str) -> Version:
-    return Version(
-        name=info.name,
-        number=info.uid,
-        path=path,
-        digest=info.digest,
-        rank=info.rank,
-        bytes=info.bytes,
-        pinned=info.pinned,
-        alora_invocation_tokens=info.alora_invocation_tokens,
-    )
 
 
 def _reason(error: grpc.RpcError) -> str:

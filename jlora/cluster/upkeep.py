@@ -12,9 +12,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 
 from jlora.adapters.names import is_key
-from jlora.cluster.controller import Controller, key_of
+from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member
 from jlora.cluster.found import Found
+from jlora.cluster.registry import key_of
+from jlora.cluster.view import THERE
 from jlora.errors import DataLoss, JloraError, NotFound, ResourceExhausted
 from jlora.ports import System
 
@@ -26,7 +28,6 @@ POLL_S = 5.0  # between two looks at adapters.dir
 THREADS = 4
 SAVES = 4  # versions without files that are on their way to a second replica at once
 FULL_S = 60.0  # before a replica that has no room for such versions is asked again
-THERE = ("HBM", "HOST")
 
 Task = tuple[str, str, str, str]  # what, replica, its address, key
 
@@ -60,6 +61,9 @@ class Upkeep:
     def close(self) -> None:
         self._ended.set()
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _goes_on(self) -> bool:
+        return not self._ended.is_set()
 
     def _run(self) -> None:
         while not self._ended.wait(ROUND_S):
@@ -95,7 +99,7 @@ class Upkeep:
                     self._begin(task, now, self._pin_at)
             for key in self._found_keys & member.tiers.keys():
                 task = ("digest", member.name, member.address, key)
-                if task not in self._checked and member.tiers[key] in ("HBM", "HOST"):
+                if task not in self._checked and member.tiers[key] in THERE:
                     self._begin(task, now, self._check)
         if now - self._looked >= POLL_S:
             self.look()
@@ -121,7 +125,7 @@ class Upkeep:
     def _unload(self, task: Task) -> None:
         _, _, address, key = task
         if not self._controller.wanted(key):
-            self._controller.calls.unload(address, key).result(lambda: not self._ended.is_set())
+            self._controller.calls.unload(address, key).result(self._goes_on)
 
     def _pin_at(self, task: Task) -> None:
         """Tells a replica what the registry says now, unless a client is about to change it."""
@@ -131,7 +135,7 @@ class Upkeep:
             return
         told = self._controller.ask_to_pin(Member(name, address), version, version.pinned)
         try:
-            told(lambda: not self._ended.is_set())
+            told(self._goes_on)
         except NotFound:
             if version.pinned:  # what it lacks it has not pinned
                 raise
@@ -140,7 +144,7 @@ class Upkeep:
     def _compare(self, task: Task) -> None:
         """A replica that comes may have pins that were undone while it was away, or by an earlier controller."""
         _, name, address, _ = task
-        for key in self._controller.calls.pinned(address, lambda: not self._ended.is_set()):
+        for key in self._controller.calls.pinned(address, self._goes_on):
             if key in self._current and key not in self._to_pin:
                 self._pin_at(("pin", name, address, key))
         self._compared.add(task)
@@ -148,11 +152,11 @@ class Upkeep:
     def _check(self, task: Task) -> None:
         """The first replica that reads a version says what its digest is; one that read something else loses it."""
         _, _, address, key = task
-        info = self._controller.calls.get(address, key).result(lambda: not self._ended.is_set())
+        info = self._controller.calls.get(address, key).result(self._goes_on)
         try:
             self._controller.learn(key, info)
         except DataLoss:
-            self._controller.calls.unload(address, key).result(lambda: not self._ended.is_set())
+            self._controller.calls.unload(address, key).result(self._goes_on)
             raise
         if info.digest:
             self._checked.add(task)
@@ -200,7 +204,7 @@ class Upkeep:
         if version.key == key:
             peers = self._controller.peers(version, name)
             try:
-                self._controller.calls.hold(address, version, peers, lost=True).result(lambda: not self._ended.is_set())
+                self._controller.calls.hold(address, version, peers, lost=True).result(self._goes_on)
             except ResourceExhausted:
                 self._full[name, address] = self._clock() + FULL_S
                 raise

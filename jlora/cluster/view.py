@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Health = Literal["loading", "up", "suspect", "draining", "down"]
+THERE = ("HBM", "HOST")  # tiers of an adapter that is in memory
 
 
 @dataclass(frozen=True, slots=True)

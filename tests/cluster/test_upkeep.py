@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 import pytest
 
 from jlora.cluster.calls import Answer, Calls
-from jlora.cluster.controller import Controller, row_of
+from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member, Version
 from jlora.cluster.found import Found
-from jlora.cluster.registry import Registry
+from jlora.cluster.registry import Registry, row_of
 from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, Upkeep
 from jlora.config import Config
 from jlora.errors import ResourceExhausted
