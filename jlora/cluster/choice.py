@@ -9,9 +9,7 @@ from jlora.cluster.attach import Attached
 from jlora.cluster.books import Books
 from jlora.cluster.requests import Routed
 from jlora.cluster.routing.policy import Ask, Policy
-from jlora.cluster.view import ReplicaView, View
-
-THERE = ("HBM", "HOST")  # tiers of an adapter that is in memory
+from jlora.cluster.view import THERE, ReplicaView, View
 
 
 @dataclass(slots=True)
@@ -22,14 +20,14 @@ class Choice:
     books: Books
     links: Mapping[str, Attached]
 
-    def choose(self, ask: Ask, now: float, avoid: str = "", among: View | None = None) -> Attached | None:
+    def choose(self, ask: Ask, avoid: str = "", among: View | None = None) -> Attached | None:
         """Where a request would go now, of all replicas or some; to `avoid` only if no other one is up."""
         some = self.books.view if among is None else among
         view = {name: seen for name, seen in some.items() if self.has_room(seen)}
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
-        name = self.policy.choose(others, ask, now)
+        name = self.policy.choose(others, ask)
         if name is None and others is not view:
-            name = self.policy.choose(view, ask, now)
+            name = self.policy.choose(view, ask)
         return None if name is None else self.links[name]
 
     def has_room(self, seen: ReplicaView) -> bool:

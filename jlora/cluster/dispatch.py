@@ -311,7 +311,7 @@ class Dispatcher:
         """Takes the requests of a replica that drains to others, if there are some."""
         for routed in self.table.at(name):
             with self._alone(routed):
-                if self.choice.choose(ask_of(routed.request, routed.version), self.terms.clock()) is None:
+                if self.choice.choose(ask_of(routed.request, routed.version)) is None:
                     return
                 self._cancel(routed, moved=True)
                 self._lose(routed, Unavailable(f"replica {name} drains"))
@@ -360,7 +360,7 @@ class Dispatcher:
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
         ask = ask_of(request, version, self._prompts.cached(entry.chain), self.pace.outputs)
         # Also if there is one replica: the policy keeps books of its choices.
-        to = self.choice.choose(ask, now, routed.avoid, among)
+        to = self.choice.choose(ask, routed.avoid, among)
         if to is None:
             return False
         self.resumed += bool(routed.avoid) and not moved

@@ -146,7 +146,7 @@ class Router(Replica):
         """Hints the replica that would have the request now. One that does not know the adapter yet does nothing."""
         version = self._dispatcher.version(request)
         ask = ask_of(request, version, outputs=self._dispatcher.pace.outputs)
-        chosen = self._dispatcher.choice.choose(ask, self._terms.clock())
+        chosen = self._dispatcher.choice.choose(ask)
         if chosen is None or chosen.channel is None:
             return PrefetchResult(False, 0, 0)
         message = wire.generate(request)

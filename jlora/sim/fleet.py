@@ -236,9 +236,9 @@ class Fleet(Pass):
         """Sends a request where the policy says, to the replica that has lost it only if no other one is up."""
         view, avoid = self._books.view, live.routed.avoid
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid else view
-        name = self._policy.choose(others, live.asked, at)
+        name = self._policy.choose(others, live.asked)
         if name is None and avoid:
-            name = self._policy.choose(view, live.asked, at)
+            name = self._policy.choose(view, live.asked)
         if name is not None:
             self._attempt(live, name, at)
         return name is not None
@@ -335,7 +335,7 @@ class Fleet(Pass):
         self._books.ended(old.member.name, live.asked, live.outputs)
         self._table.lose(live.routed, at - self._start, moved=True)
         live.asked, live.outputs = self._asked(live.turn, live.routed.resumed(), live.chain), None
-        self._policy.choose({target: self._books.view[target]}, live.asked, at)  # it keeps books of its choices
+        self._policy.choose({target: self._books.view[target]}, live.asked)  # it keeps books of its choices
         self._attempt(live, target, at)
         self.moved += 1
 

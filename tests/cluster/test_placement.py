@@ -177,23 +177,23 @@ def test_an_operating_point_is_the_largest_batch_within_the_objective():
 def test_the_table_draws_by_parts_and_passes_over_a_replica_that_is_down():
     view = {name: ReplicaView(name, "up") for name in ("a", "b", "c")}
     table = Table({"x": {"a": 0.75, "b": 0.25}}, seed=1)
-    drawn = [table.choose(view, Ask("x", 8, 10), 0.0) for _ in range(2000)]
+    drawn = [table.choose(view, Ask("x", 8, 10)) for _ in range(2000)]
     assert set(drawn) == {"a", "b"} and 0.7 < drawn.count("a") / 2000 < 0.8
     view["a"] = ReplicaView("a", "down")
-    assert {table.choose(view, Ask("x", 8, 10), 0.0) for _ in range(50)} == {"b"}
+    assert {table.choose(view, Ask("x", 8, 10)) for _ in range(50)} == {"b"}
     view["b"] = ReplicaView("b", "draining")
-    assert table.choose(view, Ask("x", 8, 10), 0.0) == "c"
-    assert table.choose({"a": view["a"]}, Ask(None, 0, 10), 0.0) is None
+    assert table.choose(view, Ask("x", 8, 10)) == "c"
+    assert table.choose({"a": view["a"]}, Ask(None, 0, 10)) is None
 
 
 def test_servers_are_taken_in_turn_as_often_as_their_parts_say():
     view = {name: ReplicaView(name, "up") for name in ("a", "b", "c")}
     turns = Turns({"x": {"a": 0.5, "b": 0.25, "c": 0.25}, "y": {"a": 0.5, "b": 0.5}})
-    chosen = [(turns.choose(view, Ask("x", 8, 10), 0.0), turns.choose(view, Ask("y", 8, 10), 0.0)) for _ in range(8)]
+    chosen = [(turns.choose(view, Ask("x", 8, 10)), turns.choose(view, Ask("y", 8, 10))) for _ in range(8)]
     assert [x for x, _ in chosen] == list("abca" * 2)
     assert [y for _, y in chosen] == list("ab" * 4)  # each adapter has turns of its own
     view["a"] = ReplicaView("a", "down")
-    assert "".join(turns.choose(view, Ask("x", 8, 10), 0.0) or "" for _ in range(6)) in ("bcbcbc", "cbcbcb")
+    assert "".join(turns.choose(view, Ask("x", 8, 10)) or "" for _ in range(6)) in ("bcbcbc", "cbcbcb")
     turns.place({"x": {"a": 1.0}})
-    assert turns.choose(view, Ask("x", 8, 10), 0.0) == "b"  # no server of it is up: the most idle replica
-    assert turns.choose({}, Ask("x", 8, 10), 0.0) is None
+    assert turns.choose(view, Ask("x", 8, 10)) == "b"  # no server of it is up: the most idle replica
+    assert turns.choose({}, Ask("x", 8, 10)) is None

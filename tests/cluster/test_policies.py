@@ -30,39 +30,39 @@ def test_only_replicas_that_are_up_are_chosen(policy: Policy):
         ReplicaView("r0", "loading"), ReplicaView("r1", "suspect"), ReplicaView("r2", "draining"),
         ReplicaView("r3", "down"),
     ]  # fmt: skip
-    assert policy.choose(view(*down), BASE, 0.0) is None
-    assert policy.choose({}, BASE, 0.0) is None
-    assert policy.choose(view(*down, up("r9", sent=50)), BASE, 0.0) == "r9"
+    assert policy.choose(view(*down), BASE) is None
+    assert policy.choose({}, BASE) is None
+    assert policy.choose(view(*down, up("r9", sent=50)), BASE) == "r9"
 
 
 def test_the_least_loaded_counts_what_other_routers_sent_and_what_is_on_its_way():
     policy = LeastLoaded()
-    assert policy.choose(view(up("a", sent=3), up("b", sent=2)), BASE, 0.0) == "b"
-    assert policy.choose(view(up("a"), up("b", running=1)), BASE, 0.0) == "a"
-    assert policy.choose(view(up("a", sent=2, running=1), up("b", sent=1, waiting=3)), BASE, 0.0) == "a"
+    assert policy.choose(view(up("a", sent=3), up("b", sent=2)), BASE) == "b"
+    assert policy.choose(view(up("a"), up("b", running=1)), BASE) == "a"
+    assert policy.choose(view(up("a", sent=2, running=1), up("b", sent=1, waiting=3)), BASE) == "a"
 
 
 def test_among_equals_the_adapters_place_decides_then_room():
     policy, ask = LeastLoaded(), replace(BASE, adapter="x@1", rank=8)
     tiers = [up("a", tiers={"x@1": "DISK"}), up("b", tiers={"x@1": "HBM"}), up("c", tiers={"x@1": "HOST"}), up("d")]
-    assert policy.choose(view(*tiers), ask, 0.0) == "b"
-    assert policy.choose(view(up("a"), up("b", free_blocks=9)), ask, 0.0) == "b"
+    assert policy.choose(view(*tiers), ask) == "b"
+    assert policy.choose(view(up("a"), up("b", free_blocks=9)), ask) == "b"
 
 
 def test_a_session_stays_until_its_home_is_overloaded_or_gone():
     policy, ask = SessionSticky(), replace(BASE, session="s")
-    assert policy.choose(view(up("a"), up("b", sent=1)), ask, 0.0) == "a"
-    assert policy.choose(view(up("a", sent=SLACK), up("b")), ask, 1.0) == "a"
-    assert policy.choose(view(up("a", sent=SLACK + 1), up("b")), ask, 2.0) == "b"
-    assert policy.choose(view(up("a"), up("b", sent=1)), ask, 3.0) == "b"  # it lives there now
-    assert policy.choose(view(up("a"), ReplicaView("b", "draining")), ask, 4.0) == "a"
+    assert policy.choose(view(up("a"), up("b", sent=1)), ask) == "a"
+    assert policy.choose(view(up("a", sent=SLACK), up("b")), ask) == "a"
+    assert policy.choose(view(up("a", sent=SLACK + 1), up("b")), ask) == "b"
+    assert policy.choose(view(up("a"), up("b", sent=1)), ask) == "b"  # it lives there now
+    assert policy.choose(view(up("a"), ReplicaView("b", "draining")), ask) == "a"
 
 
 def test_without_a_session_the_cached_prompt_decides():
     sessions = Sessions()
     policy, ask = SessionSticky(sessions), replace(BASE, cached={"a": 16, "b": 64})
-    assert policy.choose(view(up("a"), up("b", sent=2)), ask, 0.0) == "b"
-    assert policy.choose(view(up("a"), up("b", sent=9)), ask, 0.0) == "a"
+    assert policy.choose(view(up("a"), up("b", sent=2)), ask) == "b"
+    assert policy.choose(view(up("a"), up("b", sent=9)), ask) == "a"
     assert len(sessions) == 0
 
 
@@ -70,7 +70,7 @@ def test_the_table_of_homes_is_bounded():
     sessions, both = Sessions(most=3), view(up("a"), up("b"))
     policy = SessionSticky(sessions)
     for i in range(10):
-        policy.choose(both, replace(BASE, session=str(i)), float(i))
+        policy.choose(both, replace(BASE, session=str(i)))
     assert len(sessions) == 3 and [sessions.home(str(i)) for i in (6, 7, 9)] == ["", "a", "a"]
 
 

@@ -185,7 +185,7 @@ def test_many_at_once_over_both_fronts_are_what_one_engine_says(two: Cluster):
 class Crowding:
     """Sends everything to the first replica."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         return next((name for name, seen in view.items() if seen.health == "up"), None)
 
 

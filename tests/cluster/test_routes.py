@@ -77,11 +77,11 @@ def test_a_fitted_router_weighs_load_cache_and_the_adapters_way(steps: str):
     assert 0 < policy.ways.host_s and 0 < policy.ways.rank_bytes and policy.ways.path_bps < policy.ways.peer_bps
     idle, busy = ReplicaView("idle", "up"), ReplicaView("busy", "up", held=Held(running={0: 7}, context=700))
     view: View = {"busy": busy, "idle": idle}
-    assert policy.choose(view, BASE, 0.0) == "idle"
+    assert policy.choose(view, BASE) == "idle"
     twins = {name: dataclasses.replace(idle, name=name) for name in ("cold", "warm")}
-    assert policy.choose(twins, dataclasses.replace(BASE, cached={"warm": 48}), 0.0) == "warm"
+    assert policy.choose(twins, dataclasses.replace(BASE, cached={"warm": 48})) == "warm"
     here = {**twins, "warm": dataclasses.replace(twins["warm"], tiers={"x@1": "HBM"})}
-    assert policy.choose(here, dataclasses.replace(BASE, adapter="x@1", rank=64), 0.0) == "warm"
+    assert policy.choose(here, dataclasses.replace(BASE, adapter="x@1", rank=64)) == "warm"
 
 
 # -- sessions --------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class First:
 
     asks: list[Ask] = field(default_factory=list)
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         self.asks.append(ask)
         return next(iter(view), None)
 

@@ -51,8 +51,8 @@ def test_the_lines_are_those_of_the_papers_example():
 
 @pytest.mark.parametrize("kind", [CaraServe, Jlora], ids=lambda kind: kind.__name__)
 def test_the_papers_example_is_routed_as_in_the_paper(kind):
-    assert kind(BGMV, SLO_S).choose(FIGURE_5, ASK, 0.0) == "two"
-    assert kind(MBGMV, SLO_S).choose(FIGURE_5, ASK, 0.0) == "one"
+    assert kind(BGMV, SLO_S).choose(FIGURE_5, ASK) == "two"
+    assert kind(MBGMV, SLO_S).choose(FIGURE_5, ASK) == "one"
 
 
 def test_algorithm_1_weighs_the_added_time_by_the_requests_there():
@@ -71,37 +71,37 @@ def test_only_a_replica_that_is_up_is_chosen(policy: Policy, health):
     off = replace(replica("off"), health=health)
     busy = replica("busy", running=40, held=Held(running={64: 40}))
     for _ in range(4):
-        assert policy.choose(view(off, busy), ASK, 0.0) == "busy"
-    assert policy.choose(view(off), ASK, 0.0) is None
-    assert policy.choose({}, ASK, 0.0) is None
+        assert policy.choose(view(off, busy), ASK) == "busy"
+    assert policy.choose(view(off), ASK) is None
+    assert policy.choose({}, ASK) is None
 
 
 def test_round_robin_goes_round_and_random_repeats_by_its_seed():
     three = view(*map(replica, "abc"))
     turns = RoundRobin()
-    assert [turns.choose(three, ASK, 0.0) for _ in range(6)] == list("abcabc")
+    assert [turns.choose(three, ASK) for _ in range(6)] == list("abcabc")
     one, two = Random(3), Random(3)
-    drawn = [one.choose(three, ASK, 0.0) for _ in range(60)]
-    assert drawn == [two.choose(three, ASK, 0.0) for _ in range(60)] and set(drawn) == set("abc")
+    drawn = [one.choose(three, ASK) for _ in range(60)]
+    assert drawn == [two.choose(three, ASK) for _ in range(60)] and set(drawn) == set("abc")
 
 
 def test_most_idle_counts_other_routers_and_first_fit_fills_up():
     mine, theirs = replica("mine", sent=3), replica("theirs", sent=0, running=5)
-    assert MostIdle().choose(view(mine, theirs), ASK, 0.0) == "mine"
+    assert MostIdle().choose(view(mine, theirs), ASK) == "mine"
     full, half = replica("full", sent=32), replica("half", sent=31)
-    assert FirstFit().choose(view(full, half, replica("empty")), ASK, 0.0) == "half"
-    assert FirstFit(most=4).choose(view(full, half), ASK, 0.0) == "half"
+    assert FirstFit().choose(view(full, half, replica("empty")), ASK) == "half"
+    assert FirstFit(most=4).choose(view(full, half), ASK) == "half"
 
 
 def test_jlora_goes_where_adapter_and_prefix_are_unless_that_costs_others_more():
     costs = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
     policy = Jlora(costs, 1.0, ways=Ways(0.001, 9e6, path_bps=1e9))
     cold, warm = replica("cold"), replica("warm", tiers={"a@1": "HBM"})
-    assert policy.choose(view(cold, warm), ASK, 0.0) == "warm"
+    assert policy.choose(view(cold, warm), ASK) == "warm"
     known = replace(ASK, adapter=None, rank=0, cached={"warm": 90})
-    assert policy.choose(view(cold, warm), known, 0.0) == "warm"
+    assert policy.choose(view(cold, warm), known) == "warm"
     busy = replace(warm, held=Held(running={64: 50}))
-    assert policy.choose(view(cold, busy), ASK, 0.0) == "cold"
+    assert policy.choose(view(cold, busy), ASK) == "cold"
 
 
 LINEAR = RankCosts(0.01, 0.0, 0.001, 0.0, 1e-5, padded=False)
@@ -111,29 +111,29 @@ TURN = Ask(None, 0, 300, session="s")
 def test_jlora_returns_to_a_sessions_home_unless_it_is_busy():
     policy = Jlora(LINEAR, 1.0)
     a, b = replica("a"), replica("b")
-    assert policy.choose(view(a, b), TURN, 0.0) == "a"
-    assert policy.choose(view(a, b), replace(TURN, session="other"), 0.0) == "b"  # a has a session already
+    assert policy.choose(view(a, b), TURN) == "a"
+    assert policy.choose(view(a, b), replace(TURN, session="other")) == "b"  # a has a session already
     beside = replace(a, held=Held(waiting={0: 1}, tokens=100, uncached=100))
-    assert policy.choose(view(beside, b), replace(TURN, session="new"), 1.0) == "b"
+    assert policy.choose(view(beside, b), replace(TURN, session="new")) == "b"
     turn = replace(TURN, cached={"a": 150})  # which alone is too little to go there
-    assert policy.choose(view(beside, b), replace(turn, session="new"), 1.0) == "b"
-    assert policy.choose(view(beside, b), turn, 1.0) == "a"
+    assert policy.choose(view(beside, b), replace(turn, session="new")) == "b"
+    assert policy.choose(view(beside, b), turn) == "a"
     busy = replace(a, held=Held(waiting={0: 4}, tokens=400, uncached=400))
-    assert policy.choose(view(busy, b), turn, 2.0) == "b"
-    assert policy.choose(view(a, b), TURN, 3.0) == "b"  # it lives there now
-    assert policy.choose(view(a, replace(b, health="draining")), TURN, 4.0) == "a"
+    assert policy.choose(view(busy, b), turn) == "b"
+    assert policy.choose(view(a, b), TURN) == "b"  # it lives there now
+    assert policy.choose(view(a, replace(b, health="draining")), TURN) == "a"
 
 
 def test_jlora_gives_idle_replicas_sessions_and_requests_in_turn():
     policy, three = Jlora(LINEAR, 1.0), view(*map(replica, "abc"))
-    assert [policy.choose(three, replace(TURN, session=str(i)), 0.0) for i in range(6)] == list("abcabc")
-    assert [policy.choose(three, replace(TURN, session=""), 0.0) for _ in range(6)] == list("abcabc")
+    assert [policy.choose(three, replace(TURN, session=str(i))) for i in range(6)] == list("abcabc")
+    assert [policy.choose(three, replace(TURN, session="")) for _ in range(6)] == list("abcabc")
 
 
 def test_jlora_waits_only_for_what_is_not_in_the_cache():
     known = replica("known", held=Held(waiting={0: 2}, tokens=2000, uncached=10))
     other = replica("other", held=Held(waiting={0: 2}, tokens=200, uncached=200))
-    assert Jlora(LINEAR, 1.0).choose(view(known, other), replace(TURN, session=""), 0.0) == "known"
+    assert Jlora(LINEAR, 1.0).choose(view(known, other), replace(TURN, session="")) == "known"
 
 
 def test_a_way_is_a_copy_from_the_host_and_a_fetch_before_it_from_elsewhere():
@@ -154,9 +154,9 @@ def test_a_peer_is_nearer_than_the_disk(kind):
     """A busier replica that has the adapter is worth its queue only while all others must read it from the disk."""
     policy = kind(LINEAR, ways=Ways(0.0, 1e6, peer_bps=1e9, path_bps=5e6), **({"slo_s": 9.0} if kind is Jlora else {}))
     idle, there = replica("idle"), replica("there", tiers={"a@1": "HBM"}, held=Held(running={0: 40}))
-    assert policy.choose(view(idle, there), ASK, 0.0) == "idle"
+    assert policy.choose(view(idle, there), ASK) == "idle"
     alone = replace(there, tiers={"a@1": "LOADING"})  # nobody has it yet
-    assert policy.choose(view(idle, alone), ASK, 0.0) == "there"
+    assert policy.choose(view(idle, alone), ASK) == "there"
 
 
 @pytest.mark.parametrize("kind", [CaraServe, Jlora, DLora], ids=lambda kind: kind.__name__)

@@ -20,7 +20,7 @@ ASKED = request(max_tokens=100, adapter="x")
 class InOrder:
     """Sends everything to the first replica by name."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         return min((replica.name for replica in up(view)), default=None)
 
 

@@ -29,7 +29,7 @@ def sessions() -> Iterator[Filled]:
     policy, view = SessionSticky(homes), {"one": ReplicaView("one", "up")}
     yield lambda: len(homes), 1000
     for i in range(KEYS):
-        policy.choose(view, Ask(None, 0, 8, session=f"session {i}"), 0.0)
+        policy.choose(view, Ask(None, 0, 8, session=f"session {i}"))
 
 
 def prefixes() -> Iterator[Filled]:

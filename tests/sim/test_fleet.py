@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -78,15 +79,17 @@ class Watching(MostIdle):
 
     def __init__(self) -> None:
         self.seen: list[tuple[float, dict]] = []
+        self.now: Callable[[], float] = lambda: 0.0
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        self.seen.append((now, {name: (r.sent, r.running, r.waiting) for name, r in view.items()}))
-        return super().choose(view, ask, now)
+    def choose(self, view: View, ask: Ask) -> str | None:
+        self.seen.append((self.now(), {name: (r.sent, r.running, r.waiting) for name, r in view.items()}))
+        return super().choose(view, ask)
 
 
 def test_a_view_is_as_old_as_its_messages_and_knows_what_the_router_sent():
     policy = Watching()
     fleet = fleet_of(2, chats(40, 1, rate=30.0), policy, delay_s=1.0)
+    policy.now = lambda: fleet.now
     fleet.run()
     first = policy.seen[0][0]
     early = [state for now, state in policy.seen if now < first + 2.0]  # a request goes 1 s there, its token 1 s back

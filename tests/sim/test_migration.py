@@ -27,7 +27,7 @@ BALANCE = Balance(Terms(queue_s=0.05, limit_s=float("inf")), every_s=0.2, solve_
 class Crowding:
     """Sends everything to the first replica."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         return next(iter(view))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.view import ReplicaView, View
 
 
@@ -23,9 +23,8 @@ class CaraServe:
     outputs: float = 64.0
     penalty_s: float = 1e3
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        best = min(up(view), key=lambda replica: self.cost(replica, ask), default=None)
-        return None if best is None else best.name
+    def choose(self, view: View, ask: Ask) -> str | None:
+        return cheapest(view, lambda replica: self.cost(replica, ask))
 
     def cost(self, replica: ReplicaView, ask: Ask) -> float:
         """`total_cost` of the algorithm. The empty replica's cost is 0 there, whatever the request."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
 
@@ -28,10 +28,9 @@ class DLora:
     batch: int = 64
     ways: Ways = Ways()
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         peer = held(view, ask.adapter)
-        best = min(up(view), key=lambda replica: self.pending_s(replica, ask, peer), default=None)
-        return None if best is None else best.name
+        return cheapest(view, lambda replica: self.pending_s(replica, ask, peer))
 
     def pending_s(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
         """Seconds until the request begins. `peer`: see `Ways.seconds`."""

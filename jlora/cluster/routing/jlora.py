@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jlora.cluster.routing.costs import Costs, joined
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.routing.sessions import Sessions
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
@@ -35,18 +35,17 @@ class Jlora:
     ways: Ways = Ways()
     sessions: Sessions = field(default_factory=Sessions)
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         peer, home = held(view, ask.adapter), self.sessions.home(ask.session)
 
         def cost(replica: ReplicaView) -> tuple[float, tuple[int, int]]:
             saved = self.saved_s(ask) if replica.name == home else 0.0
             return self.cost(replica, ask, peer) - saved, self.sessions.order(replica.name)
 
-        best = min(up(view), key=cost, default=None)
-        if best is None:
-            return None
-        self.sessions.served(ask.session, best.name)
-        return best.name
+        best = cheapest(view, cost)
+        if best is not None:
+            self.sessions.served(ask.session, best)
+        return best
 
     def cost(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
         """Seconds. `peer`: see `Ways.seconds`."""

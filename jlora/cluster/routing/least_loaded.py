@@ -23,6 +23,6 @@ def least(view: View, adapter: str | None) -> ReplicaView | None:
 class LeastLoaded:
     """See `jlora.cluster.routing.policy.Policy`."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         chosen = least(view, ask.adapter)
         return None if chosen is None else chosen.name

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from jlora.cluster.view import ReplicaView, View
 
@@ -33,7 +33,7 @@ class Ask:
 class Policy(Protocol):
     """A policy may keep books of its own choices; it reads no clock and draws from its own seed."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         """The name of a replica that is up; None if none is."""
         ...
 
@@ -41,3 +41,9 @@ class Policy(Protocol):
 def up(view: View) -> list[ReplicaView]:
     """The replicas that take requests, in the order of the view."""
     return [replica for replica in view.values() if replica.health == "up"]
+
+
+def cheapest(view: View, cost: Callable[[ReplicaView], Any]) -> str | None:
+    """The name of the replica with the least cost, the first of equals; None if none is up."""
+    best = min(up(view), key=cost, default=None)
+    return None if best is None else best.name

@@ -21,7 +21,7 @@ class SessionSticky:
     def __init__(self, sessions: Sessions | None = None) -> None:
         self._sessions = Sessions() if sessions is None else sessions
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         best = least(view, ask.adapter)
         if best is None:
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, cheapest, up
 from jlora.cluster.view import ReplicaView, View
 
 FIRST_FIT = 32  # requests of a replica that count as full, as in Punica
@@ -22,7 +22,7 @@ class Random:
     def __init__(self, seed: int = 0):
         self._random = random.Random(seed)
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         replicas = up(view)
         return self._random.choice(replicas).name if replicas else None
 
@@ -33,7 +33,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._next = 0
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         replicas = up(view)
         self._next += 1
         return replicas[(self._next - 1) % len(replicas)].name if replicas else None
@@ -42,9 +42,8 @@ class RoundRobin:
 class MostIdle:
     """The one with the fewest requests; of equals the first."""
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        best = min(up(view), key=load, default=None)
-        return None if best is None else best.name
+    def choose(self, view: View, ask: Ask) -> str | None:
+        return cheapest(view, load)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +52,8 @@ class FirstFit:
 
     most: int = FIRST_FIT
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
+    def choose(self, view: View, ask: Ask) -> str | None:
         for replica in view.values():
             if replica.health == "up" and load(replica) < self.most:
                 return replica.name
-        return MostIdle().choose(view, ask, now)
+        return MostIdle().choose(view, ask)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, cheapest, up
 from jlora.cluster.routing.simple import load
 from jlora.cluster.view import View
 
@@ -25,14 +25,11 @@ class Table:
         """Replaces the placement; any thread may call."""
         self.parts = parts
 
-    def choose(self, view: View, ask: Ask, now: float) -> str | None:
-        replicas = {replica.name: replica for replica in up(view)}
+    def choose(self, view: View, ask: Ask) -> str | None:
+        names = {replica.name for replica in up(view)}
         parts = {} if ask.adapter is None else self.parts.get(ask.adapter, {})
-        chosen = self._pick(ask.adapter, {name: part for name, part in parts.items() if name in replicas})
-        if chosen is not None:
-            return chosen
-        best = min(replicas.values(), key=load, default=None)
-        return None if best is None else best.name
+        chosen = self._pick(ask.adapter, {name: part for name, part in parts.items() if name in names})
+        return cheapest(view, load) if chosen is None else chosen
 
     def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         """One of the servers that are up; None without any."""

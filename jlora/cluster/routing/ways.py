@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from jlora.cluster.routing.policy import Ask
-from jlora.cluster.view import ReplicaView, View
+from jlora.cluster.view import THERE, ReplicaView, View
 
 # Bytes per second of a fetch before any were measured: from another replica, and from the path, which is read,
 # checked and packed.
@@ -52,5 +52,5 @@ def insists(peer_bps: float, path_bps: float) -> bool:
 def held(view: View, adapter: str | None) -> bool:
     """Whether a replica that is up has the adapter in its memory, from where others fetch it."""
     return adapter is not None and any(
-        replica.health == "up" and replica.tiers.get(adapter) in ("HBM", "HOST") for replica in view.values()
+        replica.health == "up" and replica.tiers.get(adapter) in THERE for replica in view.values()
     )
