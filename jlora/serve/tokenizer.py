@@ -21,8 +21,8 @@ import tokenizers
 from tokenizers.processors import TemplateProcessing
 
 from jlora.errors import DataLoss, FailedPrecondition, InvalidArgument
-from jlora.serve.spans import chars_per_token
 from jlora.serve.template import Template
+from jlora.serve.token_chars import chars_per_token
 
 LONG = 256  # ids
 
@@ -70,7 +70,7 @@ class Tokenizer:
 
     @functools.cached_property
     def chars_per_token(self) -> int:
-        """Characters of text that one token stands for at most; see `jlora.serve.spans`."""
+        """Characters of text that one token stands for at most; see `jlora.serve.token_chars`."""
         return chars_per_token(self._core)
 
     def encode(self, text: str, check: Callable[[int], None] | None = None, special: bool = True) -> list[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import tokenizers
 
-from jlora.serve.spans import COMPOSED, UNPROVEN, chars_per_token
+from jlora.serve.token_chars import COMPOSED, UNPROVEN, chars_per_token
 from tests.serve import _tokenizers
 
 KINDS = {"byte level": _tokenizers.byte_level, "byte fallback": _tokenizers.byte_fallback}
