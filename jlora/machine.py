@@ -82,6 +82,11 @@ def _processor() -> str:
     return names[0].partition(":")[2].strip() if names else platform.processor() or "unknown"
 
 
+def python_path() -> str:
+    """PYTHONPATH for a child process, so that it runs this copy of jlora."""
+    return os.pathsep.join(filter(None, (str(Path(__file__).resolve().parents[1]), os.environ.get("PYTHONPATH"))))
+
+
 def resident_bytes(pid: int | str = "self") -> int:
     """Memory that a process holds now; 0 where the system does not say, or the process has ended."""
     statm = Path(f"/proc/{pid}/statm")

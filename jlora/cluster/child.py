@@ -19,8 +19,8 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from pathlib import Path
 
+from jlora import machine
 from jlora.config import Config
 from jlora.errors import Unavailable
 
@@ -85,7 +85,7 @@ class Child:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=self._environment(),
+            env={**os.environ, "PYTHONPATH": machine.python_path(), **config.cluster.env},
             process_group=0,  # Ctrl-C reaches the router alone, which drains
         )
         self._pump = threading.Thread(target=self._show, name=f"jlora-{self.name}-log", daemon=True)
@@ -134,11 +134,6 @@ class Child:
         timer = threading.Timer(self._config.serve.drain_s + STOP_S, self._process.kill)
         timer.daemon = True
         timer.start()
-
-    def _environment(self) -> dict[str, str]:
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        return {**os.environ, "PYTHONPATH": path, **self._config.cluster.env}
 
     def _show(self) -> None:
         """Passes on what it writes to stderr, a line with its name each; of a progress bar, the end."""

@@ -35,12 +35,12 @@ from typing import Any
 
 import msgspec
 
+from jlora import machine
 from jlora.doctor import fit, journal
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Order
 from jlora.doctor.table import table
 
-ROOT = Path(__file__).resolve().parents[2]
 ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of cases
 POLL_S = 0.2  # seconds between two looks at a part
 GRACE_S = 20.0  # for a part to end what it began in time
@@ -127,9 +127,8 @@ class Job:
         args, seconds = self.args, max(1.0, until - time.monotonic())
         rates = msgspec.convert(self.found.get("rates"), Rates | None)
         order = Order(section.part, str(path), seconds, args.kernels, args.quick, section.model, rates)
-        search = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
-        env = {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": search}
+        env = {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": machine.python_path()}
         path.touch()
         began = time.time()
         with (self.work / f"{section.name}.log").open("a") as log:

@@ -10,11 +10,11 @@ import sys
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, Self, cast
 
 import grpc
 
+from jlora import machine
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 from jlora.sim.trace import Turn
@@ -130,13 +130,11 @@ class ServerProcess:
 
     def __init__(self, flags: Sequence[str], command: Sequence[str] = ("jlora.serve",)):
         """`command`: another module with the same ready line, and its first arguments."""
-        root = str(Path(__file__).resolve().parents[2])
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
         self._process = subprocess.Popen(
             [sys.executable, "-m", *command, "--port", "0", *flags],
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "PYTHONPATH": path},
+            env={**os.environ, "PYTHONPATH": machine.python_path()},
         )
         self.address, self.http = self._ready()
 
