@@ -42,29 +42,25 @@ class Login:
 
     def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
         """A channel to HOST:PORT. Raises ConfigError for files that cannot be read."""
-        credentials = self._credentials()
-        if credentials is not None:
-            channel = grpc.secure_channel(server, credentials, options=[*OPTIONS, *options])
-        else:
-            channel = grpc.insecure_channel(server, options=[*OPTIONS, *options])
+        channel = self._connected(grpc, server, options)
         return grpc.intercept_channel(channel, _WithKey(self.key)) if self.key else channel
 
     def aio(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
         """The same for the event loop that runs; calls need `metadata`. Raises ConfigError."""
-        credentials = self._credentials()
-        if credentials is not None:
-            return grpc.aio.secure_channel(server, credentials, options=[*OPTIONS, *options])
-        return grpc.aio.insecure_channel(server, options=[*OPTIONS, *options])
+        return self._connected(grpc.aio, server, options)
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:
         """What a call shows of the key."""
         return (("authorization", f"Bearer {self.key}"),) if self.key else ()
 
-    def _credentials(self) -> grpc.ChannelCredentials | None:
+    def _connected(self, library: Any, server: str, options: Sequence[tuple[str, Any]]) -> Any:
+        """`library`: `grpc` or `grpc.aio`."""
+        options = [*OPTIONS, *options]
         if not self.ca:
-            return None
-        return grpc.ssl_channel_credentials(*(_read(path) for path in (self.ca, self.cert_key, self.cert)))
+            return library.insecure_channel(server, options=options)
+        credentials = grpc.ssl_channel_credentials(*(_read(path) for path in (self.ca, self.cert_key, self.cert)))
+        return library.secure_channel(server, credentials, options=options)
 
 
 def add_flags(add: Callable[..., Any]) -> None:

@@ -57,7 +57,7 @@ class Program:
         load: makes the replica, and the tokenizer if there is one. It is cancelled by a signal meanwhile.
         ready: the ready line, from the addresses and the replica.
         services: gRPC services on the same port, beside the server's own.
-        token: whoever has it may do everything; "" is none.
+        token: a client that shows it may do everything; "" is none.
         replicas: how many engines of `config.engine` are behind it.
         threads: start those that it serves with; the failure of one ends the process. None: it watches its own.
     """
@@ -96,7 +96,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     stop, threads = _stop_on_signal(), program.threads or OsThreads()
     lost = _lost(threads)
     if not program.token:
-        _check_exposed(config.serve, program.token)
+        _check_exposed(config.serve)
     backend = Backend(
         access=Access(config.serve, program.token, threads),
         threads=threads,
@@ -164,9 +164,9 @@ async def _fails_before(stop: asyncio.Event, lost: asyncio.Event, replica: Repli
     return failure.done()
 
 
-def _check_exposed(config: ServeConfig, token: str) -> None:
+def _check_exposed(config: ServeConfig) -> None:
     """Raises ConfigError if other machines would reach a server without keys, and nobody said that they may."""
-    if config.keys or token or _is_local(config.host):
+    if config.keys or _is_local(config.host):
         return
     if not config.insecure:
         raise ConfigError(

@@ -54,9 +54,8 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # it may hold far more than `ready`: protobuf keeps what a later value of a field replaced
-            # Without stop strings nothing needs to be read before the end.
-            eager, trace = bool(ready.sampling.stop), context.trace
-            async with Generation(self._backend, ready, eager, trace) as generation:
+            eager = bool(ready.sampling.stop)  # otherwise nothing needs to be read before the end
+            async with Generation(self._backend, ready, eager, context.trace) as generation:
                 whole = await generation.whole()
                 return await convert.response(ready.id, whole, generation.totals)
 
@@ -66,8 +65,7 @@ class InferenceServicer(_Servicer, rpc.InferenceServicer):
         with self._backend.admitted(context.caller, _completions(request)):
             ready = await self._request(request, context)
             del request  # as above
-            trace = context.trace
-            async with Generation(self._backend, ready, True, trace) as generation:
+            async with Generation(self._backend, ready, True, context.trace) as generation:
                 async for deltas in generation.deltas():
                     yield await convert.response(ready.id, deltas, generation.totals)
 

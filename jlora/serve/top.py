@@ -213,10 +213,7 @@ def bar(tier: pb.TierState, width: int) -> Text:
 def _adapters(now: Reading, most: int) -> list[RenderableType]:
     adapters, kv = now.adapters, now.cache.kv
     tiers = Counter(pb.AdapterInfo.Tier.Name(a.tier) for a in adapters)
-    parts: list[RenderableType] = [
-        f"{len(adapters)} adapters: "
-        + ", ".join(f"{tiers[tier]} {tier}" for tier in ("HBM", "LOADING", "HOST", "DISK"))
-    ]
+    parts: list[RenderableType] = [f"{len(adapters)} adapters: " + ", ".join(f"{tiers[tier]} {tier}" for tier in TIERS)]
     if not adapters:
         return parts
     table = _table("adapter", "tier", "rank", "running", "waiting", "hits", "last use", "load cost", "blocks", "KV")

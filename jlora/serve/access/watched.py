@@ -27,7 +27,7 @@ class Watched(Generic[T]):
     """
 
     def __init__(self, paths: Sequence[str], read: Callable[[], T], threads: Threads | None = None):
-        """Reads the files. Raises ConfigError, as `read` does. Whoever watches `threads` hears if the thread fails."""
+        """Reads the files. Raises ConfigError, as `read` does. `threads` reports a failure of the thread."""
         self._paths = paths
         self._read = read
         self._seen = self._identities()
