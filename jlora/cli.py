@@ -115,7 +115,7 @@ def bench(argv: Sequence[str]) -> int:
 def simulate(argv: Sequence[str]) -> int:
     """`jlora sim`; returns the exit code."""
     if argv and argv[0] == "faults":
-        return _run("jlora.cli:faults", argv[1:])
+        return faults(argv[1:])
 
     from jlora import machine
     from jlora.sim import cli

@@ -172,9 +172,8 @@ class Timing:
 class TokenEvent:
     """One output token of a submitted request, or the end of one completion; fields as in `Delta`.
 
-    `token_id` is None on a final event without a token (an abort). `error` says why a request that has failed
-    ended. `handle` is the engine's own name for
-    the request: see `jlora.replica.Replica.submit`.
+    `token_id` is None on a final event without a token (an abort). `error` says why a request has failed. `handle` is
+    the engine's own name for the request: see `jlora.replica.Replica.submit`.
     """
 
     request_id: str

@@ -69,7 +69,7 @@ class Found:
 
 
 def run(built: Built, course: Course, say: Callable[[str], None] = lambda what: None) -> Found:
-    """Plays, fits and judges. `built` has no compilations left, reuses no prefix, and serves nobody else."""
+    """Plays, fits and judges. `built` has no compilations left, reuses no prefix, and serves no other requests."""
     timed = play(built, course, say)
     buckets = built.runner.builder.buckets
     found = launches.fit(timed["fit"], buckets.decode, buckets.prefill)

@@ -84,7 +84,7 @@ def mixed(count: int) -> tuple[int, ...]:
     return tuple((8, 16, 32, 64)[i % 4] for i in range(count))
 
 
-def load_of(spec: ModelSpec, case: StepCase, blocks: Callable[[int], int]) -> StepLoad:
+def load_of(case: StepCase, blocks: Callable[[int], int]) -> StepLoad:
     """The case in the simulator's terms; `blocks`: of an adapter of a rank, as the simulator counts them."""
     per_adapter = [blocks(rank) for rank in case.ranks]
     new = {True: 0, False: 0}

@@ -77,7 +77,7 @@ def joined(steps: Sequence[Timed]) -> Iterator[Timed]:
 
 
 class Profile:
-    """An engine that plays scenes. `fits` of `built` must be compiled (`compile_rest`)."""
+    """An engine that plays scenes. Every program of `built` is compiled (`compile_rest`)."""
 
     def __init__(self, built: Built):
         self._watched = _Watched(built.runner)

@@ -215,4 +215,4 @@ def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
 
 def _load(bench: Bench, case: StepCase) -> dict[str, float]:
     hardware = fit.hardware(bench.plan.spec, bench.rates)
-    return load_of(bench.plan.spec, case, hardware.adapter_blocks)._asdict()
+    return load_of(case, hardware.adapter_blocks)._asdict()

@@ -73,7 +73,7 @@ def launch_seconds(case: checks.Case, ops: Ops, inputs: tuple[Any, ...]) -> floa
 def run(quick: bool) -> dict[str, Any]:
     """Tunes every large case of this chip (a small one on a CPU). Raises ConfigError for an unknown device."""
     if jax.default_backend() == "gpu":
-        from jlora.doctor import tune_gpu  # jax's front of Mosaic GPU is for those who have one
+        from jlora.doctor import tune_gpu  # jax's front of Mosaic GPU needs a GPU
 
         return tune_gpu.run(quick)
     small = jax.default_backend() == "cpu"

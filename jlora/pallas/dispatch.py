@@ -24,7 +24,6 @@ from jlora.pallas.tiles import AttentionShape, Chip, LoraShape, chip_of
 
 log = logging.getLogger(__name__)
 
-KERNELS = ("auto", "pallas", "xla")
 SCALAR_SHARE = 0.5  # of a chip's scalar memory for one kernel's tables
 
 

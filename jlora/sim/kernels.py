@@ -41,7 +41,7 @@ def costs_of(hardware: Hardware, step: StepModel, kernel: Kernel) -> RankCosts:
     """What a router may know of this hardware.
 
     A rank costs the reading of its rows and columns on `PROJECTIONS`; the other lines are the step model's. The
-    product's own kernel counts as unpadded: it reads no more than the sum of ranks.
+    product's own kernel counts as unpadded: it reads at most the sum of ranks.
     """
     spec, chip = hardware.spec, hardware.chip
     shapes = spec.projection_shapes

@@ -260,11 +260,10 @@ def test_a_line_that_was_cut_off_is_no_line(tmp_path: Path):
 
 def loads() -> list[StepLoad]:
     """The device job's own steps of Llama-3-8B."""
-    spec = MODELS["llama-3-8b"]
-    blocks = fit.hardware(spec, RATES).adapter_blocks
+    blocks = fit.hardware(MODELS["llama-3-8b"], RATES).adapter_blocks
     base = [decode(n, 1024) for n in (1, 8, 32, 64)] + [prefill(n) for n in (512, 2048)]
     adapted = [decode(64, 1024, mixed(k)) for k in (1, 8, 64)] + [prefill(2048, (16,) * 8)]
-    return [load_of(spec, case, blocks) for case in [*base, *adapted]]
+    return [load_of(case, blocks) for case in [*base, *adapted]]
 
 
 def test_the_fit_finds_a_device_that_is_slower_than_its_rates_say():
@@ -297,10 +296,9 @@ def test_one_step_moves_the_fit_no_further_than_it_must(tmp_path: Path):
 
 
 def test_a_step_is_counted_as_the_simulator_counts_it():
-    spec = MODELS["llama-3-8b"]
     case = StepCase("two", (Part(10, 40, 1), Part(1023, 1, 0), Part(5, 1)), (8, 16))
     blocks = {8: 3, 16: 5}
-    load = load_of(spec, case, blocks.__getitem__)
+    load = load_of(case, blocks.__getitem__)
     assert load == StepLoad(40, 2, 50 + 1024 + 6, 40 * 30.5 + 1024 + 6, 8, 40 * 5 + 3)
 
 
