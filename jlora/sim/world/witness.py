@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from jlora.cache.transfer import Copy
-from jlora.engine.plan import Sequence
 from jlora.engine.ports import Parts
 from jlora.engine.shelf import Reading
 from jlora.sim.world.disk import Disk
@@ -63,15 +62,14 @@ class Witness:
                 AssertionError(f"adapter {record.name} could not be read, and nothing was wrong: {error}")
             )
         struck.unread(record.name)
-        self._strike(waiting)
+        for sequence in waiting:
+            struck.request(sequence.handle)
 
     def _copy(self, copy: Copy, error: Exception) -> None:
         if not self._struck.failed(copy, error):
             self._found.append(AssertionError(f"a copy has failed, and nothing was wrong with it: {error}"))
         nodes, scheduler = set(copy.nodes), self._scheduler
-        leased = [s for s in (*scheduler.running, *scheduler.loading) if s.lease is not None]
-        self._strike([s for s in leased if s.lease.adapter in nodes or not nodes.isdisjoint(s.lease.path)])
-
-    def _strike(self, sequences: list[Sequence]) -> None:
-        for sequence in sequences:
-            self._struck.request(sequence.handle)
+        for sequence in (*scheduler.running, *scheduler.loading):
+            lease = sequence.lease
+            if lease is not None and (lease.adapter in nodes or not nodes.isdisjoint(lease.path)):
+                self._struck.request(sequence.handle)
