@@ -68,7 +68,7 @@ class World:
     def compile(self, plans: Sequence[StepPlan]) -> None:
         """Compiles the programs of some plans side by side."""
         builder, ahead = self._prepared.builder, self._prepared.ahead
-        launches = {one.form: one for plan in plans for one in builder.launches(plan.decode, plan.prefill)}
+        launches = {one.form: one for plan in plans for one in builder.launches(plan)}
         with ThreadPoolExecutor(COMPILERS) as threads:
             list(threads.map(ahead.compile, launches.values()))
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
-from jlora.engine.plan import NOTHING, ROW, SCORED_CHUNK, Merged, Work
+from jlora.engine.plan import NOTHING, ROW, SCORED_CHUNK, StepPlan, Work
 from jlora.engine.slots import PageTables, SlotTable
 from jlora.layout import PoolLayout
 from jlora.model.packed import Packed
@@ -151,6 +151,45 @@ class Launch:
         return _adapters(self.works)
 
 
+class Standing:
+    """The last launch of sequences that decode. The next one of the same sequences says nearly the same.
+
+    Attributes:
+        key: what the launch says, but for positions, tokens and blocks.
+    """
+
+    def __init__(self, key: tuple[Any, ...], launch: Launch, works: Sequence[Work], pages: PageTables):
+        self.key = key
+        self._launch = launch
+        self._pages = pages
+        self._record = launch.record.copy()  # the device may still read the launch's own
+        self._fields = self._record.fields()
+        self._slots = np.array([w.sequence.slot for w in launch.works], np.int32)
+        places = {work: place for place, work in enumerate(works)}
+        self._order = [places[work] for work in launch.works]
+        self._tokens: list[int] = []  # what the record says of them, once it has been written to
+        self._blocks: list[tuple[int, ...]] = []
+
+    def again(self, works: Sequence[Work]) -> Launch:
+        """The launch of the next step; `works` are of the same sequences, in the same order."""
+        works, count = tuple([works[place] for place in self._order]), len(works)
+        starts = np.array([w.start for w in works], np.int32)
+        self._fields["starts"][:count] = starts
+        tokens = [s.tokens[start] if start < len(s.tokens) else -1 for s, start, _, _ in works]  # -1: on the device
+        if tokens != self._tokens:
+            self._tokens, known = tokens, np.array(tokens, np.int32)
+            self._fields["tokens"][:count, 0] = np.maximum(known, 0)
+            self._fields["source"][:count] = np.where(known < 0, self._slots, -1)
+        blocks = [lease.blocks for w in works if (lease := w.sequence.lease) is not None]
+        if blocks != self._blocks:
+            self._blocks, self._fields["table"][:count] = blocks, self._pages.rows(works)
+        launch, sampling = self._launch, self._launch.sampling
+        if sampling is not None:
+            sampling = sampling.copy()
+            sampling.words[:count, sampling.first_word("position")] = starts + 1
+        return Launch(works, launch.form, self._record.copy(), launch.lists, sampling)
+
+
 class BatchBuilder:
     """Assembles launches for one engine; `bare`: decode launches without adapters have programs of their own."""
 
@@ -166,6 +205,7 @@ class BatchBuilder:
         self._width = layout.blocks_for(spec.max_len)
         self._projections = projections
         self._merged = NOTHING  # of the step whose launches are laid out
+        self._standing: Standing | None = None  # the last launch of sequences that decode
         self._kept: dict[tuple[Any, bool], Lists] = {}  # the last used last
 
     def by_projection(self, uid: int, blocks: Sequence[int]) -> dict[str, tuple[int, ...]]:
@@ -175,26 +215,35 @@ class BatchBuilder:
             held[name] = (*held.get(name, ()), block)
         return held
 
-    def launches(self, decode: Sequence[Work], prefill: Sequence[Work], merged: Merged = NOTHING) -> list[Launch]:
+    def launches(self, plan: StepPlan) -> list[Launch]:
         """Every launch of a step, decode first; together they hold each work once."""
-        self._merged = merged
-        cold = [[w for w in works if w.helped] for works in (decode, prefill)]
-        if any(cold):  # their layers run in parts: the others keep the usual programs
-            warm = ([w for w in works if not w.helped] for works in (decode, prefill))
-            return [*self._launches(*warm), *(replace(launch, helped=True) for launch in self._launches(*cold))]
-        return self._launches(decode, prefill)
+        self._merged = plan.merged
+        if not plan.helps:
+            return self._launches(plan.decode, plan.prefill)
+        parts = plan.decode, plan.prefill
+        cold = [[w for w in works if w.helped] for works in parts]
+        warm = [[w for w in works if not w.helped] for works in parts]
+        # Layers of the cold ones run in parts: the others keep the usual programs.
+        return [*self._launches(*warm), *(replace(launch, helped=True) for launch in self._launches(*cold))]
 
     def _launches(self, decode: Sequence[Work], prefill: Sequence[Work]) -> list[Launch]:
-        out, merged = [], self._merged
-        if decode:
-            bare = bool(self.compiled.bare) and not any(merged.acts(w) for w in decode)
-            rows = _fitting(self.compiled.bare if bare else self.compiled.decode, len(decode))
-            out.append(self.launch(decode, rows, 1, bare))
+        out = [self._decode(decode)] if decode else []
         # A scored chunk runs alone: logits are taken of every token of its launch.
         groups = [[w] for w in prefill if _scores(w)] + [[w for w in prefill if not _scores(w)]]
         for group in filter(None, groups):
             out.append(self.launch(group, _fitting(self.compiled.prefill, sum(map(_rows, group))), ROW))
         return out
+
+    def _decode(self, works: Sequence[Work]) -> Launch:
+        """The launch of sequences that decode, made from the last one if that was of the same sequences."""
+        key = [w.sequence for w in works], self.slots.version, self._merged, self.compiled
+        if self._standing is not None and self._standing.key == key:
+            return self._standing.again(works)
+        bare = bool(self.compiled.bare) and not any(self._merged.acts(w) for w in works)
+        rows = _fitting(self.compiled.bare if bare else self.compiled.decode, len(works))
+        launch = self.launch(works, rows, 1, bare)
+        self._standing = Standing(key, launch, works, self._pages)
+        return launch
 
     def blank(self, rows: int, chunk: int, bare: bool = False) -> Launch:
         """A launch of nothing but padding, for warm-up; scored where scoring is possible."""

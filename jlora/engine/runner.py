@@ -143,7 +143,7 @@ class Runner:
                 if not work.sequence.set_up:
                     self._set_up(work.sequence)
             at = plan.work
-            launches = self.builder.launches(plan.decode, plan.prefill, plan.merged)
+            launches = self.builder.launches(plan)
             with self._watched(launches, bool(plan.streams)):
                 for launch in launches:
                     at = launch.works

@@ -24,6 +24,7 @@ class SlotTable:
         self._rows = Packed.zeros(row_type(most), slots + 1)  # the last one pads
         self._fields = self._rows.fields()
         self._position = self._rows.first_word("position")
+        self.version = 0  # changes with every `set`
         self._eos_ids = eos_ids
         self._fields["slot"][:] = np.arange(slots + 1)  # padding is outside the state: dropped
         for name in ("top_p", "repetition"):
@@ -31,6 +32,7 @@ class SlotTable:
 
     def set(self, sequence: Seq) -> None:
         """Writes a sequence's parameters into its slot."""
+        self.version += 1
         p, slot = sequence.request.sampling, sequence.slot
         row = {
             "temperature": p.temperature,

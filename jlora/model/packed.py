@@ -33,6 +33,10 @@ class Packed:
         """Records for the host to fill."""
         return cls(np.zeros((*shape, kind.itemsize // 4), np.int32), kind)
 
+    def copy(self) -> Packed:
+        """The same on the host, in memory of its own."""
+        return Packed(self.words.copy(), self.type)
+
     def first_word(self, name: str) -> int:
         """Where a field begins in its record."""
         return _places(self.type)[name].first

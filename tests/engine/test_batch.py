@@ -12,7 +12,7 @@ from jlora.cache.lease import Lease
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.batch import SETS, BatchBuilder, Buckets, Launch, Lists
-from jlora.engine.plan import ROW, Sequence, Work
+from jlora.engine.plan import ROW, Sequence, StepPlan, Work
 from jlora.layout import PoolLayout
 from jlora.model.spec import PROJECTIONS
 from jlora.model.step import Fields
@@ -101,16 +101,16 @@ def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_o
     base = [work(BASE, 30 + i, 1) for i in range(3)]
     waiting = work(adapter(1), 30, 1, activation=40)  # its invocation is still to come
     for works, rows in ((base, 8), ([*base, waiting], 8), ([*base, work(adapter(1), 60, 1)], 4)):
-        (launch,) = builder.launches(works, [])
+        (launch,) = builder.launches(StepPlan(tuple(works), (), ()))
         assert launch.form == (rows, 1, rows == 8)
         assert (launch.batch.lists.shape[1] == 0) == (rows == 8)
-    (prompt,) = builder.launches([], [work(BASE, 0, 20)])
+    (prompt,) = builder.launches(StepPlan((), (work(BASE, 0, 20),), ()))
     assert prompt.batch.lists.shape[1] == 100
 
 
-def running(slot: int, blocks: tuple[int, ...]) -> Work:
+def running(slot: int, blocks: tuple[int, ...], node: AdapterNode = BASE) -> Work:
     """A sequence that decodes; its last token is on the device only."""
-    decoding = work(BASE, PROMPT, 1)
+    decoding = work(node, PROMPT, 1)
     decoding.sequence.slot, decoding.sequence.lease = slot, Lease(decoding.sequence.origin, True, blocks=blocks)
     return decoding._replace(samples=True)
 
@@ -126,11 +126,49 @@ def test_a_slots_page_table_follows_its_lease(builder: BatchBuilder):
         assert found.write_rows.tolist() == [table[PROMPT // 8], 28] and found.source.tolist() == [2, 0]
 
 
+def test_a_launch_made_from_the_last_one_says_what_a_new_one_says(builder: BatchBuilder):
+    nodes = adapter(2), BASE, adapter(2)
+    works = tuple(running(slot, tuple(range(10 * slot, 10 * slot + 9)), node) for slot, node in enumerate(nodes))
+    for one in works:
+        builder.slots.set(one.sequence)
+
+    def check() -> list[int]:
+        (launch,) = builder.launches(StepPlan(works, (), ()))
+        fresh = builder.launch(works, launch.form.rows, 1)
+        assert launch.sampling is not None and fresh.sampling is not None
+        assert launch.works == fresh.works and launch.form == fresh.form and launch.lists is fresh.lists
+        assert launch.record.words.tolist() == fresh.record.words.tolist()
+        assert launch.sampling.words.tolist() == fresh.sampling.words.tolist()
+        return fields(launch).starts[:3].tolist()
+
+    assert check() == [PROMPT] * 3
+    works = tuple(one._replace(start=one.start + 1) for one in works)  # a step later
+    assert check() == [PROMPT + 1] * 3
+    works[1].sequence.tokens += [5, 6]  # the host knows the last token, as after a preemption
+    assert check()
+    assert works[2].sequence.lease is not None
+    works[2].sequence.lease.blocks += (77,)
+    assert check()
+    works[0].sequence.slot = 3  # it was preempted, and is back
+    builder.slots.set(works[0].sequence)
+    assert check()
+    works = works[1:]
+    assert check()[:2] == [PROMPT + 1] * 2
+
+
+def test_the_arrays_of_a_launch_on_its_way_are_never_written_again(builder: BatchBuilder):
+    one, steps = running(0, tuple(range(9))), range(4)
+    launches = [builder.launches(StepPlan((one._replace(start=PROMPT + step),), (), ()))[0] for step in steps]
+    assert [fields(launch).starts[0] for launch in launches] == [PROMPT + step for step in steps]
+    drawn = [launch.sampling.fields()["position"][0] for launch in launches if launch.sampling is not None]
+    assert drawn == [PROMPT + step + 1 for step in steps]
+
+
 def test_what_the_host_says_of_a_launch_is_two_arrays_and_the_lists_of_its_adapters_are_kept(builder: BatchBuilder):
     decode, prompt = [work(adapter(1), 60, 1)], [work(adapter(2), 0, 40)]
     launches = [builder.launch(works, rows, chunk) for works, rows, chunk in 2 * [(decode, 2, 1), (prompt, 2, ROW)]]
     assert launches[0].lists is launches[2].lists and launches[1].lists is launches[3].lists
-    (launch,) = builder.launches([running(1, tuple(range(1, 10)))], [])
+    (launch,) = builder.launches(StepPlan((running(1, tuple(range(1, 10))),), (), ()))
     assert len(jax.tree.leaves((launch.record, launch.sampling))) == 2
 
 
