@@ -129,6 +129,8 @@ class Admission:
         The first pass goes over the head of the queue, and defers sequences that may be overtaken. The
         second pass goes over those.
         """
+        if not self._length:
+            return
         step = Step(running, loading)
         step.behind = self._spare_s(step) < 0
         many = max(LOOKAHEAD, self._max_seqs - len(running))
@@ -140,7 +142,7 @@ class Admission:
 
     def _owed(self, running: Ordered[Sequence]) -> Iterator[Sequence]:
         for priority in sorted(self._shares, reverse=True):
-            yield from self._shares[priority].owed([s for s in running if s.request.priority == priority])
+            yield from self._shares[priority].owed(s for s in running if s.request.priority == priority)
 
     def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
         for sequence in sequences:

@@ -130,7 +130,12 @@ def _adapters(works: Sequence[Work]) -> tuple[AdapterNode, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One forward: its work in row order and its arrays; `sampling` says which rows draw a token, and how."""
+    """One forward: its work in row order and its arrays; `sampling` says which rows draw a token, and how.
+
+    Attributes:
+        reports: whether a row that draws a token reports log-probabilities.
+        helped: the host computes its adapters' part.
+    """
 
     works: tuple[Work, ...]
     form: Form
@@ -138,7 +143,8 @@ class Launch:
     lists: Lists
     sampling: Packed | None
     score_targets: np.ndarray | None = None
-    helped: bool = False  # the host computes its adapters' part
+    reports: bool = False
+    helped: bool = False
 
     @property
     def batch(self) -> Batch:
@@ -173,21 +179,22 @@ class Standing:
     def again(self, works: Sequence[Work]) -> Launch:
         """The launch of the next step; `works` are of the same sequences, in the same order."""
         works, count = tuple([works[place] for place in self._order]), len(works)
-        starts = np.array([w.start for w in works], np.int32)
+        starts, known = [w.start for w in works], [w.sequence.tokens for w in works]
         self._fields["starts"][:count] = starts
-        tokens = [s.tokens[start] if start < len(s.tokens) else -1 for s, start, _, _ in works]  # -1: on the device
+        at = zip(known, starts, strict=True)
+        tokens = [of[start] if start < len(of) else -1 for of, start in at]  # -1: on the device
         if tokens != self._tokens:
-            self._tokens, known = tokens, np.array(tokens, np.int32)
-            self._fields["tokens"][:count, 0] = np.maximum(known, 0)
-            self._fields["source"][:count] = np.where(known < 0, self._slots, -1)
+            self._tokens, ids = tokens, np.array(tokens, np.int32)
+            self._fields["tokens"][:count, 0] = np.maximum(ids, 0)
+            self._fields["source"][:count] = np.where(ids < 0, self._slots, -1)
         blocks = [lease.blocks for w in works if (lease := w.sequence.lease) is not None]
         if blocks != self._blocks:
             self._blocks, self._fields["table"][:count] = blocks, self._pages.rows(works)
         launch, sampling = self._launch, self._launch.sampling
         if sampling is not None:
             sampling = sampling.copy()
-            sampling.words[:count, sampling.first_word("position")] = starts + 1
-        return Launch(works, launch.form, self._record.copy(), launch.lists, sampling)
+            sampling.words[:count, sampling.first_word("position")] = self._fields["starts"][:count] + 1
+        return Launch(works, launch.form, self._record.copy(), launch.lists, sampling, reports=launch.reports)
 
 
 class BatchBuilder:
@@ -270,7 +277,8 @@ class BatchBuilder:
             self._fill(fields, works, index)
         sampling = self._sampling(works, rows) if any(w.samples for w in works) else None
         targets = self._targets(works, rows * chunk)
-        return Launch(tuple(works), Form(rows, chunk, bare), record, lists, sampling, targets)
+        reports = any(w.samples and w.sequence.request.sampling.logprobs is not None for w in works)
+        return Launch(tuple(works), Form(rows, chunk, bare), record, lists, sampling, targets, reports)
 
     def _fill(self, fields: Mapping[str, np.ndarray], works: Sequence[Work], index: Mapping[AdapterNode, int]) -> None:
         """Writes the works' rows into a launch's record. A work's rows follow each other."""
@@ -283,12 +291,12 @@ class BatchBuilder:
         fields["starts"][:n] = starts[of] + at
         fields["counts"][:n] = np.minimum(chunk, counts[of] - at)
         fields["last"][: len(works)] = (after - rows) * chunk + counts - 1
-        for (sequence, start, count, _), end in zip(works, after.tolist(), strict=True):
-            known = sequence.tokens[start : start + count]
-            if len(known) < count:  # the last one is still on the device
-                fields["source"][end - 1] = sequence.slot
+        for work, end in zip(works, after.tolist(), strict=True):
+            known = work.sequence.tokens[work.start : work.start + work.count]
+            if len(known) < work.count:  # the last one is still on the device
+                fields["source"][end - 1] = work.sequence.slot
             if known:
-                first = (end - -(-count // chunk)) * chunk
+                first = (end - -(-work.count // chunk)) * chunk
                 tokens[first : first + len(known)] = known
         fields["table"][:n] = self._pages.rows(works)[of]
         fields["adapters"][:n] = np.array([index.get(w.sequence.adapter, -1) for w in works])[of]
@@ -326,8 +334,8 @@ class BatchBuilder:
         """For a scored chunk, the token after each of its tokens."""
         if not works or not _scores(works[0]):
             return None
-        seq, start, count, _ = works[0]
+        first = works[0]
         targets = np.zeros(size, np.int32)
-        after = seq.request.prompt[start + 1 : start + count + 1]
+        after = first.sequence.request.prompt[first.start + 1 : first.start + first.count + 1]
         targets[: len(after)] = after
         return targets

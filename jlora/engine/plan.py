@@ -56,7 +56,9 @@ class Sequence:
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
     came: float = 0.0  # its place in the line of its tenant; before `arrived` if it waited elsewhere first
+    line: tuple[float, int] = field(init=False)  # its place in the line of its tenant
     rank: int = field(init=False)  # its order; smaller if it waited elsewhere first, so that ranks follow the line
+    handle: int = field(init=False)  # the engine's name for its request, never used again: its first completion's order
     resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued
     paid: float = 0.0  # what its prompt has cost its tenant
@@ -89,7 +91,8 @@ class Sequence:
     def __post_init__(self) -> None:
         request = self.request
         done = request.done[self.index] if request.done else Done()
-        self.rank = self.order
+        self.line, self.rank = (self.came, self.order), self.order
+        self.handle = self.order if self.leader is None else self.leader.order
         self.tokens, self.resumed = [*request.prompt, *done.tokens], len(done.tokens)
         self.prompt_len = len(request.prompt)
         self.longest = self.prompt_len + (request.sampling.max_tokens or 1)
@@ -104,16 +107,6 @@ class Sequence:
         (`jlora.engine.shares.turn`) tenants take turns.
         """
         return self.rank - (self.request.priority << ORDER_BITS)
-
-    @property
-    def line(self) -> tuple[float, int]:
-        """Its place in the line of its tenant."""
-        return self.came, self.order
-
-    @property
-    def handle(self) -> int:
-        """The engine's name for its request, never used again: the order of the request's first completion."""
-        return self.order if self.leader is None else self.leader.order
 
     @property
     def outputs(self) -> int:
@@ -167,7 +160,8 @@ class Sequence:
         )
 
 
-class Work(NamedTuple):
+@dataclass(slots=True, eq=False)  # one for each token: a frozen one takes four times as long to make
+class Work:
     """Compute `count` tokens of a sequence from position `start`; `samples`: then draw the next."""
 
     sequence: Sequence
@@ -225,7 +219,8 @@ class StepPlan:
         return bool(self.decode or self.prefill or self.copies)
 
 
-class Drawn(NamedTuple):
+@dataclass(slots=True)  # as `Work`
+class Drawn:
     """The result of one work item."""
 
     token: int | None = None  # None if the work did not sample

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import repeat
 from threading import get_ident
 from typing import NamedTuple
 
@@ -63,10 +64,10 @@ class Dispatched:
 
     def read(self) -> list[Drawn]:
         """Waits for the step; results in the order of `plan.work`."""
-        drawn: dict[Work, Drawn] = {}
+        drawn: dict[Running, Drawn] = {}
         for launch, sampled, score in zip(self.launches, self.sampled, self.scores, strict=True):
-            drawn.update(zip(launch.works, _drawn(launch, sampled, score), strict=True))
-        return [drawn[work] for work in self.plan.work]
+            drawn.update(zip([w.sequence for w in launch.works], _drawn(launch, sampled, score), strict=True))
+        return [drawn[work.sequence] for work in self.plan.work]
 
 
 class Left(NamedTuple):
@@ -412,15 +413,14 @@ def _drawn(launch: Launch, sampled: Sampled | None, score: _Scores | None) -> li
     if sampled is None:
         return [Drawn(prompt_logprobs=scored) for _ in launch.works]
     tokens = np.asarray(sampled.token).tolist()
-    rows = zip(launch.works, tokens, _reports(launch.works, tokens, sampled), strict=False)  # behind them is padding
+    reports = _reports(launch.works, tokens, sampled) if launch.reports else repeat(None)
+    rows = zip(launch.works, tokens, reports, strict=False)  # behind them is padding
     return [Drawn(token if work.samples else None, report, scored) for work, token, report in rows]
 
 
-def _reports(works: Sequence[Work], tokens: list[int], sampled: Sampled) -> Iterable[TokenLogprob | None]:
-    """The log-probabilities of each work that asks for them; reads them from the device only if one does."""
+def _reports(works: Sequence[Work], tokens: list[int], sampled: Sampled) -> list[TokenLogprob | None]:
+    """The log-probabilities of each work that asks for them."""
     wanted = [w.sequence.request.sampling.logprobs if w.samples else None for w in works]
-    if all(k is None for k in wanted):
-        return [None] * len(works)
     own, ids, tops = (np.asarray(a) for a in (sampled.logprob, sampled.top_ids, sampled.top_logprobs))
     return [
         None if k is None else TokenLogprob(tokens[row], float(own[row]), _pairs(ids[row], tops[row], k))

@@ -188,17 +188,18 @@ class Scheduler:
         self.queue.pace = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._pause()
-        self.running.sort(key=turn)  # tenants' turns change
+        if len({sequence.account for sequence in self.running}) > 1:
+            self.running.sort(key=turn)  # tenants' turns change
         self._board(now)  # first: some have one token left to compute, so they decode in this step
         if not self._slots:
             for sequence in self.queue.admit(now, self.running, self.loading, owed=True):
                 self._at = sequence
                 self._run_if_ready(sequence, now)
-        self._plan_decode(decode)
+        prompts = self._plan_decode(decode)
         budget = self.config.max_step_tokens
-        for sequence in self.running:
+        for sequence in prompts:
             self._at = sequence
-            if budget > 0 and sequence.remaining > 1 and self.turns.may_run(sequence):
+            if budget > 0 and sequence.lease is not None and self.turns.may_run(sequence):
                 budget -= self._add_chunk(prefill, sequence, budget)
         admissions = self.queue.admit(now, self.running, self.loading)
         while budget > 0 and self._slots:
@@ -212,7 +213,8 @@ class Scheduler:
         self._planned = now if decode or prefill else None
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         streams = self._leases.streams(leases)
-        helps = self._leases.helps([w.sequence.lease for w in (*decode, *prefill) if w.helped and w.sequence.lease])
+        works = (*decode, *prefill) if self.manager.flying else ()
+        helps = self._leases.helps([w.sequence.lease for w in works if w.helped and w.sequence.lease])
         copies = self.tend(now)  # last: they are given out once
         return StepPlan(tuple(decode), tuple(prefill), copies, streams, helps, self.turns.merged)
 
@@ -306,42 +308,47 @@ class Scheduler:
         return list(self._requests.get(handle, ()))
 
     def _take_in(self, work: Work, result: Drawn, now: float) -> TokenEvent | None:
-        sequence = work.sequence
+        sequence, lease, token = work.sequence, work.sequence.lease, result.token
         if sequence.prompt_logprobs is not None:
             # After a preemption, prompt chunks come again: keep only what is new.
             known = len(sequence.prompt_logprobs) - 1 - work.start
             sequence.prompt_logprobs += result.prompt_logprobs[known:] if known >= 0 else ()
-        if result.token is not None:
-            sequence.tokens.append(result.token)
-        if sequence.lease is not None:
-            known = min(sequence.computed, len(sequence.tokens))
-            self._leases.publish(sequence.lease, sequence.tokens, known)
-        return None if result.token is None else self._token(sequence, result.token, result.logprob, now)
+        if token is not None:
+            sequence.tokens.append(token)
+        if lease is not None:
+            self._leases.publish(lease, sequence.tokens, min(sequence.computed, len(sequence.tokens)))
+        return None if token is None else self._token(sequence, token, result.logprob, now)
 
-    def _plan_decode(self, decode: list[Work]) -> None:
+    def _plan_decode(self, decode: list[Work]) -> list[Sequence]:
+        """Plans the next token of each sequence that decodes; the running ones whose prompts are to be computed."""
+        prompts, grow, only = list[Sequence](), self._leases.grow, self.turns.only
         for sequence in list(self.running):
-            self._at, sampled = sequence, len(sequence.tokens) + sequence.in_flight
-            if sequence.lease is None or sampled != sequence.computed + 1 or sampled >= sequence.longest:
-                continue  # it was preempted in this step, is a prompt, or has all its tokens
-            if self.turns.may_run(sequence) and self._make_room(sequence, decode):
-                decode.append(Work(sequence, sequence.computed, 1, True))
-                sequence.computed += 1
-                sequence.in_flight += 1
+            lease, computed = sequence.lease, sequence.computed
+            left = len(sequence.tokens) + sequence.in_flight - computed
+            if lease is None:  # it was preempted in this step
+                continue
+            if left > 1:
+                prompts.append(sequence)
+            elif computed + 1 < sequence.longest and only in (None, sequence.adapter):
+                self._at = sequence
+                if grow(lease, computed + 1) or self._make_room(sequence, decode):
+                    decode.append(Work(sequence, computed, 1, True))
+                    sequence.computed = computed + 1
+                    sequence.in_flight += 1
         self._at = None
+        return prompts
 
     def _make_room(self, sequence: Sequence, planned: list[Work]) -> bool:
-        """One more token for a decoding sequence, preempting from the end of the order if needed."""
-        while True:
-            assert sequence.lease is not None
-            if self._leases.grow(sequence.lease, sequence.computed + 1):
-                return True
-            if self.manager.leaving:  # blocks come free when their copies to the host have landed
-                return False
+        """Room for one more token of a decoding sequence, by preempting from the end of the order."""
+        while not self.manager.leaving:  # blocks come free when their copies to the host have landed
             kept = {work.sequence for work in planned}
             victim = max((s for s in (*self.running, *self.loading) if s not in kept), key=turn)
             self._preempt(victim)
-            if victim is sequence:
+            if sequence.lease is None:  # it was the last one itself
                 return False
+            if self._leases.grow(sequence.lease, sequence.computed + 1):
+                return True
+        return False
 
     def _add_chunk(self, works: list[Work], sequence: Sequence, budget: int) -> int:
         """Plans the next tokens of a sequence; the tokens they take of the budget, in whole rows."""
@@ -377,7 +384,8 @@ class Scheduler:
 
     def _pause(self) -> None:
         """Takes the slots of sequences whose turn it is not, once the host has read their last token."""
-        for sequence in [s for s in self.running if not (s.in_flight or self.turns.may_run(s))]:
+        only = self.turns.only
+        for sequence in [s for s in self.running if not s.in_flight and only not in (None, s.adapter)]:
             assert sequence.lease is not None
             self._ahead.pop(sequence, None)
             self._leases.gate.hold(sequence.lease)
@@ -457,10 +465,10 @@ class Scheduler:
         charge_output(sequence)
         sequence.last_token = now
         sequence.first_token = sequence.first_token or now
-        outputs = sequence.outputs
-        prompt_logprobs = tuple(sequence.prompt_logprobs) if outputs == 1 and sequence.prompt_logprobs else None
-        name = sequence.request.id
-        event = TokenEvent(name, sequence.index, token, logprob, prompt_logprobs, handle=sequence.handle)
+        outputs = len(sequence.tokens) - sequence.prompt_len
+        scored = tuple(sequence.prompt_logprobs) if sequence.prompt_logprobs and outputs == 1 else None
+        name, handle = sequence.request.id, sequence.handle
+        event = TokenEvent(name, sequence.index, token, logprob, scored, None, None, None, handle)
         reason = self._reason(sequence, token, outputs)
         if reason is None:
             return event

@@ -51,8 +51,9 @@ def refund_prompt(sequence: Sequence) -> None:
 
 
 def charge_output(sequence: Sequence) -> None:
-    """The sequence has one output token more."""
-    account_of(sequence).served += OUTPUT
+    """The sequence, which has been queued, has one output token more."""
+    assert sequence.account is not None
+    sequence.account.served += OUTPUT
 
 
 def owes(one: Sequence, other: Sequence) -> bool:

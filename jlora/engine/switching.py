@@ -51,9 +51,10 @@ class Switching(Turns):
         done = self._merger.done
         return Merged(self._node.uid if self._node and done else -1, done, self._merger.pieces)
 
-    def may_run(self, sequence: Sequence) -> bool:
-        """While anything is merged, its adapter's requests."""
-        return not self._merger.done or sequence.adapter is self._node
+    @property
+    def only(self) -> AdapterNode | None:
+        """While anything is merged, its adapter."""
+        return self._node if self._merger.done else None
 
     def joined(self, sequence: Sequence) -> None:
         self.policy.joined(sequence.adapter)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from jlora.cache.tree import AdapterNode
 from jlora.engine.plan import NOTHING, Merged, Sequence
 
 
@@ -13,9 +14,14 @@ class Turns:
         """What is merged into the weights that the next step runs on."""
         return NOTHING
 
+    @property
+    def only(self) -> AdapterNode | None:
+        """The next step computes only this adapter's sequences right; None: everyone's."""
+        return None
+
     def may_run(self, sequence: Sequence) -> bool:
         """Whether the next step computes this sequence right."""
-        return True
+        return self.only in (None, sequence.adapter)
 
     def joined(self, sequence: Sequence) -> None:
         """A sequence has been queued."""

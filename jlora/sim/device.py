@@ -135,7 +135,7 @@ def load_of(decode: Sequence[Work], prefill: Sequence[Work], merged: Merged = NO
     context, pairs, adapter_tokens = 0, 0.0, 0
     adapters: dict[int, int] = {}
     for work in (*decode, *prefill):
-        sequence, start, count, _ = work
+        sequence, start, count = work.sequence, work.start, work.count
         context += start + count
         pairs += count * (start + (count + 1) / 2)
         node = sequence.adapter

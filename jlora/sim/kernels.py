@@ -29,10 +29,9 @@ class RankedKernel:
 
     def __call__(self, plan: StepPlan) -> float:
         requests = total = largest = 0
-        for sequence, start, count, _ in plan.work:
-            node = sequence.adapter
-            if node.size and start + count > (sequence.activation or 0):
-                rank = self._ranks[node.uid]
+        for work in plan.work:
+            if work.adapted:
+                rank = self._ranks[work.sequence.adapter.uid]
                 requests, total, largest = requests + 1, total + rank, max(largest, rank)
         return self._costs.adapters_s(requests, total, largest)
 

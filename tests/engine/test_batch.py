@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
+from dataclasses import replace
 
 import jax
 import pytest
@@ -112,7 +113,7 @@ def running(slot: int, blocks: tuple[int, ...], node: AdapterNode = BASE) -> Wor
     """A sequence that decodes; its last token is on the device only."""
     decoding = work(node, PROMPT, 1)
     decoding.sequence.slot, decoding.sequence.lease = slot, Lease(decoding.sequence.origin, True, blocks=blocks)
-    return decoding._replace(samples=True)
+    return replace(decoding, samples=True)
 
 
 def test_a_slots_page_table_follows_its_lease(builder: BatchBuilder):
@@ -142,7 +143,7 @@ def test_a_launch_made_from_the_last_one_says_what_a_new_one_says(builder: Batch
         return fields(launch).starts[:3].tolist()
 
     assert check() == [PROMPT] * 3
-    works = tuple(one._replace(start=one.start + 1) for one in works)  # a step later
+    works = tuple(replace(one, start=one.start + 1) for one in works)  # a step later
     assert check() == [PROMPT + 1] * 3
     works[1].sequence.tokens += [5, 6]  # the host knows the last token, as after a preemption
     assert check()
@@ -158,7 +159,7 @@ def test_a_launch_made_from_the_last_one_says_what_a_new_one_says(builder: Batch
 
 def test_the_arrays_of_a_launch_on_its_way_are_never_written_again(builder: BatchBuilder):
     one, steps = running(0, tuple(range(9))), range(4)
-    launches = [builder.launches(StepPlan((one._replace(start=PROMPT + step),), (), ()))[0] for step in steps]
+    launches = [builder.launches(StepPlan((replace(one, start=PROMPT + step),), (), ()))[0] for step in steps]
     assert [fields(launch).starts[0] for launch in launches] == [PROMPT + step for step in steps]
     drawn = [launch.sampling.fields()["position"][0] for launch in launches if launch.sampling is not None]
     assert drawn == [PROMPT + step + 1 for step in steps]

@@ -301,7 +301,7 @@ class Device:
         return sum(swapper.place(copy, group) for group in range(self.pool.groups) for copy in plan.streams)
 
     def _compute(self, work: Work, plan: StepPlan) -> Drawn:
-        sequence, start, count, samples = work
+        sequence, start, count = work.sequence, work.start, work.count
         assert sequence.lease is not None
         table, size, pool = sequence.lease.blocks, self.pool.layout.block_tokens, self.pool
         mark = self._mark(work, plan)
@@ -313,7 +313,7 @@ class Device:
                 now = _root(mark, sequence.request.salt, sequence.activation)
             now = _next(now, token, mark if position == sequence.activation else None)
             pool.write(table[position // size], position % size, now)
-        if not samples:
+        if not work.samples:
             return Drawn()
         length = start + count
         ends = [pool.number(block, size - 1) for block in table[: length // size]]
