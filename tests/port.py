@@ -9,7 +9,7 @@ A `Seam` is where a test puts something of its own: `monkeypatch.setattr(*seam, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
 from pathlib import Path
@@ -26,10 +26,12 @@ from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode
 from jlora.cluster.view import View
 from jlora.doctor import profile
+from jlora.engine.admission import Admission
 from jlora.engine.engine import Engine
 from jlora.engine.host_lora import HostLora
 from jlora.engine.local import LocalReplica
 from jlora.engine.merger import Merger
+from jlora.engine.plan import Sequence
 from jlora.engine.ports import Parts
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
@@ -61,6 +63,16 @@ def price(meter: Meter, kind: int, fixed_s: float) -> None:
 def batch(policy: Fastlibra) -> float:
     """What the policy takes for the number of running sequences."""
     return policy._batch
+
+
+def present(queue: Admission) -> Iterator[Sequence]:
+    """The queued sequences that a step looks at."""
+    return queue._present()
+
+
+def not_yet() -> Seam:
+    """Whether a step passes over a queued sequence."""
+    return Admission, "_not_yet"
 
 
 def streams(manager: CacheManager) -> bool:

@@ -81,6 +81,7 @@ class Admission:
         self._max_seqs = config.max_seqs
         self._shares: dict[int, Shares] = {}  # by priority, of the sequences that have not ended
         self._length = 0
+        self._epoch = -1  # of the cache, when it was last asked which adapters have come from the disk
 
     def __len__(self) -> int:
         return self._length
@@ -134,11 +135,20 @@ class Admission:
         step = Step(running, loading)
         step.behind = self._spare_s(step) < 0
         many = max(LOOKAHEAD, self._max_seqs - len(running))
-        queue = self._owed(running) if owed else self
+        queue = self._owed(running) if owed else self._present()
         window = list(itertools.islice((s for s in queue if not self._not_yet(s)), many))
         yield from self._admit(window, step, now)
         step.second = True
         yield from self._admit(step.deferred, step, now)
+
+    def _present(self) -> Iterator[Sequence]:
+        """The sequences in order of service; few of those whose adapter comes from the disk."""
+        if self._epoch != self._manager.epoch:
+            self._epoch = self._manager.epoch
+            for shares in self._shares.values():
+                shares.arrive()
+        for priority in sorted(self._shares, reverse=True):
+            yield from self._shares[priority].present()
 
     def _owed(self, running: Ordered[Sequence]) -> Iterator[Sequence]:
         for priority in sorted(self._shares, reverse=True):

@@ -36,6 +36,7 @@ class Account:
     live: int = 0  # its sequences that have not ended
     running: int = 0  # those with a slot
     line: list[Sequence] = field(default_factory=list)  # those that are queued, by arrival
+    here: list[Sequence] = field(default_factory=list)  # of these, those whose adapter was seen to be in memory
 
     @property
     def leased(self) -> int:

@@ -17,6 +17,7 @@ import heapq
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
+from jlora.cache.tree import AdapterNode
 from jlora.engine.plan import Account, Sequence
 
 PROMPT, OUTPUT = 1.0, 2.0  # cost of a prompt token and of an output token, as in the paper
@@ -76,6 +77,9 @@ class Shares:
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}  # those with queued sequences
         self._line: list[Sequence] = []  # the queued sequences of all tenants, by arrival
+        self._away: dict[
+            AdapterNode, dict[Sequence, None]
+        ] = {}  # those whose adapter comes from the disk, in any order
         self._level = 0.0  # the counter of the tenant that was the last to wait
         self._limit = 2 * IDLE  # accounts; with more, those that do not matter are forgotten
 
@@ -88,6 +92,21 @@ class Shares:
         if len(self._waiting) == 1:
             return iter(next(iter(self._waiting.values())).line)
         return _in_turn([(account.served, account.line) for account in self._waiting.values()])
+
+    def present(self) -> Iterator[Sequence]:
+        """The same without those whose adapter comes from the disk, if one tenant waits.
+
+        Between several, their prompts count as if they were admitted.
+        """
+        if len(self._waiting) == 1:
+            return iter(next(iter(self._waiting.values())).here)
+        return iter(self)
+
+    def arrive(self) -> None:
+        """Some adapters may have come from the disk."""
+        for adapter in [adapter for adapter in self._away if not adapter.reading]:
+            for sequence in self._away.pop(adapter):
+                bisect.insort(account_of(sequence).here, sequence, key=LINE)
 
     def owed(self, running: Iterable[Sequence]) -> Iterator[Sequence]:
         """Queued sequences for which running ones of this priority's other tenants should make way (`owes`)."""
@@ -113,6 +132,10 @@ class Shares:
         account = sequence.account or self._accounts.get(tenant) or Account()
         bisect.insort(account.line, sequence, key=LINE)
         bisect.insort(self._line, sequence, key=LINE)
+        if sequence.adapter.reading:
+            self._away.setdefault(sequence.adapter, {})[sequence] = None
+        else:
+            bisect.insort(account.here, sequence, key=LINE)
         if tenant not in self._waiting:
             account.served = max(account.served, self._floor)
             self._waiting[tenant] = account
@@ -125,8 +148,15 @@ class Shares:
 
     def leave(self, sequence: Sequence) -> None:
         """Takes a sequence out of the queue."""
-        account = account_of(sequence)
-        for line in (account.line, self._line):
+        account, away = account_of(sequence), self._away.get(sequence.adapter, {})
+        lines = [account.line, self._line]
+        if sequence not in away:
+            lines.append(account.here)
+        elif len(away) > 1:
+            del away[sequence]
+        else:
+            del self._away[sequence.adapter]
+        for line in lines:
             del line[bisect.bisect_left(line, sequence.line, key=LINE)]
         if not account.line:
             del self._waiting[sequence.request.tenant]

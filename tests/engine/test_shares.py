@@ -310,3 +310,44 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(f"jlora.engine.{name}", planted)
     with pytest.raises(AssertionError):
         FINDS[finds]()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_sequences_whose_adapter_comes_from_the_disk_are_passed_over_until_it_has_come(seed: int):
+    rng, bench = random.Random(seed), Bench(max_seqs=1, blocks=256)
+    nodes = [bench.manager.expect_adapter(uid, 1) for uid in range(1, 6)]
+    bench.submit("runs", 4, max_tokens=50)
+    bench.step()  # it has the slot: the others stay in the queue
+    queued: list[str] = []
+    for index in range(60):
+        action = rng.random()
+        if action < 0.6:
+            queued.append(f"r{index}")
+            bench.submit(queued[-1], fresh(4, 100 + index), waited=rng.choice((0.0, 5.0)), adapter=rng.choice(nodes))
+        elif action < 0.8 and queued:
+            bench.abort(queued.pop(rng.randrange(len(queued))))
+        elif reading := [node for node in nodes if node.reading]:
+            node = rng.choice(reading)
+            bench.manager.arrive(node, bench.manager.reserve(1) or (), visited=True)
+        queue = bench.scheduler.queue
+        assert list(port.present(queue)) == [s for s in queue if not s.adapter.reading]
+    for name in queued:
+        bench.abort(name)
+    assert not len(bench.scheduler.queue) and not list(port.present(bench.scheduler.queue))
+
+
+def test_a_step_with_a_free_slot_does_not_look_at_requests_that_wait_for_the_disk(monkeypatch: pytest.MonkeyPatch):
+    looks, (owner, name) = list[Sequence](), port.not_yet()
+    real = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda queue, sequence: looks.append(sequence) or real(queue, sequence))
+    bench = Bench(max_seqs=2)
+    node = bench.manager.expect_adapter(1, 1)
+    for index in range(30):
+        bench.submit(f"r{index}", fresh(4, 100 + index), adapter=node)
+    bench.submit("last", 4, max_tokens=2)
+    bench.step()
+    bench.step()
+    assert [sequence.request.id for sequence in looks] == ["last"]
+    bench.manager.arrive(node, bench.manager.reserve(1) or (), visited=True)
+    bench.finish()
+    assert first_tokens(bench.events) == ["last", *(f"r{index}" for index in range(30))]
