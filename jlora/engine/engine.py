@@ -148,7 +148,7 @@ class Engine:
         counts.committed = now
         counts.steps += 1
         counts.prompt += prompt
-        counts.generated += sum(event.token_id is not None for event in events)
+        counts.generated += len([event for event in events if event.token_id is not None])
         counts.commit_s += self._clock() - now
         return events
 

@@ -139,10 +139,9 @@ class Runner:
         arrivals = _Arrivals(swapper)
         results: list[_Result] = []
         try:
-            for work in plan.work:  # first: a launch reads its sequences' slots
+            for work in [work for work in plan.work if not work.sequence.set_up]:  # first: a launch reads their slots
                 at = (work,)
-                if not work.sequence.set_up:
-                    self._set_up(work.sequence)
+                self._set_up(work.sequence)
             at = plan.work
             launches = self.builder.launches(plan)
             with self._watched(launches, bool(plan.streams)):
