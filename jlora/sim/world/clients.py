@@ -42,6 +42,7 @@ class Around:
 
     Attributes:
         at: where a request is, for counting: "", or "queued", "copying", "running".
+        context: tokens of the longest context that any adapter has room for, whatever is pinned.
         excuses: which errors may come while the replica is not `over`.
     """
 
@@ -52,6 +53,7 @@ class Around:
     at: Callable[[int], str]
     now: Callable[[], float]
     block_tokens: int
+    context: int
     sites: Sites
     journal: Journal
     excuses: Excuses
@@ -356,7 +358,7 @@ class Clients:
         sampling = call.request.sampling
         ends = tokens[-1] in sampling.stop_token_ids or (tokens[-1] in SPEC.eos_ids and not sampling.ignore_eos)
         if sampling.max_tokens is None:  # as many as fit
-            return ends or len(tokens) + len(call.request.prompt) >= SPEC.max_len
+            return ends or len(tokens) + len(call.request.prompt) >= self._around.context
         return ends or len(tokens) == sampling.max_tokens
 
     def _aborted(self, call: Call, event: TokenEvent, name: str) -> None:

@@ -139,9 +139,10 @@ class World:
         self.replica = LocalReplica(built, system)
         known = [name for name in clients.NAMES if draw.random() < 0.9]
         self.fetcher = peers.fetcher(self.replica, self.sites, self.tasks, known, draw.random() < 0.75)
+        self.context = min(SPEC.max_len, (layout.blocks - 1) // 2 * BLOCK_TOKENS)  # pins leave half the pool
         around = Around(
             self.replica, self.disk, versions(),
-            built.parts.registry.get, self._where, self.clock, BLOCK_TOKENS, self.sites, journal,
+            built.parts.registry.get, self._where, self.clock, BLOCK_TOKENS, self.context, self.sites, journal,
             Excuses(self.struck, built.parts, self.disk), lambda: self.over,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))

@@ -87,3 +87,20 @@ def test_a_failed_copy_ends_its_request_alone_where_memory_is_too_short_to_queue
     assert isinstance(ended[0].error, ResourceExhausted) and not world.over
     monkeypatch.undo()
     world.finish()
+
+
+SMALL = 3  # a seed of the smallest pool
+
+
+def test_pins_leave_an_answer_without_a_limit_half_the_pool():
+    """It was once taken for one that ended early."""
+    world = Script(SMALL)
+    assert world.manager.total == 20 and world.context == 40 < world.replica.info.limits.max_len
+    for name in ("lora0", "lora1", "lora5"):  # of 2, 4 and 4 blocks
+        world.load(name, pinned=name != "lora5")
+    events: list[TokenEvent] = []
+    request = Request("r", tuple(range(7, 33)), SamplingParams(seed=1, ignore_eos=True), adapter="lora5")
+    world.replica.submit(request, events.extend)
+    world.until(lambda: events and events[-1].finish_reason)
+    assert len(request.prompt) + len(events) == world.context
+    world.finish()
