@@ -77,9 +77,7 @@ class Shares:
         self._accounts: dict[str, Account] = {}
         self._waiting: dict[str, Account] = {}  # those with queued sequences
         self._line: list[Sequence] = []  # the queued sequences of all tenants, by arrival
-        self._away: dict[
-            AdapterNode, dict[Sequence, None]
-        ] = {}  # those whose adapter comes from the disk, in any order
+        self._away: dict[AdapterNode, dict[Sequence, None]] = {}  # those whose adapter comes from the disk
         self._level = 0.0  # the counter of the tenant that was the last to wait
         self._limit = 2 * IDLE  # accounts; with more, those that do not matter are forgotten
 
