@@ -337,7 +337,8 @@ class Clients:
             assert event.token_id == right, f"{name}: token {len(tokens)} is {event.token_id}, and must be {right}"
             tokens.append(event.token_id)
         if event.finish_reason is None:
-            assert event.token_id is not None and not self._complete(call, tokens), f"{name} goes on behind its end"
+            complete = self._complete(call, tokens, SPEC.max_len)
+            assert event.token_id is not None and not complete, f"{name} goes on behind its end"
             return
         call.open.discard(event.index)
         if event.finish_reason == "abort":
@@ -346,7 +347,7 @@ class Clients:
             assert event.finish_reason == "stop", f"{name} was stopped"
             assert event.usage is not None and event.usage.completion_tokens == call.stops[event.index]
         else:
-            assert self._complete(call, tokens), f"{name} ends early"
+            assert self._complete(call, tokens, self._around.context), f"{name} ends early"
         if event.error is None and len(tokens) > 2 and len(call.request.prompt) + len(tokens) < 40:
             self._texts.append([*call.request.prompt, *tokens])
             del self._texts[3:-KEPT]
@@ -354,11 +355,12 @@ class Clients:
     def _ceases(self, call: Call) -> None:
         call.aborted = True
 
-    def _complete(self, call: Call, tokens: list[int]) -> bool:
+    def _complete(self, call: Call, tokens: list[int], context: int) -> bool:
+        """Whether the answer has come to its end; one without a limit, to so many tokens with its prompt."""
         sampling = call.request.sampling
         ends = tokens[-1] in sampling.stop_token_ids or (tokens[-1] in SPEC.eos_ids and not sampling.ignore_eos)
         if sampling.max_tokens is None:  # as many as fit
-            return ends or len(tokens) + len(call.request.prompt) >= self._around.context
+            return ends or len(tokens) + len(call.request.prompt) >= context
         return ends or len(tokens) == sampling.max_tokens
 
     def _aborted(self, call: Call, event: TokenEvent, name: str) -> None:
