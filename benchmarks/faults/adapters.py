@@ -18,6 +18,7 @@ REFUSED = {"INVALID_ARGUMENT", "DATA_LOSS", "NOT_FOUND"}
 PROMPT = tuple(range(10, 30))
 TOKENS = 24
 WINDOW = 100  # steps in which F19 wants an admission
+COPIES = 2  # of a request's adapter, at most
 
 
 async def damaged(client: Client, folder: Path, versions: tuple[Path, Path], flips: int) -> Figures:
@@ -134,7 +135,7 @@ async def storm(client: Client, asked: Sequence[str]) -> Figures:
     """F19: a request for each of these adapters, 256 at a time; "" is the base.
 
     Some request must be admitted in every `WINDOW` steps. Bytes copied to the device are counted in what the requests
-    asked for: above 1, some adapter was copied, and left before any request used it.
+    asked for: above 1, some adapter was copied ahead, and left before any request used it. Above `COPIES` it thrashes.
     """
     rng, stuck, ended = random.Random(19), 0, asyncio.Event()
     begun, before = await client.info(), await client.cache()
@@ -163,5 +164,5 @@ async def storm(client: Client, asked: Sequence[str]) -> Figures:
         "injected": len(asked), **ends, **(await client.left()), "steps": info.steps - begun.steps,
         "steps_without_admission": stuck, "preemptions": info.preemptions - begun.preemptions,
         "mib_copied_in": copied / 2**20, "copied_over_asked": copied / bytes_wanted,
-        "holds": ends["OK"] == len(asked) and stuck <= WINDOW and copied <= bytes_wanted,
+        "holds": ends["OK"] == len(asked) and stuck <= WINDOW and copied <= COPIES * bytes_wanted,
     }  # fmt: skip
