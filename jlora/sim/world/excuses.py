@@ -59,7 +59,7 @@ class Excuses:
         self._struck = struck
         self._disk = disk
         self._registry: AdapterRegistry = parts.registry
-        self._scheduler = parts.scheduler
+        self._scheduler: Any = parts.scheduler  # the world looks behind the protocol
 
     def request(self, handle: int | None) -> bool:
         """Whether an accepted request may have ended with an error just now (P4)."""

@@ -240,7 +240,7 @@ class World:
         return task.name in THREADS and self.sites.fires("thread.dies")
 
     def _where(self, handle: int) -> str:
-        scheduler = self.parts.scheduler
+        scheduler: Any = self.parts.scheduler
         for sequence in scheduler.running:
             if sequence.handle == handle:
                 return "running"
@@ -265,7 +265,7 @@ class World:
         for tier in (self.manager.device, self.manager.host):
             assert min(tier.free, tier.adapters, tier.history_kv, tier.running_kv) >= 0, f"less than nothing: {tier}"
             assert tier.free + tier.adapters + tier.history_kv + tier.running_kv == tier.total, f"lost: {tier}"
-        scheduler = self.parts.scheduler  # those that are preempted come back to the queue
+        scheduler: Any = self.parts.scheduler  # those that are preempted come back to the queue
         most = scheduler.config.max_queue + scheduler.preemptions
         assert len(scheduler.queue) <= most, "the queue has no bound"
 

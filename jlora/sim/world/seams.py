@@ -30,7 +30,8 @@ Whom = Callable[[tuple[Any, ...]], int | None]
 
 def plant(parts: Parts, sites: Sites, struck: Struck) -> None:
     """Lets the sites strike in the parts of an engine, and says whom they strike."""
-    scheduler, manager = parts.scheduler, parts.scheduler.manager
+    scheduler: Any = parts.scheduler
+    manager = scheduler.manager
     leases, device = manager.leases, cells(manager).device
 
     def planned(args: tuple[Any, ...]) -> int | None:

@@ -17,7 +17,7 @@ class Witness:
     """Watches the parts of an engine, on its thread, where the product catches errors: `found` keeps what is wrong."""
 
     def __init__(self, parts: Parts, disk: Disk, struck: Struck, found: list[AssertionError]):
-        self._scheduler = parts.scheduler
+        self._scheduler: Any = parts.scheduler  # the world looks behind the protocol
         self._disk, self._struck, self._found = disk, struck, found
         self._begun: dict[Reading, float] = {}
         self._now = parts.clock
