@@ -226,7 +226,7 @@ class Dispatcher:
         """Delivers what a step brought, one batch for each request."""
         now = self.up_at = self.terms.clock()
         self.books.heard(attached.view())
-        batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}
+        batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}  # by attempt
         other: dict[int, Routed] = {}  # attempts with other weights than those before
         for rid in message.begun:
             if (routed := self.table.attempt(rid)) is not None:
@@ -234,21 +234,25 @@ class Dispatcher:
         vocab = attached.info.limits.vocab if attached.info is not None else 0
         try:
             for token in message.tokens:
-                routed = self.table.attempt(token.rid)
+                rid = token.rid
+                routed = self.table.attempt(rid)
                 if routed is None or not routed.wants(token.index, token.position if token.HasField("id") else None):
                     continue
-                if token.rid in other or (token.digest and not routed.made_of(token.digest)):
-                    other[token.rid] = routed
+                if rid in other or (token.digest and not routed.made_of(token.digest)):
+                    other[rid] = routed
                     continue
                 if not 0 <= token.id < vocab:
                     raise Broken(f"token {token.id} of a vocabulary of {vocab}")
                 event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
                 if event.usage is not None and event.timing is not None:
                     self.pace.served(None if routed.version is None else routed.version.key, event.usage, event.timing)
-                batches.setdefault(routed.handle, (routed, []))[1].append(event)
+                if rid in batches:
+                    batches[rid][1].append(event)
+                else:
+                    batches[rid] = routed, [event]
         finally:  # also before a token that breaks the protocol: what is taken is never sent again
             for routed, events in batches.values():
-                self._begin(routed, sum(event.token_id is not None for event in events))
+                self._begin(routed, len([event for event in events if event.token_id is not None]))
                 self._give(routed, events)
         for routed in other.values():
             self._cancel(routed)

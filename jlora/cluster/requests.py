@@ -63,6 +63,7 @@ class Routed:
         moves: attempts that the router has ended to balance its replicas.
         avoid: where the last attempt was lost; "" on the first one.
         others: replicas whose weights of its adapter turned out to be others.
+        open: completions that have not ended.
     """
 
     handle: int
@@ -79,22 +80,19 @@ class Routed:
     moves: int = 0
     avoid: str = ""
     others: set[str] = field(default_factory=set)
+    open: int = field(init=False)
     _fruitful: bool = False  # the attempt under way has delivered something
     _parts: list[_Completion] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.sent = self.since = self.at
         self._parts = [_Completion() for _ in range(self.request.sampling.n)]
+        self.open = len(self._parts)
 
     @property
     def name(self) -> tuple[str, str]:
         """The client's: tenant and id."""
         return self.request.tenant, self.request.id
-
-    @property
-    def open(self) -> int:
-        """Completions that have not ended."""
-        return sum(not part.ended for part in self._parts)
 
     @property
     def delivered(self) -> int:
@@ -158,7 +156,7 @@ class Routed:
             part.last = now
         if event.finish_reason is None:
             return event
-        part.ended = True
+        self._end(part)
         return replace(event, usage=self._usage(part, event.usage), timing=self._timing(part, event.timing))
 
     def stop(self, index: int, outputs: int) -> bool:
@@ -193,12 +191,16 @@ class Routed:
 
     def _last(self, index: int, reason: FinishReason, error: Exception | None = None) -> TokenEvent:
         part = self._parts[index]
-        part.ended = True
+        self._end(part)
         usage, timing = self._usage(part, None), self._timing(part, None)
         return TokenEvent(
             self.request.id, index, None, finish_reason=reason, usage=usage, timing=timing, handle=self.handle,
             error=error,
         )  # fmt: skip
+
+    def _end(self, part: _Completion) -> None:
+        part.ended = True
+        self.open -= 1
 
     def _usage(self, part: _Completion, told: Usage | None) -> Usage:
         """Counts what the client has; what the cache gave is known of the last attempt only."""
