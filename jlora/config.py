@@ -157,8 +157,9 @@ class ServeConfig:
         heartbeat_s: seconds without a round of the engine's loop after which health turns
             NOT_SERVING; must exceed the longest step.
         stall_s: seconds after which a call ends whose message has not arrived, and a stream whose client reads nothing.
-        coalesce_s: seconds between two messages of a stream. Its first token and its end go at once. 0 sends what
-            each step brings; 0.02 saves most of the server's time per token where steps are short.
+        coalesce_s: seconds between two messages of a stream, or up to a quarter less: streams that wait share timers.
+            Its first token and its end go at once. 0 sends what each step brings; 0.02 saves most of the server's time
+            per token where steps are short.
         max_request_mib: the largest message that a client may send, after decompression.
         keys: the file of API keys; "" serves whoever reaches a port.
         tls_cert, tls_key: PEM files of the certificate of both ports and its key; "" uses no TLS.

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import TYPE_CHECKING
 
 from jlora.adapters.names import check_length
@@ -21,6 +21,7 @@ from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Caller
 from jlora.serve.gate import BURST, Gate, Room
 from jlora.serve.observed import Ended, Observed
+from jlora.serve.pauses import Pauses
 from jlora.serve.recent import Recent
 from jlora.serve.strip import Strip
 from jlora.serve.tokenizer import Tokenizer
@@ -46,7 +47,7 @@ class Backend:
         gaps: of the event loop.
         access: the keys, and what their callers may do.
         threads: what the fronts start threads by; the launcher ends the process when one of them fails.
-        coalesce_s: as `serve.coalesce_s`.
+        pauses: of the streams, as `serve.coalesce_s` says; None: there are none.
         leaving: requests whose client has gone, until the engine has ended them.
     """
 
@@ -65,8 +66,12 @@ class Backend:
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
     threads: Threads = field(default_factory=OsThreads)
-    coalesce_s: float = 0.0
+    coalesce_s: InitVar[float] = 0.0
+    pauses: Pauses | None = field(init=False)
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
+
+    def __post_init__(self, coalesce_s: float) -> None:
+        self.pauses = Pauses(coalesce_s) if coalesce_s else None
 
     @property
     def loaded(self) -> Replica:

@@ -23,6 +23,7 @@ from typing import Self
 
 from jlora.serve.backend import Backend
 from jlora.serve.observed import Ended
+from jlora.serve.pauses import Pauses
 from jlora.serve.status import DeadlineExceeded
 from jlora.serve.stream import Answer, joined
 from jlora.serve.strip import Bar
@@ -39,26 +40,26 @@ class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
     Unless `eager`, only the end of a completion or a backlog wakes the loop, which saves both threads time.
-    With `pause_s`, events that come within this time after a `get` wait, too, and go out together.
+    With `pauses`, events that come within one after a `get` wait, too, and go out together.
     """
 
-    def __init__(self, eager: bool, pause_s: float = 0.0):
+    def __init__(self, eager: bool, pauses: Pauses | None = None):
         self._loop, self._thread = asyncio.get_running_loop(), threading.get_ident()
         self._eager = eager
-        self._pause_s = pause_s
+        self._pauses = pauses
         self._pausing = False
         self._events: list[TokenEvent] = []  # both threads only ever put at its end and cut its beginning at once
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way; `get` clears it before it takes events
+        self._more = False  # the last `get` did not take all there was
         self.begun = False  # there have been events
 
     def put(self, events: list[TokenEvent]) -> None:
         self._events.extend(events)
         self.begun = True
-        urgent = (
-            (self._eager and not self._pausing) or len(self._events) >= BACKLOG or any(e.finish_reason for e in events)
-        )
-        if urgent and not self._woken:
+        if self._woken:
+            return
+        if (self._eager and not self._pausing) or len(self._events) >= BACKLOG or any(e.finish_reason for e in events):
             self._rouse()
 
     def _rouse(self) -> None:
@@ -71,16 +72,17 @@ class Inbox:
 
     async def get(self, most: int) -> list[TokenEvent]:
         """The next events, at most so many. If it is cancelled, none is lost."""
-        if self._events:  # left by the last call: the other tasks of the loop have a turn first
+        if self._more:  # the other tasks of the loop have a turn first
             await asyncio.sleep(0)
         await self._wake.wait()
         self._wake.clear()
         self._woken = False
         taken = self._events[:most]
         del self._events[: len(taken)]
-        if taken and self._pause_s and not self._pausing:
+        self._more = len(taken) == most
+        if taken and self._pauses is not None and not self._pausing:
             self._pausing = True
-            self._loop.call_later(self._pause_s, self._go_on)
+            self._pauses.begin(self._go_on)
         if self._events:
             self._wake.set()
         return taken
@@ -103,7 +105,7 @@ class Generation:
         self._failed = False  # an event said so: no more will come
         self._request = request
         self._trace = trace or {}  # the caller's
-        self._inbox = Inbox(eager, backend.coalesce_s)
+        self._inbox = Inbox(eager, backend.pauses)
         self._counted = False  # among the tenant's queued tokens
         self._queued = backend.access.tenants.queued(request.tenant, len(request.prompt), lambda: self._inbox.begun)
         self._slice = max(1, SLICE // entries_of(request.sampling))
@@ -180,7 +182,9 @@ class Generation:
                 raise
             for index, outputs in stops:
                 self._replica.stop(self._handle, index, outputs)
-            self._backend.observed.ends.update(delta.finish_reason for delta in deltas if delta.finish_reason)
+            for delta in deltas:
+                if delta.finish_reason is not None:
+                    self._backend.observed.ends[delta.finish_reason] += 1
             if deltas and self._bar is not None and not self._bar.first:
                 self._bar.first = time.time()
             if self._answer.ended:

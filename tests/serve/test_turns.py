@@ -14,6 +14,7 @@ from jlora.replica import Sink
 from jlora.serve import convert, generation
 from jlora.serve.backend import Backend
 from jlora.serve.generation import BACKLOG, SLICE, Generation, Inbox
+from jlora.serve.pauses import Pauses
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 from jlora.validation import MAX_COMPLETIONS, MAX_ENTRIES
@@ -103,7 +104,7 @@ def test_a_backlog_wakes_a_reader_that_waits_for_the_end():
 
 def test_after_events_were_taken_a_pause_collects_the_next_ones_and_an_end_cuts_it_short():
     async def sizes() -> list[int]:
-        inbox, token = Inbox(eager=True, pause_s=3600), TokenEvent("r", 0, 5)
+        inbox, token = Inbox(eager=True, pauses=Pauses(3600)), TokenEvent("r", 0, 5)
         inbox.put([token])
         first = await asyncio.wait_for(inbox.get(SLICE), 20)
         for _ in range(3):
@@ -118,7 +119,7 @@ def test_after_events_were_taken_a_pause_collects_the_next_ones_and_an_end_cuts_
 
 def test_a_pause_ends_by_itself():
     async def size() -> int:
-        inbox, token = Inbox(eager=True, pause_s=0.01), TokenEvent("r", 0, 5)
+        inbox, token = Inbox(eager=True, pauses=Pauses(0.01)), TokenEvent("r", 0, 5)
         inbox.put([token])
         await inbox.get(SLICE)
         inbox.put([token, token])
