@@ -147,8 +147,9 @@ def test_answers_pause_while_their_replica_is_away_and_lose_nothing(tmp_path: Pa
 def test_host_time_is_counted_per_step(tmp_path: Path):
     lines = study(tmp_path, "host")
     loads = {(line["running"], line["queued"], line["adapters"]) for line in lines}
-    assert loads == {(1, 0, 4), (4, 0, 4), (4, 32, 4), (4, 32, 12)} and len({line["side"] for line in lines}) == 4
+    assert loads == {(1, 0, 4), (4, 0, 4), (4, 32, 4), (4, 32, 12)} and len({line["side"] for line in lines}) == 5
     assert all(0 < line["step_s"] < 1 and line["steps"] == 8 for line in lines)
+    assert [0 <= line["idle_s"] for line in lines if "device" in line["side"]] == [True] * 2, "for each round"
     assert render("host", tmp_path / "out", draw=False)
 
 
