@@ -204,6 +204,15 @@ def switches(study: Study) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
+def host(study: Study) -> tuple[float, float]:
+    """Microseconds of host time in a decode step: the fixed part, and each sequence's; by the ends of the range."""
+    rows = study.rows[(study.rows["queued"] == 0) & study.rows["idle_s"].isna()]
+    rows = rows[rows["adapters"] == rows["adapters"].min()]
+    times = 1e6 * rows.groupby("running")["step_s"].median()
+    slope = (times.iloc[-1] - times.iloc[0]) / (times.index[-1] - times.index[0])
+    return times.iloc[0] - slope * times.index[0], slope
+
+
 def skew(study: Study) -> pd.DataFrame:
     """Latency per token by skew, merged and not."""
     made = []
