@@ -80,11 +80,16 @@ fi
 
 rm -f "$stamp"
 echo "setup: installing packages into $venv (some minutes the first time)"
-# Python compiles a module when it is first imported: most of these packages' files never are.
+# pip would compile on one core; all are compiled below.
 pip() { "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile "$@"; }
 # shellcheck disable=SC2086  # the lists are split on purpose
 if [ -n "$first" ]; then pip $first; fi
 # shellcheck disable=SC2086
 pip --editable ".[$extras]" $with
+# Where bytecode cannot be written later, by an image's user or with PYTHONDONTWRITEBYTECODE, each start of a process
+# would compile all that it imports, for seconds. Some packages have templates that are no Python: their errors are not
+# ours.
+# shellcheck disable=SC2046
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" $(ls -d jlora benchmarks tests tools 2>/dev/null) > /dev/null 2>&1 || true
 recipe > "$stamp"
 echo "setup: done"
