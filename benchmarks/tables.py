@@ -206,11 +206,26 @@ def switches(study: Study) -> pd.DataFrame:
 
 def host(study: Study) -> tuple[float, float]:
     """Microseconds of host time in a decode step: the fixed part, and each sequence's; by the ends of the range."""
-    rows = study.rows[(study.rows["queued"] == 0) & study.rows["idle_s"].isna()]
-    rows = rows[rows["adapters"] == rows["adapters"].min()]
+    rows = host_rows(study, device=False)
+    rows = rows[rows["queued"] == 0]
+    rows = rows[rows.get("adapters", rows["queued"]) == rows.get("adapters", rows["queued"]).min()]
     times = 1e6 * rows.groupby("running")["step_s"].median()
     slope = (times.iloc[-1] - times.iloc[0]) / (times.index[-1] - times.index[0])
     return times.iloc[0] - slope * times.index[0], slope
+
+
+def host_rows(study: Study, device: bool) -> pd.DataFrame:
+    """The rows with or without a device whose steps take a while."""
+    return study.rows[study.rows["side"].str.contains("device") == device]
+
+
+def hidden(study: Study) -> pd.DataFrame:
+    """Microseconds per step, round by round, of the host and of the device that waits for it."""
+    made = []
+    for side, rows in host_rows(study, device=True).groupby("side", sort=False):
+        took, waited = (", ".join(f"{1e6 * value:.0f}" for value in rows[key]) for key in ("step_s", "idle_s"))
+        made.append({"": side, "the host takes": took, "the device waits": waited})
+    return pd.DataFrame(made)
 
 
 def skew(study: Study) -> pd.DataFrame:

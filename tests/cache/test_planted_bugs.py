@@ -212,6 +212,7 @@ def test_a_planted_bug_is_caught_by_the_check_that_is_there_for_it(plant: Plant,
             drive("jlora", seed, OPERATIONS)
 
 
+@pytest.mark.slow
 def test_without_a_plant_the_same_runs_pass():
     for seed in range(SEEDS):
         drive("jlora", seed, OPERATIONS)

@@ -70,6 +70,7 @@ def test_a_local_fleet_tells_addresses_and_ends_its_processes(local: tuple[Local
         socket.create_connection((host, int(port))).close()
 
 
+@pytest.mark.slow
 def test_a_killed_replica_starts_again_elsewhere(local: tuple[LocalFleet, Seen]):
     fleet, seen = local
     before, pid = dict(seen.now), fleet.pids["r0"]
@@ -79,6 +80,7 @@ def test_a_killed_replica_starts_again_elsewhere(local: tuple[LocalFleet, Seen])
     assert seen.now["r1"] == before["r1"] and gone(pid)
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_start_is_one_error_with_its_reason():
     seen = Seen()
     fleet = LocalFleet(config(3, FAKE_FAILS="no such model"), FAKE)
@@ -112,6 +114,7 @@ def test_a_replica_that_loads_too_long_is_killed():
     assert not fleet.pids
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a child with its parent")
 def test_replicas_die_with_a_killed_parent():
     code = f"""
