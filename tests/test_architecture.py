@@ -5,6 +5,7 @@ imports jax, and how long a file, a function and a signature may grow.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import subprocess
 import sys
@@ -204,7 +205,12 @@ def is_policy(module: str) -> bool:
 
 
 def parsed(*folders: str) -> list[tuple[Path, ast.Module]]:
-    return [(path, ast.parse(path.read_text(), str(path))) for path in sources(*folders)]
+    return [(path, _parse(path)) for path in sources(*folders)]
+
+
+@functools.cache
+def _parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(), str(path))
 
 
 def test_imports_run_one_way():

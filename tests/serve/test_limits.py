@@ -251,6 +251,7 @@ async def burst(address: str, count: int) -> Counter[str]:
         return Counter(await asyncio.gather(*(one() for _ in range(count))))
 
 
+@pytest.mark.slow
 def test_every_call_of_a_burst_is_answered(served: Served):
     """None is CANCELLED by the transport, which nobody asked for."""
     ends = asyncio.run(burst(served.address, 3000))

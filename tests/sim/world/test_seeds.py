@@ -21,7 +21,7 @@ def test_a_few_seeds_hold():
     assert [one.failure for one in report.run("engine", range(FEW), STEPS) if one.failure] == []
 
 
-@pytest.mark.parametrize("world", report.WORLDS)
+@pytest.mark.parametrize("world", [pytest.param("engine", marks=pytest.mark.slow), "cluster"])
 def test_every_seed_that_has_failed_holds(world: str):
     """Those of the record, whatever they have found."""
     lines = map(json.loads, RECORD.read_text().splitlines())
