@@ -36,7 +36,7 @@ def test_running_requests_and_their_adapters_move_and_every_answer_is_that_of_on
     asked = [one for one in _processes.requests(list(adapters), TOKENS) if one.model]  # a move takes an adapter along
     expected = _processes.undisturbed(model, adapters, asked)
     flags = ["--replicas", "2", "--routing", "first-fit", "--http-port", "0"]
-    settings = ["--set", *BALANCED, f"serve.compile_cache={tmp_path / 'programs'}"]
+    settings = ["--set", *BALANCED]
     with service(model, adapters, *flags, *settings) as running:
         until(lambda: running.up() == {"r0", "r1"}, "both replicas are up")
         for stream in [Stream(running.inference, one) for one in _processes.requests([], 8) * 3]:
