@@ -71,8 +71,8 @@ def expected(model: Path, adapters: dict[str, Path], asked: list[pb.GenerateRequ
 
 
 @pytest.fixture(scope="module")
-def running(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    cache = f"serve.compile_cache={tmp_path_factory.mktemp('programs')}"
+def running(model: Path, adapters: dict[str, Path]) -> Iterator[Service]:
+    cache = f"serve.compile_cache={Path(os.environ['XDG_CACHE_HOME'], 'jlora', 'xla')}"  # Ray's workers do not know it
     with service(model, adapters, "--fleet", "ray", "--replicas", "2", "--set", cache) as made:
         yield made
 
