@@ -57,7 +57,7 @@ choose() {
 
 recipe() {
     echo "extras=$extras python=$only first=$first with=$with"
-    cat pyproject.toml
+    cat pyproject.toml scripts/setup.sh
 }
 
 stamp="$venv/jlora-setup"

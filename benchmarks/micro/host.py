@@ -90,16 +90,16 @@ def run(options: Options) -> None:
 @dataclass(frozen=True, slots=True)
 class _Timed:
     engine: Engine
-    device: _Device
+    device: Device
 
 
 def _timed(built: Built) -> _Timed:
-    device = _Device(built.parts.runner)
+    device = Device(built.parts.runner)
     shape = Shape(built.info.limits.max_len, built.info.block_bytes)
     return _Timed(Engine(replace(built.parts, runner=device), shape), device)
 
 
-class _Device:
+class Device:
     """A runner whose steps take `step_s` at least. `idle_s` is how long it has waited for a step after the last one."""
 
     compiling = False
