@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 
 import grpc
@@ -199,6 +199,45 @@ def test_a_locked_registry_fails_loads_and_no_request(world: World, tmp_path: Pa
             other.execute("rollback")
         one.adapters.LoadAdapter(new, timeout=STOP_S)
         assert names(one) == ["kept", "new"]
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"may not mount: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)
+
+
+def test_a_full_disk_under_the_registry_fails_loads_and_no_request(world: World, small_disk: Path):
+    def load(name: str) -> None:
+        one.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=world.adapter), timeout=STOP_S)
+
+    with world.router("--set", f"adapters.registry={small_disk / 'adapters.db'}") as one:
+        load("kept")
+        asked = request(PROMPT, 200)
+        asked.model = "kept"
+        expected = Stream(one.inference, asked).result()
+        filler = small_disk / "filler"
+        with suppress(OSError), filler.open("wb", buffering=0) as file:
+            while file.write(bytes(512)):
+                pass
+        stream = Stream(one.inference, asked)
+        until(lambda: stream.has(3), "it runs")
+        loaded = ["kept"]
+        with refused(grpc.StatusCode.RESOURCE_EXHAUSTED, "adapters.registry: cannot be written"):
+            for i in range(50):  # SQLite's log may have pages left
+                load(f"more{i:02}")
+                loaded.append(f"more{i:02}")
+        assert stream.result() == expected == Stream(one.inference, asked).result()
+        assert names(one) == loaded
+        filler.unlink()
+        load("new")
+        assert names(one) == [*loaded, "new"]
 
 
 def test_a_controller_that_was_killed_comes_back_with_its_adapters(world: World, tmp_path: Path):
