@@ -51,7 +51,7 @@ def run(options: Options) -> None:
     """Raises RuntimeError if the verdict is not the expected one."""
     plan = Plan(256, 60 * options.minutes, 6, 1 << 12, Limits())
     if options.quick:
-        plan = Plan(24, 6.0, 2, 1 << 20, verdict.QUICK)
+        plan = Plan(24, 6.0, 2, 1 << 22, verdict.QUICK)
     if options.leak and options.cluster:
         raise ConfigError("--leak: only one server leaks; leave --cluster out")
     small = {"cache.hbm_blocks": 300, "cache.host_blocks": 200} if options.quick else {}

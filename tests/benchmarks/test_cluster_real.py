@@ -12,7 +12,7 @@ from tests.cluster.test_ray import ray_starts
 
 __all__ = ["ray_starts"]  # skips this module where Ray does not start
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 
 def test_a_prediction_stands_beside_what_real_replicas_measured(tmp_path: Path):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import psutil
 
-PATIENCE_S = 280.0  # many tests have a limit of 300
+PATIENCE_S = 280.0  # a test has a limit of 600
 
 
 def until(true: Callable[[], bool], what: str) -> None:

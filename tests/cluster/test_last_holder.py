@@ -16,7 +16,7 @@ from tests.cluster._processes import STOP_S, Stream, service
 from tests.cluster._wait import until
 from tests.serve import _server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def test_its_requests_fail_by_name_until_the_files_are_back_and_others_go_on(tiny_model: Path, tmp_path: Path):

@@ -19,7 +19,7 @@ from tests.cluster._processes import STOP_S, Service, Stream, service
 from tests.cluster._wait import until
 from tests.serve import _server
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 SPARE = 20 << 20  # bytes: the steps of what is there go on with them, and the large adapter does not fit
 # Every array of some size is memory that the system gives, and takes back: so a limit is one.

@@ -13,7 +13,7 @@ from tests.cluster import _processes
 from tests.cluster._processes import Service, Stream, service
 from tests.cluster._wait import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 # All requests go to one replica, which can run them at once. Its blocks are full before the answers are whole.
 CROWDED = {**_processes.SMALL, "engine.max_seqs": 12, "cache.hbm_blocks": 160}

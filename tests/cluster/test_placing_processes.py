@@ -30,7 +30,7 @@ NAMES = ("upper", "leet")
 CLIENTS, OUTPUT = 4, 12
 MEMORY = (pb.AdapterInfo.HBM, pb.AdapterInfo.HOST)
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.slow
 
 
 @dataclass

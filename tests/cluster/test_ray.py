@@ -25,7 +25,7 @@ from tests.cluster._wait import until
 from tests.serve import _server
 from tests.serve._server import listening
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TOKENS = 100
 RAYS_PATIENCE_S = 66.0  # by default, Ray ends all of a node's processes 60 s after its head

@@ -26,7 +26,7 @@ from tests.cluster.test_ray import ray_starts
 
 __all__ = ["ray_starts"]  # skips this module, too, where Ray does not start
 
-pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TOKENS = 100
 STARTS = 2  # a Ray that gets no processor for a while gives itself up

@@ -15,7 +15,6 @@ def test_every_adapter_of_the_assets_is_asked():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(sys.platform != "linux", reason="it finds the replica's process in /proc")
 def test_every_answer_is_whole_when_a_replica_is_killed(capfd: pytest.CaptureFixture[str]):
     assert cluster.main(["--fleet", "local"]) == 0

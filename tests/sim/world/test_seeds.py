@@ -30,7 +30,6 @@ def test_every_seed_that_has_failed_holds(world: str):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_seeds_hold_and_every_site_strikes():
     """The seeds of CI. `jlora sim faults` plays any others."""
     played = list(report.run("engine", range(SEEDS), STEPS, processes=2))
