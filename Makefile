@@ -8,9 +8,9 @@ ALONE = JAX_PLATFORMS=cpu $(PYTHON) -m pytest
 PYTEST = $(ALONE) -n $(WORKERS) --maxprocesses 4 --dist loadfile --no-loadscope-reorder --max-worker-restart 99
 # Beside others, and on few cores, a test that waits for a process or a clock can be late. What failed (code 1: all
 # have run: a worker that crashed is replaced) runs once more with nothing beside it, however late it is, and fails for
-# good if it fails again.
+# good if it fails again. Three such failures end the run.
 run = @$(PYTEST) $(1) || { [ $$? -eq 1 ] && echo "=== what failed, once more and alone" && \
-	env -u JLORA_TESTS_UNTIL $(ALONE) $(1) --no-cov --last-failed --last-failed-no-failures none; }
+	env -u JLORA_TESTS_UNTIL $(ALONE) $(1) --no-cov --maxfail=3 --last-failed --last-failed-no-failures none; }
 
 .PHONY: demo demo-cluster test test-all fuzz setup lint bench soak train-demo proto supply lock sbom audit release clean
 

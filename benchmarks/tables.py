@@ -218,11 +218,13 @@ def host_rows(study: Study, device: bool) -> pd.DataFrame:
 
 
 def hidden(study: Study) -> pd.DataFrame:
-    """Microseconds per step, round by round, of the host and of the device that waits for it."""
-    made = []
+    """Microseconds per step, round by round: of the host without a device and with it, and of the device waiting."""
+    made, alone = [], host_rows(study, device=False)
     for side, rows in host_rows(study, device=True).groupby("side", sort=False):
-        took, waited = (", ".join(f"{1e6 * value:.0f}" for value in rows[key]) for key in ("step_s", "idle_s"))
-        made.append({"": side, "the host takes": took, "the device waits": waited})
+        same = alone[alone["side"] == str(side).rpartition(", ")[0]]
+        row = {"": side, "the host without a device": same["step_s"], "the host": rows["step_s"]}
+        row["the device waits"] = rows["idle_s"]
+        made.append({key: one if key == "" else ", ".join(f"{1e6 * s:.0f}" for s in one) for key, one in row.items()})
     return pd.DataFrame(made)
 
 

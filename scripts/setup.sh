@@ -89,7 +89,8 @@ pip --editable ".[$extras]" $with
 # Where bytecode cannot be written later, by an image's user or with PYTHONDONTWRITEBYTECODE, each start of a process
 # would compile all that it imports, for seconds. Some packages have templates that are no Python: their errors are not
 # ours.
+"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" > /dev/null 2>&1 || true
 # shellcheck disable=SC2046
-"$venv/bin/python" -m compileall -qq -j 0 "$venv/lib" $(ls -d jlora benchmarks tests tools 2>/dev/null) > /dev/null 2>&1 || true
+"$venv/bin/python" -m compileall -qq -j 0 $(ls -d jlora benchmarks tests tools 2>/dev/null)
 recipe > "$stamp"
 echo "setup: done"

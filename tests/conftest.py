@@ -37,7 +37,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # a run in a shell's back
 def pytest_runtest_setup() -> None:
     """Skips what has not begun by `JLORA_TESTS_UNTIL` (seconds since the epoch), for a machine that lacks the time."""
     if time.time() > float(os.environ.get("JLORA_TESTS_UNTIL", "inf")):
-        pytest.skip("no time left; `make test-all` runs it")
+        pytest.skip("no time left")
 
 
 @pytest.fixture(scope="session", autouse=True)

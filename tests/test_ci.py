@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,8 +18,8 @@ def test_a_test_that_begins_too_late_is_left_out_and_counted():
         env=os.environ | {"JLORA_TESTS_UNTIL": "0"},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
     assert ran.returncode == 0, ran.stdout
-    assert "no time left; `make test-all` runs it" in ran.stdout
+    assert re.search(r"SKIPPED \[\d+\] .*: no time left", ran.stdout)
     assert "passed" not in ran.stdout

@@ -95,7 +95,8 @@ class _Timed:
 
 def _timed(built: Built) -> _Timed:
     device = Device(built.parts.runner)
-    shape = Shape(built.info.limits.max_len, built.info.block_bytes)
+    info = built.info
+    shape = Shape(info.limits.max_len, info.block_bytes, info.config.engine.overlap)
     return _Timed(Engine(replace(built.parts, runner=device), shape), device)
 
 

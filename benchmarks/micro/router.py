@@ -28,6 +28,7 @@ from jlora.config import Config
 from jlora.demo import assets
 from jlora.loadgen.rounds import Sample, Side
 from jlora.serve.backend import Backend
+from jlora.serve.pauses import Pauses
 from jlora.serve.server import GrpcServer
 from jlora.serve.tokenizer import Tokenizer
 
@@ -85,7 +86,7 @@ async def _routed(addresses: Sequence[str], coalesce_s: float, streams: int, tok
     await router.ready()
     while len(router.replicas) < len(addresses):
         await asyncio.sleep(0.01)
-    backend = Backend(replica=router, tokenizer=Tokenizer.from_dir(assets.MODEL), coalesce_s=coalesce_s)
+    backend = Backend(replica=router, tokenizer=Tokenizer.from_dir(assets.MODEL), pauses=Pauses.of(coalesce_s))
     server = GrpcServer(backend, Config().serve)
     front = f"127.0.0.1:{server.bind('127.0.0.1', 0)}"
     await server.start()

@@ -9,7 +9,7 @@ import asyncio
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from jlora.adapters.names import check_length
@@ -66,12 +66,8 @@ class Backend:
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
     threads: Threads = field(default_factory=OsThreads)
-    coalesce_s: InitVar[float] = 0.0
-    pauses: Pauses | None = field(init=False)
+    pauses: Pauses | None = None
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
-
-    def __post_init__(self, coalesce_s: float) -> None:
-        self.pauses = Pauses(coalesce_s) if coalesce_s else None
 
     @property
     def loaded(self) -> Replica:

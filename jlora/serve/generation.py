@@ -40,7 +40,7 @@ class Inbox:
     """Events of one request: the engine's thread puts, one event loop gets.
 
     Unless `eager`, only the end of a completion or a backlog wakes the loop, which saves both threads time.
-    With `pauses`, events that come within one after a `get` wait, too, and go out together.
+    With `pauses`, one begins with each `get`; events that come during it wait, too, and go out together.
     """
 
     def __init__(self, eager: bool, pauses: Pauses | None = None):
@@ -79,11 +79,11 @@ class Inbox:
         self._woken = False
         taken = self._events[:most]
         del self._events[: len(taken)]
-        self._more = len(taken) == most
+        self._more = bool(self._events)
         if taken and self._pauses is not None and not self._pausing:
             self._pausing = True
             self._pauses.begin(self._go_on)
-        if self._events:
+        if self._more:
             self._wake.set()
         return taken
 

@@ -32,6 +32,7 @@ from jlora.serve.access.access import Access
 from jlora.serve.backend import Backend
 from jlora.serve.gate import BURST
 from jlora.serve.http.server import HttpServer
+from jlora.serve.pauses import Pauses
 from jlora.serve.server import GrpcServer, Service, address
 from jlora.serve.tokenizer import Tokenizer
 
@@ -101,7 +102,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
         access=Access(config.serve, program.token, threads),
         threads=threads,
         tracing=_tracing(config.serve.otlp_endpoint),
-        coalesce_s=config.serve.coalesce_s,
+        pauses=Pauses.of(config.serve.coalesce_s),
         most=max(BURST, program.replicas * (config.engine.max_seqs + config.engine.max_queue)),
     )
     servers, where = _bind(backend, config.serve, program.services)

@@ -15,6 +15,11 @@ class Pauses:
         self._part_s = pause_s / PARTS
         self._ends: dict[int, list[Callable[[], None]]] = {}  # by the part of time
 
+    @classmethod
+    def of(cls, coalesce_s: float) -> Pauses | None:
+        """As `serve.coalesce_s` says; 0: none."""
+        return cls(coalesce_s) if coalesce_s else None
+
     def begin(self, end: Callable[[], None]) -> None:
         """Calls `end` after a pause."""
         loop = asyncio.get_running_loop()

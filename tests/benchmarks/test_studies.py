@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -155,18 +154,20 @@ def test_host_time_is_counted_per_step(tmp_path: Path):
     assert render("host", tmp_path / "out", draw=False)
 
 
-def test_a_device_waits_from_the_end_of_a_step_until_the_next_one_is_dispatched():
+def test_a_device_waits_from_the_end_of_a_step_until_the_next_one_is_dispatched(monkeypatch: pytest.MonkeyPatch):
+    now = 100.0
+    monkeypatch.setattr(host, "time", SimpleNamespace(monotonic=lambda: now))
     runner: Any = SimpleNamespace(run=lambda plan, swapper: SimpleNamespace(plan=plan, dispatched=0.0, stalled_s=0.0))
     plan: Any = None
     device = host.Device(runner)
-    device.step_s = 0.2
+    device.step_s = 2.0
     device.run(plan, plan)
     before = device.idle_s
     device.run(plan, plan)
     assert device.idle_s == before, "the first step still runs"
-    time.sleep(0.6)  # both end after 0.4 s
+    now += 5.0  # both have ended after 4 s
     device.run(plan, plan)
-    assert 0.1 < device.idle_s - before < 0.5
+    assert device.idle_s - before == 1.0
 
 
 @pytest.mark.slow

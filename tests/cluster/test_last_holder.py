@@ -13,7 +13,7 @@ import pytest
 from jlora.serve.proto import jlora_pb2 as pb
 from tests import _make
 from tests.cluster._processes import STOP_S, Stream, service
-from tests.cluster._wait import until
+from tests.cluster._wait import gone, until
 from tests.serve import _server
 
 pytestmark = pytest.mark.slow
@@ -37,7 +37,8 @@ def test_its_requests_fail_by_name_until_the_files_are_back_and_others_go_on(tin
 
         pid = running.pid("r0")
         os.kill(pid, signal.SIGKILL)
-        until(lambda: running.up() == {"r0"} and running.pid("r0") != pid, "another process serves")
+        until(lambda: gone(pid) and not running.up(), "the router has lost it")
+        until(lambda: running.up() == {"r0"}, "another process serves")
         with _server.refused(grpc.StatusCode.NOT_FOUND, "own"):
             ask("own")
         assert ask("kept") == expected["kept"]

@@ -233,6 +233,7 @@ def test_a_full_disk_under_the_registry_fails_loads_and_no_request(world: World,
             for i in range(50):  # SQLite's log may have pages left
                 load(f"more{i:02}")
                 loaded.append(f"more{i:02}")
+        assert not stream.has(WHOLE.stopping.max_tokens), "it ran meanwhile"
         assert stream.result() == expected == Stream(one.inference, asked).result()
         assert names(one) == loaded
         filler.unlink()

@@ -102,6 +102,27 @@ def test_a_backlog_wakes_a_reader_that_waits_for_the_end():
     assert asyncio.run(first()) == BACKLOG
 
 
+def test_a_reader_that_has_taken_all_takes_no_extra_turn(monkeypatch: pytest.MonkeyPatch):
+    turns, sleep = list[float](), asyncio.sleep
+
+    async def noted(delay: float) -> None:
+        turns.append(delay)
+        await sleep(delay)
+
+    monkeypatch.setattr(generation.asyncio, "sleep", noted)
+
+    async def sizes() -> list[int]:
+        inbox, token = Inbox(eager=True), TokenEvent("r", 0, 5)
+        inbox.put([token] * 2)
+        taken = [await inbox.get(2)]
+        inbox.put([token] * 3)
+        taken += [await inbox.get(2), await inbox.get(2)]
+        return list(map(len, taken))
+
+    assert asyncio.run(sizes()) == [2, 2, 1]
+    assert turns == [0], "before the last one only"
+
+
 def test_after_events_were_taken_a_pause_collects_the_next_ones_and_an_end_cuts_it_short():
     async def sizes() -> list[int]:
         inbox, token = Inbox(eager=True, pauses=Pauses(3600)), TokenEvent("r", 0, 5)

@@ -15,13 +15,14 @@ from jlora.sim.world import report
 SEEDS, STEPS, FEW = 1500, 200, 20
 RECORD = Path(__file__).parents[3] / "docs" / "results" / "seeds-modelled.jsonl"
 STRIKES = 100  # of each site, in all seeds
+WORLDS = [pytest.param(world, marks=[pytest.mark.slow] * (world == "engine")) for world in report.WORLDS]
 
 
 def test_a_few_seeds_hold():
     assert [one.failure for one in report.run("engine", range(FEW), STEPS) if one.failure] == []
 
 
-@pytest.mark.parametrize("world", [pytest.param("engine", marks=pytest.mark.slow), "cluster"])
+@pytest.mark.parametrize("world", WORLDS)
 def test_every_seed_that_has_failed_holds(world: str):
     """Those of the record, whatever they have found."""
     lines = map(json.loads, RECORD.read_text().splitlines())
