@@ -8,7 +8,7 @@ from jlora.cache.transfer import Copy, Meter, Traffic
 from jlora.cache.tree import ADAPTER, KV, AdapterNode, Node
 
 # A prefix is computed again only if copying it would take so many times as long: near saturation
-# compute is the scarce part, and a guard of 1 makes things worse (FASTLIBRA beyond, rule d).
+# compute is the scarce part, and a guard of 1 makes things worse (docs/notes/cache-policy.md, Copy or compute).
 RECOMPUTE = 3.0
 # And so many times where the copy itself, without waiting for others, is shorter: then the link carries
 # more prefixes in a second than the device computes, and only the wait speaks for computing.

@@ -82,7 +82,7 @@ def nearest_tier(members: Sequence[Member], key: str) -> str:
 
 
 def lenders(holders: Sequence[Holder], asks: str) -> tuple[Holder, ...]:
-    """The holders in turn, from one that depends on who asks for what: or the first would lend to all others."""
+    """Rotates the holders by a hash of `asks`, so that the first one does not serve every fetch."""
     first = zlib.crc32(asks.encode()) % len(holders) if holders else 0
     return (*holders[first:], *holders[:first])
 

@@ -6,8 +6,7 @@ demand    what the requests of all routers ask of each adapter (`jlora.cluster.d
 plan      homes for those that are asked for, on the replicas that are up (`jlora.cluster.homes`)
 fetch     each home that lacks its adapter brings it in, from a peer or its path
 switch    requests go to an adapter's new homes once all of these have it
-drop      where requests go to homes alone, a replica that has no part in an adapter gives it up, at the second look
-          that finds it there
+drop      if requests go only to homes, a replica that is not a home drops the adapter when two looks in a row find it
 
 No request waits for any of it: an adapter that does not come, or that nobody asks for, keeps its homes. A request that
 reaches a replica after the drop brings its adapter with it.

@@ -216,6 +216,6 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser("jlora doctor", description=__doc__, formatter_class=plain)
     made.add_argument("--quick", action="store_true", help="one model, fewer shapes, a third of the time")
     made.add_argument("--kernels", default="auto", choices=("auto", "pallas", "xla"), help="ops of the steps")
-    made.add_argument("--minutes", type=float, default=7.75, help="all is over by then")
+    made.add_argument("--minutes", type=float, default=7.75, help="time limit of the job")
     made.add_argument("--out", type=Path, default=Path("build/doctor"), help="where results go")
     return made

@@ -26,9 +26,10 @@ from jlora.engine.turns import Turns
 
 FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
 LOOKAHEAD = 64  # sequences that a step looks at, or the free slots: bounds Python's time per step
-HELD = 32  # sequences held back; with more, those behind are not asked whether computing were sooner
+HEADROOM = 16  # at most 1/HEADROOM of the pool stays free for growth: more would leave a small one half empty
+HELD = 32  # sequences held back; behind them no step asks whether computing were sooner: bounds searches of the tree
 OVERTAKES = 48  # times that a sequence may be overtaken: bounds how long it waits for the others
-AHEAD_S = 0.1  # seconds of demanded copies; with more, and more than one step's, the link is behind
+AHEAD_S = 0.1  # seconds of demanded copies; with more, and more than one step's, the link is behind. 0.2 is worse
 
 
 class Verdict(Enum):
@@ -225,11 +226,8 @@ class Admission:
         return True
 
     def _headroom(self, step: Step) -> int:
-        """Blocks that must stay available to the running sequences when one more is admitted.
-
-        At most a sixteenth of the pool, or a small one would run half empty.
-        """
-        return min(len(step.running), self._manager.total // 16)
+        """Blocks that must stay available to the running sequences when one more is admitted."""
+        return min(len(step.running), self._manager.total // HEADROOM)
 
     def fit(self, step: Step, *sequences: Sequence) -> bool:
         """Whether all of these could have a lease now, if the queue needed nothing."""

@@ -295,7 +295,7 @@ class Merger:
 
     @contextmanager
     def _anew_if_short(self) -> Iterator[None]:
-        """Where memory ends in the middle of a piece, nobody knows what it has changed: the weights are loaded anew."""
+        """Loads the weights anew if memory ends in the middle of a piece: it may have changed a part of them."""
         try:
             yield
         except Exception as error:

@@ -36,9 +36,9 @@ from jlora.types import FinishReason, Request, TokenEvent, TokenLogprob
 
 log = logging.getLogger(__name__)
 
-SETBACKS = 3  # copies that fail before a sequence gives up
-CALM = 64  # steps without a shortage before a withheld slot is used again
-DEADLINES = 64  # of ended requests that are kept beside those of twice as many live ones
+SETBACKS = 3  # copies that fail before a sequence gives up: a link that always fails must not hold it for ever
+CALM = 64  # steps without a shortage before a withheld slot is used again, or the next one would be short again
+DEADLINES = 64  # entries of ended requests, beside twice the live ones, before the heap is rebuilt
 
 
 class Scheduler:

@@ -67,7 +67,7 @@ def parser() -> Parser:
     )
     flags.add(made, trace.DRAWN)
     made.add_argument("--warmup", type=float, default=0.0, metavar="S", help="do not count what is due before")
-    made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="of one request (default 600)")
+    made.add_argument("--timeout", type=float, default=600.0, metavar="S", help="time limit of a request (default 600)")
     made.add_argument("--keep-cache", action="store_true", help="do not flush the prefix cache before each run")
     made.add_argument("--slo-ttft", type=float, default=0.5, metavar="S", help="goodput: first token (default 0.5)")
     made.add_argument("--slo-tpot", type=float, default=0.1, metavar="S", help="goodput: mean later gap (default 0.1)")

@@ -174,7 +174,7 @@ def _check_exposed(config: ServeConfig) -> None:
             f"serve.host = {config.host}: other machines reach it, and may do all without keys; set --keys FILE "
             "(`jlora keys new` makes keys), or say --insecure"
         )
-    log.warning("serve.host = %s: no authentication, whoever reaches a port may do all", config.host)
+    log.warning("serve.host = %s: no authentication, every client that reaches a port may make every call", config.host)
 
 
 def _is_local(host: str) -> bool:

@@ -49,7 +49,7 @@ def main(argv: Sequence[str]) -> int:
     """Watches until q or Ctrl-C; returns the exit code. Raises JloraError if no server answers."""
     parser = Parser("jlora top", "Shows a running server: tiers by class, adapters by tier, requests. q quits.")
     parser.add_argument("address", nargs="?", default="127.0.0.1:50051", metavar="ADDRESS", help="HOST:PORT")
-    parser.add_argument("--once", action="store_true", help="print one picture and leave")
+    parser.add_argument("--once", action="store_true", help="print one snapshot and exit")
     parser.add_argument("--interval", type=float, default=1.0, metavar="S", help="seconds between two (default 1)")
     client.add_flags(parser.add_argument)
     args = parser.parse(argv)

@@ -62,7 +62,7 @@ def child_without_parent(patch: pytest.MonkeyPatch) -> None:
 
 
 def double_free(patch: pytest.MonkeyPatch) -> None:
-    """A lease gives back its published blocks too, while the allocator looks away."""
+    """A lease frees its published blocks a second time, and the allocator does not notice."""
     real = Leases.release
 
     def release(leases: Leases, lease: Lease) -> None:

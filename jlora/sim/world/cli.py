@@ -20,7 +20,7 @@ STEPS = 200
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `jlora sim faults`."""
-    parser.add_argument("--world", default="engine", choices=list(report.WORLDS), help="what is played")
+    parser.add_argument("--world", default="engine", choices=list(report.WORLDS), help="world to simulate")
     parser.add_argument("--seeds", default="0:100", metavar="A:B", help="from A to B - 1 (default: 0:100)")
     parser.add_argument("--steps", type=int, default=STEPS, help=f"of each seed (default: {STEPS})")
     parser.add_argument("--replay", type=int, metavar="SEED", help="play one seed and print what happens")

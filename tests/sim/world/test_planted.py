@@ -293,7 +293,7 @@ def failed_copy_ends_the_engine(patch: pytest.MonkeyPatch) -> None:
 
 
 def dead_thread_unseen(patch: pytest.MonkeyPatch) -> None:
-    """A thread that dies is nobody's business."""
+    """The death of a thread is not reported."""
     patch.setattr(LocalReplica, "_fail", lambda replica, error: None)
 
 
@@ -320,7 +320,7 @@ def changed_on_the_disk(patch: pytest.MonkeyPatch) -> None:
 
 
 def unchecked(patch: pytest.MonkeyPatch) -> None:
-    """After an error the engine goes on as if nothing were half done."""
+    """After an error the engine continues without a check of what is half done."""
     patch.setattr(Scheduler, "undo", lambda scheduler, works: None)
     patch.setattr(faults_module.inspect, "check_integrity", lambda manager: None)
 
