@@ -248,6 +248,19 @@ def test_policy_files_do_not_import_jax():
     assert not wrong, "\n".join(wrong)
 
 
+def test_what_plans_and_caches_has_no_clock_or_thread_of_its_own():
+    """The simulator gives it others."""
+    rooms = {"engine.engine", "engine.scheduler", "engine.admission", "engine.shares", "engine.merging", "cache"}
+    found = [
+        f"{path.relative_to(ROOT)}:{line} imports {target}"
+        for path, tree in parsed("jlora")
+        if inside(module_of(path), rooms)
+        for target, line in imports(tree)
+        if target in ("time", "threading")
+    ]
+    assert not found, "\n".join(found)
+
+
 def test_one_module_imports_ray():
     """The extra jlora[ray] stays one: everything else runs without it."""
     found = {
