@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -15,8 +15,9 @@ from jlora.engine.cold_start import Cold, predict
 from jlora.sim.hardware import CHIPS, GROUPS, HOST, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
 
-A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"])
-H200 = Hardware(CHIPS["h200"], 1, MODELS["llama-3-8b"])
+PROJECTIONS = ("q", "k", "v")
+A10 = Hardware(CHIPS["a10"], 1, MODELS["llama-2-7b"], projections=PROJECTIONS)
+H200 = Hardware(CHIPS["h200"], 1, MODELS["llama-3-8b"], projections=PROJECTIONS)
 LINK_GBPS = 5.0  # makes a rank-64 adapter on q, k and v take 20 ms: tens of milliseconds, as in the paper's Figure 3
 RESIDENT = 24
 SIDES = ("cached", "blocking", "wait", "stream", "cpu", "auto")
@@ -48,11 +49,6 @@ CASES = (
 )
 
 
-def blocks(hardware: Hardware, rank: int) -> int:
-    """Blocks of an adapter on q, k and v."""
-    return sum(-(-rank // hardware.layout.units[name].per_block) for name in ("q", "k", "v"))
-
-
 def traffic(case: Case, seconds: float, resident: int = 0) -> Work:
     """Poisson arrivals with lengths like Alpaca's: about 45 tokens, and 60 of answer. `resident`: so many adapters."""
     rng = np.random.default_rng(7)
@@ -65,8 +61,7 @@ def traffic(case: Case, seconds: float, resident: int = 0) -> Work:
             yield at, prompt, output, adapter % resident if resident else adapter
 
     count = case.adapters or len(times)
-    work = work_of(case.name, turns_of(rng, requests()), [1] * count, A10)
-    return replace(work, sizes=(blocks(A10, case.rank),) * count)
+    return work_of(case.name, turns_of(rng, requests()), [case.rank] * count, A10)
 
 
 def scenario(side: str) -> Scenario:
@@ -84,10 +79,9 @@ def play(case: Case, seconds: float) -> dict[str, dict[str, float]]:
 
 def best(hardware: Hardware, gbps: float, rank: int, prompt: int) -> dict[str, float]:
     """Predicted seconds to the first token of a request alone, by the way of starting."""
-    size = blocks(hardware, rank)
-    copy_s = size * hardware.layout.block_bytes / (gbps * 1e9)
-    costs = hardware.costs(HOST, hardware.link_bps)  # x and the delta do not come from the adapter's slow tier
-    return predict(Cold(prompt, size, 1, copy_s, copy_s, GROUPS), costs)
+    size, bps = hardware.adapter_blocks(rank), gbps * 1e9
+    copy_s = size * hardware.layout.block_bytes / bps
+    return predict(Cold(prompt, size, hardware.places, copy_s, copy_s, GROUPS), hardware.costs(HOST, bps))
 
 
 def run(options: Options) -> None:

@@ -21,10 +21,10 @@ import numpy as np
 from jax.sharding import NamedSharding
 
 from jlora.engine.batch import BatchBuilder, Form, Launch
-from jlora.model.cut import SITES, SPLIT, layer_of
+from jlora.model.cut import SPLIT, layer_of
 from jlora.model.llama import Params
 from jlora.model.sampling import SlotState
-from jlora.model.spec import PROJECTIONS
+from jlora.model.spec import PROJECTIONS, SITES
 from jlora.model.step import Programs, group_layers, head_of
 
 

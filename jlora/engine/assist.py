@@ -18,8 +18,9 @@ from jax.sharding import Mesh, NamedSharding
 
 from jlora.cache.pool import DevicePool
 from jlora.engine.host_lora import HostLora, Share, Site
-from jlora.model.cut import SITES, SPLIT, CutLayer, layer_of
+from jlora.model.cut import SPLIT, CutLayer, layer_of
 from jlora.model.llama import Params
+from jlora.model.spec import SITES
 
 Shares = Sequence[Share]
 

@@ -46,9 +46,8 @@ from jlora.engine.switching import Switching
 from jlora.errors import ConfigError, DataLoss, JloraError, ResourceExhausted
 from jlora.layout import PoolLayout
 from jlora.model import checkpoint, hub, sharding
-from jlora.model.cut import SITES
 from jlora.model.llama import Params
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import ModelSpec, sites_of
 from jlora.ports import Clock, System
 from jlora.replica import ReplicaInfo
 from jlora.step_model import Basis, FittedSteps
@@ -226,8 +225,7 @@ def _helps(steps: FittedSteps | None, runner: Runner, parts: Parts, between: Bet
         return between(lambda: runner.rehearse(tokens, blocks))
 
     def places(uid: int) -> int:
-        held = set(parts.registry.by_uid(uid).projections)
-        return sum(not held.isdisjoint(names) for names in SITES)
+        return len(sites_of(parts.registry.by_uid(uid).projections))
 
     costs = Costs.fitted(steps) if steps else cold_start.measure(rehearse, runner.largest)
     log.info("cold starts: %s", "fitted step model" if steps else costs)

@@ -26,7 +26,6 @@ from jax.stages import Wrapped
 from jlora.model.llama import Joints, Params, Shard, rms_norm, rope
 from jlora.model.spec import ModelSpec
 
-SITES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))  # the projections of each place
 SPLIT = PartitionSpec(None, "tp")
 
 # A product of the base, and what the host adds to it, in the same sharding.

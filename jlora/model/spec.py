@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
+# The projections of each place of a layer at which adapters act: those that take the same input.
+SITES = (("q", "k", "v"), ("o",), ("gate", "up"), ("down",))
+
 # Projections whose input is sharded under tensor parallelism, and whose output is summed.
 ROW_PARALLEL = ("o", "down")
+
+
+def sites_of(projections: Collection[str]) -> list[tuple[str, ...]]:
+    """The sites at which an adapter on these projections acts."""
+    return [names for names in SITES if not set(names).isdisjoint(projections)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +71,14 @@ class ModelSpec:
             "up": (self.width, self.mlp),
             "down": (self.mlp, self.width),
         }
+
+    def exchanged(self, projections: Collection[str]) -> int:
+        """Numbers per token and layer between device and host, if the host helps an adapter on these projections.
+
+        Each of the adapter's sites sends its input and receives an addition to all of its products.
+        """
+        shapes = self.projection_shapes
+        return sum(shapes[names[0]][0] + sum(shapes[name][1] for name in names) for names in sites_of(projections))
 
     @property
     def parameters(self) -> int:

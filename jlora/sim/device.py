@@ -103,12 +103,13 @@ class ModelledDevice:
 
 @dataclass(frozen=True, slots=True)
 class HelpingHost:
-    """The host's part of a cold start. `arrival` gives the time at which a group of layers of a copy has come.
+    """The host's part of a cold start, for adapters that act at `places` of a layer.
 
-    Its adapters act at one place of a layer.
+    `arrival` gives the time at which a group of layers of a copy has come.
     """
 
     costs: Costs
+    places: int
     arrival: Callable[[Copy, int], float]
 
     def seconds(self, plan: StepPlan, group: int, now: float) -> float:
@@ -118,7 +119,8 @@ class HelpingHost:
         for work in plan.work:
             adapter = work.sequence.adapter
             if adapter in missing:
-                added += self.costs.place.at(work.count) + adapter.size * self.costs.block.at(work.count)
+                added += self.places * self.costs.place.at(work.count)
+                added += adapter.size * self.costs.block.at(work.count)
         return added
 
 

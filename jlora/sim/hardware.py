@@ -19,7 +19,7 @@ from functools import cached_property
 from jlora.engine.cold_start import Costs, Line
 from jlora.errors import ConfigError
 from jlora.layout import BYTES, PoolLayout, smallest_block_tokens
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import ModelSpec, sites_of
 from jlora.step_model import FittedSteps, StepModel
 
 BLOCK_TOKENS = 32  # tokens per block on accelerators
@@ -118,7 +118,7 @@ MODELS: dict[str, ModelSpec] = {
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """A host that computes adapters' parts. `exchange_s`: of x and the delta, per place of a layer."""
+    """A host that computes adapters' parts. `exchange_s`: latency of x and the delta, per place of a layer."""
 
     flops: float
     bps: float
@@ -131,12 +131,13 @@ HOST = Host(1e12, 100e9, 30e-6)
 
 @dataclass(frozen=True)
 class Hardware:
-    """A model on chips of one kind in one host, with tensor parallelism."""
+    """A model on chips of one kind in one host, with tensor parallelism. Its adapters act on `projections`."""
 
     chip: Chip
     chips: int
     spec: ModelSpec
     block_tokens: int = BLOCK_TOKENS
+    projections: tuple[str, ...] = ATTENTION
 
     @classmethod
     def fitted(cls, steps: FittedSteps) -> Hardware:
@@ -176,14 +177,19 @@ class Hardware:
         """Bytes per second between host and device, each way. Every chip copies its shard over its own link."""
         return self.chips * self.chip.link_bps * self.chip.link
 
+    @property
+    def places(self) -> int:
+        """Places of a layer at which an adapter acts."""
+        return len(sites_of(self.projections))
+
     def adapter_blocks(self, rank: int) -> int:
-        """Blocks of an adapter of this rank on the projections of `ATTENTION`."""
-        return sum(-(-rank // self.layout.units[name].per_block) for name in ATTENTION)
+        """Blocks of an adapter of this rank."""
+        return sum(-(-rank // self.layout.units[name].per_block) for name in self.projections)
 
     def costs(self, host: Host, bps: float) -> Costs:
-        """Costs of a cold start, with `bps` of the link each way."""
+        """Costs of a cold start, with `bps` of the link each way, for copies and exchanges alike."""
         step, layers = self.step_model(), self.spec.layers
-        moved = 2 * layers * self.spec.width * BYTES[self.spec.dtype] / bps
+        moved = layers * self.spec.exchanged(self.projections) * BYTES[self.spec.dtype] / bps / self.places
         block = self.layout.block_bytes
         return Costs(
             device=Line(step.fixed_s + step.weights_s, step.prompt_token_s),

@@ -34,7 +34,12 @@ IDLE_ROUNDS = 50  # monitor rounds that an idle replica skips after a round with
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSpec:
-    """Parts and sizes of a replica. `adapters` has the blocks of each adapter, by its index; `kind` is the link's."""
+    """Parts and sizes of a replica. `kind` is the link's.
+
+    Attributes:
+        adapters: blocks of each adapter, by its index; places: of a layer at which they act.
+        costs: of cold starts on the host, for `engine.cold_start` cpu and auto.
+    """
 
     model: StepModel | FittedSteps
     link: LinkSpec
@@ -42,8 +47,9 @@ class ReplicaSpec:
     adapters: tuple[int, ...]
     cache: CacheConfig = CacheConfig()
     engine: EngineConfig = EngineConfig()
-    costs: Costs | None = None  # of cold starts on the host, for `engine.cold_start` cpu and auto
+    costs: Costs | None = None
     kind: type[Link] = Link
+    places: int = 1
 
 
 class Replica:
@@ -52,16 +58,16 @@ class Replica:
     def __init__(self, spec: ReplicaSpec, policy: Policy, merging: Merging | None = None):
         self.spec = spec
         self.clock = VirtualClock()
-        helper = (
-            None if spec.costs is None else HelpingHost(spec.costs, lambda copy, group: self.link.arrival(copy, group))
-        )
+        helper = None
+        if spec.costs is not None:
+            helper = HelpingHost(spec.costs, spec.places, lambda copy, group: self.link.arrival(copy, group))
         self.device = ModelledDevice(spec.model, spec.link.groups, self.clock, helper)
         self.link = spec.kind(spec.link, self.clock, lambda: self.device.free_at)
         cache, start = spec.cache, spec.engine.cold_start
         streams = spec.link.groups > 1 and start != "wait"
         self.manager = CacheManager(spec.sizes, policy, self.clock, cache.prefix_reuse, streams, cache.monitor_s)
         if spec.costs is not None:
-            auto = Chooser(spec.costs, policy.meter, spec.link.groups, lambda uid: 1)
+            auto = Chooser(spec.costs, policy.meter, spec.link.groups, lambda uid: spec.places)
             self.manager.leases.gate.helps = auto if start == "auto" else lambda adapter, left_s, tokens: start == "cpu"
         registry = _Registry()
         switching = self._switching(merging, registry)

@@ -167,7 +167,8 @@ def replica_spec(scenario: Scenario, work: Work, policy: str) -> ReplicaSpec:
         step = scenario.step
         costs = Costs.fitted(step) if isinstance(step, FittedSteps) else hardware.costs(scenario.host, bps)
     kind = Blocking if scenario.blocking else Link
-    return ReplicaSpec(scenario.step_model, link, sizes, work.sizes, cache, scenario.engine, costs, kind)
+    model, engine = scenario.step_model, scenario.engine
+    return ReplicaSpec(model, link, sizes, work.sizes, cache, engine, costs, kind, hardware.places)
 
 
 def pool_blocks(scenario: Scenario, work: Work) -> int:

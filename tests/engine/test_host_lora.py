@@ -14,8 +14,7 @@ from jlora.adapters.packing import pack
 from jlora.engine.host_lora import HostLora, Share
 from jlora.errors import ResourceExhausted
 from jlora.layout import PoolLayout
-from jlora.model.cut import SITES
-from jlora.model.spec import ModelSpec
+from jlora.model.spec import SITES, ModelSpec
 from tests import port
 from tests._make import tiny_spec
 
@@ -53,6 +52,7 @@ def test_products_are_those_of_each_tokens_adapter(dtype: str, tp: int):
         x = random.normal(size=(TOKENS, spec.projection_shapes[names[0]][0])).astype(tier.dtype)
         got = host.added(x, host.prepare(shares, names, LAYER))
         assert got.dtype == x.dtype and got.shape == (TOKENS, host.width(names))
+        assert x.shape[1] + got.shape[1] == spec.exchanged(names[-1:])  # as predictions of the simulator count
         parts = []
         for name in names:
             delta = np.zeros((TOKENS, spec.projection_shapes[name][1]), np.float32)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
 
-from benchmarks.studies.caraserve import A10, CASES, H200, Case, best, play
+from benchmarks.studies.caraserve import A10, CASES, H200, LINKS, PROMPTS, SLOWEST_GBPS, Case, best, play
 from jlora.cache.transfer import Copy
 from jlora.engine.cold_start import Cold, Costs, Line, predict
 from jlora.sim.clock import VirtualClock
+from jlora.sim.hardware import HOST
 from jlora.sim.link import Blocking, Link, LinkSpec
 from tests.sim._sim import SPEC, replica_of, request
 
@@ -62,6 +64,41 @@ def test_the_host_helps_best_with_short_prompts_and_slow_links():
 
     assert way(A10, 0.5, 64, 32) == "cpu"
     assert way(A10, 50, 8, 2048) == way(H200, 50, 8, 2048) == "stream"
+
+
+def test_the_host_never_helps_best_where_exchanges_move_more_than_the_copy():
+    """q, k and v of Llama-2-7B: a token moves four widths of a layer in 16 bits, a block is 16 MiB."""
+    moved = 32 * 4 * 4096 * 2
+    for gbps, prompt in itertools.product((SLOWEST_GBPS, *LINKS), PROMPTS):
+        found = best(A10, gbps, 64, prompt)
+        if prompt * moved > A10.adapter_blocks(64) * 16 * 2**20:
+            assert min(found, key=lambda name: found[name]) != "cpu"
+
+
+@pytest.mark.parametrize("projections, places, widths", [("qkv", 1, 4), ("qkvo", 2, 6), ("qv", 1, 4), ("o", 1, 2)])
+def test_exchanges_are_of_the_places_at_which_adapters_act(projections: str, places: int, widths: int):
+    """A place's input, and the products of all its projections, over 1 GB/s; the host's latency is 30 us a place."""
+    hardware = replace(A10, projections=tuple(projections))
+    place = hardware.costs(HOST, 1e9).place
+    assert hardware.places == places
+    assert places * place.each == pytest.approx(32 * widths * 4096 * 2 / 1e9)
+    assert place.fixed == pytest.approx(32 * 30e-6)
+
+
+def test_the_host_helps_at_each_place_of_a_layer():
+    """1 ms a place, and 20 ms on the device, both for as long as the copy is on its way."""
+
+    def first(places: int) -> float:
+        link, engine = LinkSpec(0.1, 0.0, groups=4), replace(SPEC.engine, cold_start="cpu")
+        costs = Costs(Line(0.0, 0.001), Line(0.001, 0.0), Line(0.0, 0.0))
+        replica = replica_of(replace(SPEC, link=link, engine=engine, costs=costs, places=places))
+        began = replica.clock.now
+        replica.submit(request("r", 20, 1, adapter=1), began)
+        while not replica.step(began + 10):
+            pass
+        return replica.clock.now - began
+
+    assert first(3) - first(1) == pytest.approx(0.002)
 
 
 def test_auto_starts_sooner_than_a_link_that_blocks():
