@@ -76,6 +76,8 @@ def caraserve(study: Study, path: Path) -> None:
         axes.set_xticks(range(len(grid.columns)), [f"{gbps:g}" for gbps in grid.columns], fontsize=6)
         axes.set_yticks(range(len(grid.index)), [f"{prompt:.0f}" for prompt in grid.index], fontsize=6)
         axes.set_title(f"{chip}, rank {rank:.0f} (yellow: cpu)", fontsize=8)
+    figure.supxlabel("link, GB/s", fontsize=8)
+    figure.supylabel("prompt, tokens", fontsize=8)
     _finish(figure, path)
 
 

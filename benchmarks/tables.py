@@ -151,10 +151,10 @@ def cells(study: Study, others: Sequence[str]) -> pd.DataFrame:
     return pd.DataFrame(made)
 
 
-def worst_auto(study: Study) -> str:
-    """The most that `auto` adds to the first token of a case, over all adapters on the device."""
+def worst_start(study: Study, way: str) -> str:
+    """The most that a way of starting adds to the first token of a case, over all adapters on the device."""
     ttft = study.rows[study.rows["kind"] == "figure"].pivot(index="cell", columns="side", values="ttft_s")
-    return f"{100 * (ttft['auto'] / ttft['cached'] - 1).max():.0f} %"
+    return f"{100 * (ttft[way] / ttft['cached'] - 1).max():.0f} %"
 
 
 def cold_borders(study: Study) -> pd.DataFrame:

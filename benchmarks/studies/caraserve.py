@@ -22,7 +22,7 @@ LINK_GBPS = 5.0  # makes a rank-64 adapter on q, k and v take 20 ms: tens of mil
 RESIDENT = 24
 SIDES = ("cached", "blocking", "wait", "stream", "cpu", "auto")
 LINKS, RANKS, PROMPTS = (0.5, 1, 2, 5, 10, 25, 50), (8, 16, 32, 64, 128), (16, 32, 64, 128, 256, 512, 1024, 2048)
-SLOWEST_GBPS = 0.05  # a link that is throttled to 50 MB/s
+SLOWEST_GBPS = 0.05  # a link as slow as a disk
 
 
 @dataclass(frozen=True, slots=True)
