@@ -13,7 +13,7 @@ from jlora.cache.owners import owners
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters, NewAdapter
-from jlora.engine.plan import ROW, StepPlan
+from jlora.engine.plan import NOTHING, ROW, StepPlan
 from jlora.engine.ports import Parts, Pending
 from jlora.engine.shelf import Reading
 from jlora.engine.switching import Switching
@@ -70,7 +70,8 @@ class Engine:
         self._ended: list[TokenEvent] = []  # final events of aborted and stopped completions
         self._counts = _Counts()
         self._switching = switching
-        self._usual_s = 0.0  # of a step that decodes
+        self._usual_s = 0.0  # of a step that decodes, without pieces of a switch
+        self._merged = NOTHING  # of the last step that decoded
         self.adapters = Adapters(parts, switching)
 
     # -- the step ---------------------------------------------------------------------------
@@ -161,10 +162,11 @@ class Engine:
             self._manager.flush()  # KV may be of wrong weights
 
     def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from a step that only decoded."""
+        """Learns from a step that only decoded, unless it waited for pieces of a switch, or its reading did."""
         assert self._switching is not None
-        self._usual_s += 0.1 * (seconds - self._usual_s)
-        if not self._switching.moved:
+        waited, self._merged = plan.merged != self._merged or self._switching.moved, plan.merged
+        if not waited:
+            self._usual_s += 0.1 * (seconds - self._usual_s)
             self._switching.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
 
     # -- requests ---------------------------------------------------------------------------

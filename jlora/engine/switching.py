@@ -23,7 +23,7 @@ from jlora.types import MergeState
 log = logging.getLogger(__name__)
 
 MOST_ERROR = 1.1  # times the unmerged path's error: with more, merging swallows the adapter
-IDLE_S = 0.01  # of switching between two looks at the queue while nothing runs
+IDLE_S = 0.01  # of switching between two looks at the queue before any step was seen
 
 
 class Switching(Turns):
@@ -32,7 +32,7 @@ class Switching(Turns):
     def __init__(self, policy: Merging, merger: Merger, registry: AdapterRegistry, swapper: Swapper, name: str = ""):
         self.policy = policy
         self.switches = 0
-        self.moved = False  # the last `advance` has changed the weights
+        self.moved = False  # the last `advance` has kept the device: weights were changed, or a loss measured
         self.name = name  # of the adapter that the configuration asks for
         self._merger = merger
         self._registry = registry
@@ -148,7 +148,7 @@ class Switching(Turns):
 
     @property
     def _pieces_at_once(self) -> int:
-        return max(1, int(max(self._usual_s, IDLE_S) / max(self._merger.piece_s, 1e-6)))
+        return max(1, int((self._usual_s or IDLE_S) / max(self._merger.piece_s, 1e-6)))
 
     def _take_out(self, count: int) -> bool:
         reloads, self.moved = self._merger.reloads, True
@@ -176,6 +176,7 @@ class Switching(Turns):
         if node is not self._node:
             self._read(node)
         if node not in self._losses:
+            self.moved = True
             loss = self._merger.measure()
             if loss is None:
                 return False
