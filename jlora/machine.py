@@ -73,7 +73,7 @@ def _git(root: Path, *words: str) -> str:
 
 def threads() -> int:
     """Cores that this process may use; both sides of a comparison get as many threads."""
-    return len(os.sched_getaffinity(0))
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _processor() -> str:

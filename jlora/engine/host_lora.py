@@ -3,19 +3,20 @@
     site = host.prepare(shares, ("q", "k", "v"), layer)     # reads the factors, while the device computes x
     added = host.added(x, site)                             # [T, q + k + v]
 
-Products run on threads of their own, one per core but one, which is left to the engine's thread. numpy's
-BLAS runs each product on one thread, so that many adapters and tokens share the cores. Sums are float32.
+Products run on threads of their own, one per core that the process may use but one, which is left to the engine's
+thread; where there is one core, they share it. numpy's BLAS runs each product on one thread, so that many adapters
+and tokens share the cores. Sums are float32.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 
 import numpy as np
 
+from jlora import machine
 from jlora.adapters.packing import unpack
 from jlora.layout import PoolLayout
 from jlora.ports import System
@@ -62,7 +63,7 @@ class HostLora:
     def __init__(self, layout: PoolLayout, read: Read, system: System | None = None):
         self._layout = layout
         self._read = read
-        self._size = max(1, (os.cpu_count() or 1) - 1)
+        self._size = max(1, machine.threads() - 1)
         self._threads: Executor = (system or System()).threads.pool("jlora-host-lora", self._size)
         _one_thread_each()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 
@@ -9,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from jlora import machine
 from jlora.adapters.adapter import Adapter
 from jlora.adapters.packing import pack
 from jlora.engine.host_lora import HostLora, Share
@@ -74,7 +76,7 @@ def test_no_thread_is_started_once_the_engine_is_built(monkeypatch: pytest.Monke
         raise RuntimeError("can't start new thread")
 
     layout = PoolLayout.of(tiny_spec(), 10, 8, 1)
-    monkeypatch.setattr("os.cpu_count", lambda: 5)
+    monkeypatch.setattr(machine, "threads", lambda: 5)
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", refuse)
         with pytest.raises(ResourceExhausted, match="jlora-host-lora: the machine starts fewer than 4 more threads"):
@@ -84,4 +86,16 @@ def test_no_thread_is_started_once_the_engine_is_built(monkeypatch: pytest.Monke
     x = np.ones((TOKENS, layout.units["down"].a), np.float32)
     share = Share(np.arange(TOKENS), {"down": (0,)})
     assert host.added(x, host.prepare([share], ("down",), LAYER)).shape == (TOKENS, host.width(("down",)))
+    host.close()
+
+
+@pytest.mark.parametrize(("cores", "threads"), [(1, 1), (2, 1), (4, 3)])
+def test_one_of_the_cores_that_the_process_may_use_is_left_to_the_engine(
+    cores: int, threads: int, monkeypatch: pytest.MonkeyPatch
+):
+    """However many the machine has. With one core, the host still helps, and shares it."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    before = threading.active_count()
+    host = HostLora(PoolLayout.of(tiny_spec(), 10, 8, 1), lambda ids, layer: np.zeros(0))
+    assert threading.active_count() - before == threads
     host.close()
