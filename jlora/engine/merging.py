@@ -161,8 +161,8 @@ class Merging:
         others = [node for node in self.live if node is not merged]
         if merged is not None and others:
             self._credits[merged] = self._credits.get(merged, 0.0) - passed
-            for node in others:
-                self._credits[node] = self._credits.get(node, 0.0) + passed
+            for node in others:  # what one owes from its own merge must not make it wait longer
+                self._credits[node] = max(0.0, self._credits.get(node, 0.0)) + passed
         elif merged is None:
             for node, credit in list(self._credits.items()):
                 left = max(0.0, abs(credit) - passed)

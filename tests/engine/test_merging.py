@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import Fixed, Merging, Times
+from jlora.engine.merging import LEAST, MOST, PERIOD, Fixed, Merging, Times
 
 SWITCH_S = 0.1
 
@@ -96,6 +100,57 @@ def test_a_merge_that_does_not_pay_raises_the_threshold():
     bench.policy.times.observe(True, 8, 0.03)  # slower than it was told
     bench.step(1000)
     assert bench.merged is None and bench.policy.alpha > 1.4
+
+
+def test_a_merge_that_would_pay_lowers_the_threshold_until_it_is_made():
+    bench = Bench()
+    bench.live(7, 1)  # seven of a batch of eight: not more than the whole batch
+    bench.step(PERIOD - 1)
+    assert bench.merged is None and bench.policy.alpha == 1
+    bench.step(2 * PERIOD)
+    assert any(bench.waits) and bench.policy.alpha == pytest.approx(0.8)
+
+
+@pytest.mark.parametrize(("seconds", "beta"), [(0.005, LEAST), (0.03, 1.0)])
+def test_merged_steps_say_how_long_the_merge_is_kept(seconds: float, beta: float):
+    """`beta` falls while merged steps are fast and rises to `alpha` while they are slow; below it the adapter goes."""
+    bench = Bench(starve_s=1000.0)
+    bench.live(16)
+    bench.step()
+    bench.policy.times.observe(True, 8, seconds)
+    bench.step(10 * PERIOD)
+    assert bench.merged is bench.nodes[0] and bench.policy.alpha == 1 and bench.policy.beta == pytest.approx(beta)
+    bench.live(5, 3)
+    bench.step()
+    assert (bench.merged is bench.nodes[0]) == (seconds < 0.02)
+
+
+def test_a_quiet_hour_does_not_keep_a_busy_one_from_merging():
+    bench = Bench()
+    bench.live(1, 1, 1)
+    bench.step(100 * PERIOD)
+    assert bench.merged is None and bench.policy.alpha == MOST
+    bench.live(16)  # twice the batch
+    bench.step()
+    assert bench.merged is bench.nodes[0]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nobody_ever_waits_longer_than_the_limit(seed: int):
+    draw, starve_s = random.Random(seed), 1.0
+    bench = Bench(starve_s=starve_s)
+    since, longest, merges = dict[AdapterNode, float](), 0.0, 0
+    for _ in range(5000):
+        if draw.random() < 0.05:
+            bench.live(draw.choice((0, 8, 30, 60)), *(draw.choice((0, 0, 1, 4)) for _ in range(3)))
+        before = bench.merged
+        bench.policy.out_s = draw.uniform(0, 0.2)
+        bench.step(seconds=draw.uniform(0.005, 0.05))
+        merges += bench.merged is not before and bench.merged is not None
+        waiting = [node for node in bench.policy.live if bench.merged and node is not bench.merged]
+        since = {node: since.get(node, bench.now) for node in waiting}
+        longest = max(longest, *(bench.now - at for at in since.values()), 0.0)
+    assert merges > 10 and starve_s / 2 < longest <= starve_s
 
 
 def test_a_named_adapter_is_merged_except_while_others_must_run():
