@@ -83,7 +83,6 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_job_runs_in_miniature_without_the_projects_other_packages(job: tuple[Path, str]):
     out, said = job
     record = json.loads((out / "device.json").read_text())
