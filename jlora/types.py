@@ -268,6 +268,10 @@ class CacheState:
         cold_waited, cold_streamed, cold_helped: requests that have ended or lost their place, and whose adapter
             was not on the device, by how they met its copy: see `Timing.cold_start`. "cpu" counts as helped.
         adapters_dropped: adapters that left memory and are read from the disk again when a request needs them.
+        adapter_reads: reads of registered adapters into memory, from the disk or from another replica. The first
+            load of an adapter by `LoadAdapter` is none.
+        adapter_reads_failed: reads that ended the requests for their adapter with an error.
+        adapter_read_s: seconds of adapter_reads, from the first file to the packed weights.
         streamed: requests whose first step started before their copies landed.
         recomputed_tokens: tokens found on the host but recomputed, because copying would take far longer.
     """
@@ -293,6 +297,9 @@ class CacheState:
     cold_waited: int
     cold_streamed: int
     cold_helped: int
+    adapter_reads: int
+    adapter_reads_failed: int
+    adapter_read_s: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ TICK_S = 1e-5  # ids count time in steps of 10 µs, and come again after ten sec
 INFO = ReplicaInfo("base", "float32", Limits(VOCAB, 1 << 20, 1 << 20), (), 16, 4096, "cpu", ("cpu:0",), Config())
 TIER = TierState(1, 1, 0, 0, 0)
 STATE = ReplicaState(
-    CacheState("jlora", TIER, TIER, *(0,) * 18),
+    CacheState("jlora", TIER, TIER, *(0,) * 21),
     EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0),
     longest_gap_s=0.0,
 )

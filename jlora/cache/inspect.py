@@ -49,6 +49,9 @@ def state(manager: CacheManager, block_bytes: int) -> CacheState:
         cold_streamed=c.cold_streamed,
         cold_helped=c.cold_helped,
         adapters_dropped=c.adapters_dropped,
+        adapter_reads=c.adapter_reads,
+        adapter_reads_failed=c.adapter_reads_failed,
+        adapter_read_s=c.adapter_read_s,
         streamed=c.streamed,
         recomputed_tokens=c.recomputed_tokens,
     )

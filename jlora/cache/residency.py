@@ -46,7 +46,7 @@ STREAM_FROM_S = 1e-3  # a shorter copy comes as one piece: a group of layers cos
 
 @dataclass(slots=True)
 class Counters:
-    """Totals since start, in blocks and tokens."""
+    """Totals since start, in blocks, tokens and seconds."""
 
     adapter_hits: int = 0
     adapter_lookups: int = 0
@@ -63,6 +63,9 @@ class Counters:
     cold_streamed: int = 0
     cold_helped: int = 0  # the host computed their adapter's part meanwhile
     adapters_dropped: int = 0  # from memory, to be read from the disk again
+    adapter_reads: int = 0  # into memory, also those that nobody waited for at the end
+    adapter_reads_failed: int = 0
+    adapter_read_s: float = 0.0  # of `adapter_reads`
     recomputed_tokens: int = 0  # known on the host, computed again because that was sooner
 
 

@@ -388,6 +388,8 @@ class Adapters:
         """The adapter is in its host blocks, and its digest is pinned; False if nobody waits for it any more."""
         record, node = reading.record, reading.node
         self._manager.policy.meter.observe_disk(node.size, new.read_s)
+        self._manager.counters.adapter_reads += 1
+        self._manager.counters.adapter_read_s += new.read_s
         if not self.shelf.take(reading):
             return False
         record.digest, record.projections, record.load_cost_s = new.digest, new.projections, new.read_s
@@ -403,6 +405,8 @@ class Adapters:
 
     def missed(self, reading: Reading, error: Exception) -> None:
         """The adapter could not be read, and the requests for it have ended."""
+        if not reading.cancelled:  # otherwise nobody waits for it any more
+            self._manager.counters.adapter_reads_failed += 1
         for future in reading.then:
             # It is done if nobody has waited for a while; and it is not about these files if the name has moved on.
             if not (future.done() or reading.node.gone):

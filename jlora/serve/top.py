@@ -128,7 +128,7 @@ def picture(now: Reading, before: Reading | None, rows: int) -> RenderableType:
         counts = [str(getattr(tier, field)) for field, *_ in CLASSES]
         tiers.add_row(name, bar(tier, BAR_COLUMNS), str(tier.total), *counts)
     members = (members_table(info.replicas), "") if info.replicas else ()
-    left = max(1, rows - 20 - bool(info.merge.switches) - (len(info.replicas) + 3 if members else 0))
+    left = max(1, rows - 21 - bool(info.merge.switches) - (len(info.replicas) + 3 if members else 0))
     return Group(title, "", _numbers(now, before), "", *members, tiers, "", *_adapters(now, left))
 
 
@@ -160,6 +160,8 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         kv += f", base's {_share(c.kv_base_hit_tokens, c.kv_lookup_tokens)}"  # found by activated LoRAs
     lost = f"{c.blocks_lost} blocks lost  {c.recomputed_tokens} tokens recomputed  invalid KV {c.invalid_kv}"
     cold = f"{c.cold_waited} waited, {c.cold_streamed} streamed, {c.cold_helped} helped by the host"
+    mean = f" ({_seconds(c.adapter_read_s / c.adapter_reads)} each)" if c.adapter_reads else ""
+    read = f"{c.adapter_reads} adapters read{mean}"
     gaps = f"event loop {_seconds(info.longest_loop_gap_s)}  engine {_seconds(info.longest_engine_gap_s)}"
     compiling = f"  {info.programs_left} programs left to compile" if info.programs_left else ""
     merged = ()
@@ -177,7 +179,8 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
         ("hits", f"adapters {_share(c.adapter_hits, c.adapter_lookups)}  KV tokens {kv}"),
         ("swapped", f"in {decimal(came)}/s  out {decimal(went)}/s{since}  in flight {c.in_flight} blocks"),
         ("evictions", f"{c.clean_evictions} clean  {lost}"),
-        ("cold starts", f"{cold}  {c.adapters_dropped} adapters dropped"),
+        ("cold starts", cold),
+        ("disk", f"{read}  {c.adapter_reads_failed} reads failed  {c.adapters_dropped} adapters dropped"),
     ):
         grid.add_row(*(Text(cell, no_wrap=True) for cell in row))
     return grid

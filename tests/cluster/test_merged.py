@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jlora.cluster import merged
+from jlora.replica import RouterStats
+from jlora.serve.proto import jlora_pb2 as pb
 from tests.cluster._links import INFO
 
 
@@ -17,3 +19,11 @@ def test_replicas_that_add_in_another_order_are_named():
     other = replace(INFO, config=replace(INFO.config, engine=replace(INFO.config.engine, one_row="on")))
     assert not merged.rounding(INFO, INFO) and not merged.difference(INFO, other)
     assert merged.rounding(INFO, other) == "engine.one_row = 'on', not 'auto'"
+
+
+def test_the_caches_of_a_service_are_one_with_the_sums_of_all():
+    counts = {"adapters_dropped": 2, "adapter_reads": 3, "adapter_reads_failed": 1, "adapter_read_s": 0.25}
+    told = [(pb.ServerInfo(), pb.CacheState(policy="jlora", hbm=pb.TierState(total=10), **counts)) for _ in range(2)]
+    cache = merged.state(told, (), "", RouterStats()).cache
+    assert {name: getattr(cache, name) for name in counts} == {name: 2 * n for name, n in counts.items()}
+    assert (cache.policy, cache.hbm.total) == ("jlora", 20)

@@ -34,7 +34,7 @@ from tests.cluster._links import INFO
 
 TOKENS = 2  # of an answer
 TIER = TierState(100, 90, 5, 5, 0)
-STATE = ReplicaState(CacheState("jlora", TIER, TIER, *[0] * 18), EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0), 0.0)
+STATE = ReplicaState(CacheState("jlora", TIER, TIER, *[0] * 21), EngineStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0.0), 0.0)
 
 
 def adapter_info(name: str) -> AdapterInfo:

@@ -137,6 +137,32 @@ def test_an_adapter_that_left_memory_answers_as_before(served: Served, disk: Dis
     assert len({tuple(answer) for answer in expected.values()}) > COUNT // 2  # the adapters do differ
 
 
+def test_reads_are_counted_with_those_that_failed_and_their_seconds(
+    served: Served, library: Path, expected: dict[str, list[int]]
+):
+    def counted() -> tuple[int, int, float]:
+        theirs, ours = served.control.GetCacheState(pb.GetCacheStateRequest()), served.cache()
+        found = theirs.adapter_reads, theirs.adapter_reads_failed, theirs.adapter_read_s
+        assert found == (ours.adapter_reads, ours.adapter_reads_failed, ours.adapter_read_s)
+        return found
+
+    name = one_on_disk(served)
+    reads, failed, seconds = counted()
+    ask(served, name)
+    first = counted()
+    assert first[:2] == (reads + 1, failed) and first[2] > seconds
+    ask(served, name)  # it is in memory
+    assert counted() == first
+    name = one_on_disk(served, name)
+    reads, _, seconds = counted()
+    shutil.move(library / name, library.parent / "away")
+    with refused(grpc.StatusCode.NOT_FOUND, repr(name)):
+        ask(served, name)
+    assert counted() == (reads, failed + 1, seconds)
+    shutil.move(library.parent / "away", library / name)
+    assert ask(served, name) == expected[name]
+
+
 def test_others_overtake_a_request_whose_adapter_is_being_read(
     served: Served, disk: Disk, expected: dict[str, list[int]]
 ):
@@ -181,6 +207,7 @@ def test_so_many_are_read_at_once_as_there_are_readers(served: Served, disk: Dis
 def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: Disk):
     name = one_on_disk(served)
     disk.shut(name)
+    failed = served.cache().adapter_reads_failed
     calls = [served.inference.Generate.future(request(model=name), timeout=60) for _ in range(2)]
     wait_until(lambda: disk.opened[-1] == name)
     reserved = port.parts(served.replica).scheduler.manager.reserved
@@ -190,6 +217,7 @@ def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: 
     wait_until(lambda: tier(served, name) == "DISK")
     disk.shut(None)
     wait_until(lambda: not reserved)
+    assert served.cache().adapter_reads_failed == failed  # nobody has missed it
 
 
 def test_files_that_changed_are_data_loss_and_never_served(

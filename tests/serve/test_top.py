@@ -187,10 +187,16 @@ def test_hit_rates_tell_device_from_host():
     assert line(render(now, None), "hits") == f"{expected}, base's 40.0 %"
 
 
-def test_cold_starts_are_told_by_kind_and_drops_to_the_disk_beside_them():
-    now = reading(cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4)
-    expected = "cold starts  12 waited, 3 streamed, 5 helped by the host  4 adapters dropped"
-    assert line(render(now, None), "cold starts") == expected
+def test_cold_starts_are_told_by_kind_and_the_disk_below_them():
+    now = reading(
+        cold_waited=12, cold_streamed=3, cold_helped=5, adapters_dropped=4, adapter_reads=8, adapter_reads_failed=2
+    )
+    now.cache.adapter_read_s = 0.1
+    lines = render(now, None)
+    assert line(lines, "cold starts") == "cold starts  12 waited, 3 streamed, 5 helped by the host"
+    expected = "disk         8 adapters read (12.5 ms each)  2 reads failed  4 adapters dropped"
+    assert line(lines, "disk") == expected
+    assert "0 adapters read  0 reads failed" in line(render(reading(), None), "disk")
 
 
 def test_bars_are_as_wide_as_asked_and_show_every_class_with_a_block():

@@ -516,7 +516,7 @@ class TierState(_message.Message):
     def __init__(self, total: _Optional[int] = ..., free: _Optional[int] = ..., adapters: _Optional[int] = ..., history_kv: _Optional[int] = ..., running_kv: _Optional[int] = ...) -> None: ...
 
 class CacheState(_message.Message):
-    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge", "adapters_dropped", "kv", "kv_whole", "cold_waited", "cold_streamed", "cold_helped")
+    __slots__ = ("hbm", "host", "invalid_kv", "adapter_hits", "adapter_lookups", "kv_hit_tokens", "kv_lookup_tokens", "bytes_swapped_in", "bytes_swapped_out", "clean_evictions", "policy", "in_flight", "kv_host_hit_tokens", "blocks_lost", "recomputed_tokens", "streamed", "kv_base_hit_tokens", "merge", "adapters_dropped", "kv", "kv_whole", "cold_waited", "cold_streamed", "cold_helped", "adapter_reads", "adapter_reads_failed", "adapter_read_s")
     class KvEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -548,6 +548,9 @@ class CacheState(_message.Message):
     COLD_WAITED_FIELD_NUMBER: _ClassVar[int]
     COLD_STREAMED_FIELD_NUMBER: _ClassVar[int]
     COLD_HELPED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_READS_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_READS_FAILED_FIELD_NUMBER: _ClassVar[int]
+    ADAPTER_READ_S_FIELD_NUMBER: _ClassVar[int]
     hbm: TierState
     host: TierState
     invalid_kv: int
@@ -572,7 +575,10 @@ class CacheState(_message.Message):
     cold_waited: int
     cold_streamed: int
     cold_helped: int
-    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., adapters_dropped: _Optional[int] = ..., kv: _Optional[_Mapping[int, int]] = ..., kv_whole: _Optional[bool] = ..., cold_waited: _Optional[int] = ..., cold_streamed: _Optional[int] = ..., cold_helped: _Optional[int] = ...) -> None: ...
+    adapter_reads: int
+    adapter_reads_failed: int
+    adapter_read_s: float
+    def __init__(self, hbm: _Optional[_Union[TierState, _Mapping]] = ..., host: _Optional[_Union[TierState, _Mapping]] = ..., invalid_kv: _Optional[int] = ..., adapter_hits: _Optional[int] = ..., adapter_lookups: _Optional[int] = ..., kv_hit_tokens: _Optional[int] = ..., kv_lookup_tokens: _Optional[int] = ..., bytes_swapped_in: _Optional[int] = ..., bytes_swapped_out: _Optional[int] = ..., clean_evictions: _Optional[int] = ..., policy: _Optional[str] = ..., in_flight: _Optional[int] = ..., kv_host_hit_tokens: _Optional[int] = ..., blocks_lost: _Optional[int] = ..., recomputed_tokens: _Optional[int] = ..., streamed: _Optional[int] = ..., kv_base_hit_tokens: _Optional[int] = ..., merge: _Optional[_Union[MergeState, _Mapping]] = ..., adapters_dropped: _Optional[int] = ..., kv: _Optional[_Mapping[int, int]] = ..., kv_whole: _Optional[bool] = ..., cold_waited: _Optional[int] = ..., cold_streamed: _Optional[int] = ..., cold_helped: _Optional[int] = ..., adapter_reads: _Optional[int] = ..., adapter_reads_failed: _Optional[int] = ..., adapter_read_s: _Optional[float] = ...) -> None: ...
 
 class AbortRequest(_message.Message):
     __slots__ = ("request_id", "tenant")

@@ -60,6 +60,7 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
         kinds = {kind: value(samples, "jlora_blocks", **{"tier": tier, "class": kind}) for kind in
                  ("free", "adapters", "history_kv", "running_kv")}  # fmt: skip
         assert kinds == {kind: getattr(blocks, kind) for kind in kinds} and sum(kinds.values()) == blocks.total
+    assert cache.adapter_reads > 0 and cache.adapter_read_s > 0
     assert sum(value(samples, "jlora_adapters", tier=tier) for tier in ("hbm", "host", "loading")) == 3
     assert value(samples, "jlora_invalid_kv_blocks") == 0 == value(samples, "jlora_compiles_total")
     for name, want in (
@@ -67,6 +68,9 @@ def test_ours_are_what_the_cache_says(served: Served, http: httpx.Client):
         ("kv_hit_tokens", cache.kv_hit_tokens),
         ("adapter_lookups", cache.adapter_lookups),
         ("adapter_hits", cache.adapter_hits),
+        ("adapter_reads", cache.adapter_reads),
+        ("adapter_reads_failed", cache.adapter_reads_failed),
+        ("adapter_read_seconds", cache.adapter_read_s),
         ("preemptions", stats.preemptions),
         ("steps", stats.steps),
     ):

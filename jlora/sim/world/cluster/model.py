@@ -144,7 +144,7 @@ class ModelReplica:
         running = min(len(self.live), self.info.config.engine.max_seqs)
         stats = EngineStats(running, len(self.live) - running, len(self.live), self.steps, 0, 0, 0, 0, 0, 0.0)
         tier = TierState(BLOCKS, max(0, BLOCKS - len(self.live)), 0, 0, 0)
-        return done(ReplicaState(CacheState("jlora", tier, tier, *[0] * 18), stats, 0.0))
+        return done(ReplicaState(CacheState("jlora", tier, tier, *[0] * 21), stats, 0.0))
 
     def records(self) -> list[Any]:
         """Of its adapters."""
