@@ -168,6 +168,7 @@ def _numbers(now: Reading, before: Reading | None) -> Table:
     if info.merge.switches:
         now_merged = f"{info.merge.adapter} {100 * info.merge.share:.0f} %" if info.merge.adapter else "nothing"
         said = f"{now_merged}  {info.merge.switches} switches  {info.merge.reloads} weight reloads"
+        said += f"  {decimal(info.merge.host_bytes)} of host memory" if info.merge.adapter else ""
         merged = (("merged", said),)
     grid = Table.grid("name", "value", padding=(0, 2))
     for row in (

@@ -7,6 +7,7 @@ from dataclasses import replace
 from jlora.cluster import merged
 from jlora.replica import RouterStats
 from jlora.serve.proto import jlora_pb2 as pb
+from jlora.types import MergeState
 from tests.cluster._links import INFO
 
 
@@ -27,3 +28,10 @@ def test_the_caches_of_a_service_are_one_with_the_sums_of_all():
     cache = merged.state(told, (), "", RouterStats()).cache
     assert {name: getattr(cache, name) for name in counts} == {name: 2 * n for name, n in counts.items()}
     assert (cache.policy, cache.hbm.total) == ("jlora", 20)
+
+
+def test_the_first_merge_of_a_service_is_told_by_its_clients_name():
+    merge = pb.MergeState(adapter="upper@7", uid=7, share=0.5, switches=1, host_bytes=300)
+    told = [(pb.ServerInfo(merge=merge), pb.CacheState()), (pb.ServerInfo(), pb.CacheState())]
+    found = merged.state(told, (), "", RouterStats()).stats.merge
+    assert found == MergeState("upper", 7, 0.5, 1, 0, 300)

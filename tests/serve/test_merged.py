@@ -6,6 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from rich.filesize import decimal
 
 from jlora import cli
 from jlora.serve.proto import jlora_pb2 as pb
@@ -25,9 +26,11 @@ def test_every_place_says_what_is_merged(text_model: Path, capsys: pytest.Captur
         ):
             assert (state.adapter, state.uid, state.share, state.reloads) == ("upper", info.uid, 1.0, 0)
             assert state.switches == 1 and state.host_bytes > 0
-        assert 'jlora_merged{adapter="upper"} 1.0' in httpx.get(f"{served.http}/metrics").text
+        kept = served.stats().merge.host_bytes
+        told = httpx.get(f"{served.http}/metrics").text.splitlines()
+        assert 'jlora_merged{adapter="upper"} 1.0' in told and f"jlora_merge_host_bytes {float(kept)}" in told
         assert cli.main(["top", served.address, "--once"]) == 0
-        assert "upper 100 %  1 switches  0 weight reloads" in capsys.readouterr().out
+        assert f"upper 100 %  1 switches  0 weight reloads  {decimal(kept)} of host memory" in capsys.readouterr().out
         for name in ("upper", "lower", ""):
             assert served.generate(request("Hello", 6, model=name)).outputs[0].finish_reason == "length"
         served.check_idle()

@@ -100,6 +100,8 @@ class Snapshot:
         if stats.merge.adapter:
             merged.add_metric((stats.merge.adapter,), stats.merge.share)
         yield merged
+        kept = stats.merge.host_bytes
+        yield _gauge("jlora_merge_host_bytes", "Host memory that taking the adapter out of the weights needs.", kept)
         yield _counter("jlora_merge_switches", "Merges of an adapter into the weights.", stats.merge.switches)
         yield _counter("jlora_weight_reloads", "Loads of the weights because a merge was left.", stats.merge.reloads)
         yield _counter("jlora_steps", "Steps of the engine.", stats.steps)
