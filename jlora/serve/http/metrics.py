@@ -97,8 +97,7 @@ class Snapshot:
             parts.add_metric((part,), getattr(stats, f"{part}_s"))
         yield parts
         merged = GaugeMetricFamily("jlora_merged", "The share of the weights with the adapter.", labels=("adapter",))
-        if stats.merge.adapter:
-            merged.add_metric((stats.merge.adapter,), stats.merge.share)
+        merged.add_metric((stats.merge.adapter,), stats.merge.share)  # 0 of "" if nothing is merged, not a gap
         yield merged
         kept = stats.merge.host_bytes
         yield _gauge("jlora_merge_host_bytes", "Host memory that taking the adapter out of the weights needs.", kept)
