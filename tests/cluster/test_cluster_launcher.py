@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,10 +12,12 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import grpc
 import httpx
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from jlora import config as configuration
 from jlora.cluster import launcher
@@ -44,14 +47,42 @@ class FakeFleet:
 
 
 @pytest.fixture
-def replicas() -> Iterator[list[FakeReplica]]:
-    loop, made = Loop(), [FakeReplica("r0"), FakeReplica("r1")]
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def replicas(loop: Loop) -> Iterator[list[FakeReplica]]:
+    made = [FakeReplica("r0"), FakeReplica("r1")]
     for replica in made:
         loop.run(replica.serve())
     yield made
     for replica in made:
         loop.run(replica.kill())
-    loop.close()
+
+
+@pytest.fixture
+def signals() -> Iterator[None]:
+    """Those of this process are its own again at the end."""
+    numbers = signal.SIGTERM, signal.SIGINT
+    before = [signal.getsignal(number) for number in numbers]
+    yield
+    for number, handler in zip(numbers, before, strict=True):
+        signal.signal(number, handler)
+
+
+async def ready(capsys: pytest.CaptureFixture[str]) -> str:
+    """The ready line, once it is printed."""
+    while "ready" not in (line := capsys.readouterr().out):
+        await asyncio.sleep(0.01)
+    return line
+
+
+def addresses(line: str) -> dict[str, str]:
+    """Of the fronts, by kind, from the ready line."""
+    return dict(part.split("=") for part in line.split()[3:])
 
 
 def config_for(model: Path, **values: object) -> configuration.Config:
@@ -61,17 +92,15 @@ def config_for(model: Path, **values: object) -> configuration.Config:
 
 
 def test_the_router_serves_both_fronts_until_a_signal(
-    replicas: list[FakeReplica], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    replicas: list[FakeReplica], signals: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     fleet = FakeFleet({one.name: one.address for one in replicas})
     parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
     told: list[str] = []
 
     async def client() -> None:
-        while "ready" not in (line := capsys.readouterr().out):
-            await asyncio.sleep(0.01)
-        told.append(line)
-        where = dict(part.split("=") for part in line.split()[3:])
+        told.append(await ready(capsys))
+        where = addresses(told[0])
         async with grpc.aio.insecure_channel(where["grpc"]) as channel:
             asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2, 3]))
             asked.sampling.seed, asked.stopping.max_tokens = 5, 12
@@ -93,13 +122,49 @@ def test_the_router_serves_both_fronts_until_a_signal(
         os.kill(os.getpid(), signal.SIGTERM)
         return await served
 
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        assert asyncio.run(both()) == 0
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
-            signal.signal(number, handler)
-    assert told[0].startswith("jlora cluster ready grpc=127.0.0.1:") and told[0].endswith(" replicas=2\n")
+    assert asyncio.run(both()) == 0
+    line = r"jlora cluster ready grpc=127\.0\.0\.1:\d+ http=\S+ model=base replicas=[12]\n"  # one is enough to begin
+    assert re.fullmatch(line, told[0])
+
+
+def test_without_a_replica_health_says_so_and_with_the_next_one_it_serves_again(
+    loop: Loop,
+    replicas: list[FakeReplica],
+    signals: None,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+):
+    fleet = FakeFleet({one.name: one.address for one in replicas})
+    parts = launcher.Parts(fleet, FakeDirectory(), LeastLoaded(), OsThreads())
+
+    async def client() -> None:
+        where = addresses(await ready(capsys))
+        async with (
+            grpc.aio.insecure_channel(where["grpc"]) as channel,
+            httpx.AsyncClient(base_url=f"http://{where['http']}") as http,
+        ):
+            health: Any = health_pb2_grpc.HealthStub(channel)
+
+            async def turns(status: int, code: int) -> None:
+                asked = health_pb2.HealthCheckRequest(service="jlora.v1.Inference")
+                while (await health.Check(asked)).status != status or (await http.get("/health")).status_code != code:
+                    await asyncio.sleep(0.01)
+
+            await turns(health_pb2.HealthCheckResponse.SERVING, 200)
+            for replica in replicas:
+                loop.run(replica.kill())
+            await turns(health_pb2.HealthCheckResponse.NOT_SERVING, 503)
+            loop.run(replicas[0].serve(int(replicas[0].address.rpartition(":")[2])))
+            await turns(health_pb2.HealthCheckResponse.SERVING, 200)
+
+    async def both() -> int:
+        config = config_for(tmp_path, **{"serve.heartbeat_s": 0.5})
+        served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
+        await asyncio.wait_for(client(), 60)
+        os.kill(os.getpid(), signal.SIGTERM)
+        return await served
+
+    assert asyncio.run(both()) == 0
 
 
 def test_a_router_is_made_for_the_queues_of_all_its_replicas():
@@ -119,6 +184,7 @@ def test_a_service_without_replicas_says_so_and_stops_its_fleet(tmp_path: Path):
 
 def test_the_end_of_a_thread_of_its_parts_ends_the_process(
     replicas: list[FakeReplica],
+    signals: None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -135,17 +201,11 @@ def test_the_end_of_a_thread_of_its_parts_ends_the_process(
     async def both() -> int:
         config = config_for(tmp_path)
         served = asyncio.ensure_future(serving.serve(config, launcher.program(parts, config.cluster)))
-        while "ready" not in capsys.readouterr().out:
-            await asyncio.sleep(0.01)
+        await ready(capsys)
         threads.start("jlora-upkeep", fails)
         return await served
 
-    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    try:
-        assert asyncio.run(both()) == serving.FAILED and codes == [serving.FAILED]
-    finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
-            signal.signal(number, handler)
+    assert asyncio.run(both()) == serving.FAILED and codes == [serving.FAILED]
     assert "thread jlora-upkeep has failed" in caplog.text
 
 
