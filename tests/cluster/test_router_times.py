@@ -1,0 +1,80 @@
+"""How long a router waits: for a replica, and for one that does not end a request at its deadline."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import pytest
+
+from jlora.cluster.attach import Terms
+from jlora.cluster.dispatch import GRACE_S
+from jlora.errors import Unavailable
+from tests.cluster import _port as port
+from tests.cluster._links import Client, Service, answer, request, service, submit, wait_for
+
+
+@dataclass
+class Clock:
+    """One that a test puts forward."""
+
+    ahead_s: float = 0.0
+
+    def __call__(self) -> float:
+        return time.monotonic() + self.ahead_s
+
+
+@dataclass
+class Waiting:
+    """A request without a deadline at a router without a replica."""
+
+    clock: Clock
+    service: Service
+    client: Client = field(default_factory=Client)
+
+    def __post_init__(self) -> None:
+        self.service.kill(self.service.replicas[0])
+        wait_for(lambda: not self.service.router.replicas)
+        self.submitted = self.service.router.submit(request(max_tokens=20), self.client)
+        wait_for(lambda: port.dispatcher(self.service.router).table.waiting())
+
+
+@pytest.fixture
+def waiting() -> Iterator[Waiting]:
+    clock = Clock()
+    with service(1, Terms("router", suspect_s=1.0, clock=clock)) as made:
+        yield Waiting(clock, made)
+
+
+def test_without_a_deadline_a_request_waits_for_a_replica_for_a_minute(
+    waiting: Waiting, monkeypatch: pytest.MonkeyPatch
+):
+    ticks = port.ticks(monkeypatch)
+    waiting.clock.ahead_s = 40.0
+    wait_for(lambda: ticks[0] > 2)
+    assert not waiting.submitted.done()
+    waiting.clock.ahead_s = 61.0
+    with pytest.raises(Unavailable, match="no replica"):
+        waiting.submitted.result(20)
+    assert not len(port.dispatcher(waiting.service.router).table) and not waiting.client.events
+
+
+def test_a_replica_that_comes_within_the_minute_answers(waiting: Waiting):
+    waiting.clock.ahead_s = 40.0
+    waiting.service.place(waiting.service.add("r1"))
+    waiting.submitted.result(20)
+    assert waiting.client.wait().tokens() == answer(request(max_tokens=20)) and waiting.client.last.error is None
+
+
+def test_a_replica_that_ignores_a_deadline_is_told_to_cancel():
+    """The client has its end even so."""
+    with service(1) as one:
+        (replica,), deadline = one.replicas, time.monotonic() + 1.0
+        client = submit(one, request(max_tokens=1 << 20, deadline=deadline))
+        last = client.wait().last
+        assert time.monotonic() > deadline + GRACE_S, "the replica may end it before"
+        assert last.finish_reason == "abort" and last.error is None
+        assert last.usage is not None and last.usage.completion_tokens == len(client.tokens()) > 0
+        wait_for(lambda: replica.cancelled == [replica.started[0].rid])
+        assert not replica.running and not len(port.dispatcher(one.router).table)
