@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,7 +32,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as jlora
 from jlora.types import Request, SamplingParams
 from tests.cluster import _port as port
-from tests.cluster._links import FakeDirectory, wait_for
+from tests.cluster._links import Client, FakeDirectory, wait_for
 from tests.cluster._real import INVOCATION, SECRET, Cluster, Seat, adapters_of, cluster, same
 from tests.serve._server import add, refused, request
 
@@ -276,6 +277,39 @@ def test_a_client_that_goes_ends_its_request(two: Cluster):
     next(stream)
     stream.cancel()
     wait_for(lambda: not any(seat.running for seat in two.seats))
+
+
+def generated(two: Cluster) -> int:
+    """Tokens of all seats so far."""
+    return sum(seat.engine.state().result(20).stats.generated_tokens for seat in two.seats)
+
+
+@pytest.mark.parametrize("way", ["Generate", "GenerateStream"])
+def test_a_deadline_ends_a_request_wherever_it_runs(two: Cluster, way: str):
+    before = generated(two)
+    with refused(grpc.StatusCode.DEADLINE_EXCEEDED):
+        list(getattr(two.served.inference, way)(request(PROMPT, 3000), timeout=1.0))  # a stream fails while it is read
+    wait_for(lambda: not any(seat.running for seat in two.seats))
+    assert generated(two) > before
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_replica_itself_ends_a_request_at_its_deadline(two: Cluster, dies: bool, monkeypatch: pytest.MonkeyPatch):
+    """Also one that has got the request behind the death of another: the router is patient here."""
+    monkeypatch.setattr("jlora.cluster.dispatch.GRACE_S", 3600.0)
+    client, deadline = Client(), time.monotonic() + 1.0
+    sampling = SamplingParams(temperature=0, max_tokens=3000, ignore_eos=True)
+    two.router.submit(Request("late", PROMPT, sampling, deadline=deadline), client).result(20)
+    dead = two.busy()
+    if dies:
+        dead.kill()
+    try:
+        last = client.wait().last
+        assert time.monotonic() >= deadline and last.finish_reason == "abort" and last.error is None
+        wait_for(lambda: not any(seat.running for seat in two.seats))
+    finally:
+        if dies:
+            revive(two, dead)
 
 
 def test_without_replicas_a_request_waits_for_the_next_one(two: Cluster):
