@@ -89,6 +89,7 @@ def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[
     try:
         ready = next((found for line in process.stdout if (found := READY.match(line))), None)
         assert ready, f"ended with code {process.wait()} before it was ready"
+        started |= descendants(process.pid)
         with grpc.insecure_channel(ready[1]) as channel:
             yield Service(process, channel, ready[1], ready[2] or "")
         started |= descendants(process.pid)
