@@ -1,4 +1,4 @@
-"""docs/reliability.md names tests and studies that exist, and has every fault of the list."""
+"""docs/reliability.md names tests and studies that exist and has every fault; docs/cluster.md names files of tests."""
 
 from __future__ import annotations
 
@@ -33,3 +33,10 @@ def test_every_fault_has_a_row_that_names_what_injects_it():
     assert list(rows) == [f"F{i}" for i in range(1, 20)]
     assert all("::" in row or "jlora " in row for _, row in rows.values())
     assert all(f"| {fault.partition('-')[0]} |" in PAGE for fault in KNOWN)
+
+
+def test_every_file_of_tests_that_the_failures_of_a_service_name_exists():
+    page = (ROOT / "docs" / "cluster.md").read_text()
+    named = set(re.findall(r"\btest_\w+\.py\b", page))
+    missing = named - {path.name for path in (ROOT / "tests").rglob("test_*.py")}
+    assert len(named) > 5 and not missing, missing
