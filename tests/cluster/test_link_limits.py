@@ -6,6 +6,7 @@ import asyncio
 import gc
 import math
 import threading
+from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -16,20 +17,22 @@ from jlora.cluster import link as module
 from jlora.cluster import wire
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
-from jlora.config import Config
+from jlora.cluster.worker import LEAST_MIB
+from jlora.config import Config, ServeConfig
 from jlora.engine.futures import done, running
 from jlora.errors import ResourceExhausted, Unauthenticated
 from jlora.replica import ReplicaInfo, Sink
 from jlora.serve.access.access import Access
 from jlora.serve.access.caller import Need
 from jlora.serve.backend import Backend
-from jlora.types import Request, SamplingParams, TokenEvent
-from jlora.validation import Limits
+from jlora.types import Done, Request, SamplingParams, TokenEvent
+from jlora.validation import MAX_ENTRIES, Limits
 from tests.cluster import _port as port
-from tests.cluster._link import SECRET, linked
+from tests.cluster._link import SECRET, Router, linked
 from tests.cluster._wait import until
 
 ENDLESS = SamplingParams(max_tokens=1 << 19)
+LARGEST = (1 << 20) - 1  # the last token id of `Flood`: three bytes
 
 
 class Flood:
@@ -89,6 +92,37 @@ def test_a_router_that_reads_nothing_is_cut_off(monkeypatch: pytest.MonkeyPatch)
                 pass
         assert e.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED  # pyright: ignore[reportAttributeAccessIssue]
         sent.set()
+
+
+def begins(rid: int) -> Callable[[Router], bool]:
+    """Whether the replica has said that it has the request."""
+    return lambda router: any(rid in message.begun for message in router.messages)
+
+
+def test_a_message_that_is_too_large_ends_its_own_link_alone():
+    """What its router had runs no more; `serve.max_request_mib` is 4."""
+    idle: Any = Idle()
+    with linked(idle) as one, one.attach() as large, one.attach("another") as other:
+        large.start(1, Request("r", (1,), ENDLESS))
+        other.start(2, Request("r", (LARGEST,) * (1 << 19), ENDLESS))
+        large.until(begins(1))
+        other.until(begins(2))
+        assert not idle.aborted.is_set()
+        large.start(3, Request("r", (LARGEST,) * (3 << 19), ENDLESS))
+        assert large.until_ended() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert idle.aborted.wait(60)
+        until(lambda: port.streams(one.servicer) == ["another"], "nothing of it is left")
+        other.start(4, Request("r", (1,), ENDLESS))
+        other.until(begins(4))
+
+
+def test_the_largest_request_that_goes_on_fits_into_a_message():
+    """As many prompt tokens as a client can send, and as many that are delivered as it can ask for."""
+    prompt = (LARGEST,) * (int(ServeConfig().max_request_mib * 2**20) // 3)
+    done = (Done((LARGEST,) * (MAX_ENTRIES // 64)),) * 64
+    request = Request("r", prompt, SamplingParams(n=64, max_tokens=MAX_ENTRIES // 64), done=done)
+    message = link.ToReplica(start=wire.start(1, request, None))
+    assert 3 * (len(prompt) + MAX_ENTRIES) < message.ByteSize() < LEAST_MIB * 2**20
 
 
 def test_the_requests_of_a_router_that_falls_silent_end(monkeypatch: pytest.MonkeyPatch):

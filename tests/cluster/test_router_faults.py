@@ -19,6 +19,7 @@ from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView
 from jlora.errors import DataLoss, NotFound, ResourceExhausted
+from jlora.serve.client import MAX_MESSAGE_BYTES
 from jlora.serve.proto import jlora_pb2 as pb
 from tests.cluster import _port as port
 from tests.cluster._links import (
@@ -264,3 +265,16 @@ def test_an_answer_goes_on_with_the_weights_with_which_it_began_or_ends(second: 
             assert isinstance(client.last.error, DataLoss)
             assert client.tokens() == answer(asked, 0)[: len(client.tokens())]
             wait_for(lambda: bool(then.cancelled))
+
+
+def test_a_replica_whose_message_is_too_large_is_lost_and_its_requests_go_on_elsewhere(two: Service):
+    asked = request(max_tokens=300)
+    client = submit(two, asked)
+    (busy,) = (replica for replica in two.replicas if replica.started)
+    wait_for(client.tokens)
+    busy.newer = link.FromReplica(hello=link.HelloBack(info=bytes(MAX_MESSAGE_BYTES))).SerializeToString()
+    wait_for(lambda: port.dispatcher(two.router).books.view[busy.name].health == "down")
+    busy.newer = b""
+    whole(client, asked, two)
+    wait_for(lambda: len(two.router.replicas) == 2)
+    assert len(busy.epochs) > 1
