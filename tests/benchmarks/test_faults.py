@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.faults import routers
+from benchmarks.faults import routers, signals
 from benchmarks.faults.adapters import COPIES
 from benchmarks.faults.study import KNOWN, QUICK
 from jlora.cli import main
@@ -56,6 +56,33 @@ def test_streams_that_are_read_slowly_are_cut_and_delay_no_other(tmp_path: Path)
 def test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids():
     found = asyncio.run(routers.kills(2))
     assert found["UNAVAILABLE"] == found["whole"] == 2 * routers.STREAMS and "wrong" not in found
+
+
+@pytest.mark.slow
+def test_killed_replicas_cost_no_answer_a_token():
+    found = asyncio.run(signals.kills(QUICK.kills))
+    assert found["injected"] == QUICK.kills and found["answers"] > 0
+    assert found["wrong_tokens"] == found["errors"] == 0, found["error"]
+
+
+@pytest.mark.slow
+def test_every_way_to_end_a_server_goes_as_promised():
+    found = asyncio.run(signals.drains(QUICK.drains))
+    assert {name for name, count in found.items() if count == 1} >= {f"{way}: as promised" for way in signals.WAYS}
+    assert found["holds"]
+
+
+ALONE = {
+    "F1": test_killed_replicas_cost_no_answer_a_token,
+    "F2": test_a_killed_routers_requests_end_and_the_next_one_serves_their_ids,
+    "F9": test_streams_that_are_read_slowly_are_cut_and_delay_no_other,
+    "F14": test_every_way_to_end_a_server_goes_as_promised,
+    "F19-flips": test_requests_that_flip_between_few_adapters_are_all_admitted_and_answered,
+}
+
+
+def test_every_fault_that_the_study_knows_is_injected_here():
+    assert {*AT_A_SERVER, *ALONE} == set(KNOWN)
 
 
 def test_an_unknown_fault_is_one_clear_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
