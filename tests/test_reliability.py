@@ -1,9 +1,14 @@
-"""docs/reliability.md names tests and studies that exist and has every fault; docs/cluster.md names files of tests."""
+"""docs/reliability.md names tests and studies that exist, has every fault of the list, and counts as the records do.
+
+The files of tests that docs/cluster.md names exist, too.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
 import re
+from collections import Counter
 from pathlib import Path
 
 from benchmarks.__main__ import STUDIES
@@ -40,3 +45,12 @@ def test_every_file_of_tests_that_the_failures_of_a_service_name_exists():
     named = set(re.findall(r"\btest_\w+\.py\b", page))
     missing = named - {path.name for path in (ROOT / "tests").rglob("test_*.py")}
     assert len(named) > 5 and not missing, missing
+
+
+def test_the_seeds_that_were_played_are_those_of_the_record():
+    played: Counter[str] = Counter()
+    for line in (ROOT / "docs" / "results" / "seeds-modelled.jsonl").read_text().splitlines():
+        played[json.loads(line)["world"]] += json.loads(line)["seeds"]
+    one, many = f"{played['engine']:,}", f"{played['cluster']:,}"
+    assert f"{one} of one replica and {many} of many were played" in (ROOT / "docs" / "simulator.md").read_text()
+    assert f"[{one} and {many}](simulator.md#faults) were played" in PAGE
