@@ -1,5 +1,5 @@
-"""What no line of the package may do, read from its source: run data as code, fetch what a caller names, or compare
-a secret in a time that tells how much of it was right.
+"""What no line of the package may do, read from its source: run data as code, fetch what a caller names, measure a
+duration by a clock that jumps, or compare a secret in a time that tells how much of it was right.
 
 Every rule is tried on a line that breaks it, too: a rule that finds nothing would prove nothing.
 """
@@ -24,6 +24,14 @@ IMPORTERS = {"cli", "cluster.child", "cluster.cli", "engine.compile_cache", "ser
 FETCHES = {"urllib.request", "http.client", "requests", "httpx", "aiohttp", "urllib3", "ftplib", "huggingface_hub"}
 FETCHERS = {"model.hub"}
 SHARES_MEMORY = {"multiprocessing.shared_memory", "posix_ipc", "mmap"}  # (C23)
+# They say when something was, to people and to other processes, or compare it with a file's time (F12). All else
+# measures durations, by the monotonic clock.
+WALL = {"time.time", "time.time_ns", "datetime.now", "datetime.utcnow", "datetime.today", "date.today"}
+WALL_CLOCKS = {
+    "cluster.scratch", "doctor.engine_fit", "doctor.job", "engine.ports", "loadgen.cli", "ports", "serve.generation",
+    "serve.http.answers", "serve.http.dashboard", "serve.http.metrics", "serve.http.models", "serve.strip",
+    "serve.template",
+}  # fmt: skip
 # Where secrets are compared (C10), and what they are called there.
 SECRET_ROOMS = ("serve/access/access.py", "serve/access/keys.py", "cluster/secret.py")
 SECRETS = {"token", "_token", "key", "secret", "sha256", "digest", "authorization", "sent", "one", "other"}
@@ -59,6 +67,11 @@ def imports_by_name(node: ast.AST) -> bool:
     return isinstance(node, ast.Attribute) and node.attr in ("import_module", "spec_from_file_location", "run_path")
 
 
+def reads_the_wall_clock(node: ast.AST) -> bool:
+    names = [ast.unparse(node)] if isinstance(node, ast.Attribute) else imported(node)
+    return any(name in WALL or name.removeprefix("datetime.") in WALL for name in names)
+
+
 def compares_a_secret(node: ast.AST) -> bool:
     if not isinstance(node, ast.Compare) or not any(isinstance(op, ast.Eq | ast.NotEq) for op in node.ops):
         return False
@@ -84,6 +97,7 @@ RULES: dict[str, tuple[Rule, set[str], str]] = {
     "imports by name": (imports_by_name, IMPORTERS, "importlib.import_module(config['auto_map'])"),
     "fetches": (imports(FETCHES), FETCHERS, "import urllib.request"),
     "shares memory": (imports(SHARES_MEMORY), set(), "from multiprocessing import shared_memory"),
+    "reads the wall clock": (reads_the_wall_clock, WALL_CLOCKS, "left = deadline - time.time()"),
     "templates without a sandbox": (environments, set(), "jinja2.Environment()"),
 }
 
