@@ -10,6 +10,9 @@ import random
 from collections.abc import Callable
 
 import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 
 from jlora.cache.manager import CacheManager
 from jlora.cache.residency import Residency
@@ -25,6 +28,11 @@ class DiskWorld(World):
     """A world whose adapters may be on the disk only. A file holds what its adapter's blocks must hold."""
 
     reads = 0
+
+    def do(self, action: str, numbers: tuple[int, ...]) -> None:
+        self.operations += 1
+        getattr(self, action)(*numbers[: MORE[action][0]])
+        self.check()
 
     def read(self, which: int) -> None:
         """A reading ends, if the host has room for it."""
@@ -130,11 +138,9 @@ def drive(policy: str, seed: int) -> DiskWorld:
     world = DiskWorld(policy, device_blocks=24, host_blocks=draw.choice((5, 6, 8)), streams=seed % 2 > 0)
     names = list(MORE)
     for action in draw.choices(names, [MORE[name][1] for name in names], k=OPERATIONS):
-        world.operations += 1
         if action == "submit" and len(world.queue) > 6:
             action = "admit"
-        getattr(world, action)(*[draw.randrange(1000) for _ in range(MORE[action][0])])
-        world.check()
+        world.do(action, tuple(draw.randrange(1000) for _ in range(MORE[action][0])))
     world.close()
     return world
 
@@ -145,6 +151,32 @@ def test_adapters_leave_memory_and_come_back_and_every_invariant_holds(policy: s
     assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
     assert sum(world.reads for world in worlds) > 10
     assert all(world.finished for world in worlds)
+
+
+class Machine(RuleBasedStateMachine):
+    """Hypothesis draws the operations; `worlds` gets the world of each sequence."""
+
+    def __init__(self, worlds: list[DiskWorld]) -> None:
+        super().__init__()
+        self.world = DiskWorld("jlora", device_blocks=24, host_blocks=6, streams=True)
+        worlds.append(self.world)
+
+    @rule(action=st.sampled_from(list(MORE)), numbers=st.tuples(*[st.integers(0, 99)] * 3))
+    def act(self, action: str, numbers: tuple[int, ...]) -> None:
+        self.world.do(action, numbers)
+
+    def teardown(self) -> None:
+        self.world.close()
+
+
+def test_hypothesis_finds_no_sequence_that_breaks_it():
+    worlds: list[DiskWorld] = []
+    sequences = settings(
+        max_examples=60, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)
+    )
+    run_state_machine_as_test(lambda: Machine(worlds), settings=sequences)
+    assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
+    assert sum(world.reads for world in worlds) > 10
 
 
 @pytest.mark.parametrize(("seconds", "dropped"), [(lambda blocks: 0.1, 8), (lambda blocks: 0.01 * blocks, 1)])

@@ -197,6 +197,24 @@ def test_an_activated_lora_is_never_merged(tmp_path: Path, tiny_model: Path, tin
         assert service.stats().merge.switches == 0
 
 
+def test_auto_merges_where_adapters_are_told_to_cost_much_and_never_where_they_cost_nothing(
+    tiny_model: Path, tiny_adapters: dict[str, Path]
+):
+    names = ["large"] * 14 + ["small", None]
+    requests = [Request(str(i), PROMPT[i:], GREEDY, adapter=name) for i, name in enumerate(names)]
+    with running(tiny_model, tiny_adapters, engine__merge="auto") as service:
+        times, answers = of(service).policy.times, []
+        for share in (0.0, 0.9):
+            assert service.stats().merge.switches == 0
+            with service.paused():
+                times.share = share
+            answers += [serve(service, requests) for _ in range(3)]
+        assert service.stats().merge.switches > 0 and service.stats().merge.reloads == 0
+        for got in answers[1:]:
+            for name, events in got.items():
+                assert tokens(events) == tokens(answers[0][name])
+
+
 @pytest.mark.parametrize("where", ["begin", "measure"])
 def test_without_memory_to_merge_the_engine_goes_on_unmerged(
     service: Running, expected: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch, where: str
