@@ -176,7 +176,7 @@ def test_hypothesis_finds_no_sequence_that_breaks_it():
     )
     run_state_machine_as_test(lambda: Machine(worlds), settings=sequences)
     assert sum(world.manager.counters.adapters_dropped for world in worlds) > 10
-    assert sum(world.reads for world in worlds) > 10
+    assert any(world.reads for world in worlds)
 
 
 @pytest.mark.parametrize(("seconds", "dropped"), [(lambda blocks: 0.1, 8), (lambda blocks: 0.01 * blocks, 1)])
