@@ -1,4 +1,4 @@
-"""The first token by the tier of its adapter, as `tiers` measures it, over the large catalogue of `zipf`."""
+"""A server's start and its first token by the tier of its adapter, over the large catalogue of `zipf`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ QUICK = Size(zipf.QUICK.spec, zipf.RANKS, zipf.QUICK.adapters, 8, 4, 3, 0.0, 0.0
 
 
 def run(options: Options) -> None:
-    """Lone requests for adapters of the disk, the host and the device in turn."""
+    """A start, and lone requests for adapters of the disk, the host and the device in turn."""
     size, written = (QUICK, zipf.QUICK) if options.quick else (FULL, zipf.FULL)
     folder = options.folder("zipf")  # both studies read the same files
     zipf.write(folder, written)
@@ -23,4 +23,7 @@ def run(options: Options) -> None:
     settings = {"model.path": str(folder / "model"), "model.name": size.spec.name, "model.dtype": options.dtype}
     settings |= {"adapters.dir": str(folder / "adapters"), "model.max_model_len": 4 * tiers.PROMPT, **options.settings}
     with started(size, math.ceil(zipf.mean_blocks(size.spec)), 1, settings) as asking:
+        if not records.has(cell="start"):
+            phases = {f"{name}_s": seconds for name, seconds in asking.start_s.items()}
+            records.add("start", "server", 0, {"seconds": sum(asking.start_s.values()), **phases})
         first_tokens(asking, records, "catalogue", tiers.DISKS[0], size.starts)

@@ -149,6 +149,9 @@ class Asking:
         self._replica, self.disk, self._spec = replica, disk, size.spec
         self._rng = np.random.default_rng(0)
         self._count = 0
+        phases = dict(replica.info.start_s)
+        del phases["process"]  # it has also written the files
+        self.start_s = phases
         for info in self._idle("DISK")[: 2 * size.host]:  # fills both tiers
             self._ask(info.name, 2).end()
 

@@ -309,12 +309,16 @@ def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
 
 @pytest.mark.slow
 def test_a_large_catalogues_adapters_are_asked_for_in_every_tier(tmp_path: Path):
-    lines = study(tmp_path, "catalogue-tiers")
+    start, *lines = study(tmp_path, "catalogue-tiers")
+    phases = [start[f"{name}_s"] for name in ("adapters", "weights", "programs", "rest")]
+    assert start["cell"] == "start" and start["seconds"] == pytest.approx(sum(phases), rel=1e-4)
     assert [line["side"] for line in lines] == ["DISK", "HOST", "HBM"] * catalogue_tiers.QUICK.starts
     assert {(line["side"], line["kind"] != "") for line in lines} == {("DISK", True), ("HOST", True), ("HBM", False)}
     assert all((line["cold_start_s"] > 0) == (line["side"] != "HBM") for line in lines)
     assert {line["rank"] for line in lines} <= {8, 16, 32, 64}
     assert render("catalogue-tiers", tmp_path / "out", draw=False)
+    page = (tmp_path / "out" / "catalogue-tiers.md").read_text()
+    assert f"The server started in {start['seconds']:.1f} s after its imports" in page
 
 
 @pytest.mark.slow
