@@ -18,7 +18,7 @@ from jlora.model.spec import PROJECTIONS
 from jlora.pallas.cases import LLAMA3_8B
 from tests.pallas import _aot, _gpu
 
-MOST = 0.02 * 141e9  # bytes; an H200's memory
+H200_MOST, V6E_MOST = 0.02 * 141e9, 0.04 * 32e9  # bytes: shares of a chip's memory; one v6e needs 3.7 %
 RANKS = 256  # `adapters.max_rank`
 
 
@@ -50,12 +50,13 @@ def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any
     yield "probed logits", probes.errors, (params["head"], params["norm"]), (tuple(three),)
 
 
-def check(mesh: Mesh, stacked: bool, chip: str, record_property: Any) -> None:
+def check(mesh: Mesh, stacked: bool, chip: str, most: float, record_property: Any) -> None:
+    """Compiles all of them; with the arguments beside the weights, each takes less than `most` bytes of a device."""
     for name, program, weights, others in programs_of(mesh, stacked):
         found = _aot.compiled(program, (*weights, *others), mesh)
         record_property("compiled", found.row(f"{name} llama3-8b", chip, mesh.devices.size))
         beside = sum(map(_bytes, jax.tree.leaves(others)))
-        assert found.temp + beside < MOST, f"{name}: {found.temp / 1e9:.2f} GB, and {beside / 1e9:.2f} of arguments"
+        assert found.temp + beside < most, f"{name}: {found.temp / 1e9:.2f} GB, and {beside / 1e9:.2f} of arguments"
 
 
 def _bytes(x: Any) -> int:
@@ -69,13 +70,13 @@ def test_merging_needs_little_memory_on_a_cpu(stacked: bool, record_property: An
     if stacked and jax.__version_info__ < (0, 12):
         pytest.skip("on a CPU this jax copies a stack of layers to take an adapter out; layers are no stack there")
     mesh = Mesh(np.array(jax.devices("cpu")[:1]), ("tp",), axis_types=(AxisType.Auto,))
-    check(mesh, stacked, "CPU", record_property)
+    check(mesh, stacked, "CPU", H200_MOST, record_property)
 
 
 @pytest.mark.aot_tpu
 @pytest.mark.parametrize("tp", [pytest.param(1, marks=pytest.mark.aot_more), 4])
 def test_merging_needs_little_memory_on_a_tpu(tp: int, record_property: Any):
-    check(_aot.tpu_mesh("v6e", tp), True, "v6e", record_property)
+    check(_aot.tpu_mesh("v6e", tp), True, "v6e", V6E_MOST, record_property)
 
 
 @pytest.mark.aot_cuda
@@ -83,4 +84,4 @@ def test_merging_needs_little_memory_on_a_tpu(tp: int, record_property: Any):
 def test_merging_needs_little_memory_on_an_h200(tp: int, record_property: Any):
     _gpu.need_compiler()
     mesh = Mesh(np.array(_gpu.devices(tp)), ("tp",), axis_types=(AxisType.Auto,))
-    check(mesh, False, "H200", record_property)
+    check(mesh, False, "H200", H200_MOST, record_property)
