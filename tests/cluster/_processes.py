@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -78,7 +79,7 @@ class Service:
 
 @contextmanager
 def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[Service]:
-    """Starts `jlora cluster` and stops it by SIGTERM, unless a test has ended it; no process is left either way."""
+    """Starts `jlora cluster`, and stops it by SIGTERM unless a test has; no process is left then, ports are free."""
     settings = [f"{key}={value}" for key, value in SMALL.items()]
     command = [sys.executable, "-m", "jlora", "cluster", "--model", str(model), "--port", "0"]
     command += ["--set", *settings, "cluster.env.JAX_PLATFORMS=cpu", "cluster.resources.CPU=0.5"]
@@ -103,6 +104,9 @@ def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[
         process.wait()
         process.stdout.close()
     until(lambda: all(map(gone, started)), "every process of the service ends")
+    for where in filter(None, ready.groups()):
+        host, _, port = where.rpartition(":")
+        socket.create_server((host, int(port))).close()  # it is free
 
 
 def descendants(pid: int) -> set[int]:

@@ -37,7 +37,7 @@ def asked() -> list[pb.GenerateRequest]:
 
 @pytest.fixture
 def running(model: Path) -> Iterator[Service]:
-    with service(model, {}, "--replicas", "2", "--set", f"serve.drain_s={STOP_S}") as made:
+    with service(model, {}, "--replicas", "2", "--http-port", "0", "--set", f"serve.drain_s={STOP_S}") as made:
         yield made
 
 
