@@ -38,6 +38,7 @@ def asked() -> list[pb.GenerateRequest]:
 @pytest.fixture
 def running(model: Path) -> Iterator[Service]:
     with service(model, {}, "--replicas", "2", "--http-port", "0", "--set", f"serve.drain_s={STOP_S}") as made:
+        until(lambda: made.up() == {"r0", "r1"}, "both replicas are up")
         yield made
 
 
