@@ -64,8 +64,9 @@ def broken(patch: pytest.MonkeyPatch, found: tuple[Any, str], error: Exception, 
 
 
 def neighbours() -> list[pb.GenerateRequest]:
-    asked = [request(range(5 + i, 20 + 3 * i), 24, temperature=i % 2, seed=i) for i in range(6)]
-    for one, model in zip(asked, ("", "upper", "wide") * 2, strict=True):
+    """63 requests, most of which wait for a place while the guilty one runs."""
+    asked = [request(range(5 + i, 20 + 3 * i), 24, temperature=i % 2, seed=i) for i in range(63)]
+    for one, model in zip(asked, ("", "upper", "wide") * 21, strict=True):
         one.model = model
     return asked
 
