@@ -35,6 +35,10 @@ def test_no_input_crashes_a_parser_or_gets_a_status_of_our_own_fault(name: str):
     assert report.statuses, "nothing was run"
 
 
+def test_every_target_has_a_corpus():
+    assert {name for name in TARGETS if _corpus.load(name)} == TARGETS.keys()
+
+
 def test_the_fuzzer_finds_a_planted_fault():
     """A parser that fails on one of its branches only, which no seed takes."""
 
