@@ -99,6 +99,11 @@ def arrives() -> Seam:
     return Balancing, "_there"
 
 
+def remembered(dispatcher: Dispatcher) -> int:
+    """Entries of the largest table that has one for each request."""
+    return max(map(len, (dispatcher.names, dispatcher.table, dispatcher.entries, dispatcher._handles)))
+
+
 def handle(dispatcher: Dispatcher, name: str) -> int:
     """Of a live request without a tenant."""
     return dispatcher._handles["", name]
@@ -239,6 +244,16 @@ def cleared_while_taken(told: Sequence[Any]) -> Iterator[Any]:
 def follows(remote: RemoteDirectory, uses: Uses, epoch: int) -> bool:
     """Whether the router has this epoch of the table, and it is all that the controller has been told of."""
     return {remote._epoch} == {router.epoch for router in uses._routers.values()} == {epoch}
+
+
+def streams_of(uses: Uses) -> int:
+    """Streams of routers whose words still count."""
+    return len(uses._routers)
+
+
+def versions_of(uses: Uses) -> int:
+    """Entries of all tables of versions."""
+    return len(uses._requests) + len(uses._begun) + len(uses._old)
 
 
 def epoch(remote: RemoteDirectory) -> int:

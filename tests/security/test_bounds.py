@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -11,13 +14,17 @@ from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.routing.sessions import Sessions
+from jlora.cluster.uses import Uses
 from jlora.cluster.view import ReplicaView
-from jlora.errors import LimitReached
+from jlora.errors import LimitReached, NotFound, QueueFull
 from jlora.serve.access.tenants import Tenants
 from jlora.serve.gate import Gate, Room
+from jlora.serve.recent import MOST, Recent
 from jlora.serve.tally import Tally
 from jlora.types import Usage
 from tests import port
+from tests.cluster import _port as cluster
+from tests.cluster._links import INFO, Client, request, service
 
 KEYS = 100_000
 # A table, how many entries it has, and how many it may have.
@@ -55,7 +62,39 @@ def tenants() -> Iterator[Filled]:
             pass
 
 
-@pytest.mark.parametrize("fill", [sessions, prefixes, adapters, tenants], ids=lambda fill: fill.__name__)
+def ended() -> Iterator[Filled]:
+    """Answers within the minute that a summary tells of."""
+    recent = Recent(lambda: 0.0)
+    yield lambda: recent.summary().ttft.count, MOST
+    for _ in range(KEYS):
+        recent.add(0.1, 0.01)
+
+
+def routers() -> Iterator[Filled]:
+    """Routers that come under new names, say what they use and leave; each counts for another tenth of a second."""
+    now = iter(range(10 * KEYS))
+    uses = Uses(hold_s=0.1, clock=lambda: next(now) * 0.01)
+    yield lambda: cluster.streams_of(uses), 10
+    for i in range(KEYS):
+        uses.saw(i, f"router {i}", 1, [f"a@{i}"])
+        uses.left(i)
+
+
+def versions() -> Iterator[Filled]:
+    """Versions that are replaced under their requests; the last request goes on."""
+    uses = Uses(hold_s=0.0)
+    yield lambda: cluster.versions_of(uses), 3
+    for i in range(KEYS):
+        uses.begin(f"a@{i}")
+        uses.retire(f"a@{i}", i, lambda: None)
+        if i < KEYS - 1:
+            uses.end(f"a@{i}")
+
+
+FILLS = (sessions, prefixes, adapters, tenants, ended, routers, versions)
+
+
+@pytest.mark.parametrize("fill", FILLS, ids=lambda fill: fill.__name__)
 def test_a_table_stays_bounded(fill: Callable[[], Iterator[Filled]]):
     filling: Any = fill()
     size, most = next(filling)
@@ -63,6 +102,26 @@ def test_a_table_stays_bounded(fill: Callable[[], Iterator[Filled]]):
     for _ in filling:
         pass
     assert 0 < size() <= most
+
+
+def test_a_router_remembers_no_request_that_it_refuses():
+    """Models that nobody has, and more completions than there is room for beside one that waits."""
+    count, room = KEYS // 10, INFO.config.engine.max_queue + INFO.config.engine.max_seqs
+    with service(1) as made:
+        made.kill(made.replicas[0])
+        waiting = made.router.submit(request("waits"), Client())
+        refusals: list[Future[int]] = []
+
+        async def ask() -> None:
+            for i in range(count):
+                unknown = request(f"u{i}", adapter=f"adapter {i}", tenant=f"tenant {i}", session=f"session {i}")
+                full = request(f"f{i}", n=room, tenant=f"tenant {i}")
+                refusals.extend(made.router.submit(one, Client()) for one in (unknown, full))
+                await asyncio.sleep(0)
+
+        made.loop.run(ask())
+        assert Counter(type(one.exception(20)) for one in refusals) == {NotFound: count, QueueFull: count}
+        assert not waiting.done() and cluster.remembered(cluster.dispatcher(made.router)) == 1
 
 
 def test_what_is_bounded_is_still_counted():
