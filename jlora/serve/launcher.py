@@ -18,8 +18,9 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jlora import config as configuration
 from jlora.adapters.names import check_base_name
@@ -72,6 +73,28 @@ class Program:
     threads: Threads | None = None
 
 
+class Stderr:
+    """Standard error that drops what cannot be written, as on a full disk: a server goes on without its log.
+
+    An error would stop a progress bar that holds its lock, and so the start, and turn exit code 0 into 120.
+    """
+
+    def __init__(self, plain: Any):
+        self._plain = plain
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._plain, name)
+
+    def write(self, text: str) -> int:
+        with suppress(OSError):
+            self._plain.write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._plain.flush()
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jlora serve` until a signal; returns the process's exit code."""
     return run(flags.parse(argv), ENGINE)
@@ -79,6 +102,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run(config: Config, program: Program) -> int:
     """Serves `program` until a signal; returns the process's exit code."""
+    sys.stderr = Stderr(sys.stderr)  # until the process ends: Python flushes it at last
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("jlora").setLevel(config.serve.log_level.upper())
     try:

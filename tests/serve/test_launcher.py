@@ -353,6 +353,27 @@ def test_while_loading_the_port_answers_and_a_signal_ends_it(text_model: Path, t
         assert server.returncode == 0 and "stopped while loading" in errors
 
 
+def test_a_log_that_cannot_be_written_stops_nothing(text_model: Path, quick: list[str]):
+    argv = ["--model", str(text_model), "--port", "0", *quick, "serve.log_level=debug"]
+    adapter = pb.LoadAdapterRequest(name="new", path=str(text_model.parent / "adapters" / "upper"))
+    command = [sys.executable, "-m", "jlora.serve", *argv]
+    with Path("/dev/full").open("w") as full:
+        server = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=full, text=True)
+    try:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            inference = rpc.InferenceStub(channel)
+            before = inference.Generate(request("Hello")).outputs
+            rpc.AdaptersStub(channel).LoadAdapter(adapter)
+            assert inference.Generate(request("Hello", model="new")).outputs[0].text
+            assert inference.Generate(request("Hello")).outputs == before
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=20)
+        assert server.returncode == 0
+    finally:
+        server.kill()
+        server.communicate()
+
+
 @pytest.mark.slow
 def test_a_text_beyond_the_limit_of_the_address_space_is_refused_and_the_server_goes_on(
     quick: list[str], tmp_path: Path
