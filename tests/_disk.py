@@ -1,9 +1,10 @@
-"""A disk for tests of loads."""
+"""Disks for tests of loads, and a full one."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
+from pathlib import Path
 
 from jlora.ports import DiskFiles, DiskFolder
 
@@ -27,3 +28,12 @@ class Gate(DiskFiles):
     def shut(self) -> None:
         self.open.clear()
         self.reached.clear()
+
+
+def fill(directory: Path) -> Path:
+    """Takes all room of a small file system; the file that does."""
+    filler = directory / "filler"
+    with suppress(OSError), filler.open("wb", buffering=0) as file:
+        while file.write(bytes(512)):
+            pass
+    return filler

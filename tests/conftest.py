@@ -13,6 +13,7 @@ if FLAG not in os.environ.get("XLA_FLAGS", ""):
 import functools  # noqa: E402
 import inspect  # noqa: E402
 import signal  # noqa: E402
+import subprocess  # noqa: E402
 import time  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from dataclasses import replace  # noqa: E402
@@ -95,3 +96,15 @@ def tiny_adapters(tmp_path_factory: pytest.TempPathFactory, tiny_spec: ModelSpec
         name: _make.make_adapter(root / name, tiny_spec, seed=10 + i, r=r, targets=which)
         for i, (name, (r, which)) in enumerate(targets.items())
     }
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 512 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"may not mount: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", disk], check=True)

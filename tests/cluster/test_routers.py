@@ -8,7 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 import grpc
@@ -18,6 +18,7 @@ from jlora import config as configuration
 from jlora.serve.access import keys
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
+from tests._disk import fill
 from tests.cluster import _real
 from tests.cluster._links import Loop, wait_for
 from tests.cluster._processes import ROOT, STOP_S, Service, Stream
@@ -201,18 +202,6 @@ def test_a_locked_registry_fails_loads_and_no_request(world: World, tmp_path: Pa
         assert names(one) == ["kept", "new"]
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 512 KiB."""
-    disk = tmp_path / "disk"
-    disk.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"may not mount: {mounted.stderr.strip()}")
-    yield disk
-    subprocess.run(["umount", "--lazy", disk], check=True)
-
-
 def test_a_full_disk_under_the_registry_fails_loads_and_no_request(world: World, small_disk: Path):
     def load(name: str) -> None:
         one.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=world.adapter), timeout=STOP_S)
@@ -222,10 +211,7 @@ def test_a_full_disk_under_the_registry_fails_loads_and_no_request(world: World,
         asked = request(PROMPT, 200)
         asked.model = "kept"
         expected = Stream(one.inference, asked).result()
-        filler = small_disk / "filler"
-        with suppress(OSError), filler.open("wb", buffering=0) as file:
-            while file.write(bytes(512)):
-                pass
+        filler = fill(small_disk)
         stream = Stream(one.inference, asked)
         until(lambda: stream.has(3), "it runs")
         loaded = ["kept"]

@@ -15,6 +15,9 @@ import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
 from jlora.engine import compile_cache
+from jlora.types import Request
+from tests._disk import fill
+from tests.engine.test_engine import GREEDY, running, serve, tokens
 
 KEYS = (
     "jax_compilation_cache_dir",
@@ -105,3 +108,23 @@ def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(t
     compile_cache.use(str(tmp_path / "file"))
     (tmp_path / compile_cache.STAMP).mkdir()
     compile_cache.use(str(tmp_path))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("own_programs")
+def test_an_engine_starts_and_answers_while_the_disk_is_full(tiny_model: Path, small_disk: Path, events: Counter[str]):
+    """It leaves empty entries, which the next start removes and writes again."""
+
+    def answered() -> list[int]:
+        compilation_cache.reset_cache()
+        jax.clear_caches()
+        few = {"engine__max_seqs": 1, "engine__max_step_tokens": 4, "engine__one_row": "off"}
+        with running(tiny_model, {}, serve__compile_cache=str(small_disk), **few) as service:
+            return tokens(serve(service, [Request("r", (5, 6, 7), GREEDY)])["r"])
+
+    filler = fill(small_disk)
+    found = answered()
+    assert len(found) == GREEDY.max_tokens and not any(len(path.read_bytes()) for path in small_disk.glob("*-cache"))
+    filler.unlink()
+    assert answered() == found
+    assert any(len(path.read_bytes()) for path in small_disk.glob("*-cache"))
