@@ -10,6 +10,7 @@ goes unnoticed. Anybody may have written the files, so what is read and parsed i
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import itertools
 import logging
@@ -119,7 +120,7 @@ def read_peft(
     Raises:
         NotFound: the directory or one of its two files is missing.
         InvalidArgument: an option is not supported, or the tensors do not fit the options or the base.
-        DataLoss: a file is damaged, or a weight is not finite, or the files change again and again.
+        DataLoss: a file is damaged, or cannot be read, or a weight is not finite, or the files change again and again.
     """
     label = os.path.basename(os.path.abspath(path))
     content = _read(files or DiskFiles(), str(path), _parser(spec, max_rank, check), spec)
@@ -178,8 +179,10 @@ def _read(files: Files, path: str, parse: Parse, spec: ModelSpec, whole: bool = 
                     return content
         except JloraError:
             raise
-        except (OSError, ValueError) as e:  # ValueError: a NUL in the path
-            raise NotFound(f"adapter directory {label!r}: {getattr(e, 'strerror', None) or 'not a path'}") from e
+        except OSError as e:
+            raise _unreadable(f"adapter directory {label!r}", e) from e
+        except ValueError as e:  # a NUL in the path
+            raise NotFound(f"adapter directory {label!r}: not a path") from e
     raise DataLoss(
         f"adapter directory {label!r}: its files change while they are read; write a new version beside it, "
         "and rename the directory when it is complete"
@@ -199,8 +202,13 @@ def _read_once(folder: Folder, label: str, parse: Parse, spec: ModelSpec, whole:
             tensor_file.check_extents(file, header, entries, where)
             data = tensor_file.read_data(file, header, where) if whole else NOTHING
     except OSError as e:
-        raise NotFound(f"{where}: {e.strerror}") from e
+        raise _unreadable(where, e) from e
     return _Content(config_bytes, config, header, halves, data, folder.stamp())
+
+
+def _unreadable(where: str, error: OSError) -> JloraError:
+    """What is not there is not found; what is there, and the disk cannot give, is lost."""
+    return (DataLoss if error.errno == errno.EIO else NotFound)(f"{where}: {error.strerror}")
 
 
 def _refuse_pickles(folder: Folder, label: str) -> None:
@@ -224,7 +232,7 @@ def _read_config(folder: Folder, label: str) -> bytes:
                 raise InvalidArgument(f"{label}/{CONFIG}: {file.size} bytes: {limit}")
             return file.read(file.size).tobytes()
     except OSError as e:
-        raise NotFound(f"{label}/{CONFIG}: {e.strerror}") from e
+        raise _unreadable(f"{label}/{CONFIG}", e) from e
 
 
 def _halves(

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import random
 import shutil
 import threading
 import urllib.request
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 
+from jlora.adapters.peft import WEIGHTS
 from jlora.errors import ConfigError
 from jlora.ports import DiskFiles, DiskFolder, System
 from jlora.serve.proto import jlora_pb2 as pb
@@ -27,10 +31,11 @@ Tier = pb.AdapterInfo.Tier
 
 
 class Disk(DiskFiles):
-    """Folders whose names `shut` holds back open when it is called with others."""
+    """Folders whose names `shut` holds back open when it is called with others. Those of `broken` have no weights."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.broken = ""
         self._open, self.opened = threading.Condition(), list[str]()
         self._shut: tuple[str | None, ...] = ()
 
@@ -38,12 +43,37 @@ class Disk(DiskFiles):
         with self._open:
             self.opened.append(Path(directory).name)
             assert self._open.wait_for(lambda: Path(directory).name not in self._shut, 60)
-        return super().folder(directory)
+        opened = super().folder(directory)
+        return _failing(opened) if Path(directory).name == self.broken else opened
 
     def shut(self, *names: str | None) -> None:
         with self._open:
             self._shut = names
             self._open.notify_all()
+
+
+@dataclass
+class _Lost:
+    """A file that opens and cannot be read."""
+
+    size: int
+
+    def read(self, size: int) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@contextmanager
+def _failing(opened: AbstractContextManager[DiskFolder]) -> Iterator[DiskFolder]:
+    with opened as folder:
+        plain = folder.open
+
+        @contextmanager
+        def found(name: str) -> Iterator[Any]:
+            with plain(name) as file:
+                yield _Lost(file.size) if name == WEIGHTS else file
+
+        folder.open = found  # type: ignore[method-assign]
+        yield folder
 
 
 def make(directory: Path, spec: Any, seed: int) -> Path:
@@ -88,6 +118,7 @@ def shared(text_model: Path, library: Path, disk: Disk) -> Iterator[Served]:
 def served(shared: Served, disk: Disk) -> Iterator[Served]:
     yield shared
     disk.shut(None)
+    disk.broken = ""
     shared.check_idle()
 
 
@@ -233,6 +264,18 @@ def test_files_that_changed_are_data_loss_and_never_served(
     assert ask(served, "a2") == expected["a2"]
     weights.write_bytes(kept)
     assert ask(served, "a1") == expected["a1"]
+
+
+def test_a_disk_that_fails_under_a_reading_costs_the_adapters_own_requests_alone(
+    served: Served, disk: Disk, expected: dict[str, list[int]]
+):
+    name = disk.broken = one_on_disk(served)
+    calls = {one: served.inference.Generate.future(request(model=one), timeout=60) for one in expected}
+    with refused(grpc.StatusCode.DATA_LOSS, name, os.strerror(errno.EIO)):
+        calls.pop(name).result()
+    assert all(list(call.result().outputs[0].token_ids) == expected[one] for one, call in calls.items())
+    disk.broken = ""
+    assert ask(served, name) == expected[name]
 
 
 def test_files_that_are_gone_are_not_found_by_name(served: Served, library: Path, expected: dict[str, list[int]]):
