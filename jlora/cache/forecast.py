@@ -18,13 +18,18 @@ STREAM = 0.9
 
 
 class Forecast:
-    """Estimates for one cache, in seconds."""
+    """Estimates for one cache, in seconds.
+
+    Attributes:
+        step_s: of the step before this one, as `jlora.engine.admission.Admission.pace`.
+    """
 
     def __init__(self, traffic: Traffic, meter: Meter, clock: Callable[[], float], block_tokens: int):
         self._traffic = traffic
         self._meter = meter
         self._clock = clock
         self._block_tokens = block_tokens
+        self.step_s = 0.0
 
     @property
     def wait_s(self) -> float:
@@ -54,6 +59,12 @@ class Forecast:
         if copy is None:
             return 0.0 if adapter.on_device else self.wait_s + self._meter.load_s(ADAPTER, adapter.size)
         return self._left_s(copy, self._clock()) if copy.started else self.wait_s
+
+    def usable_s(self, adapter: AdapterNode, tokens: int) -> float:
+        """As `arrival_s`, in steps of so many tokens: one that cannot take the copy as it comes leaves it to the next."""
+        arrival_s = self.arrival_s(adapter)
+        streams = adapter in self._traffic.flying and self.fits_in_step([adapter], tokens)
+        return arrival_s if streams or not arrival_s else max(arrival_s, self.step_s)
 
     def outlasts(self, adapter: AdapterNode, tokens: int) -> bool:
         """Whether the adapter's copy under way takes longer than computing so many tokens."""

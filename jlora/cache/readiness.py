@@ -20,7 +20,7 @@ class Readiness(Enum):
     READY = auto()  # run whole
 
 
-# (adapter, seconds until its copy has landed, tokens of the step) -> whether the host is to help meanwhile
+# (adapter, seconds until a step could use its copy, tokens of the step) -> whether the host is to help meanwhile
 Helps = Callable[[AdapterNode, float, int], bool]
 
 
@@ -59,7 +59,7 @@ class Gate:
 
     def could_help(self, adapter: AdapterNode, tokens: int) -> bool:
         """Whether the host would compute the adapter's part of so many tokens while the adapter comes."""
-        return self.helps is not None and self.helps(adapter, self._forecast.arrival_s(adapter), tokens)
+        return self.helps is not None and self.helps(adapter, self._forecast.usable_s(adapter, tokens), tokens)
 
     def hold(self, lease: Lease) -> None:
         """A lease that has run ahead of its adapter waits for it from now on."""

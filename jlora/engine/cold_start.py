@@ -83,7 +83,7 @@ class Cold:
         tokens: of the prompt, to compute.
         blocks: of the adapter.
         places: of a layer at which the adapter acts, 1 to 4.
-        left_s, copy_s: seconds until the adapter's copy has landed, and of the copy alone.
+        left_s, copy_s: seconds until a step could use the adapter's copy, and of the copy alone.
         groups: of layers that the copy comes in.
     """
 

@@ -201,6 +201,23 @@ def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
     cache.manager.leases.release(lease)
 
 
+def test_a_copy_that_a_step_cannot_take_as_it_comes_is_of_use_to_the_next_one():
+    cache = Cache(streams=True)
+    lease = cache.leased([*TALK, 8], cache.adapter(1, 2))  # 2.1 ms to copy, 1 ms a token
+    forecast = cache.manager.forecast
+    soon = forecast.arrival_s(lease.adapter)
+    assert forecast.usable_s(lease.adapter, 13) == soon > 0, "no step has run yet"
+    forecast.step_s = 0.5
+    assert forecast.usable_s(lease.adapter, 13) == 0.5, "the link has not taken it up"
+    (copy,) = cache.copies()
+    copy.started = cache.now
+    assert forecast.usable_s(lease.adapter, 13) == forecast.arrival_s(lease.adapter) < 0.5
+    assert forecast.usable_s(lease.adapter, 1) == 0.5, "too short a step"
+    cache.land()
+    assert forecast.usable_s(lease.adapter, 1) == 0
+    cache.manager.leases.release(lease)
+
+
 def test_a_copy_outlasts_computing_as_long_as_it_is_measured_to():
     cache = Cache()
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))  # 2.1 ms to copy, 1 ms a token

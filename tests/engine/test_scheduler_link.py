@@ -108,6 +108,21 @@ def test_a_link_that_would_be_idle_before_the_next_plan_is_not_behind():
     bench.finish()
 
 
+def test_a_forecast_knows_how_long_the_last_step_took():
+    bench = Bench(step_s=0.5)
+    bench.submit("runs", 5, max_tokens=3)
+    bench.step()
+    assert bench.manager.forecast.step_s == 0, "it was the first"
+    bench.step()
+    assert bench.manager.forecast.step_s == 0.5
+    bench.finish()
+    bench.step()
+    bench.submit("later", 5, max_tokens=3)
+    bench.step()
+    assert bench.manager.forecast.step_s == 0, "none ran before"
+    bench.finish()
+
+
 def test_what_the_link_has_carried_of_a_copy_no_longer_keeps_others_waiting():
     bench = Bench(delay=6, step_s=0.02)
     for uid, size in ((1, LONG), (2, 3)):
