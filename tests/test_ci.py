@@ -23,3 +23,16 @@ def test_a_test_that_begins_too_late_is_left_out_and_counted():
     assert ran.returncode == 0, ran.stdout
     assert re.search(r"SKIPPED \[\d+\] .*: no time left", ran.stdout)
     assert "passed" not in ran.stdout
+
+
+def test_seeds_ray_the_oracle_and_the_compilers_are_never_left_out():
+    always, _, late = (ROOT / ".ci" / "run").read_text().partition("export JLORA_TESTS_UNTIL")
+    assert late and "make test " in always
+    for what in (
+        "tests/sim/world",
+        "tests/cluster/test_ray.py",
+        "tests/cluster/test_ray_nodes.py",
+        "tests/oracle",
+        "aot",
+    ):
+        assert what in always
