@@ -21,7 +21,7 @@ from jlora.cluster.link import LinkServicer
 from jlora.cluster.peer import Fetcher, PeerServicer
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
-from jlora.config import Config
+from jlora.config import Config, ServeConfig
 from jlora.errors import JloraError
 from jlora.serve import flags, launcher
 from jlora.serve.backend import Backend
@@ -34,20 +34,25 @@ COMMAND = "jlora cluster replica"
 DESCRIPTION = """Serves one replica of a service of many, for the routers that have its token.
 
 Takes the flags of `jlora serve`. Keys, the HTTP port and the names of adapters are the routers'."""
-# A request that goes on carries its output: up to `jlora.validation.MAX_ENTRIES` tokens of three bytes.
-LEAST_MIB = 16.0
+# A request that goes on carries its output, too: up to `jlora.validation.MAX_ENTRIES` tokens of three bytes.
+OUTPUT_MIB = 8.0
+MOST_MIB = 2047.0  # of a gRPC message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a replica until a signal, with the flags of `jlora serve`; returns the process's exit code."""
     config = parse(argv)
-    mib = max(config.serve.max_request_mib, LEAST_MIB)
-    config = configuration.replace(config, {**ROUTERS, "serve.max_request_mib": mib})
+    config = configuration.replace(config, {**ROUTERS, "serve.max_request_mib": largest_mib(config.serve)})
     try:
         return launcher.run(config, program(config))
     except JloraError as e:
         print(f"{COMMAND}: cannot start: {e}", file=sys.stderr, flush=True)
         return 1
+
+
+def largest_mib(config: ServeConfig) -> float:
+    """Of a router's message: of its client's, and of what the request has delivered."""
+    return min(config.max_request_mib + OUTPUT_MIB, MOST_MIB)
 
 
 def parse(argv: Sequence[str] | None) -> Config:

@@ -17,7 +17,7 @@ from jlora.cluster import link as module
 from jlora.cluster import wire
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
-from jlora.cluster.worker import LEAST_MIB
+from jlora.cluster.worker import largest_mib
 from jlora.config import Config, ServeConfig
 from jlora.engine.futures import done, running
 from jlora.errors import ResourceExhausted, Unauthenticated
@@ -116,13 +116,14 @@ def test_a_message_that_is_too_large_ends_its_own_link_alone():
         other.until(begins(4))
 
 
-def test_the_largest_request_that_goes_on_fits_into_a_message():
+@pytest.mark.parametrize("mib", [ServeConfig().max_request_mib, 12.0])
+def test_the_largest_request_that_goes_on_fits_into_a_message(mib: float):
     """As many prompt tokens as a client can send, and as many that are delivered as it can ask for."""
-    prompt = (LARGEST,) * (int(ServeConfig().max_request_mib * 2**20) // 3)
+    prompt = (LARGEST,) * (int(mib * 2**20) // 3)
     done = (Done((LARGEST,) * (MAX_ENTRIES // 64)),) * 64
     request = Request("r", prompt, SamplingParams(n=64, max_tokens=MAX_ENTRIES // 64), done=done)
     message = link.ToReplica(start=wire.start(1, request, None))
-    assert 3 * (len(prompt) + MAX_ENTRIES) < message.ByteSize() < LEAST_MIB * 2**20
+    assert 3 * (len(prompt) + MAX_ENTRIES) < message.ByteSize() < largest_mib(ServeConfig(max_request_mib=mib)) * 2**20
 
 
 def test_the_requests_of_a_router_that_falls_silent_end(monkeypatch: pytest.MonkeyPatch):
