@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +30,8 @@ __all__ = ["ray_starts"]  # skips this module, too, where Ray does not start
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
 TOKENS = 100
-STARTS = 2  # a Ray that gets no processor for a while gives itself up
+STARTS = 3  # a Ray that gets no processor for a while gives itself up
+START_S = 150.0  # or it goes on without a node, and nobody says so
 
 
 @dataclass
@@ -92,7 +94,10 @@ def started(command: list[str], env: dict[str, str]) -> tuple[subprocess.Popen[s
             command, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
         assert process.stdout is not None
+        late = threading.Timer(START_S, lambda process=process: kill(family(process)))
+        late.start()
         address = next((line.strip() for line in process.stdout if ":" in line), "")
+        late.cancel()
         if address:
             return process, address
         end(process)
@@ -101,9 +106,17 @@ def started(command: list[str], env: dict[str, str]) -> tuple[subprocess.Popen[s
 
 def end(process: subprocess.Popen[str]) -> None:
     """Ends a Ray, with all that it has left."""
-    left = {process.pid} | _processes.descendants(process.pid)
+    left = family(process)
     process.communicate()  # it shuts Ray down
-    for pid in left:
+    kill(left)
+
+
+def family(process: subprocess.Popen[str]) -> set[int]:
+    return {process.pid} | _processes.descendants(process.pid)
+
+
+def kill(pids: set[int]) -> None:
+    for pid in pids:
         if not gone(pid):
             os.kill(pid, signal.SIGKILL)
 
