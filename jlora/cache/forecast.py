@@ -61,7 +61,7 @@ class Forecast:
         return self._left_s(copy, self._clock()) if copy.started else self.wait_s
 
     def usable_s(self, adapter: AdapterNode, tokens: int) -> float:
-        """As `arrival_s` for steps of so many tokens. One that cannot take the copy as it comes leaves it to others."""
+        """As `arrival_s`, but a step of so many tokens that cannot stream the copy leaves it to the next step."""
         arrival_s = self.arrival_s(adapter)
         streams = adapter in self._traffic.flying and self.fits_in_step([adapter], tokens)
         return arrival_s if streams or not arrival_s else max(arrival_s, self.step_s)

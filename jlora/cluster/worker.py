@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def largest_mib(config: ServeConfig) -> float:
-    """Of a router's message: of its client's, and of what the request has delivered."""
+    """The largest message of a router, in MiB: its client's message, and what the request has delivered."""
     return min(config.max_request_mib + OUTPUT_MIB, MOST_MIB)
 
 

@@ -76,7 +76,8 @@ class Program:
 class Stderr:
     """Standard error that drops what cannot be written, as on a full disk: a server goes on without its log.
 
-    An error would stop a progress bar that holds its lock, and so the start, and turn exit code 0 into 120.
+    Without it, an error leaves the lock of the progress bar held, so the start hangs. At the end, it turns exit code 0
+    into 120.
     """
 
     def __init__(self, plain: Any):

@@ -45,7 +45,7 @@ def add_flags(many: argparse._ActionsContainer) -> None:
     many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
-    many.add_argument("--fetch-gbps", type=float, default=0.0, help="to fetch from another host (default: no need)")
+    many.add_argument("--fetch-gbps", type=float, default=0.0, help="between hosts (default: every host has all)")
     many.add_argument("--path-gbps", type=float, default=0.0, help="to those in no other host's memory (default: same)")
     many.add_argument(
         "--place", choices=KINDS, default="", help="place adapters; requests follow its table unless --route"

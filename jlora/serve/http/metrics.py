@@ -75,7 +75,7 @@ class Snapshot:
             ("lost_blocks", "Blocks of KV dropped without a copy elsewhere.", cache.blocks_lost),
             ("adapters_dropped", "Adapters that left memory for the disk.", cache.adapters_dropped),
             ("adapter_reads", "Reads of registered adapters into memory.", cache.adapter_reads),
-            ("adapter_reads_failed", "Those that failed.", cache.adapter_reads_failed),
+            ("adapter_reads_failed", "Reads of registered adapters that failed.", cache.adapter_reads_failed),
             ("adapter_read_seconds", "Seconds of the reads that did not fail.", cache.adapter_read_s),
             ("recomputed_tokens", "Tokens found on the host but recomputed.", cache.recomputed_tokens),
             ("streamed_requests", "Requests that started before their copies landed.", cache.streamed),
