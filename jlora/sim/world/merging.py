@@ -19,7 +19,7 @@ from jlora.sim.world.tasks import Tasks
 SITES = {
     "merge.measure": Site("memory is too short to measure what a merge loses", 0.7),
     "merge.refused": Site("a merge would lose too much", 0.7),
-    "merge.short": Site("memory is too short to merge a piece, or to take it out", 0.07),
+    "merge.short": Site("memory is too short to merge a piece, or to take it out", 0.1),
     "merge.lost": Site("taking a piece out leaves other weights", 0.15),
 }
 

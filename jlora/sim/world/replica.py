@@ -336,7 +336,7 @@ def _drawn_config(draw: random.Random) -> tuple[EngineConfig, CacheConfig]:
         max_queue=draw.choice((6, 20, 40)),
         overlap=draw.random() < 0.8,
         cold_start=draw.choice(("wait", "stream", "stream", "cpu")),
-        merge=draw.choice(("off", "auto")),
+        merge=draw.choice(("off", "auto", "auto")),
     )
     policies = ("jlora",) * 5 + ("fastlibra", "lru", "vllm", "slora")
     cache = CacheConfig(policy=draw.choice(policies), monitor_s=0.1, link_gbps=draw.choice((1e-3, 1e-4, 3e-5)))
