@@ -52,5 +52,5 @@ def test_the_seeds_that_were_played_are_those_of_the_record():
     for line in (ROOT / "docs" / "results" / "seeds-modelled.jsonl").read_text().splitlines():
         played[json.loads(line)["world"]] += json.loads(line)["seeds"]
     one, many = f"{played['engine']:,}", f"{played['cluster']:,}"
-    assert f"{one} of one replica and {many} of many were played" in (ROOT / "docs" / "simulator.md").read_text()
-    assert f"[{one} and {many}](simulator.md#faults) were played" in PAGE
+    assert f"{one} of one replica and {many} of many were played" in (ROOT / "docs" / "simulated-faults.md").read_text()
+    assert f"[{one} and {many}](simulated-faults.md#what-was-played-and-found) were played" in PAGE

@@ -120,8 +120,6 @@ def test_gaps_are_measured_while_programs_compile_and_after(tmp_path: Path):
     assert during["programs"] > 0 == after["programs"] and after["seconds"] >= during["seconds"]
     assert all(line["messages"] > 0 and not line["failed"] and line["tokens_s"] > 0 for line in (during, after))
     assert render("compiling", tmp_path / "out", draw=False)
-    page = (tmp_path / "out" / "compiling.md").read_text()
-    assert f"{1e3 * during['tokens_s']:.0f} ms while" in page and f"{1e3 * after['tokens_s']:.0f} ms after" in page
 
 
 @pytest.mark.slow
@@ -317,8 +315,6 @@ def test_a_large_catalogues_adapters_are_asked_for_in_every_tier(tmp_path: Path)
     assert all((line["cold_start_s"] > 0) == (line["side"] != "HBM") for line in lines)
     assert {line["rank"] for line in lines} <= {8, 16, 32, 64}
     assert render("catalogue-tiers", tmp_path / "out", draw=False)
-    page = (tmp_path / "out" / "catalogue-tiers.md").read_text()
-    assert f"The server started in {start['seconds']:.1f} s after its imports" in page
 
 
 @pytest.mark.slow
@@ -353,7 +349,7 @@ def test_a_page_comes_from_its_records_and_is_the_same_every_time(tmp_path: Path
     out = tmp_path / "out"
     assert main(["bench", "report", "--out", str(out)]) == 0
     page = (out / "alora.md").read_text()
-    assert "96 tokens, 2 adapters" in page and (out / "alora.png").stat().st_size > 1000
+    assert (out / "alora.png").stat().st_size > 1000
     assert main(["bench", "report", "--out", str(out)]) == 0
     assert (out / "alora.md").read_text() == page
 
@@ -424,8 +420,9 @@ def test_sides_that_are_asked_for_are_played_alone_and_a_page_joins_two_files(
     (path,) = (tmp_path / "out").glob("*.jsonl")
     path.with_name("cluster-migration-more.jsonl").write_text(path.read_text().replace('"rr"', '"dispatch"'))
     assert render("cluster-migration", tmp_path / "out", draw=False)
-    rows = re.findall(r"20 requests/s \| (\w+) \| (\w+) \|", (tmp_path / "out/cluster-migration.md").read_text())
-    assert rows == [(kernel, side) for kernel in ("own", "unpadded") for side in ("dispatch", "rr")]
+    rows = tables.together([read(file) for file in sorted((tmp_path / "out").glob("*.jsonl"))])
+    shown = list(dict.fromkeys(zip(rows["kernel"], rows["side"], strict=True)))
+    assert shown == [(kernel, side) for kernel in ("own", "unpadded") for side in ("dispatch", "rr")]
 
 
 @pytest.mark.slow

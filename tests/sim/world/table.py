@@ -1,4 +1,4 @@
-"""The planted bugs as docs/simulator.md lists them: what each does, and a seed of CI that finds it."""
+"""The planted bugs as docs/simulated-faults.md lists them: what each does, and a seed of CI that finds it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-PAGE = Path(__file__).parents[3] / "docs" / "simulator.md"
+PAGE = Path(__file__).parents[3] / "docs" / "simulated-faults.md"
 BEGIN, END = "<!-- python -m tests.sim.world.planted writes this -->\n", "<!-- as far as here -->\n"
 ROW = re.compile(r"^\| `(\w+)` \| .* \| (\d+) \|$", re.MULTILINE)
 

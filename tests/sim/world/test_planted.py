@@ -1,4 +1,4 @@
-"""The world can fail: each planted bug is found within the seeds that CI plays, by the one in docs/simulator.md.
+"""The world can fail: each planted bug is found within the seeds that CI plays, by the one in docs/simulated-faults.md.
 
 Those of the cache that are planted in its own world are planted here, too. Then the ones that only a whole
 replica can have, and faults that were mended once, taken back one by one.
