@@ -13,7 +13,7 @@ from jlora.cache.owners import owners
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
 from jlora.engine.loading import Adapters, NewAdapter
-from jlora.engine.plan import NOTHING, ROW, StepPlan
+from jlora.engine.plan import ROW
 from jlora.engine.ports import Parts, Pending
 from jlora.engine.shelf import Reading
 from jlora.engine.switching import Switching
@@ -70,8 +70,6 @@ class Engine:
         self._ended: list[TokenEvent] = []  # final events of aborted and stopped completions
         self._counts = _Counts()
         self._switching = switching
-        self._usual_s = 0.0  # of a step that decodes, without pieces of a switch
-        self._merged = NOTHING  # of the last step that decoded
         self.adapters = Adapters(parts, switching)
 
     # -- the step ---------------------------------------------------------------------------
@@ -144,8 +142,8 @@ class Engine:
         prompt = sum(work.count for work in done.plan.prefill)
         if prompt >= ROW and not done.plan.helps:  # what a prompt token costs beside the running sequences
             self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
-        if self._switching is not None and done.plan.decode and not prompt and not done.plan.helps:
-            self._observe(done.plan, now - max(counts.committed, done.dispatched))
+        if self._switching is not None and not done.plan.helps:
+            self._switching.observe(done.plan, now - max(counts.committed, done.dispatched))
         counts.committed = now
         counts.steps += 1
         counts.prompt += prompt
@@ -158,16 +156,8 @@ class Engine:
         if self._switching is None:
             return
         self._switching.decide(now)
-        if not self._switching.advance(self._usual_s):
+        if not self._switching.advance():
             self._manager.flush()  # KV may be of wrong weights
-
-    def _observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learns from a step that only decoded, unless it waited for pieces of a switch, or its reading did."""
-        assert self._switching is not None
-        waited, self._merged = plan.merged != self._merged or self._switching.moved, plan.merged
-        if not waited:
-            self._usual_s += 0.1 * (seconds - self._usual_s)
-            self._switching.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
 
     # -- requests ---------------------------------------------------------------------------
 

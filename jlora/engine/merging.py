@@ -7,7 +7,8 @@ out below `beta`. Both follow from measured throughput with the switch's cost in
 
 Credits bound how long others wait. Each second that an adapter is merged while others wait moves a
 second of credit from it to each of them. Once one of them has `engine.merge_starve_s` of credit, the
-adapter is taken out. Credits return to 0 while all requests run, and nothing is merged before.
+adapter is taken out. Credits return to 0 while all requests run. Nothing is merged before that, nor before
+every request that has waited has had a step.
 """
 
 from __future__ import annotations
@@ -64,6 +65,7 @@ class Merging:
         self.refused: set[AdapterNode] = set()
         self.times = times
         self.out_s = 0.0  # until what is merged, or would be, is out, with the steps between its pieces
+        self.passed = False  # a request that a merge has kept waiting has had no step since
         self._max_seqs = max_seqs
         self._starve_s = starve_s
         self._credits: dict[AdapterNode, float] = {}
@@ -124,7 +126,7 @@ class Merging:
         """Whether it has the credit to be served before others."""
         if len(self.live) == 1:
             return True
-        return not any(self._credits.get(node, 0.0) for node in (top, *self.live))
+        return not self.passed and not any(self._credits.get(node, 0.0) for node in (top, *self.live))
 
     def _pays(self, top: AdapterNode, switch_s: float) -> bool:
         rates = self._rates(top, switch_s)
@@ -188,6 +190,6 @@ class Fixed(Merging):
         others = self.live.keys() - {node}
         if not others:
             return node
-        if not self.live[node] or (merged is node and self.starving(node, switch_s)):
+        if not self.live[node] or self.starving(node, switch_s):
             return None
         return node if merged is node or self._eligible(node) else None

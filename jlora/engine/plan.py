@@ -15,6 +15,7 @@ tokens remain to be computed: many for a prompt, one for decode.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -139,6 +140,14 @@ class Sequence:
     def unadapted(self) -> int:
         """Of these, tokens before the first that its activated LoRA acts on."""
         return max(0, (self.activation or 0) - self.computed)
+
+    def ends(self, token: int, eos_ids: Container[int]) -> FinishReason | None:
+        """Why its last token ends it, if it does."""
+        sampling = self.request.sampling
+        stops = token in sampling.stop_token_ids or (token in eos_ids and not sampling.ignore_eos)
+        if stops and self.outputs >= sampling.min_tokens:
+            return "stop"
+        return "length" if self.outputs >= (sampling.max_tokens or 1) else None
 
     def usage(self, outputs: int | None = None) -> Usage:
         """What it has taken; `outputs` counts its tokens where a front has cut it."""

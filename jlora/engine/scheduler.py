@@ -15,7 +15,6 @@ lease, keeps its tokens, and computes them again later. It draws the same tokens
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import random
@@ -28,6 +27,7 @@ from jlora.cache.transfer import Copy
 from jlora.cache.tree import AdapterNode
 from jlora.config import EngineConfig
 from jlora.engine.admission import Admission
+from jlora.engine.deadlines import Deadlines
 from jlora.engine.plan import ROW, SCORED_CHUNK, Drawn, Sequence, StepPlan, Work
 from jlora.engine.shares import account_of, charge_output, owes, refund_prompt, turn
 from jlora.engine.turns import Turns
@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 SETBACKS = 3  # copies that fail before a sequence gives up: a link that always fails must not hold it for ever
 CALM = 64  # steps without a shortage before a withheld slot is used again, or the next one would be short again
-DEADLINES = 64  # entries of ended requests, beside twice the live ones, before the heap is rebuilt
 
 
 class Scheduler:
@@ -71,7 +70,8 @@ class Scheduler:
         self._at: Sequence | None = None  # the one that is being planned
         self._withheld: list[int] = []  # slots of sequences that memory was too short for
         self._calm = 0  # steps since then
-        self._deadlines: list[tuple[float, int]] = []  # heap of handles; some of requests that have ended
+        self._deadlines = Deadlines()
+        self._merged: AdapterNode | None = None  # whose sequences alone were planned last
 
     # -- requests in and out ----------------------------------------------------------------
 
@@ -120,7 +120,7 @@ class Scheduler:
                 siblings.append(sequence)
             handle = siblings[0].order
             if request.deadline is not None:
-                heapq.heappush(self._deadlines, (request.deadline, handle))
+                self._deadlines.add(request.deadline, handle)
             self._requests[handle] = siblings
             for sequence in siblings:
                 self.turns.joined(sequence)
@@ -147,20 +147,15 @@ class Scheduler:
 
     def expire(self, now: float) -> list[TokenEvent]:
         """Aborts requests whose deadline has passed."""
-        events: list[TokenEvent] = []
-        while self._deadlines and self._deadlines[0][0] <= now:
-            events += self.abort(heapq.heappop(self._deadlines)[1], now)
-        if len(self._deadlines) > 2 * self.live + DEADLINES:  # most are of requests that have ended
-            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._requests]
-            heapq.heapify(self._deadlines)
+        events = [event for handle in self._deadlines.passed(now) for event in self.abort(handle, now)]
+        self._deadlines.forget(self._requests)
         return events
 
     def can_pin(self, adapter: AdapterNode) -> bool:
         """Whether every live request could still run with `adapter` pinned too."""
         longest: dict[AdapterNode, int] = {}  # thousands may wait, for few adapters
-        for sequences in self._requests.values():
-            for s in sequences:
-                longest[s.adapter] = max(longest.get(s.adapter, 0), s.longest)
+        for s in itertools.chain.from_iterable(self._requests.values()):
+            longest[s.adapter] = max(longest.get(s.adapter, 0), s.longest)
         return all(most <= self.manager.capacity(node, pinned=adapter) for node, most in longest.items())
 
     # -- one step ---------------------------------------------------------------------------
@@ -188,6 +183,7 @@ class Scheduler:
         self.queue.pace = self.manager.forecast.step_s = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._pause()
+        self._make_way()
         if len({sequence.account for sequence in self.running}) > 1:
             self.running.sort(key=turn)  # tenants' turns change
         self._board(now)  # first: some have one token left to compute, so they decode in this step
@@ -211,6 +207,7 @@ class Scheduler:
                 budget -= self._add_chunk(prefill, sequence, budget)
         self._at = self.queue.at = None
         self._planned = now if decode or prefill else None
+        self.turns.planned(itertools.chain(decode, prefill))
         leases = [work.sequence.lease for work in prefill if work.sequence.lease is not None]
         streams = self._leases.streams(leases)
         works = (*decode, *prefill) if self.manager.flying else ()
@@ -392,6 +389,17 @@ class Scheduler:
             self._take_slot(sequence)
             self.loading.append(sequence)
 
+    def _make_way(self) -> None:
+        """Once a merge has ended: what it kept waiting takes the slots of what came later."""
+        before, self._merged = self._merged, self.turns.only
+        if before is None or self._merged is not None:
+            return
+        for sequence in sorted(self.turns.passed, key=turn)[len(self._slots) : self.config.max_seqs]:
+            last = max(self.running, key=turn, default=None)
+            if last is None or turn(last) < turn(sequence):
+                return
+            self._preempt(last)
+
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
         whole = min(sequence.remaining, self.config.max_step_tokens)
@@ -469,18 +477,11 @@ class Scheduler:
         scored = tuple(sequence.prompt_logprobs) if sequence.prompt_logprobs and outputs == 1 else None
         name, handle = sequence.request.id, sequence.handle
         event = TokenEvent(name, sequence.index, token, logprob, scored, None, None, None, handle)
-        reason = self._reason(sequence, token, outputs)
+        reason = sequence.ends(token, self.eos_ids)
         if reason is None:
             return event
         final = self._finish(sequence, reason, now)
         return replace(event, finish_reason=reason, usage=final.usage, timing=final.timing)
-
-    def _reason(self, sequence: Sequence, token: int, outputs: int) -> FinishReason | None:
-        sampling = sequence.request.sampling
-        ends = token in sampling.stop_token_ids or (token in self.eos_ids and not sampling.ignore_eos)
-        if ends and outputs >= sampling.min_tokens:
-            return "stop"
-        return "length" if outputs >= (sampling.max_tokens or 1) else None
 
     def _finish(self, sequence: Sequence, reason: FinishReason, now: float, outputs: int | None = None) -> TokenEvent:
         sequence.finished = reason

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Iterable
 
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
-from jlora.engine.merging import Fixed, Merging
-from jlora.engine.plan import Merged, Sequence
+from jlora.engine.merging import SMOOTH, Fixed, Merging
+from jlora.engine.plan import NOTHING, Merged, Sequence, StepPlan, Work
 from jlora.engine.ports import Loss, Merger, Swapper
 from jlora.engine.turns import Turns
 from jlora.types import MergeState
@@ -42,7 +43,11 @@ class Switching(Turns):
         self._losses: dict[AdapterNode, Loss] = {}
         self._target: AdapterNode | None = None
         self._short: set[AdapterNode] = set()  # refused because memory was short
-        self._usual_s = 0.0  # of a step
+        self._usual_s = 0.0  # of a step that decodes
+        self._step_s = 0.0  # of any step: rises at once and falls slowly
+        self._seen = NOTHING  # of the last step that was observed
+        self._live: set[Sequence] = set()
+        self._passed: set[Sequence] = set()
 
     # -- what the scheduler asks ------------------------------------------------------------
 
@@ -56,11 +61,24 @@ class Switching(Turns):
         """While anything is merged, its adapter."""
         return self._node if self._merger.done else None
 
+    @property
+    def passed(self) -> set[Sequence]:
+        return self._passed
+
     def joined(self, sequence: Sequence) -> None:
         self.policy.joined(sequence.adapter)
+        self._live.add(sequence)
+        if not self.may_run(sequence):
+            self._passed.add(sequence)
+
+    def planned(self, works: Iterable[Work]) -> None:
+        if self._passed:
+            self._passed.difference_update(work.sequence for work in works)
 
     def left(self, sequence: Sequence) -> None:
         self.policy.left(sequence.adapter)
+        self._live.discard(sequence)
+        self._passed.discard(sequence)
 
     # -- what the engine asks ---------------------------------------------------------------
 
@@ -80,7 +98,8 @@ class Switching(Turns):
         switch_s = merger.pieces * merger.piece_s
         pieces = merger.done or merger.pieces
         steps = -(-pieces // self._pieces_at_once)
-        self.policy.out_s = pieces * merger.piece_s + (steps + 1) * self._usual_s
+        self.policy.out_s = pieces * merger.piece_s + (steps + 1) * self._step_s
+        self.policy.passed = bool(self._passed)
         if isinstance(self.policy, Fixed):
             found = self._registry.get(self.name) if self.name in self._registry else None
             self.policy.adapter = None if found is None else found.node
@@ -90,13 +109,23 @@ class Switching(Turns):
             merger.forget()  # a measurement may hold a layer's merged projections
             self._node = None
 
-    def advance(self, usual_s: float) -> bool:
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learns from a step, unless it waited for pieces of a switch, or its reading did."""
+        waited, self._seen = plan.merged != self._seen or self.moved, plan.merged
+        if waited:
+            return
+        self._step_s = max(seconds, self._step_s + SMOOTH * (seconds - self._step_s))
+        if plan.decode and not plan.prefill:
+            self._usual_s += (SMOOTH if self._usual_s else 1.0) * (seconds - self._usual_s)
+            self.policy.times.observe(plan.merged.whole, len(plan.decode), seconds)
+
+    def advance(self) -> bool:
         """Goes on with the switch under way for about the time of a usual step.
 
         Returns:
             False if the weights have been loaded anew: taking an adapter out left others, or memory ended.
         """
-        self.moved, self._usual_s = False, usual_s
+        self.moved = False
         merger, node, reloads = self._merger, self._target, self._merger.reloads
         count = self._pieces_at_once
         if merger.done and node is not self._node:
@@ -112,6 +141,7 @@ class Switching(Turns):
                 if node.coming:  # the host may add what the weights would have
                     return True
                 self._read(node)  # anew: what the merger has may be old
+                self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
             for _ in range(min(count, merger.pieces - merger.done)):
                 self.moved = True

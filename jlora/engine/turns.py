@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable
+
 from jlora.cache.tree import AdapterNode
-from jlora.engine.plan import NOTHING, Merged, Sequence
+from jlora.engine.plan import NOTHING, Merged, Sequence, Work
 
 
 class Turns:
@@ -23,8 +25,16 @@ class Turns:
         """Whether the next step computes this sequence right."""
         return self.only in (None, sequence.adapter)
 
+    @property
+    def passed(self) -> Collection[Sequence]:
+        """Live sequences that a merge has kept waiting, and that have not been planned since."""
+        return ()
+
     def joined(self, sequence: Sequence) -> None:
         """A sequence has been queued."""
+
+    def planned(self, works: Iterable[Work]) -> None:
+        """These are in the next step."""
 
     def left(self, sequence: Sequence) -> None:
         """A queued or running sequence has ended."""

@@ -44,9 +44,9 @@ def service(tiny_model: Path, tiny_adapters: dict[str, Path]) -> Iterator[Runnin
 
 
 def test_answers_are_exact_while_requests_of_others_force_switches(service: Running, expected: dict[str, list[int]]):
-    settle(service, 1.0)  # nobody else asks
     before = service.stats().merge.switches
     for _ in range(3):
+        settle(service, 1.0)  # nobody else asks
         got = serve(service, mixed())
         assert {name: tokens(events) for name, events in got.items()} == expected
     settle(service, 1.0)
@@ -89,7 +89,7 @@ def test_at_every_point_of_a_switch_its_requests_are_exact_and_others_wait(
     settle(service, 1.0)
     with service.paused():  # from here on the test moves the weights
         monkeypatch.setattr(switching, "decide", lambda now: None)
-        monkeypatch.setattr(switching, "advance", lambda usual_s: True)
+        monkeypatch.setattr(switching, "advance", lambda: True)
         while merger.done:
             merger.back()
         assert merger.whole()

@@ -41,14 +41,14 @@ def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkey
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
-    assert switching.advance(0.2) and merger.done == 2
+    assert port.advance(switching, 0.2) and merger.done == 2
     node.host = ()
-    assert switching.advance(0.1) and merger.done == 1
-    assert switching.advance(0.1) and merger.done == 0
+    assert port.advance(switching, 0.1) and merger.done == 1
+    assert port.advance(switching, 0.1) and merger.done == 0
     node.host = (7, 8, 9)
-    assert switching.advance(0.4) and merger.done == 4
+    assert port.advance(switching, 0.4) and merger.done == 4
     node.host = ()  # the weights have all of it
-    assert switching.advance(0.1) and merger.done == 4
+    assert port.advance(switching, 0.1) and merger.done == 4
 
 
 def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.MonkeyPatch):
@@ -60,11 +60,11 @@ def test_an_adapter_on_its_way_is_merged_when_it_has_landed(monkeypatch: pytest.
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)
     node.coming = True
-    assert switching.advance(0.1) and merger.done == 0
+    assert port.advance(switching, 0.1) and merger.done == 0
     node.coming = False
-    assert switching.advance(0.1) and merger.done == 1
+    assert port.advance(switching, 0.1) and merger.done == 1
     node.coming = True  # it left the device and comes again: it is merged in part, and the host does not help it
-    assert switching.advance(0.1) and merger.done == 2
+    assert port.advance(switching, 0.1) and merger.done == 2
 
 
 @pytest.mark.parametrize("live,forgotten", [(1, 0), (0, 1)])

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
 from jlora.sim.trace import FIRST_ID, Trace, Turn
+from jlora.types import Timing
 from tests.sim._sim import ENGINE, MODEL, replica_of, request, sized
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 STARVE_S = 0.3
+STEP_S = 0.004
 
 
 def turn(at: float, session: int, adapter: int) -> Turn:
@@ -34,6 +37,71 @@ def test_others_wait_no_longer_than_they_may(apart_s: float):
     waited = [row["queue_s"] for row in rows if row["adapter"] == 1]
     assert len(waited) == int(9 / apart_s)
     assert STARVE_S / 2 < max(waited) <= STARVE_S + 2 * step_s  # it was merged when they came
+
+
+@pytest.mark.parametrize("tokens", [100, 1600])
+def test_what_came_first_runs_once_the_merged_adapter_is_out(tokens: int):
+    """Three of four slots are taken when another's request comes, just before three more of the merged adapter."""
+    replica = small(merge_starve_s=0.2)
+    for i in range(3):
+        replica.submit(request(f"first{i}", 4, tokens, seed=i + 1, adapter=0), 0.0)
+    while replica.engine.stats().merge.share < 1:
+        replica.step(replica.clock.now + 1)
+    replica.submit(request("other", 4, 4, seed=50, adapter=1), replica.clock.now)
+    for i in range(3):
+        replica.submit(request(f"later{i}", 4, tokens, seed=i + 60, adapter=0), replica.clock.now)
+    assert 0.1 < ended(replica, "other").queue <= 0.2 + 4 * STEP_S
+
+
+def test_nothing_is_merged_again_before_what_waited_has_run():
+    """All slots are taken by requests that came first, and stay so for ten times as long as others may wait."""
+    replica, shares = small(merge_starve_s=0.2), list[float]()
+    for i in range(4):
+        replica.submit(request(f"first{i}", 4, 600, seed=i + 1, adapter=0), 0.0)
+    while replica.engine.stats().merge.share < 1:
+        replica.step(replica.clock.now + 1)
+    replica.submit(request("other", 4, 4, seed=50, adapter=1), replica.clock.now)
+    while not any(event.request_id == "other" for event in replica.step(replica.clock.now + 1)):
+        shares.append(replica.engine.stats().merge.share)
+    out = shares.index(0.0)
+    assert len(shares) > 5 * out and not any(shares[out:])
+
+
+def test_prompts_of_the_merged_adapter_do_not_keep_others_waiting_for_longer():
+    """Steps with prompts take many times as long as those that only decode."""
+    replica, timings = small(merge_starve_s=0.5, max_seqs=16), list[Timing]()
+    for step in range(600):
+        if step % 4 == 0:
+            replica.submit(request(f"hot{step}", 120, 20, seed=step, adapter=0), replica.clock.now)
+        if step % 100 == 99:
+            replica.submit(request(f"other{step}", 4, 4, seed=step, adapter=1), replica.clock.now)
+        for event in replica.step(replica.clock.now + 1):
+            if event.timing is not None and event.request_id.startswith("other"):
+                timings.append(event.timing)
+    assert len(timings) >= 5 and 0.2 < max(timing.queue for timing in timings) <= 0.5 + 4 * STEP_S
+
+
+def test_nothing_is_merged_beside_others_where_a_switch_takes_longer_than_they_may_wait():
+    replica = small(merge_starve_s=0.01)
+    replica.submit(request("hot", 4, 200, adapter=0), 0.0)
+    replica.submit(request("other", 4, 200, seed=9, adapter=1), 0.0)
+    for _ in range(150):
+        replica.step(replica.clock.now + 1)
+    assert replica.engine.stats().merge.switches == 0
+
+
+def small(merge_starve_s: float, max_seqs: int = 4) -> Any:
+    """A replica that merges adapter 0; a step that decodes takes `STEP_S`."""
+    engine = replace(ENGINE, max_seqs=max_seqs, merge="0", merge_starve_s=merge_starve_s)
+    return replica_of(replace(sized(2048), model=replace(MODEL, fixed_s=0.0, weights_s=STEP_S), engine=engine))
+
+
+def ended(replica: Any, name: str) -> Timing:
+    """Plays until the request has ended."""
+    while True:
+        for event in replica.step(replica.clock.now + 1):
+            if event.request_id == name and event.finish_reason:
+                return event.timing
 
 
 @pytest.mark.parametrize("overlap", [True, False])
