@@ -45,16 +45,17 @@ SIDES: Mapping[str, tuple[Place, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """One size of the service."""
+    """One size of the service. Traffic whose popularity shifts lasts `shifts` seconds if that is longer."""
 
     replicas: int
     seconds: float
     seed: int
     sides: tuple[str, ...] = tuple(SIDES)
+    shifts: float = 12.0
 
 
 PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 6.0, 3), Plan(60, 4.0, 4))
-QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora")),)
+QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora"), 0.5),)
 
 
 def run(options: Options) -> None:
@@ -68,12 +69,13 @@ def run(options: Options) -> None:
                 for side in plan.sides:
                     if records.has(cell=kind.name, replicas=plan.replicas, kernel=kernel, side=side):
                         continue
-                    played = played or work_of(kind, plan, options.seconds or plan.seconds)
+                    played = played or work_of(kind, plan, options.seconds)
                     records.add(kind.name, side, 0, measured(plan, kernel, side, played))
 
 
 def work_of(kind: Kind, plan: Plan, seconds: float) -> tuple[Work, tuple[int, ...]]:
     """The traffic, and the adapters' ranks."""
+    seconds = seconds or max(plan.seconds, plan.shifts if kind.name == "shifting skew" else 0.0)
     trace = settled(kind.trace(plan.replicas, seconds, plan.seed), SCENARIO.step_model)
     ranks = tuple(deal(RANKS, len(trace.adapters), plan.seed))
     return Work.of(trace, ranks, A10), ranks
