@@ -119,12 +119,16 @@ class Homes:
         return self.parts == self.wanted and not self._surplus
 
     def _too_many(self, there: Mapping[str, Set[str]]) -> Sequence[Pair]:
-        """None while a home lacks its adapter. What was sent before a switch has arrived by the second look."""
+        """Copies that two looks in a row find; none while a home, old or new, lacks its adapter.
+
+        By the second look, what was sent before a switch has arrived.
+        """
         if not self._rule.routed:
             return ()
-        whole = {key for key, parts in self.parts.items() if all(key in there.get(name, ()) for name in parts)}
+        homes = {key: parts.keys() | self.wanted.get(key, {}).keys() for key, parts in self.parts.items()}
+        whole = {key for key, names in homes.items() if all(key in there.get(name, ()) for name in names)}
         copies = ((key, name) for name, keys in there.items() for key in keys & whole)
-        surplus = {(key, name) for key, name in copies if name not in self.parts[key]}
+        surplus = {(key, name) for key, name in copies if name not in homes[key]}
         drop = surplus & self._surplus
         self._surplus = surplus - drop
         return sorted(drop)

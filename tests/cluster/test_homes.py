@@ -57,6 +57,20 @@ def test_requests_switch_when_the_new_home_has_the_adapter_and_then_the_old_one_
     assert made.look(last).drop == [("b", "r1")] and made.settled
 
 
+def test_a_new_home_keeps_what_it_has_while_another_one_still_fetches():
+    made, names = Homes(TABLE), ("r0", "r1", "r2")
+    room = Room(dict.fromkeys(names, 20), dict.fromkeys(names, 100), {8: 100.0})
+    made.plan(room, asked(a=150.0))
+    made.parts, made.wanted = {"a": {"r0": 1.0}}, {"a": {"r1": 0.5, "r2": 0.5}}
+    everywhere = {name: {"a"} for name in names}
+    assert made.look({**everywhere, "r1": set(), "r2": set()}).fetch == [("a", "r1"), ("a", "r2")]
+    for _ in range(3):
+        todo = made.look({**everywhere, "r2": set()})
+        assert todo.fetch == [("a", "r2")] and not todo.drop and made.parts["a"] == {"r0": 1.0}
+    assert not made.look(everywhere).drop and made.parts["a"] == {"r1": 0.5, "r2": 0.5}
+    assert made.look(everywhere).drop == [("a", "r0")]
+
+
 def test_what_nobody_asks_for_keeps_its_home_and_is_not_fetched_again():
     made = homes()
     made.plan(ROOM, asked(a=0.0, b=0.0, c=0.0))
