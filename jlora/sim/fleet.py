@@ -119,7 +119,7 @@ class Fleet(Pass):
         self.moved = self.resumed = 0  # requests: by a plan, and after a loss
         self.dead: list[Member] = []
         self._up_at = self._start  # when a replica was last up
-        self._pumps = -math.inf  # the last one in the heap
+        self._pumps = self._looks = -math.inf  # the last ones in the heap
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         for side in self._sides.values():
@@ -194,9 +194,15 @@ class Fleet(Pass):
             placing.step()
             self._put(at + self._wires.every_s, PLACE, placing)
         if placing.look():
-            self._put(at + LOOK_S, LOOK, placing)
+            self._look_later(at + LOOK_S, at)
         for side in asleep:
             self._wake_at(side, at)
+
+    def _look_later(self, due: float, at: float) -> None:
+        """One look is planned at a time."""
+        if self._looks <= at:
+            self._looks = due
+            self._put(due, LOOK, self._wires.placing)
 
     # -- the router -------------------------------------------------------------------------
 

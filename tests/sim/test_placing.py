@@ -12,7 +12,7 @@ from jlora.cluster.homes import Kind, Rule
 from jlora.cluster.placement import moves
 from jlora.sim.fleet import Fleet
 from jlora.sim.member import Member
-from jlora.sim.placing import Placed, Placing
+from jlora.sim.placing import LOOK_S, Placed, Placing
 from jlora.sim.service import stored
 from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
@@ -129,6 +129,14 @@ def _watch(member: Member, seen: list[tuple[int, int]]) -> None:
         return events
 
     member.step = watched
+
+
+def test_there_is_one_look_at_a_time_however_many_time_steps_end_before_it_settles(monkeypatch: pytest.MonkeyPatch):
+    every_s, looks, look = 0.25, list[bool](), Placing.look
+    monkeypatch.setattr(Placing, "look", lambda placing: looks.append(look(placing)) or True)
+    fleet, _ = placed("loraserve", every_s=every_s)
+    fleet.run()
+    assert 0 < len(looks) <= fleet.now / LOOK_S + fleet.now / every_s + 2
 
 
 def test_dloras_preload_puts_the_adapters_that_are_asked_for_most_on_most_replicas():
