@@ -200,7 +200,7 @@ class Fleet(Pass):
 
     def _look_later(self, due: float, at: float) -> None:
         """One look is planned at a time."""
-        if self._looks <= at:
+        if self._wires.placing is not None and self._looks <= at:
             self._looks = due
             self._put(due, LOOK, self._wires.placing)
 
@@ -275,6 +275,7 @@ class Fleet(Pass):
         self._books.heard(seen)
         if attached:
             self._pump(at)
+            self._look_later(at, at)
 
     def _take(self, live: Live, event: TokenEvent, now: float) -> None:
         """A token of a request, or its end."""
@@ -374,6 +375,7 @@ class Fleet(Pass):
             if routed.given_up:
                 self._give_up(live, now)
         self._pump(at)
+        self._look_later(at, at)
 
     def _back(self, at: float, name: str) -> None:
         assert self._wires.again is not None

@@ -47,9 +47,11 @@ class Placing:
         loads = {str(adapter): load for adapter, load in placed.loads.items()}
         self._load = Load(Recent(loads) if placed.rule.kind == "dlora" else Trend())
         self._homes = Homes(placed.rule)
-        self._asked: set[Pair] = set()  # to fetch, in this time step
+        self._asked: set[Pair] = set()  # to fetch, since the last plan
+        self._planned = set(self._members)  # the replicas of that plan
         first = dict.fromkeys(map(str, range(len(placed.ranks))), 1.0)  # LoRAServe does not know them, dLoRA does
-        self._homes.begin(self._room(), self._wanted(loads if placed.rule.kind == "dlora" and loads else first))
+        self._rates: Mapping[str, float] = loads if placed.rule.kind == "dlora" and loads else first
+        self._homes.begin(self._room(), self._wanted(self._rates))
         self.table = kind(self._homes.parts, placed.rule.seed)
         for key, parts in self._homes.parts.items():
             for name in parts:
@@ -60,8 +62,9 @@ class Placing:
         self._load.told(str(adapter), told)
 
     def lost(self, name: str) -> None:
-        """A replica has ended. Its adapters are placed elsewhere with the next time step."""
+        """A replica has ended, with all that it was asked for."""
         del self._members[name]
+        self._asked = {pair for pair in self._asked if pair[1] != name}
 
     def back(self, member: Member) -> None:
         """A replica begins anew, with nothing."""
@@ -69,16 +72,16 @@ class Placing:
 
     def step(self) -> None:
         """Ends a time step, and plans the next."""
-        rates = self._load.close(self._placed.every_s)
-        if self._placed.rule.kind not in ("loraserve", "dlora") or not self._members:  # the others are placed once
-            return
-        last = self._homes.wanted
-        self._homes.plan(self._room(), self._wanted(rates))
-        self.moved += len(moves(last, self._homes.wanted)[0])
-        self._asked.clear()
+        self._rates = self._load.close(self._placed.every_s)
+        self._plan()
 
     def look(self) -> bool:
-        """Fetches, switches and drops as the homes say; returns whether to look again."""
+        """Plans anew if replicas have come or gone. Fetches, switches and drops as the homes say.
+
+        Returns whether to look again.
+        """
+        if self._members.keys() != self._planned:
+            self._plan()
         todo = self._homes.look({name: self._held(member) for name, member in self._members.items()})
         for pair in todo.fetch:
             if pair not in self._asked:
@@ -88,6 +91,15 @@ class Placing:
             self._members[name].forget(int(key))
         self.table.parts = self._homes.parts
         return not self._homes.settled
+
+    def _plan(self) -> None:
+        self._planned = set(self._members)
+        if self._placed.rule.kind not in ("loraserve", "dlora") or not self._members:  # the others are placed once
+            return
+        last = self._homes.wanted
+        self._homes.plan(self._room(), self._wanted(self._rates))
+        self.moved += len(moves(last, self._homes.wanted)[0])
+        self._asked.clear()
 
     def _held(self, member: Member) -> set[str]:
         return {str(adapter) for adapter in member.indices.values() if member.has(adapter)}

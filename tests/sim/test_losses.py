@@ -94,17 +94,35 @@ def test_without_a_replica_for_a_minute_they_end_without_an_answer():
     assert fleet.now > PATIENCE_S
 
 
-def test_a_placement_gives_a_lost_replicas_adapters_to_others():
+def placed_on(members: Sequence[Member], every_s: float) -> Placing:
+    points = {8: 400.0, 16: 200.0}
+    return Placing(Placed(Rule("loraserve"), RANKS, SPEC.adapters, points, 100, 100, every_s=every_s), members)
+
+
+@pytest.mark.parametrize("every_s", [1.0, 60.0])
+def test_a_placement_gives_a_lost_replicas_adapters_to_others(every_s: float):
+    """At once: no time step of a minute ends here."""
     members = [member(f"r{i}") for i in range(3)]
-    placing = Placing(
-        Placed(Rule("loraserve"), RANKS, SPEC.adapters, {8: 400.0, 16: 200.0}, 100, 100, every_s=1.0), members
-    )
-    wires = Wires(RANKS, DELAY_S, placing, 1.0, losses=[Loss(0.5, 0)], again=member)
+    placing = placed_on(members, every_s)
+    wires = Wires(RANKS, DELAY_S, placing, every_s, losses=[Loss(0.5, 0)], again=member)
     fleet = Checked(members, chats(60, 2, rate=10.0), placing.table, wires)
     fleet.run()
     assert fleet.exact == len(fleet.asks)
     assert set(placing.table.parts) == set("012")
     assert all(parts and "r0" not in parts for parts in placing.table.parts.values())
+
+
+@pytest.mark.parametrize("back", ["r0", "r1"])
+def test_a_replica_that_is_back_is_asked_for_adapters_before_the_time_step_ends(back: str):
+    """Also one that was asked before it was lost, and that no look has missed."""
+    placing = placed_on([member(f"r{i}") for i in range(2)], 60.0)
+    placing.lost("r0")
+    placing.look()  # r1 is asked for what r0 had
+    if back == "r1":
+        placing.lost("r1")
+    placing.back(again := member(back))
+    placing.look()
+    assert again.wakes == pytest.approx(again.clock.now + 0.05)  # it fetches
 
 
 def test_an_adapter_that_only_the_dead_one_had_comes_from_the_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
