@@ -8,13 +8,14 @@ import pytest
 
 from jlora.cluster.books import Books
 from jlora.cluster.routing.caraserve import CaraServe
-from jlora.cluster.routing.costs import RankCosts
+from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.dlora import DLora
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import Held, ReplicaView
+from tests.test_step_model import STEPS
 
 # Lines through CaraServe's Figure 5, which rounds to 0.1 ms: 24 requests of rank 32 against 16 of rank 64.
 BGMV = RankCosts(31.7e-3, 0.0, 0.0, 0.0, 1e-3 / 256, padded=True)
@@ -63,6 +64,15 @@ def test_algorithm_1_weighs_the_added_time_by_the_requests_there():
     tight = replace(cara, slo_s=0.0)
     assert tight.cost(there, ASK) == pytest.approx(cara.cost(there, ASK) + 3 * 7.0)
     assert cara.cost(replica("empty"), ASK) == 0.0
+
+
+@pytest.mark.parametrize("costs", [BGMV, MBGMV, STEPS], ids=["padded", "unpadded", "fitted"])
+def test_a_prefill_of_nothing_takes_no_time_and_the_first_prompt_pays_for_its_step(costs: Costs):
+    assert costs.prefill_s({}, 0) == costs.prefill_s({8: 0}, 0) == 0.0
+    cara, own = CaraServe(costs, slo_s=9.0, outputs=50.0), {ASK.rank: 1}
+    grows = costs.step_s({16: 1, **own}) - costs.step_s({16: 1})
+    alone = costs.prefill_s(own, ASK.prompt) / 50
+    assert cara.cost(replica("r", held=Held(running={16: 1}, context=40)), ASK) == pytest.approx(alone + grows)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=named)
