@@ -140,11 +140,16 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     block_bytes = scenario.hardware.layout.block_bytes
     sizes = [blocks * block_bytes for blocks in work.sizes]
 
-    insist = insists(service.fetch_gbps, service.path_gbps or service.fetch_gbps)
+    fetch_bps = 1e9 * service.fetch_gbps or math.inf
+    path_bps = 1e9 * service.path_gbps or fetch_bps
+    insist = insists(fetch_bps, path_bps)
 
     def way(to: str, adapter: int, now: float) -> Coming:
-        """From a replica that has it, chosen as by a live one; else from its path, which all have for themselves."""
-        holders = [one for one in fleet.members.values() if one.has(adapter)]
+        """From a replica that has it, chosen as by a live one; else, or if that is faster, from its path.
+
+        A path is each replica's own.
+        """
+        holders = [one for one in fleet.members.values() if fetch_bps >= path_bps and one.has(adapter)]
         free = [one for one in lenders(holders, f"{to} {adapter}") if insist or one.uplink.under_way(now) < LENDS]
         source = next(iter(free), None)
         seconds = service.fetch_s(sizes[adapter], source is not None)
@@ -158,8 +163,7 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
 
     per_rank = sum(sizes) / max(sum(service.ranks), 1)
     host_s = per_rank / block_bytes * spec.link.block_s
-    fetch_bps = 1e9 * service.fetch_gbps or math.inf
-    ways = Ways(host_s, per_rank, fetch_bps, 1e9 * service.path_gbps or fetch_bps)
+    ways = Ways(host_s, per_rank, fetch_bps, path_bps)
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)

@@ -138,7 +138,7 @@ def test_an_adapter_that_only_the_dead_one_had_comes_from_the_path(tmp_path: Pat
         fetched.clear()
         argv = ["sim", "--workload", "W2", "--seconds", "4", "--rate", "8", "--adapters", "30", "--shrink", "8"]
         argv += ["--replicas", "2", "--hbm-gb", "2", "--host-gb", "4", "--route", "most-idle", "--json", str(out)]
-        assert cli.main([*argv, "--fetch-gbps", "20", "--path-gbps", "50", *fail]) == 0
+        assert cli.main([*argv, "--fetch-gbps", "50", "--path-gbps", "20", *fail]) == 0
         (run,) = json.loads(out.read_text())["runs"]
         assert run["service"]["lost"] == bool(fail) and run["summary"]["unfinished"] == 0
         assert len(run["service"]["requests"]) == 2 and any(fetched)

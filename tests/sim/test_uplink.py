@@ -78,6 +78,18 @@ def test_one_fetch_more_than_a_replica_lends_comes_by_the_path_unless_that_is_sl
     assert _arrival(others[-1], 0) - began == pytest.approx(last * alone)
 
 
+def test_a_path_that_is_faster_than_a_peer_is_taken():
+    service = Service(2, (8,), fetch_gbps=1.0, fetch_latency_s=0.0, path_gbps=2.0)
+    work = Work.of(chats(4, 1, adapters=1), service.ranks, NPU)
+    source, other = fleet_of(Scenario(NPU), service, work, "jlora", "round-robin").members.values()
+    source.preload(0)
+    began = other.clock.now
+    other.ask(0)
+    alone = service.fetch_s(work.sizes[0] * NPU.layout.block_bytes, held=False)
+    assert _arrival(other, 0) - began == pytest.approx(alone)
+    assert source.uplink.under_way(began) == 0
+
+
 def _arrival(member: Member, adapter: int) -> float:
     """When a sleeping replica has an adapter that it fetches."""
     now = member.clock.now
