@@ -354,6 +354,12 @@ class Fleet(Pass):
         side.killed, side.wakes = at, math.inf
         side.handles.clear()
         self.dead.append(side.member)
+        side.member.killed(at)
+        for other in self._sides.values():
+            if other.up:
+                other.member.lost(side.member, at)
+                if not other.member.busy:  # what it fetches may come sooner now
+                    self._sleep(other)
         if self._wires.placing is not None:
             self._wires.placing.lost(name)
         self._put(at + self._wires.delay_s, LOST, side)

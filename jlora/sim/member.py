@@ -13,7 +13,7 @@ from jlora.cluster.view import ReplicaView
 from jlora.engine.loading import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.sim.replica import Replica, ReplicaSpec
-from jlora.sim.uplink import Coming, Uplink
+from jlora.sim.uplink import Coming, Transfer, Uplink
 from jlora.types import Request, TokenEvent
 
 TIERS_S = 0.1  # between two looks at where all adapters are: so much older than the other news they may be
@@ -68,6 +68,19 @@ class Member(Replica):
         self.learn(adapter)
         self._asked.append(adapter)
         self._settled = False
+
+    def killed(self, at: float) -> None:
+        """It ends: what it fetches takes no part of another's link any more."""
+        if self._reading is not None and isinstance(coming := self._reading[0], Transfer):
+            coming.uplink.end(coming, at)
+
+    def lost(self, other: Member, at: float) -> None:
+        """Another one has ended: what is on its way from there begins anew, from the next holder or the path."""
+        if self._reading is None:
+            return
+        coming, reading = self._reading
+        if isinstance(coming, Transfer) and coming.uplink is other.uplink and coming.ends > at:
+            self._reading = self._way(self.indices[reading.node.uid], at), reading
 
     def has(self, adapter: int) -> bool:
         """Whether the adapter is in its memory."""

@@ -51,6 +51,12 @@ class Uplink:
         self._under_way.append(transfer)
         return transfer
 
+    def end(self, transfer: Transfer, now: float) -> None:
+        """Its receiver is gone: the others have its part from now on."""
+        self._advance(now)
+        if transfer in self._under_way:
+            self._under_way.remove(transfer)
+
     def under_way(self, now: float) -> int:
         """Transfers that have not ended."""
         self._advance(now)

@@ -18,12 +18,14 @@ from jlora.sim.fleet import Fleet, Live
 from jlora.sim.losses import Loss, parse
 from jlora.sim.member import Member
 from jlora.sim.placing import Placed, Placing
+from jlora.sim.scenario import Scenario, Work
 from jlora.sim.service import Service
-from jlora.sim.trace import Trace
+from jlora.sim.service import fleet_of as services_fleet
+from jlora.sim.trace import Trace, Turn
 from jlora.sim.wires import Wires
 from jlora.types import TokenEvent
 from tests import port
-from tests.sim._sim import SPEC, chats, policy_of, takes
+from tests.sim._sim import NPU, SPEC, chats, policy_of, takes
 
 RANKS = (8, 16, 8)
 DELAY_S = 0.002
@@ -144,6 +146,22 @@ def test_an_adapter_that_only_the_dead_one_had_comes_from_the_path(tmp_path: Pat
         assert len(run["service"]["requests"]) == 2 and any(fetched)
         from_path.append(fetched.count(False))
     assert from_path[1] > from_path[0]
+
+
+@pytest.mark.parametrize(("killed", "of", "came"), [(0, 1, 32.0 + 20.0), (1, 2, 32.0 + 9.0)], ids=["lender", "other"])
+def test_transfers_of_a_killed_replica_end(killed: int, of: int, came: float):
+    """From the path an adapter takes 20 s, and 10 s from r0, which lends it to r1 and r2 at once from 30 s on.
+
+    Without r0, both take the path. Without r1, the rest of r2's, 9 s of 10, has all of r0's link.
+    """
+    turns = tuple(Turn(at, i, 0, tuple(range(50 * i, 50 * i + 9)), 1, 0) for i, at in enumerate((0.0, 30.0, 30.0)))
+    trace = Trace("one adapter", turns, ("a",))
+    work = Work.of(trace, (8,), NPU)
+    gbps = work.sizes[0] * NPU.layout.block_bytes / 10.0 / 1e9
+    service = Service(3, (8,), fetch_gbps=gbps, path_gbps=gbps / 2, fetch_latency_s=0.0, losses=(Loss(32.0, killed),))
+    fleet = services_fleet(Scenario(NPU), service, work, "jlora", "round-robin")
+    fleet.run()
+    assert fleet.asks[of].first == pytest.approx(came, abs=0.2)
 
 
 @pytest.mark.parametrize(
