@@ -237,9 +237,10 @@ def _cost(job: Job) -> tuple[float, int, int]:
 def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, list[str]]:
     """Adapter -> replicas that should have it, such that the least burst tolerance is as large as it gets.
 
-    The tolerance of an adapter is the room that is left where it is, over its load. The one with the least goes to
-    one more replica, the emptiest, until that lowers the least tolerance. An adapter that nobody asks for gets no
-    replica; if all replicas together lack room, those that are asked for least get none.
+    The tolerance of an adapter is the room that is left where it is, over its load. First, each adapter goes to the
+    emptiest replica. Then the one with the least tolerance goes to one more, the emptiest, until that lowers the least
+    tolerance. An adapter that nobody asks for gets no replica, nor does one that none has room for; if all replicas
+    together lack room, those that are asked for least get none.
 
     Args:
         rooms: replica -> blocks for adapters and KV.
@@ -251,20 +252,24 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
     left = np.array([rooms[name] for name in names], float)
     rates, sizes = (np.array([getattr(adapter, what) for adapter in asked], float) for what in ("rate", "size"))
     here = np.zeros((len(asked), len(names)), bool)
-    least = 0.0
-    while True:
-        first = int((here @ left / rates).argmin())
-        free = np.where(here[first] | (left < sizes[first]), -1.0, left)
+
+    def bring(adapter: int) -> int | None:
+        """Brings it to one more replica; None if none has room."""
+        free = np.where(here[adapter] | (left < sizes[adapter]), -1.0, left)
         to = int(free.argmax())
         if free[to] < 0:
-            break
-        here[first, to] = True
-        left[to] -= sizes[first]
-        tolerance = float((here @ left / rates).min())
-        if tolerance < least:
+            return None
+        here[adapter, to] = True
+        left[to] -= sizes[adapter]
+        return to
+
+    placed = np.array([bring(adapter) is not None for adapter in range(len(asked))])
+    tolerance = np.where(placed, here @ left / rates, np.inf)
+    while placed.any() and (to := bring(first := int(tolerance.argmin()))) is not None:
+        least, tolerance = tolerance.min(), np.where(placed, here @ left / rates, np.inf)
+        if tolerance.min() < least:
             here[first, to] = False
             break
-        least = tolerance
     return {adapter.key: [names[j] for j in np.flatnonzero(row)] for adapter, row in zip(asked, here, strict=True)}
 
 
@@ -272,7 +277,7 @@ def _most_asked(adapters: Sequence[Wanted], room: int) -> list[Wanted]:
     """Those that are asked for most, in the order given, as many as fit into so many blocks."""
     fitting = set()
     for adapter in sorted(adapters, key=lambda adapter: -adapter.rate):
-        room -= adapter.size
-        if adapter.rate > LEAST and room >= 0:
+        if adapter.rate > LEAST and adapter.size <= room:
+            room -= adapter.size
             fitting.add(adapter.key)
     return [adapter for adapter in adapters if adapter.key in fitting]

@@ -173,6 +173,17 @@ def test_preload_stops_where_one_more_would_lower_the_least_tolerance():
     assert preload({}, [Wanted("a", 8, 1.0, 1)]) == preload(rooms, []) == {}
 
 
+def test_preload_goes_on_behind_an_adapter_that_no_replica_has_room_for():
+    rooms = {"r0": 10, "r1": 10}
+    assert preload(rooms, [Wanted("a", 8, 1.0, 12), Wanted("b", 8, 1.0, 2)]) == {"a": [], "b": ["r0", "r1"]}
+    few = preload(rooms, [Wanted("hot", 8, 9.0, 8), Wanted("large", 8, 5.0, 13), Wanted("small", 8, 1.0, 8)])
+    assert few == {"hot": ["r0"], "small": ["r1"]}  # the large one does not fit beside the hot one
+
+
+def test_preload_gives_every_adapter_a_replica_before_one_gets_a_second():
+    assert preload({"r0": 10, "r1": 9}, [Wanted("a", 8, 1.0, 10), Wanted("b", 8, 1.0, 9)]) == {"a": ["r0"], "b": ["r1"]}
+
+
 def test_the_pace_knows_the_mean_answer_and_follows_it():
     pace = Pace()
     for tokens in (10, 20, 60):
