@@ -36,6 +36,7 @@ class Job:
         waited_s: since it was sent, without a token; 0 once it has one, and its replica has its KV.
         cached: replica -> tokens that the router believed to be in its prefix cache when it sent the request.
         movable: False: it counts where it is, and stays there.
+        blocks: of its adapter in the pool; 0 while nobody has read the adapter.
     """
 
     key: int
@@ -45,6 +46,7 @@ class Job:
     waited_s: float = 0.0
     cached: Mapping[str, int] = field(default_factory=dict)
     movable: bool = True
+    blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +65,7 @@ class Terms:
 
     Attributes:
         queue_s: a replica is behind when a request has waited there for longer,
-        memory: or when its requests fill more than this share of its blocks.
+        memory: or when its requests fill more than this share of the blocks that their adapters leave.
         replicas: of each side in a plan: dLoRA's K.
         jobs: of one replica that may move; the cheapest.
         gain: share of the time until all are done that a plan must save.
@@ -216,8 +218,11 @@ class Balancer:
         return sorted((job for job in group if job.movable), key=_cost)[: self._terms.jobs]
 
     def _side(self, seen: ReplicaView, group: Sequence[Job], slots: int) -> Side:
+        """Its adapters in use leave the others of its blocks to requests."""
         seconds = sum(self.pace.of(job.adapter) for job in group) / slots
-        return Side(seen.name, seconds, sum(job.tokens for job in group), seen.blocks * self._block_tokens)
+        adapters = sum({job.adapter: job.blocks for job in group}.values())
+        room = max(0, seen.blocks - adapters) * self._block_tokens
+        return Side(seen.name, seconds, sum(job.tokens for job in group), room)
 
     def _late(self, side: Side, group: Sequence[Job]) -> bool:
         waited = max((job.waited_s for job in group), default=0.0)

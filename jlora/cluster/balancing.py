@@ -107,13 +107,14 @@ class Balancing:
     def _jobs(self) -> list[Job]:
         """The requests that are at replicas; one whose move waits for its adapter counts where it goes."""
         dispatcher, found = self._dispatcher, []
-        now = dispatcher.terms.clock()
+        now, info = dispatcher.terms.clock(), dispatcher.info
         for routed in dispatcher.table.all():
             entry = dispatcher.entries[routed.handle]
             if entry.ask is not None:
                 waited = now - routed.sent if entry.outputs is None else 0.0
                 ask, tokens = entry.ask, entry.ask.prompt + (entry.outputs or 0)
-                job = Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached, routed.movable)
+                size = 0 if routed.version is None or info is None else -(-routed.version.bytes // info.block_bytes)
+                job = Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached, routed.movable, size)
                 if routed.handle in self._waiting:
                     job = replace(job, replica=self._waiting[routed.handle][0].target, waited_s=0.0, movable=False)
                 found.append(job)

@@ -315,8 +315,9 @@ class Fleet(Pass):
     def _job(self, live: Live, now: float) -> Job:
         waited = now - live.routed.sent if live.outputs is None else 0.0
         tokens = live.asked.prompt + (live.outputs or 0)
-        asked, routed = live.asked, live.routed
-        return Job(routed.handle, routed.replica, asked.adapter, tokens, waited, asked.cached, routed.movable)
+        asked, routed, sizes = live.asked, live.routed, self._wires.sizes
+        size = sizes[live.turn.adapter] if sizes and live.turn.adapter is not None else 0
+        return Job(routed.handle, routed.replica, asked.adapter, tokens, waited, asked.cached, routed.movable, size)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""

@@ -37,6 +37,7 @@ class Wires:
         balance: moves requests between them; None: never.
         losses: replicas that are killed, in the order of their times.
         again: makes a killed replica anew, by its name.
+        sizes: blocks of the adapters, by index; empty: none counts.
     """
 
     ranks: Sequence[int]
@@ -46,3 +47,4 @@ class Wires:
     balance: Balance | None = None
     losses: Sequence[Loss] = ()
     again: Callable[[str], Member] | None = None
+    sizes: Sequence[int] = ()

@@ -84,6 +84,13 @@ def test_full_memory_also_counts_as_behind():
     assert Balancer(Terms(), 16).plan(view, jobs).moves
 
 
+def test_adapters_in_use_take_room_from_requests():
+    view, jobs = crowd(waited_s=0.0)
+    jobs = [replace(job, adapter="xyz"[job.key % 3], tokens=110) for job in jobs]  # 1320 of 1600, of which 0.9 are 1440
+    assert not Balancer(Terms(), 16).plan(view, jobs).moves
+    assert Balancer(Terms(), 16).plan(view, [replace(job, blocks=3) for job in jobs]).moves  # of 1456
+
+
 def test_a_plan_weighs_what_is_computed_again_and_finds_it_in_a_cache():
     view, jobs = crowd()
     jobs = [replace(job, tokens=130, waited_s=0.0) for job in jobs[:11]] + jobs[11:]  # all but one have begun

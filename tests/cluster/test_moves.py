@@ -12,7 +12,7 @@ from jlora.cluster.directory import Version
 from jlora.cluster.requests import MOST_MOVES
 from jlora.cluster.routing.session import SessionSticky
 from tests.cluster import _port as port
-from tests.cluster._links import FakeReplica, Service, request, service, submit, wait_for
+from tests.cluster._links import INFO, FakeReplica, Service, request, service, submit, wait_for
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def test_a_request_keeps_its_arrival_and_moves_a_bounded_number_of_times(two: Se
 
 
 def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monkeypatch: pytest.MonkeyPatch):
-    two.directory.versions["slow"] = Version("slow", 1, "/slow", "abc")
+    two.directory.versions["slow"] = Version("slow", 1, "/slow", "abc", 8, 2 * INFO.block_bytes + 1)
     clients = [submit(two, request("stays", adapter="slow"))]
     source, target = sides(two)
     for other in two.replicas:
@@ -76,6 +76,8 @@ def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monk
     )
     assert balancing.moved == 1 and place(two, goes) == target.name
     at = {job.key: (job.replica, job.movable) for job in port.jobs(balancing)}
+    blocks = {job.key: job.blocks for job in port.jobs(balancing)}
+    assert (blocks[stays], blocks[later]) == (3, 0), "an adapter fills whole blocks"
     assert at[stays] == (target.name, False), "it counts where it goes, and no plan moves it meanwhile"
     assert at[later] == (source.name, True)
     begin(two, balancing, [Move(later, source.name, target.name, None)])
