@@ -15,6 +15,7 @@ import numpy as np
 
 from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
 from jlora.cluster.placement import LEAST, Wanted
+from jlora.cluster.routing.others import others
 from jlora.cluster.view import ReplicaView, View
 from jlora.types import Timing, Usage
 
@@ -190,10 +191,13 @@ class Balancer:
                 here[job.replica].append(job)
         # A replica that is behind runs as many at once as it can, so this is what each one can run.
         slots = max((view[name].running for name in here), default=0) or 1
-        sides = {name: self._side(view[name], group, slots) for name, group in here.items()}
+        sides = {name: self._side(view[name], group, group or jobs, slots) for name, group in here.items()}
         order = sorted(here, key=lambda name: (sides[name].seconds, name))
         late = [name for name in order if self._late(sides[name], here[name])]
-        idle = [name for name in order if name not in late][: terms.replicas]
+        # One that other routers keep busy for longer than these would be the last to end, and hide what a move saves.
+        last = max((sides[name].seconds for name in late), default=0.0)
+        free = [name for name in order if name not in late and not (others(view[name]) and sides[name].seconds > last)]
+        idle = free[: terms.replicas]
         behind = late[::-1][: terms.replicas]
         movable = [job for name in behind for job in self._movable(here[name])]
         if not movable or not idle:
@@ -217,12 +221,15 @@ class Balancer:
         """The cheapest of a replica's jobs."""
         return sorted((job for job in group if job.movable), key=_cost)[: self._terms.jobs]
 
-    def _side(self, seen: ReplicaView, group: Sequence[Job], slots: int) -> Side:
-        """Its adapters in use leave the others of its blocks to requests."""
-        seconds = sum(self.pace.of(job.adapter) for job in group) / slots
+    def _side(self, seen: ReplicaView, group: Sequence[Job], like: Sequence[Job], slots: int) -> Side:
+        """Other routers' requests are as the mean of `like`. Requests have the blocks that no adapter in use has."""
+        seconds, tokens = sum(self.pace.of(job.adapter) for job in group), sum(job.tokens for job in group)
+        if like and (more := others(seen)):
+            seconds += more * sum(self.pace.of(job.adapter) for job in like) / len(like)
+            tokens += more * sum(job.tokens for job in like) // len(like)
         adapters = sum({job.adapter: job.blocks for job in group}.values())
         room = max(0, seen.blocks - adapters) * self._block_tokens
-        return Side(seen.name, seconds, sum(job.tokens for job in group), room)
+        return Side(seen.name, seconds / slots, tokens, room)
 
     def _late(self, side: Side, group: Sequence[Job]) -> bool:
         waited = max((job.waited_s for job in group), default=0.0)

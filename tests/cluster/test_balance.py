@@ -55,7 +55,7 @@ def test_the_solver_is_bounded_and_without_it_the_plan_is_greedy(monkeypatch: py
 def crowd(count: int = 12, waited_s: float = 1.0) -> tuple[dict[str, ReplicaView], list[Job]]:
     """Twelve requests at the first of three replicas, which runs four of them."""
     view = {name: ReplicaView(name, "up", blocks=100) for name in ("r0", "r1", "r2")}
-    view["r0"] = replace(view["r0"], running=4, waiting=count - 4)
+    view["r0"] = replace(view["r0"], sent=count, running=4, waiting=count - 4)
     jobs = [Job(i, "r0", "x", 40, 0.0 if i < 4 else waited_s) for i in range(count)]
     return view, jobs
 
@@ -66,6 +66,17 @@ def test_requests_leave_the_replica_that_is_behind_and_those_that_wait_go_first(
     assert 7 <= len(plan.moves) <= 9 and {move.key for move in plan.moves} >= set(range(6, 12))
     assert all((move.source, move.adapter) == ("r0", "x") for move in plan.moves)
     assert plan == Balancer(Terms(), 16).plan(*crowd())
+
+
+def test_requests_of_other_routers_count_as_those_of_this_one_do():
+    view, jobs = crowd()
+    view["r1"] = replace(view["r1"], running=4, waiting=20)  # sent by others
+    assert {move.target for move in Balancer(Terms(), 16).plan(view, jobs).moves} == {"r2"}
+    view, jobs = crowd(waited_s=0.0)
+    jobs = [replace(job, tokens=70) for job in jobs]  # 840 of 1600
+    assert not Balancer(Terms(), 16).plan(view, jobs).moves
+    view["r0"] = replace(view["r0"], running=14)  # ten more are as long: 1540
+    assert Balancer(Terms(), 16).plan(view, jobs).moves
 
 
 def test_nothing_moves_while_nobody_is_behind_or_nobody_can_take_it():
@@ -111,7 +122,7 @@ def test_an_adapter_goes_where_it_is_or_once_where_it_is_not():
 
 
 def test_a_plan_is_bounded_whatever_the_queue():
-    view = {f"r{i}": ReplicaView(f"r{i}", "up", running=64, blocks=10_000) for i in range(60)}
+    view = {f"r{i}": ReplicaView(f"r{i}", "up", sent=64, running=64, blocks=10_000) for i in range(60)}
     jobs = [Job(i, f"r{i % 10}", f"a{i % 50}", 100 + i % 300, 2.0) for i in range(5000)]
     balancer = Balancer(Terms(limit_s=60.0), 16)
     problem = balancer.problem(view, jobs)
@@ -121,7 +132,7 @@ def test_a_plan_is_bounded_whatever_the_queue():
 
 
 def test_a_large_program_is_solved_within_the_limits_or_its_plan_is_greedy(monkeypatch: pytest.MonkeyPatch):
-    view = {f"r{i}": ReplicaView(f"r{i}", "up", running=64, blocks=10_000) for i in range(8)}
+    view = {f"r{i}": ReplicaView(f"r{i}", "up", sent=64, running=64, blocks=10_000) for i in range(8)}
     jobs = [Job(i, f"r{i % 4}", f"a{i % 50}", 100 + i % 300, 2.0) for i in range(1000)]
     given: list[dict[str, float]] = []
 

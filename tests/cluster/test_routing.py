@@ -11,6 +11,7 @@ from jlora.cluster.routing.caraserve import CaraServe
 from jlora.cluster.routing.costs import Costs, RankCosts
 from jlora.cluster.routing.dlora import DLora
 from jlora.cluster.routing.jlora import Jlora
+from jlora.cluster.routing.others import all_held
 from jlora.cluster.routing.policy import Ask, Policy
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
 from jlora.cluster.routing.ways import Ways, held
@@ -178,6 +179,26 @@ def test_a_measured_answer_counts_more_than_a_belief(kind):
     busy = replica("r", held=Held(running={8: 5}, context=600))
     asked = replace(ASK, outputs=300.0)
     assert cost(policy, busy, asked) == cost(short, busy, asked) != cost(policy, busy, ASK)
+
+
+@pytest.mark.parametrize("kind", [CaraServe, Jlora, DLora], ids=lambda kind: kind.__name__)
+def test_requests_of_other_routers_cost_as_this_ones_do(kind):
+    policy = kind(LINEAR, **({} if kind is DLora else {"slo_s": 9.0}))
+    few = Held(running={8: 2}, context=200)
+    theirs, mine = replica("theirs", running=50, waiting=10), replica("mine", running=2, held=few)
+    assert policy.choose(view(theirs, mine), ASK) == "mine"
+    both = replace(mine, name="both", running=10)
+    assert policy.choose(view(both, mine), ASK) == "mine"
+
+
+def test_what_other_routers_have_is_like_the_own_or_else_like_the_request():
+    own = Held({8: 2}, {32: 2}, tokens=100, context=300, uncached=60)
+    assert all_held(replica("r", running=2, waiting=2, held=own), ASK) is own
+    assert all_held(replica("r", running=1, held=own), ASK) is own  # the last message is older than what was sent
+    assert all_held(replica("r", running=5, waiting=3, held=own), ASK) == Held(
+        {8: 2, 20: 1}, {32: 2, 20: 3}, tokens=200, context=600, uncached=160
+    )
+    assert all_held(replica("r", running=1, waiting=2), ASK) == Held({64: 2}, {64: 1}, 200, 100, 200)
 
 
 def test_the_books_follow_a_request_from_send_to_end():

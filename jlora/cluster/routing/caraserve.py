@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
+from jlora.cluster.routing.others import all_held
 from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.view import ReplicaView, View
 
@@ -28,7 +29,7 @@ class CaraServe:
 
     def cost(self, replica: ReplicaView, ask: Ask) -> float:
         """`total_cost` of the algorithm. The empty replica's cost is 0 there, whatever the request."""
-        held, costs, own = replica.held, self.costs, {ask.rank: 1}
+        held, costs, own = all_held(replica, ask), self.costs, {ask.rank: 1}
         prefill = costs.prefill_s(joined(held.waiting, own), held.tokens + ask.prompt)
         prefill -= costs.prefill_s(held.waiting, held.tokens)
         exist = joined(held.running, held.waiting)

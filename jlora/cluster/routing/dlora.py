@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
+from jlora.cluster.routing.others import all_held
 from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
@@ -34,7 +35,7 @@ class DLora:
 
     def pending_s(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
         """Seconds until the request begins. `peer`: see `Ways.seconds`."""
-        held, outputs = replica.held, ask.outputs or self.outputs
+        held, outputs = all_held(replica, ask), ask.outputs or self.outputs
         load = self.ways.seconds(replica, ask, peer)
         step = self.costs.step_s(joined(held.running, held.waiting), held.context + held.tokens)
         return load + held.count / self.batch * outputs * step

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jlora.cluster.routing.costs import Costs, joined
+from jlora.cluster.routing.others import all_held
 from jlora.cluster.routing.policy import Ask, cheapest
 from jlora.cluster.routing.sessions import Sessions
 from jlora.cluster.routing.ways import Ways, held
@@ -49,7 +50,7 @@ class Jlora:
 
     def cost(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
         """Seconds. `peer`: see `Ways.seconds`."""
-        held, costs, outputs = replica.held, self.costs, ask.outputs or self.outputs
+        held, costs, outputs = all_held(replica, ask), self.costs, ask.outputs or self.outputs
         exist = joined(held.running, held.waiting)
         both = joined(exist, {ask.rank: 1})
         context = held.context + held.tokens
