@@ -16,6 +16,8 @@ import numpy as np
 from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
 from jlora.cluster.placement import LEAST, Wanted
 from jlora.cluster.routing.others import others
+from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
 from jlora.types import Timing, Usage
 
@@ -37,7 +39,7 @@ class Job:
         waited_s: since it was sent, without a token; 0 once it has one, and its replica has its KV.
         cached: replica -> tokens that the router believed to be in its prefix cache when it sent the request.
         movable: False: it counts where it is, and stays there.
-        blocks: of its adapter in the pool; 0 while nobody has read the adapter.
+        blocks: of its adapter in the pool; rank: the adapter's largest; 0 while nobody has read the adapter.
     """
 
     key: int
@@ -48,6 +50,7 @@ class Job:
     cached: Mapping[str, int] = field(default_factory=dict)
     movable: bool = True
     blocks: int = 0
+    rank: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +113,7 @@ class Pace:
     Attributes:
         answers: by adapter, from the first step to the last token, of those that ended last; answer: of any adapter.
         token: of a prompt token that is computed.
-        load: of an adapter's way to the device, where it took one.
+        load: of an adapter's way to the device, from wherever, where it took one.
         outputs: tokens of an answer.
     """
 
@@ -149,10 +152,14 @@ class Balancer:
 
     Attributes:
         pace: what answers have taken.
+
+    Args:
+        ways: of adapters to the device, as the policies have them.
     """
 
-    def __init__(self, terms: Terms, block_tokens: int, pace: Pace | None = None):
+    def __init__(self, terms: Terms, block_tokens: int, pace: Pace | None = None, ways: Ways | None = None):
         self.pace = pace or Pace()
+        self._ways = ways or Ways()
         self._terms = terms
         self._block_tokens = block_tokens
 
@@ -208,14 +215,18 @@ class Balancer:
             )
             for one in movable
         ]
-        load = max(MOVE_S, pace.load) + terms.affinity_s
         loads: dict[tuple[str | None, int], float] = {
-            (adapter, u): load
-            for adapter in dict.fromkeys(job.adapter for job in movable if job.adapter is not None)
+            (adapter, u): self._load_s(view[name], adapter, rank, peer=held(view, adapter))
+            for adapter, rank in {job.adapter: job.rank for job in movable if job.adapter is not None}.items()
             for u, name in enumerate(idle)
             if view[name].tiers.get(adapter) != "HBM"
         }
         return Problem(candidates, [sides[name] for name in behind], [sides[name] for name in idle], loads, pace.token)
+
+    def _load_s(self, target: ReplicaView, adapter: str, rank: int, peer: bool) -> float:
+        """Of bringing an adapter: by where it is, or without a measured way as the last ones that were brought."""
+        known = self._ways.seconds(target, Ask(adapter, rank, 0), peer)
+        return max(MOVE_S, known or self.pace.load) + self._terms.affinity_s
 
     def _movable(self, group: Sequence[Job]) -> list[Job]:
         """The cheapest of a replica's jobs."""

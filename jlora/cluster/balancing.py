@@ -16,6 +16,7 @@ from jlora.cluster import wire
 from jlora.cluster.balance import Balancer, Job, Move, Terms
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.routing.ways import Ways
 from jlora.cluster.view import THERE
 
 log = logging.getLogger(__name__)
@@ -32,13 +33,14 @@ class Balancing:
         solve_s, candidates: the longest time of a plan, and the candidates of the largest.
     """
 
-    def __init__(self, dispatcher: Dispatcher, every_s: float, terms: Terms | None = None):
+    def __init__(self, dispatcher: Dispatcher, every_s: float, terms: Terms | None = None, ways: Ways | None = None):
         self.moved = 0
         self.solve_s = 0.0
         self.candidates = 0
         self._dispatcher = dispatcher
         self._every_s = every_s
         self._terms = terms or Terms()
+        self._ways = ways
         self._waiting: dict[int, tuple[Move, float]] = {}  # by request: until when a move waits for its adapter
 
     async def run(self) -> None:
@@ -66,7 +68,7 @@ class Balancing:
         dispatcher = self._dispatcher
         if dispatcher.info is None:
             return ()
-        balancer = Balancer(self._terms, dispatcher.info.block_tokens, dispatcher.pace)
+        balancer = Balancer(self._terms, dispatcher.info.block_tokens, dispatcher.pace, self._ways)
         problem = balancer.problem(dispatcher.books.view, self._jobs())
         if problem is None:
             return ()
@@ -114,7 +116,8 @@ class Balancing:
                 waited = now - routed.sent if entry.outputs is None else 0.0
                 ask, tokens = entry.ask, entry.ask.prompt + (entry.outputs or 0)
                 size = 0 if routed.version is None or info is None else -(-routed.version.bytes // info.block_bytes)
-                job = Job(routed.handle, routed.replica, ask.adapter, tokens, waited, ask.cached, routed.movable, size)
+                where = routed.handle, routed.replica, ask.adapter
+                job = Job(*where, tokens, waited, ask.cached, routed.movable, size, ask.rank)
                 if routed.handle in self._waiting:
                     job = replace(job, replica=self._waiting[routed.handle][0].target, waited_s=0.0, movable=False)
                 found.append(job)

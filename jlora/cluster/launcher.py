@@ -21,6 +21,8 @@ from jlora.cluster.directory import Directory
 from jlora.cluster.fleet import Fleet
 from jlora.cluster.router import Router
 from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.routes import ways_of
+from jlora.cluster.routing.ways import Ways
 from jlora.config import ClusterConfig, Config
 from jlora.errors import Unavailable
 from jlora.model.hub import resolve
@@ -31,6 +33,7 @@ from jlora.serve.client import Login
 from jlora.serve.launcher import Program
 from jlora.serve.server import Service
 from jlora.serve.tokenizer import Tokenizer
+from jlora.step_model import FittedSteps
 
 log = logging.getLogger(__name__)
 
@@ -85,7 +88,9 @@ def login(config: Config, token: str) -> Login:
 async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
     terms = Terms(f"router-{uuid.uuid4().hex[:12]}", login(config, parts.token), config.cluster.suspect_s)
     balance_s = config.cluster.balance_s if config.cluster.balance == "dlora" else 0.0
-    router = Router(parts.directory, parts.policy, terms, config.model.seed, balance_s)
+    path = config.engine.step_model
+    ways = ways_of(FittedSteps.read(Path(path))) if balance_s and path else Ways()
+    router = Router(parts.directory, parts.policy, terms, config.model.seed, balance_s, ways)
     starting = asyncio.ensure_future(asyncio.to_thread(parts.fleet.start, router.place))
     try:
         began = time.monotonic()

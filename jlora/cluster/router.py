@@ -33,6 +33,7 @@ from jlora.cluster.directory import Directory
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.prompts import ask_of
 from jlora.cluster.routing.policy import Policy
+from jlora.cluster.routing.ways import Ways
 from jlora.engine.futures import done, failed, running, settle
 from jlora.errors import AlreadyExists, FailedPrecondition, Unavailable
 from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, RouterStats, Sink
@@ -55,8 +56,11 @@ LOST = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
 class Router(Replica):
     """Create it on the event loop that runs its links; any thread may call the methods of `Replica`."""
 
-    def __init__(self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0, balance_s: float = 0.0):
-        """`balance_s`: between two plans of moves; 0: requests stay where they are sent."""
+    def __init__(
+        self, directory: Directory, policy: Policy, terms: Terms, seed: int = 0, balance_s: float = 0.0,
+        ways: Ways | None = None,
+    ):  # fmt: skip
+        """`balance_s`: between two plans of moves; 0: requests stay where they are sent. `ways`: of adapters."""
         self._loop = asyncio.get_running_loop()
         self._directory = directory
         self._terms = terms
@@ -66,7 +70,7 @@ class Router(Replica):
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []
         self._ready = asyncio.Event()
-        self.balancing = Balancing(self._dispatcher, balance_s)
+        self.balancing = Balancing(self._dispatcher, balance_s, ways=ways)
         self._tasks = [self._start("router", self._tick())]
         if balance_s:
             self._tasks.append(self._start("balance", self.balancing.run()))

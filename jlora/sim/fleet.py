@@ -114,7 +114,7 @@ class Fleet(Pass):
         self._table = Table()
         self._lives: dict[int, Live] = {}  # by handle
         terms = wires.balance.terms if wires.balance is not None else Terms()
-        self._balancer = Balancer(terms, members[0].spec.sizes.block_tokens)
+        self._balancer = Balancer(terms, members[0].spec.sizes.block_tokens, ways=wires.ways)
         self.plans: list[Plan] = []
         self.moved = self.resumed = 0  # requests: by a plan, and after a loss
         self.dead: list[Member] = []
@@ -317,7 +317,8 @@ class Fleet(Pass):
         tokens = live.asked.prompt + (live.outputs or 0)
         asked, routed, sizes = live.asked, live.routed, self._wires.sizes
         size = sizes[live.turn.adapter] if sizes and live.turn.adapter is not None else 0
-        return Job(routed.handle, routed.replica, asked.adapter, tokens, waited, asked.cached, routed.movable, size)
+        where = routed.handle, routed.replica, asked.adapter
+        return Job(*where, tokens, waited, asked.cached, routed.movable, size, asked.rank)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""

@@ -167,7 +167,7 @@ def fleet_of(scenario: Scenario, service: Service, work: Work, policy: str, rout
     known = Known(costs, service.slo_s or math.inf, service.outputs, service.seed, ways, scenario.engine.max_seqs)
     members = [member(f"r{number}") for number in range(service.replicas)]
     wires = Wires(service.ranks, service.delay_s, balance=service.balance, losses=service.losses, again=member)
-    wires = replace(wires, sizes=work.sizes)
+    wires = replace(wires, sizes=work.sizes, ways=ways)
     chosen = TABLES[route]({}) if route in TABLES else ROUTES[route](known)
     if service.place:
         rule = Rule(service.place, service.ahead, route in TABLES, service.seed)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from jlora.cluster.balance import Terms
+from jlora.cluster.routing.ways import Ways
 from jlora.sim.losses import Loss
 from jlora.sim.member import Member
 from jlora.sim.placing import Placing
@@ -38,6 +39,7 @@ class Wires:
         losses: replicas that are killed, in the order of their times.
         again: makes a killed replica anew, by its name.
         sizes: blocks of the adapters, by index; empty: none counts.
+        ways: of adapters to the device, for the balance.
     """
 
     ranks: Sequence[int]
@@ -48,3 +50,4 @@ class Wires:
     losses: Sequence[Loss] = ()
     again: Callable[[str], Member] | None = None
     sizes: Sequence[int] = ()
+    ways: Ways = Ways()

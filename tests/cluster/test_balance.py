@@ -14,6 +14,7 @@ from jlora.cluster import balance, migration
 from jlora.cluster.balance import Balancer, Job, Pace, Terms, preload
 from jlora.cluster.migration import Candidate, Problem, Side, greedy, solve
 from jlora.cluster.placement import Wanted
+from jlora.cluster.routing.ways import Ways
 from jlora.cluster.view import ReplicaView
 from jlora.types import Timing, Usage
 
@@ -119,6 +120,24 @@ def test_an_adapter_goes_where_it_is_or_once_where_it_is_not():
     assert not balancer.plan(view, jobs).moves  # it would take longer than the queue
     view["r2"] = replace(view["r2"], tiers={"x": "HBM"})
     assert {move.target for move in balancer.plan(view, jobs).moves} == {"r2"}
+
+
+def test_an_adapter_in_a_host_tier_or_at_a_peer_is_nearer_than_on_the_disk():
+    view, jobs = crowd()
+    jobs = [replace(job, rank=8) for job in jobs]
+    view["r2"] = replace(view["r2"], tiers={"x": "HOST"})
+    ways = Ways(host_s=0.01, rank_bytes=1e6, peer_bps=1e7, path_bps=1e4)
+
+    def loads(made: Balancer) -> dict[str, float]:
+        made.pace.served("x", Usage(40, 40, 11), Timing(prefill=1.0, tpot=0.2, adapter_cold_start=3.0))
+        problem = made.problem(view, jobs)
+        assert problem is not None
+        return {problem.targets[at].name: seconds for (_, at), seconds in problem.loads.items()}
+
+    assert loads(Balancer(Terms(), 16, ways=ways)) == pytest.approx({"r1": 8 * 0.11, "r2": 8 * 0.01})
+    assert loads(Balancer(Terms(), 16)) == {"r1": 3.0, "r2": 3.0}  # no way is known: as the last load
+    view["r2"] = replace(view["r2"], tiers={})
+    assert loads(Balancer(Terms(), 16, ways=ways)) == pytest.approx({"r1": 8 * 100.01, "r2": 8 * 100.01})
 
 
 def test_a_plan_is_bounded_whatever_the_queue():
