@@ -95,7 +95,8 @@ def run(args: argparse.Namespace, commit: Callable[[], str]) -> int:
     for policy, route in itertools.product(args.policy, args.route if args.replicas > 1 else [""]):
         began = time.perf_counter()
         if route:
-            results.append(simulate_service(scenario, many.service_of(args, ranks), work, policy, route))
+            service, route = many.played(args, ranks, route)
+            results.append(simulate_service(scenario, service, work, policy, route))
         else:
             results.append(_play(scenario, work, policy))
         took.append(f"{route or policy} {time.perf_counter() - began:.1f} s")

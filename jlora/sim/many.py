@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from jlora.cluster.homes import KINDS
-from jlora.cluster.routing.routes import ROUTES
+from jlora.cluster.routing.routes import LORASERVE, ROUTES
 from jlora.errors import ConfigError
 from jlora.sim import losses
+from jlora.sim import service as simulated
 from jlora.sim.kernels import KERNELS
 from jlora.sim.service import TABLES, Service, check_route
 from jlora.sim.wires import Balance
@@ -41,7 +43,8 @@ ROUTED: Mapping[str, object] = {"route": None, "place": "", "migrate": False, "l
 def add_flags(many: argparse._ActionsContainer) -> None:
     """The flags."""
     many.add_argument("--replicas", type=int, default=1, metavar="N", help="(default: 1, without a router)")
-    many.add_argument("--route", nargs="+", metavar="NAME", help=f"{', '.join(ROUTES)}; table, turns: with --place")
+    routes = f"{', '.join(ROUTES)}; table, turns: with --place; {LORASERVE}: table with its own placement"
+    many.add_argument("--route", nargs="+", metavar="NAME", help=routes)
     many.add_argument("--kernel", choices=KERNELS, default="own", help="how ranks cost time (default: own)")
     many.add_argument("--slo-ms", type=float, default=0.0, help="objective: per output token of a whole answer")
     many.add_argument("--delay-ms", type=float, default=0.5, help="of a message, each way (default: 0.5)")
@@ -75,6 +78,10 @@ def check(args: argparse.Namespace) -> None:
         if not getattr(args, name) > 0:
             raise ConfigError(f"--{name.replace('_', '-')} {getattr(args, name):g}: must be more than 0")
     for route in args.route:
+        if route == LORASERVE:
+            if args.place not in ("", LORASERVE):
+                raise ConfigError(f"--place {args.place}: --route {route} needs {LORASERVE}'s placement")
+            continue
         check_route(route)
         if route in TABLES and not args.place:
             raise ConfigError(f"--route {route}: needs a placement (--place)")
@@ -83,6 +90,12 @@ def check(args: argparse.Namespace) -> None:
     losses.parse(args.fail, args.replicas)
     if args.replicas > 1 and args.hint_s:
         raise ConfigError(f"--hint-s {args.hint_s:g}: must be 0 with --replicas {args.replicas}")
+
+
+def played(args: argparse.Namespace, ranks: Sequence[int], route: str) -> tuple[Service, str]:
+    """The service that the flags ask for, and the route: `loraserve` is the table of its own placement."""
+    service = service_of(args, ranks)
+    return (replace(service, place=LORASERVE), simulated.TABLE) if route == LORASERVE else (service, route)
 
 
 def service_of(args: argparse.Namespace, ranks: Sequence[int]) -> Service:

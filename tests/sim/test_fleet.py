@@ -135,6 +135,7 @@ def test_every_policy_serves_all_from_the_command_line(tmp_path):
         (["--replicas", "2", "--route", "idlest"], "the nearest is"),
         (["--replicas", "2", "--route", "table"], "--route table: needs a placement"),
         (["--replicas", "2", "--route", "turns"], "--route turns: needs a placement"),
+        (["--replicas", "2", "--route", "loraserve", "--place", "dlora"], "needs loraserve's placement"),
         (["--replicas", "2", "--migrate", "--migrate-s", "0"], "--migrate-s 0: must be more than 0"),
         (["--replicas", "2", "--migrate", "--migrate-s", "nan"], "--migrate-s nan: must be more than 0"),
         (["--replicas", "2", "--place", "loraserve", "--place-s", "0"], "--place-s 0: must be more than 0"),

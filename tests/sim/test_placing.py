@@ -158,6 +158,18 @@ def test_dloras_preload_forgets_what_was_asked_for_once():
     assert at[0] > at[1] == 1 and later[1] > 1, "the new habit has more homes than the last resort"
 
 
+def test_loraserve_is_a_route_by_its_own_placement_as_in_the_product(tmp_path):
+    argv = ["sim", "--workload", "W2", "--seconds", "3", "--rate", "6", "--adapters", "6", "--shrink", "8"]
+    argv += ["--replicas", "3", "--hbm-gb", "2", "--host-gb", "4", "--fetch-gbps", "10", "--place-s", "1"]
+    runs = []
+    for number, flags in enumerate((["--route", "loraserve", "jlora"], ["--place", "loraserve"])):
+        out = tmp_path / f"{number}.json"
+        assert cli.main([*argv, *flags, "--json", str(out)]) == 0
+        runs += json.loads(out.read_text())["runs"]
+    assert [run["route"] for run in runs] == ["loraserve", "jlora", "loraserve"]
+    assert runs[0] == runs[2]
+
+
 @pytest.mark.parametrize("route", ["jlora", "table"])
 def test_a_placement_feeds_any_route(tmp_path, route: str):
     out = tmp_path / "out.json"
