@@ -9,7 +9,8 @@ Minimise the time until the last replica is done. x says who goes where, y which
 
 The paper lets the requests of all its replicas move, weighs moves by one factor, and swaps what does not fit. Here
 requests leave only replicas that are behind, a move costs the tokens that are computed again there, and so do tokens
-that do not fit, since a replica without room preempts.
+that do not fit, since a replica without room preempts. The room that an adapter takes at its new replica, the paper's
+M_k, does not count.
 """
 
 from __future__ import annotations
