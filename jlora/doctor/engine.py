@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,7 @@ from jlora.cache.transfer import Meter
 from jlora.config import Config
 from jlora.doctor.model import TARGETS, StepCase, plan_of, projections, weights
 from jlora.engine import device
-from jlora.engine.batch import Buckets
+from jlora.engine.batch import Buckets, Form, Launch
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
 from jlora.engine.plan import StepPlan
@@ -33,8 +34,11 @@ from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
 from jlora.types import Request, SamplingParams
 
+Compile = Callable[[], None]
+
 ASSUMED_BYTES_PER_S = 10e9  # of the link, until copies have been measured
 COMPILERS = 4  # programs that are compiled at a time
+PROGRAM_S = 240.0  # without a program that ends for so long, those under way are waited for no more
 
 
 class World:
@@ -65,12 +69,25 @@ class World:
 
         return run
 
-    def compile(self, plans: Sequence[StepPlan]) -> None:
-        """Compiles the programs of some plans side by side."""
-        builder, ahead = self._prepared.builder, self._prepared.ahead
-        launches = {one.form: one for plan in plans for one in builder.launches(plan)}
-        with ThreadPoolExecutor(COMPILERS) as threads:
-            list(threads.map(ahead.compile, launches.values()))
+    def forms(self, plans: Sequence[StepPlan]) -> dict[Form, Launch]:
+        """The forms that some plans run, each with a launch."""
+        return {one.form: one for plan in plans for one in self._prepared.builder.launches(plan)}
+
+    def compile(self, launches: Mapping[Form, Launch], most_s: float, run: Callable[[Form, Compile], None]) -> None:
+        """Compiles programs side by side, and waits so long at most: what takes longer goes on in its thread.
+
+        `run` is called in a thread for each form, with what compiles it.
+        """
+        threads, until = ThreadPoolExecutor(COMPILERS), time.monotonic() + most_s
+        compile_it = self._prepared.ahead.compile
+        left = {threads.submit(run, form, partial(compile_it, launch)) for form, launch in launches.items()}
+        while left and (rest := until - time.monotonic()) > 0:
+            done, left = wait(left, min(PROGRAM_S, rest), FIRST_COMPLETED)
+            for each in done:
+                each.result()
+            if not done:
+                break
+        threads.shutdown(wait=False, cancel_futures=True)
 
     @contextmanager
     def engine(self, host_blocks: int) -> Iterator[Engine]:

@@ -56,7 +56,7 @@ class Section:
     model: str = ""  # of the part `steps`
     least_s: float = 0.0  # kept for it, whatever the sections before it take
     most_s: float = 60.0  # what it takes at most
-    silent_s: float = 90.0  # without a line for so long it hangs: compiling the largest thing takes less
+    silent_s: float = 90.0  # without a line for so long it hangs: compiling the largest program takes less
     restarts: int = 0  # how often it goes on behind a case that broke it
 
     @property
@@ -84,7 +84,7 @@ def sections(platform: str, quick: bool) -> list[Section]:
     checklist = Section("checklist", least_s=10, most_s=600, silent_s=45, restarts=4)
     return [
         Section("kernels", least_s=15, most_s=75, silent_s=45, restarts=4),
-        *(Section("steps", model, least_s=75, most_s=160, silent_s=100, restarts=1) for model in models),
+        *(Section("steps", model, least_s=75, most_s=300, silent_s=270, restarts=2) for model in models),
         Section("kernel_speed", least_s=15, most_s=90, silent_s=45, restarts=4),
         *([checklist] if platform == "gpu" else []),
     ]
@@ -151,7 +151,7 @@ class Job:
         now = journal.read(path)
         log = (self.work / f"{section.name}.log").read_text(errors="replace").strip().splitlines()
         said = f": {log[-1][:300]}" if log and not late else ""
-        where = now.open or f"behind {now.begun[-1] if now.begun else 'the start'}"
+        where = "; ".join(now.unfinished) or f"behind {now.begun[-1] if now.begun else 'the start'}"
         (self.skipped if late else self.failed).append(f"{section.name}, {where}: {reason}{said}")
         if section.part in ROWS and now.open:
             row = {"case": now.open, "ok": None if late else False, "reason": reason}
@@ -165,6 +165,8 @@ class Job:
             self.found |= now.values
             return
         self.found.setdefault("models", {})[section.name] = now.values
+        refused = [row for row in now.values.get("compile", []) if "reason" in row]
+        self.failed += dict.fromkeys(f"{section.name}, {row['program']}: {row['reason']}" for row in refused)
         if made := fit.of_report(self.record(), section.name):
             fit.write(made, self.args.out)
             now.values["fit"] = made

@@ -16,6 +16,8 @@ from typing import Any
 
 from jlora.doctor.fit import Rates
 
+COMPILE = "compile "  # how the names of programs begin
+
 
 @dataclass(frozen=True, slots=True)
 class Order:
@@ -72,6 +74,13 @@ class Found:
     begun: list[str] = field(default_factory=list)  # every case that was begun, in order
     open: str | None = None  # the last of them, while nothing of it is known
     ended: bool = False  # the part said that it was done
+
+    @property
+    def unfinished(self) -> list[str]:
+        """What was begun and has not come to its end: programs, which compile side by side, and the last case."""
+        compiled = {row["program"] for row in self.values.get("compile", ())}
+        begun = [name for name in self.begun if name.startswith(COMPILE) and name not in compiled]
+        return list(dict.fromkeys([*begun, *([self.open] if self.open else [])]))
 
 
 def read(path: Path) -> Found:

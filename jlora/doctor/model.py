@@ -61,6 +61,11 @@ class StepCase:
     def tokens(self) -> int:
         return sum(p.tokens for p in self.parts)
 
+    @property
+    def idle(self) -> StepCase:
+        """The same step without adapters."""
+        return replace(self, parts=tuple(replace(p, adapter=-1) for p in self.parts), ranks=())
+
 
 def decode(count: int, context: int, ranks: Many[int] = ()) -> StepCase:
     """`count` sequences of one token each; adapters are dealt out to them in turn."""

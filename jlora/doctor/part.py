@@ -6,8 +6,10 @@ job starts the part again, and a case that was begun once is not begun again.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -141,5 +143,16 @@ PARTS: Mapping[str, Callable[[Part], bool]] = {
 }
 
 
+def _exit(code: int) -> None:
+    """Ends the process though a thread compiles on."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        _exit(main(sys.argv[1:]))
+    except Exception:
+        traceback.print_exc()
+        _exit(1)

@@ -1,16 +1,17 @@
 """A model's steps, timed: without adapters against the roofline's floor, with adapters against the same step without.
 
-Steps are compiled in groups, the most telling shapes first. A group is compiled to its end before any of it
-is timed, because a GPU's compiler tries its products on the device. Last, and with time kept for it, decode
-steps of the whole engine are timed against the same steps dispatched alone.
+Steps are compiled in groups, the most telling shapes first. A group is compiled before any of it is timed,
+because a GPU's compiler tries its products on the device; a program that takes too long costs its own cases
+only. Last, and with time kept for it, decode steps of the whole engine are timed against the same steps
+dispatched alone.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ from jlora.doctor.engine import World
 from jlora.doctor.fit import Rates
 from jlora.doctor.journal import Found, Journal
 from jlora.doctor.model import StepCase, count_of, decode, layout_for, load_of, mixed, prefill, those_that_fit
+from jlora.doctor.programs import Programs
 from jlora.doctor.rates import seconds
 from jlora.model.spec import ModelSpec
 
@@ -74,6 +76,8 @@ class Bench:
     world: World
     journal: Journal
     left: Callable[[], float]
+    before: Found  # of a process that did not come to its end
+    programs: Programs
 
 
 def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callable[[], float], before: Found) -> None:
@@ -94,50 +98,50 @@ def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callabl
         journal.put("ops", [[c.op, c.implementation, c.reason] for c in world.chosen.choices])
         journal.put("pool_blocks", layout.blocks)
         journal.put("block_bytes", layout.block_bytes)
-        bench = Bench(plan, rates, world, journal, lambda: left() - (ENGINE_S if served else 0))
-        for group in _groups(base):
-            _group(bench, group, [case for case in adapted if case.shape in {c.shape for c in group}], before)
+        programs = Programs(world, journal, before)
+        bench = Bench(plan, rates, world, journal, lambda: left() - (ENGINE_S if served else 0), before, programs)
+        doubted = {case.shape for case in (*base, *adapted) if programs.doubts(case)}
+        for shapes in _groups(list(dict.fromkeys(case.shape for case in base)), doubted):
+            _group(bench, [case for case in (*base, *adapted) if case.shape in shapes])
         if served and left() < LEAST_S:
             journal.skip(f"{plan.spec.name}: the engine: no time left")
         elif served:
-            _engine(bench, served, before)
+            _engine(bench, served)
     finally:
         world.close()
 
 
-def _groups(base: Sequence[StepCase]) -> Iterator[list[StepCase]]:
-    shapes = list(dict.fromkeys(case.shape for case in base))
-    for at in range(0, len(shapes), GROUP):
-        yield [case for case in base if case.shape in shapes[at : at + GROUP]]
+def _groups(shapes: Sequence[tuple[int, int]], doubted: Collection[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    """Shapes that are compiled together; those that are doubted come last, one by one."""
+    sure = [shape for shape in shapes if shape not in doubted]
+    for at in range(0, len(sure), GROUP):
+        yield sure[at : at + GROUP]
+    yield from ([shape] for shape in shapes if shape in doubted)
 
 
-def _group(bench: Bench, base: Sequence[StepCase], adapted: Sequence[StepCase], before: Found) -> None:
-    """Compiles and times some shapes, and the steps with adapters of the same shapes."""
-    todo = [case for case in (*base, *adapted) if case.name not in before.begun]
-    shapes = list(dict.fromkeys(case.shape for case in base))
-    compilation = "compile " + ", ".join(f"{rows}x{chunk}" for rows, chunk in shapes)
-    if not todo or compilation == before.open:  # a compiler that crashed would again
+def _group(bench: Bench, cases: Sequence[StepCase]) -> None:
+    """Compiles and times some cases, those without adapters first."""
+    todo = [case for case in cases if case.name not in bench.before.begun]
+    if not todo:
         return
     if bench.left() < LEAST_S:
         bench.journal.skip(f"{bench.plan.spec.name}: no time for {', '.join(case.name for case in todo)}")
         return
-    began = time.monotonic()
-    bench.journal.begin(compilation)
-    bench.world.compile([bench.world.plan(case) for case in todo])
-    bench.journal.row("compile", {"shapes": shapes, "seconds": time.monotonic() - began})
+    bench.programs.compile(todo, max(LEAST_S, bench.left() - 2 * LEAST_S))
     for case in todo:
-        if bench.left() < LEAST_S:
-            bench.journal.skip(f"{bench.plan.spec.name}: {case.name}: no time left")
+        lacking = bench.programs.lacking(case)
+        if lacking or bench.left() < LEAST_S:
+            bench.journal.skip(f"{bench.plan.spec.name}: {case.name}: {lacking or 'no time left'}")
             continue
         bench.journal.begin(case.name)
         row = against_base(bench, case) if case.ranks else alone(bench, case)
         bench.journal.row("adapters" if case.ranks else "steps", row)
 
 
-def _engine(bench: Bench, count: int, before: Found) -> None:
+def _engine(bench: Bench, count: int) -> None:
     plan, world, say = bench.plan, bench.world, bench.journal.begin
     for case in (decode(count, plan.context), decode(count, plan.context, few(count))):
-        if f"engine, {case.name}" in before.begun:
+        if f"engine, {case.name}" in bench.before.begun:
             continue
         say(f"engine, {case.name}")
         alone_s = seconds(world.repeated(world.plan(case)), plan.repeats, plan.rounds)
@@ -188,9 +192,8 @@ def against_base(bench: Bench, case: StepCase) -> dict[str, Any]:
 
     The base runs the program that the engine gives it: on a GPU, decode without adapters has one of its own.
     """
-    idle = replace(case, parts=tuple(replace(p, adapter=-1) for p in case.parts), ranks=())
     world, repeats = bench.world, bench.plan.repeats
-    base, adapted = (world.repeated(world.plan(each)) for each in (idle, case))
+    base, adapted = (world.repeated(world.plan(each)) for each in (case.idle, case))
     sides = {"base": base, "adapters": adapted, "control": base}
     taken: dict[str, list[float]] = {name: [] for name in sides}
     for call in sides.values():
