@@ -7,6 +7,7 @@ import os
 import random
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from dataclasses import replace as replaced
 from functools import partial
 from pathlib import Path
@@ -15,7 +16,7 @@ import jax
 from jax.sharding import Mesh
 from tqdm.auto import tqdm
 
-from jlora import __version__
+from jlora import __version__, machine
 from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.catalog import make_policy
@@ -94,7 +95,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     config = _decided(config, spec.dtype, mesh.devices.flat[0].platform, kept)
     layout = choose_layout(config, spec, free_memory(mesh.devices.flat[0]))
     info = _info(config, spec, layout, mesh, checkpoint.fingerprint(directory))
-    for difference in compile_cache.differences(kept, compiled_for(info, layout)):
+    for difference in compile_cache.differences(kept, compiled_for(info, spec, layout)):
         log.warning("serve.compile_cache was compiled for another server, programs compile again: %s", difference)
     base_names = tuple(n for n in (info.model, config.model.path, spec.name) if n)
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
@@ -270,20 +271,24 @@ def _read_in(engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader) 
             engine.adapters.read_in(new, isinstance(item, Row) and item.pinned)
 
 
-def compiled_for(info: ReplicaInfo, layout: PoolLayout) -> dict[str, object]:
-    """What decides whether compiled programs fit: versions, devices, and every size of an array."""
-    engine = info.config.engine
+def compiled_for(info: ReplicaInfo, spec: ModelSpec, layout: PoolLayout) -> dict[str, object]:
+    """What decides whether compiled programs fit: versions, devices, and every size and constant of the programs."""
+    engine, chip = info.config.engine, jax.devices()[0]
+    decides = ("max_seqs", "max_step_tokens", "kernels", "layers", "one_row", "cold_start")
+    model = {name: value for name, value in asdict(spec).items() if name not in ("name", "eos_ids", "bos_id")}
     return {
         "jlora": __version__,
         "jax": jax.__version__,
-        "device": info.devices[0].rpartition(" ")[0],
+        "jaxlib": machine.versions()["jaxlib"],
+        "runtime": " ".join(chip.client.platform_version.split()),  # of a GPU: CUDA
+        "device": machine.describe()["processor"] if chip.platform == "cpu" else chip.device_kind,
         "tp": info.config.model.tp,
-        "dtype": info.dtype,
-        "vocab": info.limits.vocab,
-        "max_model_len": info.limits.max_len,
+        **model,
         "blocks": layout.blocks - 1,
         "block_tokens": layout.block_tokens,
-        **{name: getattr(engine, name) for name in ("max_seqs", "max_step_tokens", "kernels", "layers", "one_row")},
+        "max_rank": info.config.adapters.max_rank,
+        **{f"engine.{name}": getattr(engine, name) for name in decides},
+        "merges": engine.merge != "off",
     }
 
 

@@ -43,7 +43,9 @@ def use(where: str) -> Path | None:
 def seal(directory: Path, facts: Mapping[str, object]) -> None:
     """Writes into the directory what its programs were compiled for."""
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    partial = directory / f"{FACTS}.partial"
+    partial.write_text(json.dumps(facts, indent=1) + "\n")
+    partial.replace(directory / FACTS)
 
 
 def differences(directory: Path | None, facts: Mapping[str, object]) -> list[str]:
@@ -51,8 +53,12 @@ def differences(directory: Path | None, facts: Mapping[str, object]) -> list[str
     file = None if directory is None else directory / FACTS
     if file is None or not file.is_file():
         return []
-    made = json.loads(file.read_text())
-    return [f"{key} is {value}, it was {made.get(key)}" for key, value in facts.items() if made.get(key) != value]
+    try:
+        made = dict(json.loads(file.read_text()))
+    except (OSError, ValueError, TypeError):
+        return [f"{FACTS} is damaged: it does not say for which"]
+    here = json.loads(json.dumps(facts))
+    return [f"{key} is {value}, it was {made.get(key)}" for key, value in here.items() if made.get(key) != value]
 
 
 def clean(directory: Path) -> list[str]:

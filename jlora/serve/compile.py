@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", metavar="DIR", required=True, help="directory of compiled programs")
     args = parser.parse(sys.argv[1:] if argv is None else argv)
     try:
-        config = configuration.replace(flags.config_of(args), {"serve.compile_cache": args.out})
+        config = configuration.replace(flags.config_of(args), {"serve.compile_cache": args.out, "engine.warmup": True})
     except JloraError as e:
         parser.error(str(e))
 
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     built = compile_rest(build(config), progress=True)
     built.engine.close()
-    facts = compiled_for(built.info, built.reader.layout)
+    facts = compiled_for(built.info, built.reader.spec, built.reader.layout)
     compile_cache.seal(Path(args.out), facts)
     fixed = f"cache.hbm_blocks={facts['blocks']}"  # chosen from the free memory, which may be another at the next start
     print(f"wrote {args.out}: serve with `--set serve.compile_cache={args.out} {fixed}`")

@@ -7,6 +7,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -14,11 +15,18 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
+from jlora import config as configuration
 from jlora.engine import compile_cache
+from jlora.engine.build import compiled_for
+from jlora.layout import PoolLayout
+from jlora.pallas.cases import TINY
+from jlora.replica import ReplicaInfo
 from jlora.types import Request
+from jlora.validation import Limits
 from tests._disk import fill
 from tests.engine.test_engine import GREEDY, running, serve, tokens
 
+UNKNOWN = "it does not say for which"
 KEYS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",
@@ -108,6 +116,43 @@ def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(t
     compile_cache.use(str(tmp_path / "file"))
     (tmp_path / compile_cache.STAMP).mkdir()
     compile_cache.use(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", '{"jax": "1', "[1, 2]", "7", "\x80"], ids=["empty", "cut", "list", "7", "bytes"])
+def test_a_damaged_seal_is_a_difference_and_no_reason_to_stop(tmp_path: Path, text: str):
+    (tmp_path / compile_cache.FACTS).write_text(text, encoding="latin-1")
+    assert compile_cache.differences(tmp_path, {"jax": "1.0"}) == [f"{compile_cache.FACTS} is damaged: {UNKNOWN}"]
+
+
+def test_a_seal_that_cannot_be_finished_leaves_the_one_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    compile_cache.seal(tmp_path, {"jax": "1.0"})
+    write = Path.write_text
+
+    def full(path: Path, text: str) -> None:
+        write(path, text[:9])
+        raise OSError("no space left")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="no space"):
+        compile_cache.seal(tmp_path, {"jax": "2.0"})
+    assert compile_cache.differences(tmp_path, {"jax": "1.0"}) == []
+
+
+@pytest.mark.parametrize("other", ["width", "layers", "heads", "rope_theta", "max_rank", "engine.cold_start", "merges"])
+def test_the_seal_tells_servers_apart_whose_programs_differ(tmp_path: Path, other: str):
+    def facts(changed: str) -> dict[str, object]:
+        keys = {"max_rank": ("adapters.max_rank", 7), "engine.cold_start": ("engine.cold_start", "cpu")}
+        keys |= {"merges": ("engine.merge", "auto")}
+        config = configuration.load(None, dict([keys[changed]] if changed in keys else []))
+        spec = replace(TINY, **{changed: 1 + getattr(TINY, changed)}) if hasattr(TINY, changed) else TINY
+        info = ReplicaInfo("tiny", spec.dtype, Limits(1, 1, 1), (), 16, 1, "cpu", ("cpu 0",), config)
+        return compiled_for(info, spec, PoolLayout.of(TINY, 9, 16))
+
+    compile_cache.seal(tmp_path, facts(""))
+    assert compile_cache.differences(tmp_path, facts("")) == []
+    (found,) = compile_cache.differences(tmp_path, facts(other))
+    assert found.startswith(f"{other} is ")
+    assert {"jaxlib", "runtime", "device"} <= facts("").keys() and facts("")["device"] != "cpu"
 
 
 @pytest.mark.slow

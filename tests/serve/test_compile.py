@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from jlora.config import Config
 from jlora.engine import compile_cache
 from jlora.loadgen.server import ServerProcess, look
+from jlora.serve import compile
 from tests.serve._server import SMALL
 
 
@@ -36,6 +39,21 @@ def test_a_server_compiles_nothing_on_the_directory_it_was_given(tiny_model: Pat
     with ServerProcess(flags) as server:
         asyncio.run(look(server.address))  # returns when no program is left
     assert entries(out) == before
+
+
+def test_it_compiles_the_programs_of_a_server_that_warms_nothing_up(
+    tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    asked: list[Config] = []
+
+    def built(config: Config) -> NoReturn:
+        asked.append(config)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("jlora.engine.build.build", built)
+    with pytest.raises(KeyboardInterrupt):
+        compile.main(["--model", str(tiny_model), "--out", str(tmp_path), "--set", "engine.warmup=false"])
+    assert asked[0].engine.warmup
 
 
 def test_the_directory_says_how_the_server_differs(tmp_path: Path):
