@@ -13,6 +13,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import jax
@@ -73,21 +74,26 @@ def clean(directory: Path) -> list[str]:
     # Before the entries are looked at: one that is written meanwhile is checked next time. Replicas start together.
     opened, began = tempfile.mkstemp(prefix=STAMP, dir=directory)
     os.close(opened)
-    since = stamp.stat().st_mtime_ns if stamp.exists() else 0
-    for entry in _changed(directory, since):
-        if not _whole(entry.read_bytes()):
-            entry.unlink(missing_ok=True)
-            removed.append(entry.name)
-            log.warning("the compile cache's entry %s is damaged: its program is compiled again", entry.name)
-    os.replace(began, stamp)
+    try:
+        since = stamp.stat().st_mtime_ns if stamp.exists() else 0
+        for entry in _changed(directory, since):
+            with suppress(FileNotFoundError):  # another replica has removed it
+                if not _whole(entry.read_bytes()):
+                    entry.unlink()
+                    removed.append(entry.name)
+                    log.warning("the compile cache's entry %s is damaged: its program is compiled again", entry.name)
+        os.replace(began, stamp)
+    finally:
+        Path(began).unlink(missing_ok=True)
     return removed
 
 
 def _changed(directory: Path, since: int) -> Iterator[Path]:
     with os.scandir(directory) as found:
         for entry in found:
-            if entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since:
-                yield Path(entry.path)
+            with suppress(FileNotFoundError):  # as above
+                if entry.name.endswith("-cache") and entry.stat().st_mtime_ns >= since:
+                    yield Path(entry.path)
 
 
 def _whole(data: bytes) -> bool:

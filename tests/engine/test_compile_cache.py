@@ -110,6 +110,32 @@ def test_two_replicas_that_start_at_once_both_look(tmp_path: Path, monkeypatch: 
     assert [path.name for path in tmp_path.iterdir()] == [compile_cache.STAMP]
 
 
+def test_an_entry_that_vanishes_meanwhile_costs_the_others_no_look(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    read = Path.read_bytes
+
+    def vanishes(path: Path) -> bytes:
+        if path.name == "gone-cache":
+            path.unlink()
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", vanishes)
+    for name in ("a-cache", "gone-cache", "z-cache"):
+        (tmp_path / name).write_bytes(b"x")
+    assert sorted(compile_cache.clean(tmp_path)) == ["a-cache", "z-cache"]
+    assert [path.name for path in tmp_path.iterdir()] == [compile_cache.STAMP]
+
+
+def test_a_look_that_fails_leaves_no_file_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def broken(path: Path) -> bytes:
+        raise OSError("no such device")
+
+    monkeypatch.setattr(Path, "read_bytes", broken)
+    (tmp_path / "a-cache").write_bytes(b"x")
+    with pytest.raises(OSError, match="no such device"):
+        compile_cache.clean(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["a-cache"]
+
+
 def test_a_directory_that_is_missing_or_cannot_be_written_is_no_reason_to_stop(tmp_path: Path, events: Counter[str]):
     assert compile_cache.clean(tmp_path / "none") == []
     (tmp_path / "file").write_text("")
