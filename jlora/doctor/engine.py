@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
@@ -27,7 +27,7 @@ from jlora.engine import device
 from jlora.engine.batch import Buckets, Form, Launch
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.loading import NewAdapter
-from jlora.engine.plan import StepPlan
+from jlora.engine.plan import ROW, StepPlan
 from jlora.engine.ports import Parts
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout
@@ -89,13 +89,29 @@ class World:
                 break
         threads.shutdown(wait=False, cancel_futures=True)
 
+    def keep_to(self, forms: Collection[Form]) -> None:
+        """From now on launches take these forms alone, as an engine's do while others are left to compile."""
+        kinds = ((1, False), (ROW, False), (1, True))
+        self._prepared.builder.compiled = Buckets(
+            *(tuple(sorted(form.rows for form in forms if form[1:] == kind)) for kind in kinds)
+        )
+
+    def serves(self, case: StepCase) -> bool:
+        """Whether the forms that it keeps to hold every launch of an engine that decodes this case."""
+        builder = self._prepared.builder
+        decode = builder.compiled.bare if builder.compiled.bare and not case.ranks else builder.compiled.decode
+        largest = max(builder.compiled.prefill, default=0)
+        return max(decode, default=0) >= case.shape[0] and largest >= builder.buckets.prefill[-1]
+
     @contextmanager
     def engine(self, host_blocks: int) -> Iterator[Engine]:
-        """An engine whose cache has all blocks of the pool but one."""
+        """An engine whose cache has all blocks of the pool but one.
+
+        No copy comes in groups of layers: a launch behind such a copy would run programs of its own.
+        """
         meter = Meter(self.layout.block_bytes / ASSUMED_BYTES_PER_S)
         sizes = Sizes(self.layout.blocks - 1, host_blocks, self.layout.block_tokens)
-        streams = self._pool.groups > 1
-        manager = CacheManager(sizes, make_policy(self.config.cache, meter), time.monotonic, streams=streams)
+        manager = CacheManager(sizes, make_policy(self.config.cache, meter), time.monotonic)
         scheduler = Scheduler(manager, self.config.engine, self.spec.eos_ids)
         swapper = Swapper(self._pool, HostPool(self.layout, host_blocks))
         self._registry = AdapterRegistry()

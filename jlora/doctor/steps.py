@@ -140,8 +140,12 @@ def _group(bench: Bench, cases: Sequence[StepCase]) -> None:
 
 def _engine(bench: Bench, count: int) -> None:
     plan, world, say = bench.plan, bench.world, bench.journal.begin
+    world.keep_to(bench.programs.ready)
     for case in (decode(count, plan.context), decode(count, plan.context, few(count))):
         if f"engine, {case.name}" in bench.before.begun:
+            continue
+        if not world.serves(case):
+            bench.journal.skip(f"{plan.spec.name}: engine, {case.name}: its programs are not compiled")
             continue
         say(f"engine, {case.name}")
         alone_s = seconds(world.repeated(world.plan(case)), plan.repeats, plan.rounds)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from jlora.doctor import engine, journal, steps
+from jlora.doctor import engine, journal, model, steps
 from jlora.doctor.engine import World
 from jlora.doctor.fit import Link, Rates
 from jlora.doctor.journal import Found, Journal
-from jlora.doctor.model import StepCase
+from jlora.doctor.model import StepCase, decode, prefill
 from jlora.doctor.steps import Steps
-from jlora.engine.batch import Form
+from jlora.engine.batch import BatchBuilder, Form
 from jlora.pallas.cases import TINY
 
 RATES = Rates(4e12, 7e14, Link(5e10, 1e-5), Link(5e10, 1e-5))
@@ -133,3 +134,26 @@ def test_a_program_that_hung_twice_is_left_out(tmp_path: Path, monkeypatch: pyte
     world, found = done(path, lambda case: None, monkeypatch)
     assert timed(found) == ALL - LONG and Form(2, 32) not in world.compiled
     assert all("2x32: did not end before" in reason for reason in found.skipped)
+
+
+def test_the_engine_takes_no_form_but_those_that_are_compiled():
+    """A prompt's tail would else meet a small form, which compiles for as long as the engine has."""
+    spec, config = replace(TINY, max_len=256), engine.settings(8, 256, "auto").engine
+    layout = model.layout_for(spec, [decode(8, 128, (16,)), prefill(256)], "auto")
+    builder = BatchBuilder(layout, config, spec, lambda uid: model.projections(layout, 16), bare=True)
+    world = Imagined(lambda case: None)
+    world._prepared = SimpleNamespace(builder=builder)
+
+    def form(case: StepCase) -> Form:
+        (launch,) = builder.launches(model.plan_of(layout, case, itertools.count(1)))
+        return launch.form
+
+    tail, few, adapted = prefill(40), decode(1, 64), decode(1, 64, (16,))
+    assert (form(tail), form(few), form(adapted)) == (Form(2, 32), Form(2, 1, True), Form(2, 1))
+    world.keep_to({Form(8, 32), Form(8, 1, True), Form(8, 1)})
+    assert (form(tail), form(few), form(adapted)) == (Form(8, 32), Form(8, 1, True), Form(8, 1))
+    assert world.serves(decode(8, 64)) and world.serves(decode(8, 64, (16,)))
+    world.keep_to({Form(8, 32), Form(8, 1, True)})
+    assert world.serves(decode(8, 64)) and not world.serves(decode(8, 64, (16,)))
+    world.keep_to({Form(2, 32), Form(8, 1, True)})
+    assert not world.serves(decode(8, 64))
