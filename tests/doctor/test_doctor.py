@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from jlora import cli
-from jlora.doctor import checks, fit, journal, model, tune
+from jlora.doctor import checks, fit, journal, model, rates, tune
 from jlora.doctor import job as the_job
 from jlora.doctor.fit import Link, Measured, Rates
 from jlora.doctor.job import Job, Section
@@ -312,6 +312,19 @@ def test_a_plan_holds_its_cases_contexts_and_adapters_on_blocks_of_their_own():
     assert len(set(used)) == len(used) and 0 < min(used) and max(used) < layout.blocks
     assert len(first.adapter.device) == len(model.projections(layout, 16))
     assert len(first.lease.blocks) == layout.blocks_for(50)
+
+
+def test_the_rate_of_products_is_of_numbers_without_zeros_that_stay_of_one_size(monkeypatch: pytest.MonkeyPatch):
+    seen: list[np.ndarray] = []
+
+    def once(call, repeats: int) -> float:
+        seen.extend(np.asarray(call(count), np.float32) for count in (1, repeats))
+        return 1.0
+
+    monkeypatch.setattr(rates, "seconds", once)
+    assert rates._products(256) == 2 * 256**3
+    for values in (np.asarray(rates.factor(256), np.float32), *seen):
+        assert (values != 0).mean() > 0.99 and 0.03 < values.std() < 0.12  # 1 / 16
 
 
 def test_a_steps_floor_counts_weights_once_and_every_context():
