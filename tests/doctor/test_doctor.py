@@ -6,9 +6,12 @@ import argparse
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+import tomllib
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -16,7 +19,7 @@ import numpy as np
 import pytest
 
 from jlora import cli
-from jlora.doctor import checks, fit, journal, model, rates, tune
+from jlora.doctor import checks, fit, journal, model, needs, rates, tune
 from jlora.doctor import job as the_job
 from jlora.doctor.fit import Link, Measured, Rates
 from jlora.doctor.job import Job, Section
@@ -59,27 +62,49 @@ ABSENT = (
     "prometheus_client",
 )
 # Python reads it at the start of every process: of the job, and of its parts.
-BARE = f"""
+BARE = """
 import sys
 class Absent:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {ABSENT!r}:
+        if name.partition(".")[0] in ABSENT:
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Absent())
 """
 
 
+def bare(directory: Path, absent: Sequence[str]) -> dict[str, str]:
+    """The environment of a Python that lacks packages."""
+    (directory / "sitecustomize.py").write_text(BARE.replace("ABSENT", repr(absent)))
+    path = os.pathsep.join([str(directory), *filter(None, [os.environ.get("PYTHONPATH")])])
+    return {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path}
+
+
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Where the job in miniature has put its results, and what it said."""
-    bare, out = tmp_path_factory.mktemp("bare"), tmp_path_factory.mktemp("out")
-    (bare / "sitecustomize.py").write_text(BARE)
-    path = os.pathsep.join([str(bare), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": "", "PYTHONPATH": path}
+    env, out = bare(tmp_path_factory.mktemp("bare"), ABSENT), tmp_path_factory.mktemp("out")
     command = [sys.executable, "-m", "jlora.doctor", "--quick", "--out", str(out)]
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     return out, done.stdout
+
+
+def test_a_python_without_a_package_is_told_so_at_once(tmp_path: Path):
+    command = [sys.executable, "-m", "jlora.doctor", "--quick", "--out", str(tmp_path / "out")]
+    env = bare(tmp_path, ("msgspec", "rich"))
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=60)
+    said = "jlora doctor: needs packages that this Python lacks: pip install msgspec rich\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_what_is_asked_for_is_all_that_the_parts_import():
+    """Beside it there is what these packages need themselves."""
+    code = "import sys, jlora.doctor.part, jlora.doctor.job, jlora.doctor.tune; print(*sys.modules)"
+    made = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    imported = {name.partition(".")[0] for name in made.stdout.split()}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    ours = {re.split(r"[<>=]", word)[0] for word in project} - {"jaxlib", "ml_dtypes", "tqdm"}  # jax, flax bring them
+    assert set(needs.PACKAGES) <= imported and imported & ours <= {*needs.PACKAGES, "flatbuffers", "safetensors"}
 
 
 @pytest.mark.slow
