@@ -27,6 +27,7 @@ from jlora.pallas.tiles import chip_of
 
 TOLERANCE = {"float32": 2e-3, "bfloat16": 5e-2}  # of the largest value: products may use lower precision
 REPEATS = {"cpu": 1, "gpu": 20, "tpu": 20}
+MODERATE = ("8 adapters", "4 adapters")  # how the names of the cases end that have neither one adapter nor many
 JUNK = 100.0  # in memory that a kernel must not use; NaN would only show in one place
 
 Case = AttentionCase | LoraCase
@@ -79,7 +80,7 @@ def large_cases(small: bool) -> list[Case]:
         return [cases.SMALL_ATTENTION[0], cases.SMALL_LORA[0]]
     lora = [c for c in cases.LARGE_LORA if c.tp == 1]
     first = [c for c in lora if c.group in (("q", "k", "v"), ("o",))]
-    mlp = [c for c in lora if c not in first and c.name.endswith(("8 adapters", "4 adapters"))]
+    mlp = [c for c in lora if c not in first and c.name.endswith(MODERATE)]
     return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *first, *mlp]
 
 

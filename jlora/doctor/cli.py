@@ -1,7 +1,7 @@
 """`jlora doctor`: checks and measures this accelerator.
 
 jlora doctor [check] [--quick]     every kernel, rates, whole steps, cache policies; writes JSON and a table
-jlora doctor tune [--quick]        block sizes of the kernels for this chip
+jlora doctor tune [--quick]        block sizes of the kernels for this chip, within 8 minutes
 jlora doctor fit DEVICE.json       the simulator's step-time model from a report of `check`
 jlora doctor fit --model DIR       an engine's step times: profiles it on this machine
 """
@@ -11,11 +11,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from jlora.doctor import fit, job, points
 from jlora.errors import JloraError
+
+KERNELS = ("decode", "prefill", "lora")  # that can be tuned
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,22 +35,35 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tune(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser("jlora doctor tune", description="Measures block sizes of the kernels.")
     made.add_argument("--quick", action="store_true", help="fewer shapes")
+    made.add_argument("--minutes", type=float, default=8.0, help="time limit; files are written after each kernel")
+    made.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="these kernels alone")
     made.add_argument("--out", type=Path, default=Path("build/doctor"), help="where tiles.json goes")
     args = made.parse_args(argv)
+    until = time.monotonic() + 60 * args.minutes
 
     from jlora.doctor import tune  # jax comes with it: not before the flags are known to be right
 
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / "tiles.json"
+
+    def save(found: dict[str, Any]) -> None:
+        _write(args.out / "tune.json", {key: found[key] for key in ("chip", "times")}, 1)
+        _write(path, found["tiles"], 2)
+
     try:
-        found = tune.run(args.quick)
+        save(tune.run(tune.Plan(args.quick, args.only, until), save))
     except JloraError as e:
         print(f"jlora doctor tune: {e}", file=sys.stderr)
         return 1
-    args.out.mkdir(parents=True, exist_ok=True)
-    (args.out / "tune.json").write_text(json.dumps({key: found[key] for key in ("chip", "times")}, indent=1) + "\n")
-    path = args.out / "tiles.json"
-    path.write_text(json.dumps(found["tiles"], indent=2) + "\n")
     print(path)
     return 0
+
+
+def _write(path: Path, found: Any, indent: int) -> None:
+    """A reader never sees half of a file."""
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(found, indent=indent) + "\n")
+    partial.replace(path)
 
 
 def _fit(argv: Sequence[str]) -> int:

@@ -7,7 +7,8 @@ on a small case, which says nothing about speed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -35,6 +36,24 @@ PASSES, ROUNDS = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
+class Plan:
+    """What is tuned: of which kernels, and how long.
+
+    Attributes:
+        quick: fewer shapes.
+        until: no launch is timed later, on the monotonic clock.
+    """
+
+    quick: bool = False
+    only: Collection[str] = ("decode", "prefill", "lora")
+    until: float = float("inf")
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+
+@dataclass(frozen=True, slots=True)
 class Tried:
     """One search: every choice of sizes that ran with its seconds, and the fastest."""
 
@@ -43,15 +62,16 @@ class Tried:
 
 
 def descend(
-    start: Mapping[str, Any], candidates: Mapping[str, Sequence[Any]], time: Callable[[Mapping[str, Any]], float]
+    start: Mapping[str, Any], candidates: Mapping[str, Sequence[Any]], timed: Callable[[Mapping[str, Any]], float]
 ) -> Tried:
-    """Coordinate descent: varies one size at a time, keeps the fastest; `time` is infinite if it does not compile."""
+    """Coordinate descent: varies one size at a time, keeps the fastest; `timed` is infinite if it does not compile."""
     best, times = dict(start), {}
 
     def known(sizes: Mapping[str, Any]) -> float:
         name = ", ".join(f"{key}={value}" for key, value in sizes.items())
         if name not in times:
-            times[name] = time(sizes)
+            times[name] = timed(sizes)
+            print(f"{name}: {1e6 * times[name]:.1f} us", flush=True)
         return times[name]
 
     for _ in range(PASSES):
@@ -70,39 +90,56 @@ def launch_seconds(case: checks.Case, ops: Ops, inputs: tuple[Any, ...]) -> floa
         return float("inf")
 
 
-def run(quick: bool) -> dict[str, Any]:
-    """Tunes every large case of this chip (a small one on a CPU). Raises ConfigError for an unknown device."""
+def run(plan: Plan, save: Callable[[dict[str, Any]], None] = lambda found: None) -> dict[str, Any]:
+    """Tunes large cases of this chip (a small one on a CPU); `save` is given what is found after each.
+
+    Raises:
+        ConfigError: the device is unknown.
+    """
     if jax.default_backend() == "gpu":
         from jlora.doctor import tune_gpu  # jax's front of Mosaic GPU needs a GPU
 
-        return tune_gpu.run(quick)
+        return tune_gpu.run(plan, save)
     small = jax.default_backend() == "cpu"
     device = jax.devices()[0]
     chip = chip_of("interpreter" if small else device.device_kind)
     if chip is None or device.platform not in ("cpu", "tpu"):
         raise ConfigError(f"tiles.json has no TPU {device.device_kind!r}: add its memory sizes first")
     found: dict[str, Tried] = {}
-    for case in _cases(quick or small, small):
+    for case in _cases(plan.quick or small, small):
         key, _ = _start(case, chip)
-        if key not in found:
-            found[key] = tune(case, chip, QUICK if small else CANDIDATES)
-            print(f"{key}: {dict(found[key].best)}", flush=True)
+        if key in found or kernel_of(case) not in plan.only or plan.late:
+            continue
+        found[key] = tune(case, chip, QUICK if small else CANDIDATES, plan)
+        print(f"{key}: {dict(found[key].best)}", flush=True)
+        save(_result(chip, found))
+    return _result(chip, found)
+
+
+def _result(chip: Chip, found: Mapping[str, Tried]) -> dict[str, Any]:
     tuned = {key: dict(tried.best) for key, tried in found.items()}
     table = {**load(), "tuned": {**load()["tuned"], chip.name: tuned}}
     return {"chip": chip.name, "times": {key: dict(t.times) for key, t in found.items()}, "tiles": table}
 
 
-def tune(case: checks.Case, chip: Chip, candidates: Mapping[str, Mapping[str, tuple[int, ...]]]) -> Tried:
+def kernel_of(case: checks.Case) -> str:
+    """The name that `--only` has for its kernel."""
+    return "lora" if not isinstance(case, AttentionCase) else "decode" if case.chunk == 1 else "prefill"
+
+
+def tune(case: checks.Case, chip: Chip, candidates: Mapping[str, Mapping[str, tuple[int, ...]]], plan: Plan) -> Tried:
     """Searches one shape's sizes."""
     inputs = checks.random_inputs(case)
     key, start = _start(case, chip)
 
-    def time(sizes: Mapping[str, Any]) -> float:
+    def timed(sizes: Mapping[str, Any]) -> float:
+        if plan.late:
+            return float("inf")
         sized = replace(chip, tuned={key: sizes})
         interpret = jax.default_backend() == "cpu"
         return launch_seconds(case, replace(XLA, attention=TpuAttention(sized), lora=TpuLora(sized, interpret)), inputs)
 
-    return descend(start, candidates["attention" if isinstance(case, AttentionCase) else "lora"], time)
+    return descend(start, candidates["attention" if isinstance(case, AttentionCase) else "lora"], timed)
 
 
 def _start(case: checks.Case, chip: Chip) -> tuple[str, dict[str, int]]:

@@ -14,6 +14,8 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -375,7 +377,7 @@ def test_tuning_keeps_the_fastest_of_what_compiles():
 
 
 def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.MonkeyPatch):
-    result = tune.run(quick=True)
+    result = tune.run(tune.Plan(quick=True))
     (tuned,) = result["tiles"]["tuned"].values()
     assert result["chip"] == "cpu"
     assert [set(sizes) for sizes in tuned.values()] == [{"tokens", "rows", "units"}]
@@ -418,9 +420,13 @@ def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default
     monkeypatch.setattr(tune_gpu, "ops_of", lambda case, tiles: tiles)
     monkeypatch.setattr(tune_gpu.checks, "random_inputs", lambda case: ())
     with pytest.raises(ConfigError, match="tune: .* has compute capability none that jax knows"):
-        tune_gpu.run(quick=True)  # this is a CPU
+        tune_gpu.run(tune.Plan(quick=True))  # this is a CPU
     monkeypatch.setattr(tune_gpu, "refusal_of", lambda device: None)
-    result = tune_gpu.run(quick=True)
+    saved: list[dict[str, Any]] = []
+    result = tune_gpu.run(tune.Plan(quick=True), saved.append)
+    assert [len(each["times"]) for each in saved] == [1, 2, 3] and saved[-1] == result
+    alone = tune_gpu.run(tune.Plan(quick=True, only=["prefill"]))
+    assert list(alone["times"]) == ["32/8x128 B=32 prefill"]
     (found,) = result["tiles"]["gpu"].values()
     entry = found["32/8x128 B=32"]
     assert entry["decode"] == {"stages": 3} and entry["prefill"] == {"registers": True}
@@ -428,6 +434,29 @@ def test_tuning_a_gpu_keeps_the_fastest_sizes_and_writes_what_is_not_the_default
     assert not any("blocks=396" in name for name in result["times"]["32/8x128 B=32 lora"])
     made = GpuTiles.of(json.loads(json.dumps(entry)))
     assert made.decode.stages == 3 and made.prefill.registers and made.lora.chunks == (2, 4)
+
+
+def test_tuning_ends_in_time_with_the_fastest_sizes_until_then(monkeypatch: pytest.MonkeyPatch):
+    if reason := gpu_ops.runtime_refusal():
+        pytest.skip(reason)
+    from jlora.doctor import tune_gpu
+
+    timed: list[int] = []
+    monkeypatch.setattr(tune, "time", SimpleNamespace(monotonic=lambda: len(timed)))  # each launch takes a second
+
+    def taken(case, tiles, inputs) -> float:
+        timed.append(1)
+        return 1.0 / len(timed)
+
+    monkeypatch.setattr(tune_gpu, "launch_seconds", taken)
+    monkeypatch.setattr(tune_gpu, "ops_of", lambda case, tiles: tiles)
+    monkeypatch.setattr(tune_gpu.checks, "random_inputs", lambda case: ())
+    monkeypatch.setattr(tune_gpu, "refusal_of", lambda device: None)
+    result = tune_gpu.run(tune.Plan(quick=True, until=8))
+    assert len(timed) == 9 and list(result["times"]) == ["32/8x128 B=32 decode"]
+    (sizes,) = result["tiles"]["gpu"].values()
+    assert list(result["times"]["32/8x128 B=32 decode"]) == ["stages=2, blocks=396", "stages=3, blocks=396"]
+    assert sizes["32/8x128 B=32"] == {"decode": {"stages": 3}}
 
 
 def test_the_job_itself_needs_no_jax():
