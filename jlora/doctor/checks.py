@@ -6,7 +6,8 @@ LoRA kernel runs in jax's interpreter. A case without a kernel is reported with 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from jlora.pallas import cases, counts
 from jlora.pallas.cases import AttentionCase, LoraCase
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.gpu_support import Gpu, fit_units
-from jlora.pallas.ops import Adapted, Ops, Pages
+from jlora.pallas.ops import GROUPS, Adapted, Ops, Pages
 from jlora.pallas.reference import XLA
 from jlora.pallas.tiles import chip_of
 
@@ -74,14 +75,31 @@ def quick_cases() -> list[Case]:
     return [*attention, *(c for c in cases.SMALL_LORA if c.spec == half)]
 
 
-def large_cases(small: bool) -> list[Case]:
-    """The cases that are timed, those of the MLP last; `small`: two small cases, for a CPU."""
+def large_cases(small: bool, quick: bool = False) -> list[Case]:
+    """The cases that are timed, whenever time ends: in turn of each model and op, the most telling first.
+
+    `small`: two small cases, for a CPU. `quick`: four of each op, of one model.
+    """
     if small:
         return [cases.SMALL_ATTENTION[0], cases.SMALL_LORA[0]]
-    lora = [c for c in cases.LARGE_LORA if c.tp == 1]
-    first = [c for c in lora if c.group in (("q", "k", "v"), ("o",))]
-    mlp = [c for c in lora if c not in first and c.name.endswith(MODERATE)]
-    return [*(c for c in cases.LARGE_ATTENTION if c.tp == 1), *first, *mlp]
+    specs = (cases.LLAMA3_8B,) if quick else (cases.LLAMA3_8B, cases.LLAMA2_7B)
+    every = [c for c in (*cases.LARGE_ATTENTION, *cases.LARGE_LORA) if c.tp == 1]
+    kinds = (AttentionCase, LoraCase)
+    lists = [_telling([c for c in every if c.spec == s and isinstance(c, k)]) for s in specs for k in kinds]
+    turns = itertools.zip_longest(*(each[:4] if quick else each for each in lists))
+    return [case for turn in turns for case in turn if case is not None]
+
+
+def _telling(todo: Sequence[Case]) -> list[Case]:
+    """One op's cases in order: full decode and long prompts; q, k, v before o; the MLP last, and two of its loads."""
+    order = ("64 x 1k", "2048", "1 x 1k", "512", "8 adapters", "mixed ranks", "4 adapters", "1 adapter", "8 x 1k")
+
+    def place(case: Case) -> tuple[int, int]:
+        group = 0 if isinstance(case, AttentionCase) else GROUPS.index(case.group)
+        return group, next((i for i, end in enumerate(order) if case.name.endswith(f" {end}")), len(order))
+
+    left = [c for c in todo if isinstance(c, AttentionCase) or c.group in GROUPS[:2] or c.name.endswith(MODERATE)]
+    return sorted(left, key=place)
 
 
 def compare(case: Case) -> dict[str, Any]:

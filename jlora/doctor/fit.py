@@ -103,8 +103,10 @@ def of_report(report: Mapping[str, Any], model: str) -> dict[str, Any] | None:
     rows = [*values.get("steps", []), *values.get("adapters", [])]
     if not rows:
         return None
+    name, _, kernels = model.partition(" ")
     facts = {
-        "model": model,
+        "model": name,
+        "kernels": kernels,  # "" where the job timed one kind
         "device": report["device"]["kind"],
         "chips": 1,
         "date": report["date"],
@@ -115,7 +117,7 @@ def of_report(report: Mapping[str, Any], model: str) -> dict[str, Any] | None:
 
 
 def write(made: Mapping[str, Any], out: Path) -> Path:
-    """Writes OUT/step-MODEL.json, which `jlora sim --steps` reads."""
-    path = out / f"step-{made['model']}.json"
+    """Writes OUT/step-MODEL.json, which `jlora sim --steps` reads; named by its kernels too where there are two."""
+    path = out / f"step-{'-'.join(filter(None, (made['model'], made.get('kernels'))))}.json"
     path.write_text(json.dumps(made, indent=1) + "\n")
     return path

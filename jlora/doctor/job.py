@@ -54,6 +54,7 @@ class Section:
 
     part: str
     model: str = ""  # of the part `steps`
+    kernels: str = ""  # of its steps, where the flags ask for both
     least_s: float = 0.0  # kept for it, whatever the sections before it take
     most_s: float = 60.0  # what it takes at most
     silent_s: float = 90.0  # without a line for so long it hangs: compiling the largest program takes less
@@ -61,7 +62,7 @@ class Section:
 
     @property
     def name(self) -> str:
-        return self.model or self.part
+        return " ".join(filter(None, (self.model, self.kernels))) or self.part
 
     @property
     def needs_s(self) -> float:
@@ -78,14 +79,18 @@ class Section:
 RATES = Section("rates", least_s=25, most_s=90, silent_s=60)
 
 
-def sections(platform: str, quick: bool) -> list[Section]:
+def sections(platform: str, quick: bool, kernels: str = "auto") -> list[Section]:
     """The parts after the rates, the most telling first. The last one may spend all the time that is left."""
-    models = ("tiny128",) if platform == "cpu" else ("llama-3-8b",) if quick else ("llama-3-8b", "llama-2-7b")
+    models = [("llama-3-8b", ""), ("llama-2-7b", "")][: 1 if quick else 2]
+    if platform == "cpu":
+        models = [("tiny128", "")]
+    elif kernels == "both":  # in place of a second model
+        models = [("llama-3-8b", "xla"), ("llama-3-8b", "pallas")]
     checklist = Section("checklist", least_s=10, most_s=600, silent_s=45, restarts=4)
     return [
         Section("kernels", least_s=15, most_s=75, silent_s=45, restarts=4),
-        *(Section("steps", model, least_s=75, most_s=300, silent_s=270, restarts=2) for model in models),
-        Section("kernel_speed", least_s=15, most_s=90, silent_s=45, restarts=4),
+        *(Section("steps", *model, least_s=75, most_s=300, silent_s=270, restarts=2) for model in models),
+        Section("kernel_speed", least_s=15, most_s=120, silent_s=45, restarts=4),
         *([checklist] if platform == "gpu" else []),
     ]
 
@@ -126,7 +131,8 @@ class Job:
         """Runs one process of a part; the reason why it did not come to its end, or ""."""
         args, seconds = self.args, max(1.0, until - time.monotonic())
         rates = msgspec.convert(self.found.get("rates"), Rates | None)
-        order = Order(section.part, str(path), seconds, args.kernels, args.quick, section.model, rates)
+        kernels = section.kernels or args.kernels.replace("both", "auto")
+        order = Order(section.part, str(path), seconds, kernels, args.quick, section.model, rates)
         cache = {"JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
         env = {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": machine.python_path()}
         path.touch()
@@ -201,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         job = Job(args, time.monotonic() + 60 * args.minutes, Path(work))
         job.run(RATES, sections("gpu", args.quick))  # the longest list: which one it is, the rates will say
         if "rates" in job.found:
-            todo = sections(job.found["device"]["platform"], args.quick)
+            todo = sections(job.found["device"]["platform"], args.quick, args.kernels)
             for at, section in enumerate(todo):
                 job.run(section, todo[at + 1 :])
         path = job.save()
@@ -217,7 +223,8 @@ def parser() -> argparse.ArgumentParser:
     plain = argparse.RawDescriptionHelpFormatter
     made = argparse.ArgumentParser("jlora doctor", description=__doc__, formatter_class=plain)
     made.add_argument("--quick", action="store_true", help="one model, fewer shapes, a third of the time")
-    made.add_argument("--kernels", default="auto", choices=("auto", "pallas", "xla"), help="ops of the steps")
+    ops = ("auto", "pallas", "xla", "both")
+    made.add_argument("--kernels", default="auto", choices=ops, help="ops of the steps; both: of one model, in turn")
     made.add_argument("--minutes", type=float, default=7.75, help="time limit of the job")
     made.add_argument("--out", type=Path, default=Path("build/doctor"), help="where results go")
     return made

@@ -86,7 +86,7 @@ def _kernels(part: Part) -> bool:
 
 
 def _kernel_speed(part: Part) -> bool:
-    rates, cases = part.rates(), checks.large_cases(part.small)
+    rates, cases = part.rates(), checks.large_cases(part.small, part.order.quick)
     return _rows(part, [(c.name, lambda c=c: checks.timed(c, rates)) for c in cases])
 
 

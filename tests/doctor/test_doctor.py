@@ -237,6 +237,7 @@ def test_a_part_without_time_is_left_out_and_one_that_is_late_did_not_fail(tmp_p
     assert "kernels, b: was ended" in made.skipped[1]
 
 
+FIRST = ["decode 64 x 1k", "q+k+v decode 64, 8 adapters"]
 ATTENDS, ADAPTS = cases.SMALL_ATTENTION[-3], cases.SMALL_LORA[6]
 WRONG = {
     "adds nothing": (ADAPTS, replace(XLA, lora=lambda x, pool, first, parts, adapters: [p.base for p in parts])),
@@ -255,9 +256,25 @@ def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch
         assert checks.timed(case, RATES)["ok"] is right
 
 
-@pytest.mark.parametrize(("platform", "quick"), [("gpu", False), ("tpu", False), ("gpu", True)])
-def test_the_job_ends_within_eight_minutes_and_every_part_has_its_least_time(platform: str, quick: bool):
-    plan = [the_job.RATES, *the_job.sections(platform, quick)]
+def test_whenever_the_time_for_speed_ends_every_op_of_every_model_has_been_timed():
+    def kinds(some: Sequence[checks.Case]) -> set[tuple[str, type]]:
+        return {(case.spec.name, type(case)) for case in some}
+
+    every, quick = checks.large_cases(False), checks.large_cases(False, quick=True)
+    assert len(kinds(every[:4])) == 4 and [c.name.partition("tp=1 ")[2] for c in every[:2]] == FIRST
+    loads = {case.name.rpartition("tp=1 ")[2] for case in every[:12]}
+    assert {"prefill 2048", "decode 1 x 1k", "q+k+v decode 64, 64 adapters, mixed ranks"} <= loads
+    assert len({case.name for case in every}) == len(every) == 36
+    assert len(quick) == 8 and len(kinds(quick)) == 2 and quick[:2] == every[:2]
+
+
+@pytest.mark.parametrize(
+    ("platform", "quick", "kernels"),
+    [("gpu", False, "auto"), ("tpu", False, "auto"), ("gpu", True, "auto"), ("gpu", False, "both")],
+)
+def test_the_job_ends_within_eight_minutes_and_every_part_has_its_least_time(platform: str, quick: bool, kernels: str):
+    plan = [the_job.RATES, *the_job.sections(platform, quick, kernels)]
+    assert len({section.name for section in plan}) == len(plan)
     limit = 60 * the_job.parser().get_default("minutes")
     assert limit <= 8 * 60 - 10  # the job's own start and end
     assert sum(section.needs_s for section in plan) <= limit
@@ -307,6 +324,16 @@ def test_the_fit_finds_a_device_that_is_slower_than_its_rates_say():
     assert found.model.context_token_s == pytest.approx(true.context_token_s, rel=0.1)
     assert found.model.prompt_token_s == pytest.approx(true.prompt_token_s, rel=0.1)
     assert found.model.fixed_s + found.model.weights_s == pytest.approx(true.fixed_s + true.weights_s, rel=0.05)
+
+
+def test_a_model_that_was_timed_with_two_kernels_has_a_file_of_each(tmp_path: Path):
+    prior = fit.hardware(MODELS["llama-3-8b"], RATES).step_model()
+    row = {"load": loads()[3]._asdict(), "seconds": 0.02}
+    models = {name: {"prior": asdict(prior), "steps": [row]} for name in ("llama-3-8b xla", "llama-3-8b pallas")}
+    report = {"models": models, "rates": asdict(RATES), "device": {"kind": "H200"}, "date": "2026-01-01"}
+    for name in models:
+        path = fit.write(fit.of_report(report, name) or {}, tmp_path)
+        assert path.name == f"step-{name.replace(' ', '-')}.json" and StepModel.fitted(path, "llama-3-8b", 1)
 
 
 def test_one_step_moves_the_fit_no_further_than_it_must(tmp_path: Path):
