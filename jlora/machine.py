@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 import platform
+import re
 import resource
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from typing import Any
 V1_NAMES = ("memory.limit_in_bytes", "memory.usage_in_bytes")  # of control groups of version 1
 UNLIMITED = 1 << 60  # bytes: version 1 has a number for no limit
 PACKAGES = ("jlora", "jax", "jaxlib", "flax", "numpy", "grpcio")
+PLUGINS = tuple(f"jax-cuda{major}-{part}" for major in (12, 13) for part in ("plugin", "pjrt"))  # where installed
 
 
 def describe() -> dict[str, Any]:
@@ -38,14 +40,30 @@ def age_s() -> float:
 
 
 def versions() -> dict[str, str]:
-    """Of Python and of the packages that matter to speed."""
+    """Of Python, of the packages that matter to speed, and of NVIDIA's driver where there is one."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "from source" if name == "jlora" else "not installed"
-    return found
+        found[name] = version(name) or ("from source" if name == "jlora" else "not installed")
+    found |= {name: plugin for name in PLUGINS if (plugin := version(name))}
+    return found | ({"driver": driver} if (driver := nvidia_driver()) else {})
+
+
+def version(package: str) -> str:
+    """Of an installed package, else ""."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def nvidia_driver(system: Path = Path("/")) -> str:
+    """The version of NVIDIA's driver; "" where there is none, or none that says so."""
+    try:
+        told = (system / "proc/driver/nvidia/version").read_text()
+    except OSError:
+        told = _run("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    found = re.search(r"\d+\.\d+(\.\d+)*", told)
+    return found[0] if found else ""
 
 
 def commit() -> str:
@@ -65,9 +83,14 @@ def command(program: str) -> str:
 
 
 def _git(root: Path, *words: str) -> str:
+    return _run("git", "-C", str(root), *words)
+
+
+def _run(*command: str) -> str:
+    """What a program prints; "" where there is none, or it hangs."""
     try:
-        return subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git
+        return subprocess.run(command, capture_output=True, text=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
         return ""
 
 

@@ -24,6 +24,30 @@ def told(system: Path, lines: str) -> list[int]:
     return sorted(machine.container_bytes(system))
 
 
+NVRM = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build\nGCC version: gcc 12.3.0\n"
+
+
+def test_the_driver_is_told_by_the_kernel_or_by_its_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "proc/driver/nvidia").mkdir(parents=True)
+    (tmp_path / "proc/driver/nvidia/version").write_text(NVRM)
+    assert machine.nvidia_driver(tmp_path) == "580.65.06"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert machine.nvidia_driver(tmp_path / "none") == ""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 575.57.08\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    assert machine.nvidia_driver(tmp_path / "none") == "575.57.08"
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho NVIDIA-SMI has failed; exit 9\n")
+    assert machine.nvidia_driver(tmp_path / "none") == ""
+
+
+def test_versions_name_the_plugin_of_jax_that_is_installed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "version", {"jax": "0.11.2", "jax-cuda13-plugin": "0.11.2"}.get)
+    monkeypatch.setattr(machine, "nvidia_driver", lambda: "580.65.06")
+    found = machine.versions()
+    assert (found["jax"], found["jaxlib"], found["jax-cuda13-plugin"]) == ("0.11.2", "not installed", "0.11.2")
+    assert found["driver"] == "580.65.06" and "jax-cuda12-plugin" not in found
+
+
 def test_every_group_above_the_process_limits_it_and_droppable_pages_are_free(tmp_path: Path):
     names, root = ("memory.max", "memory.current"), tmp_path / "sys/fs/cgroup"
     group(root / "pods", str(64 * MIB), 60 * MIB, f"inactive_file {MIB}", names)

@@ -104,6 +104,7 @@ class Job:
     work: Path  # where parts write
     program: tuple[str, ...] = (sys.executable, "-m", "jlora.doctor.part")  # runs a part
     started: float = field(default_factory=time.monotonic)
+    commit: str = field(default_factory=machine.commit)
     found: dict[str, Any] = field(default_factory=dict)
     skipped: list[str] = field(default_factory=list)
     failed: list[str] = field(default_factory=list)
@@ -183,6 +184,7 @@ class Job:
         return {
             "benchmark": "doctor",
             "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+            "commit": self.commit,
             "command": " ".join(["jlora doctor", *words]),
             "seconds": round(time.monotonic() - self.started, 1),
             **self.found,

@@ -71,6 +71,7 @@ def _rates(part: Part) -> bool:
     device = jax.devices()[0]
     memory = (device.memory_stats() or {}).get("bytes_limit")
     found = {"platform": device.platform, "kind": device.device_kind, "memory_bytes": memory}
+    found["runtime"] = " ".join(device.client.platform_version.split())  # of a GPU: CUDA
     part.journal.put("device", found)
     part.journal.put("machine", machine.describe())
     part.journal.put("versions", machine.versions())

@@ -279,7 +279,7 @@ def compiled_for(info: ReplicaInfo, spec: ModelSpec, layout: PoolLayout) -> dict
     return {
         "jlora": __version__,
         "jax": jax.__version__,
-        "jaxlib": machine.versions()["jaxlib"],
+        "jaxlib": machine.version("jaxlib"),
         "runtime": " ".join(chip.client.platform_version.split()),  # of a GPU: CUDA
         "device": machine.describe()["processor"] if chip.platform == "cpu" else chip.device_kind,
         "tp": info.config.model.tp,

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jlora import cli
+from jlora import cli, machine
 from jlora.doctor import checks, fit, journal, model, needs, rates, tune
 from jlora.doctor import job as the_job
 from jlora.doctor.fit import Link, Measured, Rates
@@ -220,7 +220,7 @@ def test_a_kernel_that_hangs_or_dies_costs_its_own_case_only(how: str, reason: s
     made.run(Section("kernels", silent_s=5, restarts=2))
     record = json.loads((tmp_path / "device.json").read_text())
     assert [(row["case"], row["ok"]) for row in record["kernels"]] == [("a", True), ("b", False), ("c", True)]
-    assert reason in record["kernels"][1]["reason"]
+    assert reason in record["kernels"][1]["reason"] and record["commit"] == machine.commit()
     assert len(record["failed"]) == 1 and record["failed"][0].startswith("kernels, b: ")
     assert ("ILLEGAL_ADDRESS" in record["failed"][0]) == ("sys.exit" in how)
 
