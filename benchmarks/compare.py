@@ -12,6 +12,7 @@ medians, the ratio inside a round, and each side's control; --out keeps the roun
 
 from __future__ import annotations
 
+import compileall
 import json
 import os
 import statistics
@@ -46,23 +47,29 @@ def run(options: Options) -> None:
         records = options.records(name, settings)
         for study in options.studies or STUDIES:
             sides = [Side(side, lambda t=tree, s=study: measured(options, t, s)) for side, tree in trees.items()]
-            records.measure(study, sides, options.budget(5))
+            records.measure(study, sides, options.budget(5), alternate=True)
     print(markdown(tables.compare(read(options.out / f"{name}.jsonl"))))
 
 
 @contextmanager
 def checkout(what: str) -> Iterator[Path]:
-    """A directory as it is, or a commit in a worktree of its own."""
+    """A directory, or a commit in a worktree of its own; with bytecode, which a study's process may not write."""
     if Path(what).is_dir():
-        yield Path(what).resolve()
+        yield _compiled(Path(what).resolve())
         return
     with TemporaryDirectory() as home:
         tree = Path(home) / "jlora"
         _git(ROOT, "worktree", "add", "--detach", str(tree), what)
         try:
-            yield tree
+            yield _compiled(tree)
         finally:
             _git(ROOT, "worktree", "remove", "--force", str(tree))
+
+
+def _compiled(tree: Path) -> Path:
+    for package in ("jlora", "benchmarks"):
+        compileall.compile_dir(tree / package, quiet=2)
+    return tree
 
 
 def measured(options: Options, tree: Path, study: str) -> Sample:

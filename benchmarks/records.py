@@ -55,9 +55,9 @@ class Records(JsonLines):
         """Whether it holds a measurement with these values."""
         return any(all(line.get(key) == value for key, value in values.items()) for line in self.lines)
 
-    def measure(self, cell: str, sides: Sequence[Side], budget: Budget) -> None:
+    def measure(self, cell: str, sides: Sequence[Side], budget: Budget, alternate: bool = False) -> None:
         """Measures a cell in interleaved rounds, after those that the file has."""
-        measure(Cell(self, cell), cell, sides, budget)
+        measure(Cell(self, cell), cell, sides, budget, alternate)
 
 
 @dataclass

@@ -40,11 +40,14 @@ class Rounds(Protocol):
     def add(self, finished: Round) -> None: ...
 
 
-def measure(journal: Rounds, name: str, sides: Sequence[Side], budget: Budget) -> None:
+def measure(journal: Rounds, name: str, sides: Sequence[Side], budget: Budget, alternate: bool = False) -> None:
     """Runs every side once per round, in turn, until the budget is spent.
 
     Only neighbours are compared, because a machine drifts. An interrupted run continues after the
     rounds that the journal has.
+
+    Args:
+        alternate: every other round runs the sides in reverse, so that none always follows the same one.
     """
     start, longest = time.monotonic(), 0.0
     with tqdm(total=max(0, budget.rounds - len(journal.rounds)) * len(sides), desc=name, unit="run") as bar:
@@ -53,7 +56,7 @@ def measure(journal: Rounds, name: str, sides: Sequence[Side], budget: Budget) -
             if len(journal.rounds) >= 2 and began - start + longest > budget.minutes * 60:
                 break
             finished: Round = {}
-            for side in sides:
+            for side in sides[::-1] if alternate and len(journal.rounds) % 2 else sides:
                 bar.set_postfix_str(side.name)
                 finished[side.name] = side.run()
                 bar.update()
