@@ -14,6 +14,8 @@ crashes starts again behind the case that broke it, and one that hangs is killed
 keeps its time limit and reserves time for every part; the report lists the parts that got none. On a CPU
 everything runs in miniature.
 
+OUT/parts has the journal and the log of every part, written line by line, also where the job itself is killed.
+
 Exit code 1: a kernel differs from the reference, or a part failed.
 """
 
@@ -24,6 +26,7 @@ import contextlib
 import datetime
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -134,8 +137,7 @@ class Job:
         rates = msgspec.convert(self.found.get("rates"), Rates | None)
         kernels = section.kernels or args.kernels.replace("both", "auto")
         order = Order(section.part, str(path), seconds, kernels, args.quick, section.model, rates)
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(self.work / "cache")}
-        env = {**ENVIRONMENT, **cache, **os.environ, "PYTHONPATH": machine.python_path()}
+        env = {**ENVIRONMENT, **os.environ, "PYTHONPATH": machine.python_path()}
         path.touch()
         began = time.time()
         with (self.work / f"{section.name}.log").open("a") as log:
@@ -204,9 +206,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the job; 0 unless a kernel differs from the reference or a part failed."""
     args = parser().parse_args(argv)
     args.words = list(sys.argv[1:] if argv is None else argv)
-    args.out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as work:
-        job = Job(args, time.monotonic() + 60 * args.minutes, Path(work))
+    work = args.out / "parts"  # stays: of a job that is killed, too
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
+        os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
+        job = Job(args, time.monotonic() + 60 * args.minutes, work)
         job.run(RATES, sections("gpu", args.quick))  # the longest list: which one it is, the rates will say
         if "rates" in job.found:
             todo = sections(job.found["device"]["platform"], args.quick, args.kernels)
