@@ -2,17 +2,20 @@
 
 A product of one row reads the weights once, but XLA's form of it differs by platform, type and
 version: on a CPU, float32 takes half the time of two rows, bfloat16 up to eight times as long
-(docs/notes/platforms.md). What was measured is kept beside the compiled programs.
+(docs/notes/platforms.md). What was measured is kept beside the compiled programs. Replicas that start
+together measure once: the answers of a service must not depend on which of them computes.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -46,13 +49,30 @@ def is_faster(dtype: str, kept: Path | None, measure: Callable[[str], tuple[floa
     """Looks up what was measured on this machine for weights of a type, or measures and keeps it in `kept`."""
     key = f"{dtype}, jax {jax.__version__}, {_processor()}"
     file = None if kept is None else kept / FILE
-    known = _read(file)
-    if key not in known:
-        one, two = measure(dtype)
-        log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
-        known[key] = {"one_row_ms": one, "two_rows_ms": two}
-        _write(file, known)
+    with _alone(kept):
+        known = _read(file)
+        if key not in known:
+            one, two = measure(dtype)
+            log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
+            known[key] = {"one_row_ms": one, "two_rows_ms": two}
+            _write(file, known)
     return known[key]["one_row_ms"] < known[key]["two_rows_ms"]
+
+
+@contextmanager
+def _alone(directory: Path | None) -> Iterator[None]:
+    """No other process is in here with the same directory."""
+    held = None
+    if directory is not None:
+        with suppress(OSError):  # a cache that cannot be written still serves
+            directory.mkdir(parents=True, exist_ok=True)
+            held = os.open(directory, os.O_RDONLY)
+            fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        yield
+    finally:
+        if held is not None:
+            os.close(held)
 
 
 def _processor() -> str:
@@ -75,7 +95,6 @@ def _write(file: Path | None, known: dict[str, dict[str, float]]) -> None:
     if file is None:
         return
     try:
-        file.parent.mkdir(parents=True, exist_ok=True)
         new = file.with_suffix(".new")
         new.write_text(json.dumps(known, indent=1))
         new.replace(file)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -32,6 +34,19 @@ def test_a_measurement_is_made_once_and_kept(one: float, two: float, faster: boo
     assert made == ["float32", "bfloat16"] and len(json.loads((tmp_path / one_row.FILE).read_text())) == 2
     (tmp_path / one_row.FILE).write_text("{")
     assert one_row.is_faster("float32", tmp_path, measure) is faster and len(made) == 3
+
+
+def test_replicas_that_start_together_measure_once(tmp_path: Path):
+    made: list[str] = []
+
+    def measure(dtype: str) -> tuple[float, float]:
+        made.append(dtype)
+        time.sleep(0.2)
+        return (1.0, 2.0) if len(made) == 1 else (2.0, 1.0)
+
+    with ThreadPoolExecutor(4) as replicas:
+        found = [replicas.submit(one_row.is_faster, "float32", tmp_path / "cache", measure) for _ in range(4)]
+    assert [each.result() for each in found] == [True] * 4 and len(made) == 1
 
 
 def test_what_auto_means_is_told_and_both_answer_alike(tiny_model: Path):
