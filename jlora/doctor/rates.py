@@ -34,7 +34,7 @@ def measure(small: bool) -> Rates:
     """Takes some seconds on an accelerator; `small` for a CPU in miniature."""
     size, side = (2**22, 256) if small else (2**29, 8192)
     sizes = [2**12, 2**16, 2**20] if small else [2**12, 2**16, 2**20, 2**24, 2**26]
-    return Rates(_memory(size), _products(side), _link(sizes, _put), _link(sizes, _get))
+    return Rates(_memory(size), products(side), _link(sizes, _put), _link(sizes, _get))
 
 
 def _memory(size: int) -> float:
@@ -63,17 +63,18 @@ def factor(side: int) -> jax.Array:
     return random().astype(jnp.bfloat16)
 
 
-def _products(side: int) -> float:
+def products(side: int) -> float:
+    """Operations per second of matrix products."""
     weights = factor(side)
     product = jax.jit(jnp.matmul)
 
-    def products(count: int) -> jax.Array:
+    def chain(count: int) -> jax.Array:
         x = weights
         for _ in range(count):
             x = product(x, weights)
         return x
 
-    return 2 * side**3 / seconds(products, 10)
+    return 2 * side**3 / seconds(chain, 10)
 
 
 def _put(size: int) -> Callable[[], Any]:

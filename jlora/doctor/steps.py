@@ -106,7 +106,7 @@ def run(plan: Steps, kernels: str, rates: Rates, journal: Journal, left: Callabl
         if served and left() < LEAST_S:
             journal.skip(f"{plan.spec.name}: the engine: no time left")
         elif served:
-            _engine(bench, served)
+            whole_engine(bench, served)
     finally:
         world.close()
 
@@ -138,7 +138,8 @@ def _group(bench: Bench, cases: Sequence[StepCase]) -> None:
         bench.journal.row("adapters" if case.ranks else "steps", row)
 
 
-def _engine(bench: Bench, count: int) -> None:
+def whole_engine(bench: Bench, count: int) -> None:
+    """Times the engine's decode steps of `count` sequences, without adapters and with some."""
     plan, world, say = bench.plan, bench.world, bench.journal.begin
     world.keep_to(bench.programs.ready)
     for case in (decode(count, plan.context), decode(count, plan.context, few(count))):

@@ -382,7 +382,7 @@ def test_the_rate_of_products_is_of_numbers_without_zeros_that_stay_of_one_size(
         return 1.0
 
     monkeypatch.setattr(rates, "seconds", once)
-    assert rates._products(256) == 2 * 256**3
+    assert rates.products(256) == 2 * 256**3
     for values in (np.asarray(rates.factor(256), np.float32), *seen):
         assert (values != 0).mean() > 0.99 and 0.03 < values.std() < 0.12  # 1 / 16
 

@@ -33,10 +33,10 @@ def form_of(case: StepCase) -> Form:
 class Imagined(World):
     """Cases are plans and launches; `how` compiles one."""
 
-    def __init__(self, how: Callable[[StepCase], None]):
+    def __init__(self, how: Callable[[StepCase], None], builder: BatchBuilder | None = None):
         self.compiled: list[Form] = []
         self._how = how
-        self._prepared: Any = SimpleNamespace(ahead=SimpleNamespace(compile=self._compile))
+        self._prepared: Any = SimpleNamespace(ahead=SimpleNamespace(compile=self._compile), builder=builder)
         self.chosen: Any = SimpleNamespace(choices=())
 
     def plan(self, case: StepCase) -> Any:
@@ -66,7 +66,7 @@ def done(
     """One process of the part: its world, and what the file says then."""
     world = Imagined(how)
     monkeypatch.setattr(steps, "World", lambda *_: world)
-    monkeypatch.setattr(steps, "_engine", lambda *_: None)
+    monkeypatch.setattr(steps, "whole_engine", lambda *_: None)
     monkeypatch.setattr(steps, "alone", lambda bench, case: {"case": case.name})
     monkeypatch.setattr(steps, "against_base", lambda bench, case: {"case": case.name})
     before = journal.read(path)
@@ -141,8 +141,7 @@ def test_the_engine_takes_no_form_but_those_that_are_compiled():
     spec, config = replace(TINY, max_len=256), engine.settings(8, 256, "auto").engine
     layout = model.layout_for(spec, [decode(8, 128, (16,)), prefill(256)], "auto")
     builder = BatchBuilder(layout, config, spec, lambda uid: model.projections(layout, 16), bare=True)
-    world = Imagined(lambda case: None)
-    world._prepared = SimpleNamespace(builder=builder)
+    world = Imagined(lambda case: None, builder)
 
     def form(case: StepCase) -> Form:
         (launch,) = builder.launches(model.plan_of(layout, case, itertools.count(1)))
