@@ -46,6 +46,7 @@ from jlora.doctor.table import table
 
 ROWS = ("kernels", "kernel_speed", "checklist")  # parts that are a list of cases
 POLL_S = 0.2  # seconds between two looks at a part
+COMPILE_S = 270.0  # without a line for so long a compiler hangs; `World.compile` gives it up before
 GRACE_S = 20.0  # for a part to end what it began in time
 # jax reads these when a part starts. Every program goes to the cache, where `World.compile` leaves them for the runner.
 ENVIRONMENT = {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
@@ -60,7 +61,7 @@ class Section:
     kernels: str = ""  # of its steps, where the flags ask for both
     least_s: float = 0.0  # kept for it, whatever the sections before it take
     most_s: float = 60.0  # what it takes at most
-    silent_s: float = 90.0  # without a line for so long it hangs: compiling the largest program takes less
+    silent_s: float = 90.0  # without a line for so long it hangs, unless it compiles a step's program
     restarts: int = 0  # how often it goes on behind a case that broke it
 
     @property
@@ -92,7 +93,7 @@ def sections(platform: str, quick: bool, kernels: str = "auto") -> list[Section]
     checklist = Section("checklist", least_s=10, most_s=600, silent_s=45, restarts=4)
     return [
         Section("kernels", least_s=15, most_s=75, silent_s=45, restarts=4),
-        *(Section("steps", *model, least_s=75, most_s=300, silent_s=270, restarts=2) for model in models),
+        *(Section("steps", *model, least_s=75, most_s=300, silent_s=100, restarts=2) for model in models),
         Section("kernel_speed", least_s=15, most_s=120, silent_s=45, restarts=4),
         *([checklist] if platform == "gpu" else []),
     ]
@@ -143,10 +144,11 @@ class Job:
         with (self.work / f"{section.name}.log").open("a") as log:
             command = [*self.program, json.dumps(asdict(order))]
             process = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT)
-            silent = 0.0
-            while process.poll() is None and silent < section.silent_s and time.monotonic() < until + GRACE_S:
+            silent = most_s = 0.0
+            while process.poll() is None and silent <= most_s and time.monotonic() < until + GRACE_S:
                 time.sleep(POLL_S)
                 silent = time.time() - max(path.stat().st_mtime, began)
+                most_s = COMPILE_S if journal.read(path).compiling else section.silent_s
             code = process.poll()
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in the driver: left behind

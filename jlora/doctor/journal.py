@@ -82,6 +82,11 @@ class Found:
         begun = [name for name in self.begun if name.startswith(COMPILE) and name not in compiled]
         return list(dict.fromkeys([*begun, *([self.open] if self.open else [])]))
 
+    @property
+    def compiling(self) -> bool:
+        """Whether a program is what is waited for."""
+        return any(name.startswith(COMPILE) for name in ([self.open] if self.open else self.unfinished))
+
 
 def read(path: Path) -> Found:
     """What the file says; a last line that was cut off is no line."""

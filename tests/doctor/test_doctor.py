@@ -221,6 +221,16 @@ def test_a_kernel_that_hangs_or_dies_costs_its_own_case_only(how: str, reason: s
     assert ("ILLEGAL_ADDRESS" in record["failed"][0]) == ("sys.exit" in how)
 
 
+@pytest.mark.parametrize(("silent", "failed"), [("compile 64x1", 0), ("decode 64 x 1024", 1)])
+def test_a_compiler_may_be_silent_for_longer_than_what_is_timed(silent: str, failed: int, tmp_path: Path):
+    script = tmp_path / "part.py"
+    script.write_text(BREAKS.replace("HOW", f"journal.begin({silent!r}); time.sleep(8)"))
+    args = argparse.Namespace(out=tmp_path, kernels="auto", quick=True, words=[])
+    made = Job(args, time.monotonic() + 60, tmp_path, (sys.executable, str(script)))
+    made.run(Section("kernels", silent_s=4))
+    assert len(made.failed) == failed
+
+
 def test_what_a_part_has_found_is_in_the_results_while_it_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[list[str]] = []
     monkeypatch.setattr(Job, "run", lambda job, section, behind=(): seen.append([str(job.work), *os.listdir(job.work)]))
