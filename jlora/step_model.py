@@ -271,10 +271,13 @@ class FittedSteps:
         return self.seconds(*decode, *beside)
 
     def prefill_s(self, ranks: Mapping[int, int], tokens: int) -> float:
-        """Of a step that computes prompts of equal lengths, `tokens` in all; 0 for no prompts; CaraServe's Pre."""
+        """Of a step that computes prompts of equal lengths, `tokens` in all; CaraServe's Pre.
+
+        For no prompts, of the smallest launch.
+        """
         count, blocks = self._batch(ranks)
         if not count:
-            return 0.0
+            return self.fixed_s + min(self.prompt.forms.values())
         each, rows = tokens / count, -(-tokens // self.row_tokens)
         pairs, adapter_tokens = tokens * (each + 1) / 2, math.ceil(blocks * each)
         return self.seconds(StepLoad(tokens, 0, tokens, pairs, blocks, adapter_tokens, rows))

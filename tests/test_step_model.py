@@ -55,7 +55,7 @@ def test_a_router_asks_for_ranks_and_tokens():
     assert costs.step_s({8: 1, 16: 1}) == pytest.approx(0.001 + 0.01 + 2 * 1e-4 + 12 * (1e-5 + 2e-6))
     assert STEPS.prefill_s({0: 1}, 32) == pytest.approx(0.001 + 0.02 + 32 * 33 / 2 * 1e-7)
     assert STEPS.prefill_s({8: 1}, 33) > STEPS.prefill_s({0: 1}, 33) > STEPS.prefill_s({0: 1}, 32)
-    assert STEPS.prefill_s({}, 0) == 0.0
+    assert STEPS.prefill_s({}, 0) == pytest.approx(0.001 + 0.02)  # what any launch takes
 
 
 def test_cold_starts_are_predicted_from_the_file():

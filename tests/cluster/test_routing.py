@@ -68,12 +68,14 @@ def test_algorithm_1_weighs_the_added_time_by_the_requests_there():
 
 
 @pytest.mark.parametrize("costs", [BGMV, MBGMV, STEPS], ids=["padded", "unpadded", "fitted"])
-def test_a_prefill_of_nothing_takes_no_time_and_the_first_prompt_pays_for_its_step(costs: Costs):
-    assert costs.prefill_s({}, 0) == costs.prefill_s({8: 0}, 0) == 0.0
+def test_a_prompt_adds_no_launch_where_nothing_waits(costs: Costs):
+    """Nor does it elsewhere: requests would go where others wait already."""
+    assert costs.prefill_s({}, 0) == costs.prefill_s({8: 0}, 0) > 0
     cara, own = CaraServe(costs, slo_s=9.0, outputs=50.0), {ASK.rank: 1}
     grows = costs.step_s({16: 1, **own}) - costs.step_s({16: 1})
-    alone = costs.prefill_s(own, ASK.prompt) / 50
-    assert cara.cost(replica("r", held=Held(running={16: 1}, context=40)), ASK) == pytest.approx(alone + grows)
+    adds = (costs.prefill_s(own, ASK.prompt) - costs.prefill_s({}, 0)) / 50
+    assert 0 < adds < costs.prefill_s(own, ASK.prompt) / 50 - 1e-6
+    assert cara.cost(replica("r", held=Held(running={16: 1}, context=40)), ASK) == pytest.approx(adds + grows)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=named)

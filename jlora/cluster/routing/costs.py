@@ -20,7 +20,11 @@ class Costs(Protocol):
     """Predicts the steps of a replica. All times are seconds."""
 
     def prefill_s(self, ranks: Ranks, tokens: int) -> float:
-        """Of a step that computes these prompts, `tokens` in all; 0 without any: there is no such step."""
+        """Of a step that computes these prompts, `tokens` in all.
+
+        Without any it is what every such step takes, the intercept b of CaraServe's models (section 5). So
+        the difference that one more prompt makes does not hang on whether others wait.
+        """
         ...
 
     def step_s(self, ranks: Ranks, context: int = 0, prompt: int = 0) -> float:
@@ -51,8 +55,6 @@ class RankCosts:
         return self.rank_s * (requests * largest if self.padded else total)
 
     def prefill_s(self, ranks: Ranks, tokens: int) -> float:
-        if not any(ranks.values()):
-            return 0.0
         return self.fixed_s + self.weights_s + tokens * self.token_s + self._adapters(ranks)
 
     def step_s(self, ranks: Ranks, context: int = 0, prompt: int = 0) -> float:
