@@ -242,7 +242,7 @@ def skew(study: Study) -> pd.DataFrame:
         for what in ("mean", "p90"):
             row[f"off / auto, {what}"] = told(ratios(rows, "off", "auto", f"{what}_s"))
         worst = rows.groupby("side")["others_queue_s"].max()
-        row["wait s"] = f"{worst['auto']:.2f} / {worst['fixed']:.2f}"
+        row["wait s"] = " / ".join(f"{worst[side]:.2f}" for side in ("off", "auto", "fixed"))
         row["switches"] = f"{middle.loc['auto', 'switches']:.0f} / {middle.loc['fixed', 'switches']:.0f}"
         made.append({**row, "control": controls(rows, ("off", "auto", "fixed"), "mean_s")})
     return pd.DataFrame(made)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from jlora.engine.local import LocalReplica
@@ -22,7 +23,7 @@ class Answer:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     timing: Timing | None = None
-    error: Exception | None = None
+    error: BaseException | None = None
     ended: threading.Event = field(default_factory=threading.Event)
 
     def __call__(self, events: list[TokenEvent]) -> None:
@@ -34,6 +35,14 @@ class Answer:
             if event.finish_reason is not None or event.error is not None:
                 self.timing, self.error = event.timing, event.error
                 self.ended.set()
+
+    def submitted(self, outcome: Future[int]) -> None:
+        """Takes in its handle, or why it was refused."""
+        self.error = outcome.exception()
+        if self.error is None:
+            self.handle = outcome.result()
+        else:
+            self.ended.set()
 
     def wait(self) -> None:
         """Until it has ended, well or not."""
@@ -51,6 +60,13 @@ def ask(replica: LocalReplica, request: Request) -> Answer:
     """Submits a request."""
     answer = Answer()
     answer.handle = replica.submit(request, answer).result(TIMEOUT_S)
+    return answer
+
+
+def send(replica: LocalReplica, request: Request) -> Answer:
+    """Submits a request, and does not wait until the engine has taken it, which it does between two steps."""
+    answer = Answer()
+    replica.submit(request, answer).add_done_callback(answer.submitted)
     return answer
 
 

@@ -10,6 +10,7 @@ tokens; the mean divides the sums, as in section 7.1.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -20,7 +21,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.micro.answers import TIMEOUT_S, ask
+from benchmarks.micro.answers import TIMEOUT_S, send
 from benchmarks.runner import Options
 from jlora import config as configuration
 from jlora.engine.local import LocalReplica
@@ -31,6 +32,7 @@ from jlora.types import Request, SamplingParams
 
 ADAPTERS = 8
 HOT = (0.125, 0.5, 0.7, 0.9, 1.0)  # the most asked-for adapter's share of the requests
+LOAD = 0.8  # of what `off` serves when all requests come at once
 STARVE_S = 0.5  # `engine.merge_starve_s`: a run takes seconds
 SETTINGS = {
     "engine.max_seqs": 32, "engine.max_step_tokens": 64, "cache.hbm_blocks": 1024, "cache.host_blocks": 1024,
@@ -40,19 +42,18 @@ SETTINGS = {
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """Requests of a run, how many come in a second, and the tokens of each prompt and answer."""
+    """Requests of a run, and the tokens of each prompt and answer."""
 
     spec: ModelSpec
     ranks: tuple[int, ...]
     hot: tuple[float, ...]
     requests: int
-    rate: float
     prompt: int
     output: int
 
 
-FULL = Size(LLAMA_100M, (8, 64), HOT, 72, 12.0, 32, 32)
-QUICK = Size(TINY, (4,), HOT[1::3], 12, 200.0, 4, 8)
+FULL = Size(LLAMA_100M, (8, 64), HOT, 72, 32, 32)
+QUICK = Size(TINY, (4,), HOT[1::3], 12, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ def run(options: Options) -> None:
     for rank in size.ranks:
         for i in range(ADAPTERS):
             write_adapter(folder / _name(rank, i), size.spec, rank, i)
-    facts = {"adapters": ADAPTERS, "requests": size.requests, "rate": size.rate, "starve_s": STARVE_S}
+    facts = {"adapters": ADAPTERS, "requests": size.requests, "load": LOAD, "starve_s": STARVE_S}
     facts |= {"prompt": size.prompt, "output": size.output}
     records = options.records(f"skew-{options.dtype}", facts)
     model = {"model.path": str(folder / "model"), "model.dtype": options.dtype}
@@ -82,16 +83,28 @@ def run(options: Options) -> None:
             replicas = {
                 side: stack.enter_context(_started(settings, merge, size, rank)) for side, merge in kinds.items()
             }
+            rate = LOAD * capacity(replicas["off"], size, rank)
             for hot in size.hot:
-                asked = draw(size, hot)
+                asked = draw(size, hot, rate)
                 sides = [Side(side, partial(play, replica, size, rank, asked)) for side, replica in replicas.items()]
                 records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5))
 
 
-def draw(size: Size, hot: float) -> list[Asked]:
-    """The requests of a run: as many for the most asked-for adapter as its share says, in a random order."""
+def capacity(replica: LocalReplica, size: Size, rank: int) -> float:
+    """Requests that it serves in a second when all of a run come at once, as many for each adapter."""
+    began = time.monotonic()
+    play(replica, size, rank, draw(size, 1 / ADAPTERS))
+    return size.requests / (time.monotonic() - began)
+
+
+def draw(size: Size, hot: float, rate: float = math.inf) -> list[Asked]:
+    """The requests of a run: as many for the most asked-for adapter as its share says, in a random order.
+
+    Args:
+        rate: how many come in a second, by a Poisson process.
+    """
     rng = np.random.default_rng(7)
-    at = np.cumsum(rng.exponential(1 / size.rate, size.requests))
+    at = np.cumsum(rng.exponential(1 / rate, size.requests))
     often = round(hot * size.requests)
     adapters = [0] * often + [1 + i % (ADAPTERS - 1) for i in range(size.requests - often)]
     return [Asked(float(when), int(adapter)) for when, adapter in zip(at, rng.permutation(adapters), strict=True)]
@@ -103,14 +116,16 @@ def play(replica: LocalReplica, size: Size, rank: int, asked: Sequence[Asked]) -
     answers, began = [], time.monotonic()
     for i, each in enumerate(asked):
         time.sleep(max(0.0, began + each.at - time.monotonic()))
-        answers.append(ask(replica, _request(size, f"skew-{i}", _name(rank, each.adapter), i)))
+        answers.append(send(replica, _request(size, f"skew-{i}", _name(rank, each.adapter), i)))
     timings = [answer.end() for answer in answers]
     latencies = [timing.ttft + timing.tpot * (size.output - 1) for timing in timings]
     waits = [timing.queue for timing, each in zip(timings, asked, strict=True) if each.adapter]
+    last = asked[-1].at
     return {
         "mean_s": sum(latencies) / (size.output * len(latencies)),
         "p90_s": float(np.percentile(latencies, 90)) / size.output,
         "others_queue_s": max(waits, default=0.0),
+        "rate": size.requests / last if last else 0.0,
         "switches": _settled(replica) - before,
     }
 
