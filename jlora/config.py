@@ -129,8 +129,8 @@ class EngineConfig:
     `step_model`: a file of `jlora doctor fit` for this machine and model, from which "auto" predicts; "" measures a
     few launches at start.
     `merge`: "off"; "auto" merges the most asked-for adapter into the base's weights where that is measured to
-    pay; or the name of an adapter to merge. Others wait for a merged adapter for at most `merge_starve_s` seconds,
-    and for free slots.
+    pay; or the name of an adapter to merge. Requests for others wait for a merged
+    adapter for at most `merge_starve_s` seconds; then they may still wait for slots.
     """
 
     max_seqs: Annotated[int, Meta(ge=1, le=1024)] = 64

@@ -38,10 +38,11 @@ class Answer:
 
     def submitted(self, outcome: Future[int]) -> None:
         """Takes in its handle, or why it was refused."""
-        self.error = outcome.exception()
-        if self.error is None:
+        error = outcome.exception()
+        if error is None:
             self.handle = outcome.result()
         else:
+            self.error = error
             self.ended.set()
 
     def wait(self) -> None:

@@ -205,7 +205,7 @@ class Balancer:
         last = max((sides[name].seconds for name in late), default=0.0)
         free = [name for name in order if name not in late and not (others(view[name]) and sides[name].seconds > last)]
         idle = free[: terms.replicas]
-        behind = late[::-1][: terms.replicas]
+        behind = [name for name in reversed(late) if self._movable(here[name])][: terms.replicas]
         movable = [job for name in behind for job in self._movable(here[name])]
         if not movable or not idle:
             return None
@@ -261,9 +261,9 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
     """Adapter -> replicas that should have it, such that the least burst tolerance is as large as it gets.
 
     The tolerance of an adapter is the room that is left where it is, over its load. First, each adapter goes to the
-    emptiest replica. Then the one with the least tolerance goes to one more, the emptiest, until that lowers the least
-    tolerance. An adapter that nobody asks for gets no replica, nor does one that none has room for; if all replicas
-    together lack room, those that are asked for least get none.
+    emptiest replica, the most asked-for one first. Then the one with the least tolerance goes to one more, the
+    emptiest, until that lowers the least tolerance. An adapter that nobody asks for gets no replica, nor does one that
+    none has room for; if all replicas together lack room, those that are asked for least get none.
 
     Args:
         rooms: replica -> blocks for adapters and KV.
@@ -286,7 +286,9 @@ def preload(rooms: Mapping[str, int], adapters: Sequence[Wanted]) -> dict[str, l
         left[to] -= sizes[adapter]
         return to
 
-    placed = np.array([bring(adapter) is not None for adapter in range(len(asked))])
+    placed = np.zeros(len(asked), bool)
+    for adapter in np.argsort(-rates, kind="stable"):
+        placed[adapter] = bring(int(adapter)) is not None
     tolerance = np.where(placed, here @ left / rates, np.inf)
     while placed.any() and (to := bring(first := int(tolerance.argmin()))) is not None:
         least, tolerance = tolerance.min(), np.where(placed, here @ left / rates, np.inf)

@@ -119,9 +119,9 @@ class Homes:
         return self.parts == self.wanted and not self._surplus
 
     def _too_many(self, there: Mapping[str, Set[str]]) -> Sequence[Pair]:
-        """Copies that two looks in a row find; none while a home, old or new, lacks its adapter.
+        """Copies to drop: those that two successive looks find superfluous.
 
-        By the second look, what was sent before a switch has arrived.
+        None while a home, old or new, lacks its adapter. By the second look, what was sent before a switch has arrived.
         """
         if not self._rule.routed:
             return ()

@@ -1,7 +1,7 @@
 """`jlora doctor`: checks and measures this accelerator.
 
 jlora doctor [check] [--quick]     every kernel, rates, whole steps, cache policies; writes JSON and a table
-jlora doctor tune [--quick]        block sizes of the kernels for this chip, within 8 minutes
+jlora doctor tune [--quick]        block sizes of the kernels for this chip, in some 8 minutes
 jlora doctor fit DEVICE.json       the simulator's step-time model from a report of `check`
 jlora doctor fit --model DIR       an engine's step times: profiles it on this machine
 """
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _tune(argv: Sequence[str]) -> int:
     made = argparse.ArgumentParser("jlora doctor tune", description="Measures block sizes of the kernels.")
     made.add_argument("--quick", action="store_true", help="fewer shapes")
-    made.add_argument("--minutes", type=float, default=8.0, help="time limit; files are written after each kernel")
+    made.add_argument("--minutes", type=float, default=8.0, help="begin nothing later")
     made.add_argument("--only", nargs="+", default=KERNELS, choices=KERNELS, help="these kernels alone")
     made.add_argument("--out", type=Path, default=Path("build/doctor"), help="where tiles.json goes")
     args = made.parse_args(argv)

@@ -26,7 +26,6 @@ import contextlib
 import datetime
 import json
 import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -209,8 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser().parse_args(argv)
     args.words = list(sys.argv[1:] if argv is None else argv)
     work = args.out / "parts"  # stays: of a job that is killed, too
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
+    work.mkdir(parents=True, exist_ok=True)
+    for old in (*work.glob("*.jsonl"), *work.glob("*.log")):
+        old.unlink()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:
         os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", cache)
         job = Job(args, time.monotonic() + 60 * args.minutes, work)

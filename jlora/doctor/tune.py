@@ -117,8 +117,10 @@ def run(plan: Plan, save: Callable[[dict[str, Any]], None] = lambda found: None)
 
 
 def _result(chip: Chip, found: Mapping[str, Tried]) -> dict[str, Any]:
-    tuned = {key: dict(tried.best) for key, tried in found.items()}
-    table = {**load(), "tuned": {**load()["tuned"], chip.name: tuned}}
+    table = load()
+    tuned = {key: dict(tried.best) for key, tried in found.items() if tried.times}
+    known = {**table["tuned"].get(chip.name, {}), **tuned}  # what was tuned before stays
+    table = {**table, "tuned": {**table["tuned"], chip.name: known}}
     return {"chip": chip.name, "times": {key: dict(t.times) for key, t in found.items()}, "tiles": table}
 
 

@@ -21,7 +21,7 @@ from enum import Enum, auto
 from jlora.cache.manager import CacheManager
 from jlora.config import EngineConfig
 from jlora.engine.plan import Sequence
-from jlora.engine.shares import Shares, charge_prompt
+from jlora.engine.shares import Shares, charge_prompt, turn
 from jlora.engine.turns import Turns
 
 FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
@@ -126,7 +126,7 @@ class Admission:
     ) -> Generator[Sequence, None, None]:
         """Waiting sequences that can have a lease; each has it when it is given out.
 
-        With `owed`, only those for which running ones of other tenants should make way.
+        With `owed`, only those for which running ones of other tenants should make way, or later ones after a merge.
 
         The first pass goes over the head of the queue, and defers sequences that may be overtaken. The
         second pass goes over those.
@@ -136,7 +136,7 @@ class Admission:
         step = Step(running, loading)
         step.behind = self._spare_s(step) < 0
         many = max(LOOKAHEAD, self._max_seqs - len(running))
-        queue = self._owed(running) if owed else self._present()
+        queue = dict.fromkeys(self._owed(running)) if owed else self._present()
         window = list(itertools.islice((s for s in queue if not self._not_yet(s)), many))
         yield from self._admit(window, step, now)
         step.second = True
@@ -154,6 +154,11 @@ class Admission:
     def _owed(self, running: Ordered[Sequence]) -> Iterator[Sequence]:
         for priority in sorted(self._shares, reverse=True):
             yield from self._shares[priority].owed(s for s in running if s.request.priority == priority)
+        passed = self._turns.passed
+        if passed and running:
+            last = turn(max(running, key=turn))
+            head = itertools.islice(self._present(), self._max_seqs)
+            yield from (sequence for sequence in head if sequence in passed and turn(sequence) < last)
 
     def _admit(self, sequences: Iterable[Sequence], step: Step, now: float) -> Generator[Sequence, None, None]:
         for sequence in sequences:

@@ -57,7 +57,7 @@ def differences(directory: Path | None, facts: Mapping[str, object]) -> list[str
     try:
         made = dict(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError):
-        return [f"{FACTS} is damaged: it does not say for which"]
+        return [f"{FACTS} is damaged: what the programs were compiled for is unknown"]
     here = json.loads(json.dumps(facts))
     return [f"{key} is {value}, it was {made.get(key)}" for key, value in here.items() if made.get(key) != value]
 

@@ -35,6 +35,7 @@ from jlora.ports import Clock
 log = logging.getLogger(__name__)
 
 PROMPT = 32  # tokens of the prompt that a loss is measured on
+ROUNDS = 3  # of timing pieces; the fastest counts
 
 _Where = tuple[int, str]  # layer, projection
 _Factors = tuple[np.ndarray, np.ndarray]  # of one place: A [R, in], B [R, out]
@@ -72,14 +73,23 @@ class Lost:
         return sum(array.nbytes for array in (*self.at, *self.bits))
 
 
+@dataclass(slots=True)
+class _Cost:
+    """Seconds of a group's piece, without ranks, and for each `merge.RANKS` of them."""
+
+    into_s: float = 0.0
+    out_s: float = 0.0
+    call_s: float = 0.0
+
+
 class Merger:
     """See `jlora.engine.ports.Merger`. All methods belong to the engine's thread."""
 
     def __init__(self, base: Base, holder: Holder, clock: Clock = time.monotonic):
         self.done = 0
         self.reloads = 0
-        self.piece_s = 0.0
-        self._piece_s, self._call_s = 0.0, 0.0  # of a piece, without its ranks, and for each `merge.RANKS` of them
+        self.piece_s = self.back_s = 0.0
+        self._costs = [_Cost() for _ in GROUPS]
         self.moved = 0  # bytes of lost entries that have come to the host
         self._base = base
         self._holder = holder
@@ -115,10 +125,11 @@ class Merger:
         while self.measure() is None:  # compiles, as the first pieces do
             pass
         self._timed(1)
-        one = self._timed(1)
-        all_ = self._timed(most) if most > 1 else one
-        self._call_s = max(0.0, all_ - one) / max(1, most - 1)
-        self._piece_s, self.piece_s = one - self._call_s, one
+        few, many = ([self._timed(calls) for _ in range(ROUNDS)] for calls in (1, most))
+        for group, cost in enumerate(self._costs):
+            (into, out), (longer, _) = (map(min, zip(*(one[group] for one in r), strict=True)) for r in (few, many))
+            cost.call_s = max(0.0, longer - into) / max(1, most - 1)
+            cost.into_s, cost.out_s = into - cost.call_s, out - cost.call_s
         self.forget()
 
     def _begin_zero(self, calls: int) -> None:
@@ -130,18 +141,19 @@ class Merger:
         blocks = [name for name, count in counts.items() for _ in range(count)]
         self.begin(blocks, lambda which, layers: np.zeros((len(which), *shape), dtype))
 
-    def _timed(self, calls: int) -> float:
-        """Seconds of a piece of such an adapter."""
+    def _timed(self, calls: int) -> list[tuple[float, float]]:
+        """Seconds of each group's piece of such an adapter, merged and taken out."""
         self._begin_zero(calls)
-        began = self._clock()
-        for _ in GROUPS:
-            self.forward()
-        jax.block_until_ready(jax.tree.leaves(self._holder.weights.params))
-        took = self._clock() - began
-        for _ in GROUPS:
-            self.back()
+        into = [self._waited(self.forward) for _ in GROUPS]
+        out = [self._waited(self.back) for _ in GROUPS]
         assert self.whole() and not self.reloads, "merging a zero adapter has changed the weights"
-        return took / len(GROUPS)
+        return list(zip(into, out[::-1], strict=True))
+
+    def _waited(self, change: Callable[[], None]) -> float:
+        began = self._clock()
+        change()
+        jax.block_until_ready((self._holder.weights.params, self._checks))
+        return self._clock() - began
 
     def begin(self, projections: Sequence[str], read: Read) -> None:
         """The next merge is of this adapter; reads nothing yet."""
@@ -152,7 +164,12 @@ class Merger:
         self._blocks, self._read = blocks, read
         self._probe, self._loss = None, None
         ranks = max((len(found) * self._base.layout.units[name].per_block for name, found in blocks.items()), default=0)
-        self.piece_s = self._piece_s + self._call_s * -(-ranks // merge.RANKS)
+        calls = -(-ranks // merge.RANKS)
+        mine = [cost for cost, names in zip(self._costs, GROUPS, strict=True) if not blocks.keys().isdisjoint(names)]
+        self.piece_s, self.back_s = (
+            sum(once + cost.call_s * calls for once, cost in zip(each, mine, strict=True)) / len(GROUPS)
+            for each in ([cost.into_s for cost in mine], [cost.out_s for cost in mine])
+        )
 
     def forget(self) -> None:
         """Gives back what a measurement under way holds, on the host and on the device."""

@@ -27,6 +27,7 @@ log = logging.getLogger(__name__)
 FILE = "one-row.json"
 COUNT, WIDTH, MLP = 12, 768, 2048  # weights of a measurement: more than a cache of the processor holds
 ROUNDS = 5
+WAIT_S = 60.0  # for another process that measures: it takes a second or two
 
 
 @cache
@@ -67,12 +68,23 @@ def _alone(directory: Path | None) -> Iterator[None]:
         with suppress(OSError):  # a cache that cannot be written still serves
             directory.mkdir(parents=True, exist_ok=True)
             held = os.open(directory, os.O_RDONLY)
-            fcntl.flock(held, fcntl.LOCK_EX)
+            _lock(held)
     try:
         yield
     finally:
         if held is not None:
             os.close(held)
+
+
+def _lock(held: int) -> None:
+    until = time.monotonic() + WAIT_S
+    while True:
+        try:
+            return fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > until:
+                return log.warning("another process measures one row for over %g s: this one does, too", WAIT_S)
+            time.sleep(0.05)
 
 
 def _processor() -> str:

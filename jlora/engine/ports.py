@@ -196,7 +196,7 @@ class Merger(Protocol):
     Attributes:
         pieces: pieces of the weights.
         done: the first so many are merged.
-        piece_s: seconds that a piece of the adapter that was named last takes.
+        piece_s: seconds that merging a piece of the adapter that was named last takes; back_s: taking it out.
         reloads: times that the weights were loaded anew, because taking an adapter out had left others, or memory
             ended in the middle of a piece.
         host_bytes: what the merged adapter takes of the host.
@@ -204,6 +204,7 @@ class Merger(Protocol):
 
     done: int
     piece_s: float
+    back_s: float
     reloads: int
 
     @property

@@ -71,7 +71,6 @@ class Scheduler:
         self._withheld: list[int] = []  # slots of sequences that memory was too short for
         self._calm = 0  # steps since then
         self._deadlines = Deadlines()
-        self._merged: AdapterNode | None = None  # whose sequences alone were planned last
 
     # -- requests in and out ----------------------------------------------------------------
 
@@ -183,7 +182,6 @@ class Scheduler:
         self.queue.pace = self.manager.forecast.step_s = 0.0 if self._planned is None else now - self._planned
         self._hold()
         self._pause()
-        self._make_way()
         if len({sequence.account for sequence in self.running}) > 1:
             self.running.sort(key=turn)  # tenants' turns change
         self._board(now)  # first: some have one token left to compute, so they decode in this step
@@ -389,17 +387,6 @@ class Scheduler:
             self._take_slot(sequence)
             self.loading.append(sequence)
 
-    def _make_way(self) -> None:
-        """Once a merge has ended: what it kept waiting takes the slots of what came later."""
-        before, self._merged = self._merged, self.turns.only
-        if before is None or self._merged is not None:
-            return
-        for sequence in sorted(self.turns.passed, key=turn)[len(self._slots) : self.config.max_seqs]:
-            last = max(self.running, key=turn, default=None)
-            if last is None or turn(last) < turn(sequence):
-                return
-            self._preempt(last)
-
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
         whole = min(sequence.remaining, self.config.max_step_tokens)
@@ -430,8 +417,13 @@ class Scheduler:
         return True
 
     def _take_over(self, sequence: Sequence) -> bool:
-        """Frees a slot if another tenant has more than this one's share; its history stays in the prefix cache."""
-        taken = max((s for s in self.running if owes(s, sequence)), key=turn, default=None)
+        """Frees a slot if another tenant has more than this one's share, or if a merge has let a later one go first.
+
+        What the one that makes way has computed stays in the prefix cache.
+        """
+        passed = sequence in self.turns.passed
+        later = (s for s in self.running if owes(s, sequence) or (passed and turn(s) > turn(sequence)))
+        taken = max(later, key=turn, default=None)
         if taken is not None:
             self._preempt(taken)
         return taken is not None

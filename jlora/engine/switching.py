@@ -97,8 +97,8 @@ class Switching(Turns):
         merger = self._merger
         switch_s = merger.pieces * merger.piece_s
         pieces = merger.done or merger.pieces
-        steps = -(-pieces // self._pieces_at_once)
-        self.policy.out_s = pieces * merger.piece_s + (steps + 1) * self._step_s
+        steps = -(-pieces // self._pieces_at_once(merger.back_s))
+        self.policy.out_s = pieces * merger.back_s + (steps + 1) * self._step_s
         self.policy.passed = bool(self._passed)
         if isinstance(self.policy, Fixed):
             found = self._registry.get(self.name) if self.name in self._registry else None
@@ -127,13 +127,12 @@ class Switching(Turns):
         """
         self.moved = False
         merger, node, reloads = self._merger, self._target, self._merger.reloads
-        count = self._pieces_at_once
         if merger.done and node is not self._node:
-            return self._take_out(count)
+            return self._take_out()
         if node is None or merger.done == merger.pieces:
             return True
         if merger.done and not node.on_host:
-            return self._take_out(count)
+            return self._take_out()
         try:
             if not self._measured(node):
                 return True
@@ -143,7 +142,7 @@ class Switching(Turns):
                 self._read(node)  # anew: what the merger has may be old
                 self._passed |= {sequence for sequence in self._live if sequence.adapter is not node}
                 self.switches += 1
-            for _ in range(min(count, merger.pieces - merger.done)):
+            for _ in range(min(self._pieces_at_once(merger.piece_s), merger.pieces - merger.done)):
                 self.moved = True
                 merger.forward()
         except MemoryError as error:  # nothing is merged, and all goes on without it
@@ -176,14 +175,13 @@ class Switching(Turns):
 
     # -- inside -----------------------------------------------------------------------------
 
-    @property
-    def _pieces_at_once(self) -> int:
-        return max(1, int((self._usual_s or IDLE_S) / max(self._merger.piece_s, 1e-6)))
+    def _pieces_at_once(self, each_s: float) -> int:
+        return max(1, int((self._usual_s or IDLE_S) / max(each_s, 1e-6)))
 
-    def _take_out(self, count: int) -> bool:
+    def _take_out(self) -> bool:
         reloads, self.moved = self._merger.reloads, True
         with contextlib.suppress(MemoryError):  # then everything is taken out
-            for _ in range(min(count, self._merger.done)):
+            for _ in range(min(self._pieces_at_once(self._merger.back_s), self._merger.done)):
                 self._merger.back()
         if self._merger.done:
             return True

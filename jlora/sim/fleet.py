@@ -119,7 +119,8 @@ class Fleet(Pass):
         self.moved = self.resumed = 0  # requests: by a plan, and after a loss
         self.dead: list[Member] = []
         self._up_at = self._start  # when a replica was last up
-        self._pumps = self._looks = -math.inf  # the last ones in the heap
+        self._pumps = -math.inf  # the last one in the heap
+        self._looks = False  # one is in the heap
         self._heap: list[tuple[float, int, int, Any]] = []
         self._order = itertools.count()
         for side in self._sides.values():
@@ -193,15 +194,17 @@ class Fleet(Pass):
         if kind == PLACE:
             placing.step()
             self._put(at + self._wires.every_s, PLACE, placing)
+        else:
+            self._looks = False
         if placing.look():
-            self._look_later(at + LOOK_S, at)
+            self._look_later(at + LOOK_S)
         for side in asleep:
             self._wake_at(side, at)
 
-    def _look_later(self, due: float, at: float) -> None:
+    def _look_later(self, due: float) -> None:
         """One look is planned at a time."""
-        if self._wires.placing is not None and self._looks <= at:
-            self._looks = due
+        if self._wires.placing is not None and not self._looks:
+            self._looks = True
             self._put(due, LOOK, self._wires.placing)
 
     # -- the router -------------------------------------------------------------------------
@@ -275,7 +278,7 @@ class Fleet(Pass):
         self._books.heard(seen)
         if attached:
             self._pump(at)
-            self._look_later(at, at)
+            self._look_later(at)
 
     def _take(self, live: Live, event: TokenEvent, now: float) -> None:
         """A token of a request, or its end."""
@@ -383,7 +386,7 @@ class Fleet(Pass):
             if routed.given_up:
                 self._give_up(live, now)
         self._pump(at)
-        self._look_later(at, at)
+        self._look_later(at)
 
     def _back(self, at: float, name: str) -> None:
         assert self._wires.again is not None

@@ -26,7 +26,7 @@ class ModelledMerger:
 
     def __init__(self, model: StepModel | FittedSteps, device: ModelledDevice):
         self.done = 0
-        self.piece_s = PASSES * model.weights_s / PIECES
+        self.piece_s = self.back_s = PASSES * model.weights_s / PIECES
         self._device = device
 
     def begin(self, projections: Sequence[str], read: Read) -> None:

@@ -80,6 +80,13 @@ def test_requests_of_other_routers_count_as_those_of_this_one_do():
     assert Balancer(Terms(), 16).plan(view, jobs).moves
 
 
+def test_replicas_that_others_keep_behind_take_no_place_in_a_plan():
+    view, jobs = crowd()
+    for name in ("a", "b", "c", "d"):  # as many as a plan has places
+        view[name] = replace(view["r1"], name=name, running=40, waiting=400)
+    assert {move.source for move in Balancer(Terms(), 16).plan(view, jobs).moves} == {"r0"}
+
+
 def test_nothing_moves_while_nobody_is_behind_or_nobody_can_take_it():
     view, jobs = crowd(waited_s=0.1)
     assert not Balancer(Terms(), 16).plan(view, jobs).moves
@@ -215,6 +222,12 @@ def test_preload_goes_on_behind_an_adapter_that_no_replica_has_room_for():
     assert preload(rooms, [Wanted("a", 8, 1.0, 12), Wanted("b", 8, 1.0, 2)]) == {"a": [], "b": ["r0", "r1"]}
     few = preload(rooms, [Wanted("hot", 8, 9.0, 8), Wanted("large", 8, 5.0, 13), Wanted("small", 8, 1.0, 8)])
     assert few == {"hot": ["r0"], "small": ["r1"]}  # the large one does not fit beside the hot one
+
+
+def test_preload_brings_the_adapters_that_are_asked_for_most_first():
+    rooms = {"r0": 10, "r1": 10}
+    placed = preload(rooms, [Wanted("a", 8, 1.0, 6), Wanted("b", 8, 1.0, 6), Wanted("hot", 8, 9.0, 8)])
+    assert len(placed["hot"]) == 1
 
 
 def test_preload_gives_every_adapter_a_replica_before_one_gets_a_second():

@@ -26,7 +26,7 @@ from jlora.validation import Limits
 from tests._disk import fill
 from tests.engine.test_engine import GREEDY, running, serve, tokens
 
-UNKNOWN = "it does not say for which"
+UNKNOWN = "what the programs were compiled for is unknown"
 KEYS = (
     "jax_compilation_cache_dir",
     "jax_persistent_cache_min_compile_time_secs",

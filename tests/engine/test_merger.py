@@ -112,7 +112,9 @@ def switch(world: World, times: int) -> None:
     assert merger.moved > 0 and not merger.reloads
 
 
-def test_a_switch_is_expected_to_take_longer_for_a_larger_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projections_need(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """The clock tells how often ranks were added, 32 at a time: ranks 6 and 40, of 64."""
     calls, build = 0, merge.build
 
@@ -132,9 +134,10 @@ def test_a_switch_is_expected_to_take_longer_for_a_larger_rank(tmp_path: Path, m
     seen = {}
     for name in world.targets:
         world.begin(name)
-        seen[name] = world.merger.piece_s
-    each = len(_make.MODULES) / len(GROUPS)  # projections of a piece
-    assert seen == {"some": each, "others": 2 * each}
+        seen[name] = world.merger.piece_s, world.merger.back_s
+    # Projections of the groups that each has a part of, over the pieces of a layer.
+    some, others = (sum(len(g) for g in GROUPS if {*g} & {*names}) / len(GROUPS) for names in world.targets.values())
+    assert seen == {"some": (some, some), "others": (2 * others, 2 * others)}
 
 
 def test_a_measurement_that_is_given_up_holds_nothing(tmp_path: Path):

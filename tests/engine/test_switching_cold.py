@@ -17,7 +17,8 @@ class Counted:
     """A merger of four pieces."""
 
     def __init__(self) -> None:
-        self.done, self.pieces, self.piece_s, self.host_bytes, self.reloads = 0, 4, 0.1, 0, 0
+        self.done, self.pieces, self.host_bytes, self.reloads = 0, 4, 0, 0
+        self.piece_s = self.back_s = 0.1
         self.forgotten = 0
 
     def forget(self) -> None:

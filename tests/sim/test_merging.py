@@ -12,7 +12,7 @@ from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.scenario import Scenario, Work, simulate
 from jlora.sim.trace import FIRST_ID, Trace, Turn
 from jlora.types import Timing
-from tests.sim._sim import ENGINE, MODEL, replica_of, request, sized
+from tests.sim._sim import ENGINE, LINK, MODEL, replica_of, request, sized
 
 CARD = Hardware(CHIPS["a100"], 1, MODELS["llama-2-7b"])
 STARVE_S = 0.3
@@ -40,9 +40,13 @@ def test_others_wait_no_longer_than_they_may(apart_s: float):
 
 
 @pytest.mark.parametrize("tokens", [100, 1600])
-def test_what_came_first_runs_once_the_merged_adapter_is_out(tokens: int):
-    """Three of four slots are taken when another's request comes, just before three more of the merged adapter."""
-    replica = small(merge_starve_s=0.2)
+@pytest.mark.parametrize("block_s", [0.002, 0.1])
+def test_what_came_first_runs_once_the_merged_adapter_is_out(tokens: int, block_s: float):
+    """Three of four slots are taken when another's request comes, just before three more of the merged adapter.
+
+    Its adapter has come by then, or comes when the merged one is out.
+    """
+    replica = small(merge_starve_s=0.2, block_s=block_s)
     for i in range(3):
         replica.submit(request(f"first{i}", 4, tokens, seed=i + 1, adapter=0), 0.0)
     while replica.engine.stats().merge.share < 1:
@@ -50,7 +54,8 @@ def test_what_came_first_runs_once_the_merged_adapter_is_out(tokens: int):
     replica.submit(request("other", 4, 4, seed=50, adapter=1), replica.clock.now)
     for i in range(3):
         replica.submit(request(f"later{i}", 4, tokens, seed=i + 60, adapter=0), replica.clock.now)
-    assert 0.1 < ended(replica, "other").queue <= 0.2 + 4 * STEP_S
+    timing = ended(replica, "other")
+    assert 0.1 < timing.ttft <= 0.2 + 4 * block_s + 8 * STEP_S and (timing.adapter_cold_start > 0) == (block_s > 0.01)
 
 
 def test_nothing_is_merged_again_before_what_waited_has_run():
@@ -90,10 +95,11 @@ def test_nothing_is_merged_beside_others_where_a_switch_takes_longer_than_they_m
     assert replica.engine.stats().merge.switches == 0
 
 
-def small(merge_starve_s: float, max_seqs: int = 4) -> Any:
+def small(merge_starve_s: float, max_seqs: int = 4, block_s: float = 0.002) -> Any:
     """A replica that merges adapter 0; a step that decodes takes `STEP_S`."""
     engine = replace(ENGINE, max_seqs=max_seqs, merge="0", merge_starve_s=merge_starve_s)
-    return replica_of(replace(sized(2048), model=replace(MODEL, fixed_s=0.0, weights_s=STEP_S), engine=engine))
+    model, link = replace(MODEL, fixed_s=0.0, weights_s=STEP_S), replace(LINK, block_s=block_s)
+    return replica_of(replace(sized(2048), model=model, link=link, engine=engine))
 
 
 def ended(replica: Any, name: str) -> Timing:

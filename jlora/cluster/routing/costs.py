@@ -23,7 +23,7 @@ class Costs(Protocol):
         """Of a step that computes these prompts, `tokens` in all.
 
         Without any it is what every such step takes, the intercept b of CaraServe's models (section 5). So
-        the difference that one more prompt makes does not hang on whether others wait.
+        the difference that one more prompt makes is the same whether or not others wait.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""What all routers together have at a replica: its own messages count the requests of the others, and no more."""
+"""What all routers together have at a replica. Its messages give only the number of requests."""
 
 from __future__ import annotations
 

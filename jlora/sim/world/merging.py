@@ -33,7 +33,7 @@ class Weights:
     """See `jlora.engine.ports.Merger`."""
 
     pieces = PIECES
-    piece_s = PIECE_S
+    piece_s = back_s = PIECE_S
     host_bytes = 0
 
     def __init__(self, sites: Sites, tasks: Tasks):
