@@ -125,7 +125,8 @@ class Merger:
         while self.measure() is None:  # compiles, as the first pieces do
             pass
         self._timed(1)
-        few, many = ([self._timed(calls) for _ in range(ROUNDS)] for calls in (1, most))
+        few = [self._timed(1) for _ in range(ROUNDS)]
+        many = [self._timed(most) for _ in range(ROUNDS)] if most > 1 else few
         for group, cost in enumerate(self._costs):
             (into, out), (longer, _) = (map(min, zip(*(one[group] for one in r), strict=True)) for r in (few, many))
             cost.call_s = max(0.0, longer - into) / max(1, most - 1)
