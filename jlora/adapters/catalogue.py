@@ -132,6 +132,16 @@ class Catalogue:
         except DAMAGE as e:
             raise self._damaged(e) from e
 
+    def row(self, name: str) -> Row | None:
+        """The adapter of that name, if there is one. Raises ConfigError if the file is damaged; Unavailable."""
+        try:
+            found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters where name = ?", (name,)).fetchone()
+            return None if found is None else _row(dict(zip(COLUMNS, found, strict=True)))
+        except sqlite3.ProgrammingError as e:
+            raise Unavailable("the registry of adapters is closed") from e
+        except DAMAGE as e:
+            raise self._damaged(e) from e
+
     @property
     def last_uid(self) -> int:
         """The largest uid that any adapter ever had. Raises ConfigError if the file is damaged."""

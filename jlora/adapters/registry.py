@@ -119,6 +119,7 @@ class AdapterRegistry:
     def add(self, record: Record) -> None:
         """Makes the name, which must be free, stand for this version; a removed version may come back."""
         uid = record.node.uid
+        assert self._by_uid.get(uid, record) is record, f"uid {uid} stands for two versions"
         self.share(record)
         if record.name not in self._by_name:
             bisect.insort(self._names, record.name)

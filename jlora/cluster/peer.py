@@ -30,7 +30,7 @@ from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, insists
 from jlora.cluster.secret import Secret
-from jlora.engine.loading import NewAdapter
+from jlora.engine.records import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
 from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.serve import convert

@@ -26,9 +26,9 @@ from jlora.doctor.model import TARGETS, StepCase, plan_of, projections, weights
 from jlora.engine import device
 from jlora.engine.batch import Buckets, Form, Launch
 from jlora.engine.engine import Engine, Shape
-from jlora.engine.loading import NewAdapter
 from jlora.engine.plan import ROW, StepPlan
 from jlora.engine.ports import Parts
+from jlora.engine.records import NewAdapter
 from jlora.engine.scheduler import Scheduler
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec

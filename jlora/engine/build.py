@@ -34,10 +34,10 @@ from jlora.engine.cold_start import Costs
 from jlora.engine.device import Prepared
 from jlora.engine.engine import Engine, Shape
 from jlora.engine.host_lora import HostLora
-from jlora.engine.loading import NewAdapter
 from jlora.engine.merger import Base, Merger
 from jlora.engine.merging import Fixed, Merging, Times
 from jlora.engine.ports import Parts
+from jlora.engine.records import NewAdapter
 from jlora.engine.runner import Runner
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.share import adapter_share
@@ -107,13 +107,15 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     prepared = device.prepare(config, spec, layout, lambda uid: registry.by_uid(uid).projections)
     first = _begin(prepared, directory, system, undo) if config.engine.warmup else None
     read = partial(_weights, directory, prepared)
-    runner, pool = prepared.complete(read(progress))
+    runner, pool = prepared.complete(read(progress), system.clock)
     phases.end("weights")
     host_blocks = choose_host_blocks(config, layout, [row.blocks for row in found])
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
-    merger = _merger(config, prepared, partial(read, False), runner)
+    merger = None
+    if config.engine.merge != "off":
+        merger = Merger(_base(config, prepared, partial(read, False)), runner, system.clock)
     switching = None if merger is None else _switching(config.engine, merger, registry, swapper)
     seeds = system.random or random.Random(config.model.seed)
     scheduler = Scheduler(manager, config.engine, spec.eos_ids, seeds, switching)
@@ -161,12 +163,10 @@ def _weights(directory: Path, prepared: Prepared, progress: bool) -> Params:
     return checkpoint.load_params(directory, prepared.spec, shardings, stacked=prepared.stacked, progress=progress)
 
 
-def _merger(config: Config, prepared: Prepared, pristine: Callable[[], Params], runner: Runner) -> Merger | None:
-    """None if nothing is ever merged."""
-    if config.engine.merge == "off":
-        return None
+def _base(config: Config, prepared: Prepared, pristine: Callable[[], Params]) -> Base:
+    """What adapters are merged into."""
     spec, layout, mesh, stacked = prepared.spec, prepared.layout, prepared.mesh, prepared.stacked
-    return Merger(Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine), runner)
+    return Base(spec, layout, mesh, stacked, config.adapters.max_rank, pristine)
 
 
 def _switching(engine: EngineConfig, merger: Merger, registry: AdapterRegistry, swapper: Swapper) -> Switching:

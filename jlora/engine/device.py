@@ -5,6 +5,7 @@ Kept apart from `build`, which reads files: a benchmark with random weights need
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from jlora.model.spec import ModelSpec
 from jlora.model.traced import Traced
 from jlora.pallas.dispatch import Chosen, Site, choose
 from jlora.pallas.gpu_support import Gpu, fit_units
+from jlora.ports import Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,10 +43,10 @@ class Prepared:
     groups: int
     ahead: Ahead
 
-    def complete(self, params: Params) -> tuple[Runner, DevicePool]:
-        """Everything that lives on the devices, with these weights."""
+    def complete(self, params: Params, clock: Clock = time.monotonic) -> tuple[Runner, DevicePool]:
+        """Everything that lives on the devices, with these weights. `clock`: the engine's."""
         pool = DevicePool(self.layout, self.mesh, self.ahead.programs, self.groups, has_pinned_host(self.mesh))
-        return Runner(params, pool, self.state(), self.builder, self.ahead), pool
+        return Runner(params, pool, self.state(), self.builder, self.ahead, clock), pool
 
 
 def prepare(config: Config, spec: ModelSpec, layout: PoolLayout, projections: Projections) -> Prepared:

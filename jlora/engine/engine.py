@@ -12,9 +12,10 @@ from jlora.cache import inspect
 from jlora.cache.owners import owners
 from jlora.cache.tree import Origin
 from jlora.engine.faults import Faults
-from jlora.engine.loading import Adapters, NewAdapter
+from jlora.engine.loading import Adapters
 from jlora.engine.plan import ROW
 from jlora.engine.ports import Parts, Pending
+from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.switching import Switching
 from jlora.errors import InvalidArgument, ResourceExhausted

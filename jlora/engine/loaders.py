@@ -19,7 +19,7 @@ import numpy as np
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, error_of, failure_of, follow
-from jlora.engine.loading import NewAdapter
+from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.sources import check_version, read_adapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted

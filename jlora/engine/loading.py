@@ -8,11 +8,9 @@ publish    the engine's thread    the name now means this version
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from dataclasses import replace as replaced
-from typing import Any
 
 from jlora.adapters.catalogue import Row
 from jlora.adapters.registry import Record
@@ -20,6 +18,7 @@ from jlora.cache.manager import Pins
 from jlora.cache.tree import AdapterNode
 from jlora.engine.futures import chained, done
 from jlora.engine.ports import Parts
+from jlora.engine.records import NewAdapter, of_files, of_row, row_of
 from jlora.engine.shelf import Reading, Shelf
 from jlora.engine.switching import Switching
 from jlora.errors import ResourceExhausted
@@ -27,39 +26,7 @@ from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
-KEPT = 0.25  # share of the host tier for copies of adapters whose files are gone
-
-
-@dataclass(frozen=True, slots=True)
-class NewAdapter:
-    """An adapter that has been read, checked and packed.
-
-    Attributes:
-        projections: for each of its blocks, the projection whose units it holds.
-        data: [n, L, B, 2K, H], what `Swapper.fill` takes.
-        bytes: of `data`.
-        read_s: seconds to read and pack it.
-        path: the directory it was read from; "": it was made in memory.
-        header, stamp, base: of its files, as of `Scan`.
-    """
-
-    name: str
-    digest: str
-    ranks: Mapping[str, int]
-    target_modules: tuple[str, ...]
-    alora_invocation_tokens: tuple[int, ...]
-    projections: tuple[str, ...]
-    data: Any
-    bytes: int
-    read_s: float
-    path: str = ""
-    header: str = ""
-    stamp: tuple[int, ...] = ()
-    base: str = ""
-
-    @property
-    def blocks(self) -> int:
-        return len(self.projections)
+BOUND = 0.25  # share of the host tier for adapters whose files have changed or are gone, and so cannot be read again
 
 
 def check_size(name: str, size: int, most: int, total: int, hint: str = "") -> None:
@@ -136,7 +103,7 @@ class Adapters:
                 self.cancel(blocks)
                 raise
         node = self._manager.add_adapter(self._registry.new_uid(), blocks)
-        record = self._record(new, node)
+        record = of_files(new, node, self._wall())
         old = self._registry.remove(new.name) if self.has(new.name) else None
         self._registry.add(record)
         self._take_over(record, old, pinned)
@@ -158,7 +125,7 @@ class Adapters:
         self._check_fits(new.name, len(new.projections))
         node = AdapterNode(self._registry.new_uid(), len(new.projections))
         node.gone = True
-        record = self._record(new, node)
+        record = of_files(new, node, self._wall())
         old = self._registry.get(new.name) if self.has(new.name) else None
         self._check_pins(record, self._pins(record, old))
         if old is not None:
@@ -174,45 +141,8 @@ class Adapters:
         self._check_fits(row.name, size)
         node = AdapterNode(row.uid, size)
         node.gone = True
-        self._registry.uids_from(row.uid)
         used = self._clock() - max(0.0, self._wall() - row.last_used) if row.last_used else 0.0
-        self._registry.add(
-            Record(
-                name=row.name,
-                digest=row.digest,
-                ranks=row.ranks,
-                target_modules=tuple(row.modules),
-                alora_invocation_tokens=tuple(row.alora_tokens),
-                projections=(),
-                bytes=row.bytes,
-                node=node,
-                load_cost_s=0.0,
-                last_used=used,
-                path=row.path,
-                header=row.header,
-                stamp=tuple(row.stamp),
-                base=row.base,
-                created=row.created,
-            )
-        )
-
-    def _record(self, new: NewAdapter, node: AdapterNode) -> Record:
-        return Record(
-            name=new.name,
-            digest=new.digest,
-            ranks=new.ranks,
-            target_modules=new.target_modules,
-            alora_invocation_tokens=new.alora_invocation_tokens,
-            projections=new.projections,
-            bytes=new.bytes,
-            node=node,
-            load_cost_s=new.read_s,
-            path=new.path,
-            header=new.header,
-            stamp=new.stamp,
-            base=new.base,
-            created=self._wall(),
-        )
+        self._registry.add(of_row(row, node, used))
 
     def _check_fits(self, name: str, size: int) -> None:
         manager = self._manager
@@ -247,6 +177,8 @@ class Adapters:
 
     def begin_with(self, found: Iterable[Row | NewAdapter]) -> None:
         """Registers the adapters that a server starts with; all of them stay on the disk."""
+        if self._catalogue is not None:  # what comes first must not get the uid of a row behind it
+            self._registry.uids_from(self._catalogue.last_uid)
         for item in found:
             if isinstance(item, Row):
                 self._restore(item)
@@ -373,12 +305,10 @@ class Adapters:
         """
         info = self.get(name)
         if info.tier == "DISK" and lost:
-            held = [r for r in self.records() if not r.node.gone and (r.node.reading or not r.stamp)]
-            most = int(KEPT * self._manager.host.total)
-            if (size := sum(r.node.size for r in held)) + info.blocks > most:
+            if (size := self._bound()) + info.blocks > self._most_bound:
                 raise ResourceExhausted(
                     f"adapter {name!r} is not kept: {size} blocks of the host tier hold adapters without files, it "
-                    f"has {info.blocks}, and at most {most} may"
+                    f"has {info.blocks}, and at most {self._most_bound} may"
                 )
         if info.tier == "DISK":
             self.hint(info.uid)
@@ -414,15 +344,39 @@ class Adapters:
         self.shelf.drop(reading)
 
     def back(self, record: Record, intact: bool) -> None:
-        """Whether the adapter's files are as they were read: otherwise it stays in memory, and so does one to merge."""
-        merges = self._switching is not None and record.name == self._switching.name
-        if not record.node.gone and record.node.backed != (intact and not merges):
-            self._manager.back(record.node, intact and not merges)
+        """Whether the adapter's files are as they were read: otherwise it stays in memory, and so does one to merge.
+
+        If such adapters fill their share of the host tier, it may leave, and its requests find what the files are.
+        """
+        node = record.node
+        over = bool(record.stamp) and node.backed and self._bound() + node.size > self._most_bound
+        may_leave = (intact or over) and record.name != self._merged_name
+        if not node.gone and node.backed != may_leave:
+            self._manager.back(node, may_leave)
+
+    @property
+    def _merged_name(self) -> str:
+        return "" if self._switching is None else self._switching.name
+
+    @property
+    def _most_bound(self) -> int:
+        """The most blocks that `_bound` may be."""
+        return int(BOUND * self._manager.host.total)
+
+    def _bound(self) -> int:
+        """Blocks of adapters whose files have changed, or that have none; what is to be merged does not count."""
+        held = [r for r in self.records() if not r.node.gone and r.name != self._merged_name]
+        return sum(r.node.size for r in held if not r.stamp or not (r.node.reading or r.node.backed))
 
     def found(self, record: Record, stamp: tuple[int, ...]) -> None:
-        """The files of an adapter that came from a peer are back: it may leave memory again."""
+        """The files of an adapter have been read again and are its own: it may leave memory."""
         record.stamp = stamp
         self.back(record, True)
+
+    def renew(self, record: Record, new: NewAdapter) -> None:
+        """Its files changed before they were first read, and are `new` now; nothing if it is no longer so."""
+        if record.node.gone and not record.digest and self._registry.live(record.node.uid) is record:
+            self.register(new, replace=True)
 
     def forget(self, record: Record) -> None:
         """Its files are gone, and it is not in memory: its name is unknown from now on."""
@@ -445,24 +399,7 @@ class Adapters:
     def _row(self, record: Record) -> Row:
         assert self._catalogue is not None
         used = self._wall() - (self._clock() - record.last_used) if record.last_used else 0.0
-        return Row(
-            name=record.name,
-            uid=record.node.uid,
-            digest=record.digest,
-            header=record.header,
-            base=record.base,
-            fits=self._catalogue.fits,
-            ranks=record.ranks,
-            modules=record.target_modules,
-            bytes=record.bytes,
-            blocks=record.node.size,
-            path=record.path,
-            stamp=record.stamp,
-            pinned=record.node.pinned,
-            alora_tokens=record.alora_invocation_tokens,
-            created=record.created,
-            last_used=used,
-        )
+        return row_of(record, self._catalogue.fits, used)
 
     # -- pins -----------------------------------------------------------------------------------
 

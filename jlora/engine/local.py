@@ -26,8 +26,8 @@ from jlora.engine.built import Built
 from jlora.engine.engine import Engine
 from jlora.engine.futures import Commands, Wait, chained, done, failed, running, settle
 from jlora.engine.loaders import Loaders, Read
-from jlora.engine.loading import NewAdapter
 from jlora.engine.profiling import Profiler
+from jlora.engine.records import NewAdapter
 from jlora.engine.sources import Reader
 from jlora.engine.watch import Watch
 from jlora.errors import AlreadyExists, Unavailable

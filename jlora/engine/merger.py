@@ -12,7 +12,6 @@ taken when the weights were loaded, proves each unmerge.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -85,7 +84,7 @@ class _Cost:
 class Merger:
     """See `jlora.engine.ports.Merger`. All methods belong to the engine's thread."""
 
-    def __init__(self, base: Base, holder: Holder, clock: Clock = time.monotonic):
+    def __init__(self, base: Base, holder: Holder, clock: Clock):
         self.done = 0
         self.reloads = 0
         self.piece_s = self.back_s = 0.0

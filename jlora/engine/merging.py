@@ -185,7 +185,9 @@ class Fixed(Merging):
         """See `Merging.choose`."""
         self._move_credits(now, merged)
         node = self.adapter
-        if node is None or not self._legal(node) or (merged is not None and merged is not node):
+        if node is None or node.gone or node.reading or not self._legal(node):
+            return None
+        if merged is not None and merged is not node:
             return None
         others = self.live.keys() - {node}
         if not others:

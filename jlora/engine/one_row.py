@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 FILE = "one-row.json"
 COUNT, WIDTH, MLP = 12, 768, 2048  # weights of a measurement: more than a cache of the processor holds
-ROUNDS = 5
+ROUNDS = 5  # interleaved; the fastest counts, and the first compiles
 WAIT_S = 60.0  # for another process that measures: it takes a second or two
 
 

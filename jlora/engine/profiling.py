@@ -12,7 +12,7 @@ from jlora.errors import FailedPrecondition, InvalidArgument
 from jlora.ports import Clock
 from jlora.types import ProfileResult
 
-MOST_STEPS = 1000
+MOST_STEPS = 1000  # a trace grows with every step
 LONGEST_S = 60.0  # a trace of an idle engine ends after so long
 KEY = "serve.profile_dir"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -91,7 +90,7 @@ class Runner:
         state: SlotState,
         builder: BatchBuilder,
         ahead: Ahead,
-        clock: Clock = time.monotonic,
+        clock: Clock,
     ):
         self._weights = Weights(0, params)
         self._programs = ahead.programs

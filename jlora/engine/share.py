@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 RANK, MODULES = 16, ("q", "k", "v", "o")  # of the adapter that is measured
 CONTEXT = 128  # tokens of each row's context
-ROUNDS = 7
+ROUNDS = 7  # interleaved; the medians count
 
 
 def adapter_share(runner: Runner, layout: PoolLayout) -> float:

@@ -24,7 +24,8 @@ from jlora.adapters.packing import blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
 from jlora.config import Config
-from jlora.engine.loading import NewAdapter, check_size
+from jlora.engine.loading import check_size
+from jlora.engine.records import NewAdapter
 from jlora.errors import DataLoss, InvalidArgument, JloraError
 from jlora.layout import PoolLayout
 from jlora.model.spec import ModelSpec
@@ -136,6 +137,14 @@ def check_version(known: Record | Row | NewAdapter, digest: str, header: str) ->
         raise DataLoss(f"adapter {known.name!r}: its files have changed on the disk since it was found; try again")
 
 
+def pinned_as(row: Row | None, new: NewAdapter) -> NewAdapter:
+    """A scanned adapter under the digest that an earlier process has pinned, if it has; raises `check_version`'s."""
+    if row is None or not row.digest or row.path != new.path:
+        return new
+    check_version(row, row.digest, new.header)
+    return replaced(new, digest=row.digest)
+
+
 def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -> list[Row | NewAdapter]:
     """The adapters of a server that starts: as the catalogue knows them, or scanned.
 
@@ -150,18 +159,20 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     left_out: list[str] = []
     shapes: dict[object, Any] = {}  # most adapters have the same modules and ranks
     for name in tqdm(paths, desc="adapters", disable=not progress or len(paths) < 2, leave=False):
+        row = rows.pop(name, None)
         try:
-            item = _known_or_scanned(name, paths[name], rows.pop(name, None), reader)
+            item = _known_or_scanned(name, paths[name], row, reader)
         except JloraError as e:
             if not tolerant or name in config.adapters.paths:
                 raise type(e)(f"adapter {name}: {e} (from {paths[name]})") from e
             log.warning("adapter %s is left out: %s", name, e)
-            left_out.append(name)
+            left_out += [name] * (row is None or not row.digest)
         else:
             found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
     before = list(_loaded_before(rows.values(), reader))
-    left_out += rows.keys() - {item.name for item in before}
-    catalogue.remove(left_out)
+    known = {item.name for item in before}
+    left_out += [name for name in rows.keys() - known if not rows[name].digest or not reader.stamp(rows[name].path)]
+    catalogue.remove(left_out)  # what has a digest stays pinned to it
     return found + before
 
 

@@ -2,9 +2,10 @@
 
 a new directory in adapters.dir       registered; the first request has it read
 a change before the first read        registered anew
-a change after it                     what is in memory stays there and is served; a read from the disk fails
+a change after it                     read and compared: if other weights have come, what is in memory stays there and
+                                      is served; a read from the disk fails
 gone                                  likewise; once it is on the disk only, its name is unknown
-back, and it came from a peer         read and compared; what is in memory may leave it again
+back                                  read and compared; what is in memory may leave it again
 
 Polling is enough: a round takes a few microseconds of system calls for each adapter, and at most a
 fiftieth of the time. inotify would need a watch for every directory, and network file systems have none.
@@ -15,18 +16,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 
 from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps
-from jlora.engine.sources import check_version, read_adapter, scan_adapter
-from jlora.errors import JloraError, Unavailable
+from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
+from jlora.errors import DataLoss, InvalidArgument, JloraError, Unavailable
 from jlora.ports import Stamp, System
 
 log = logging.getLogger(__name__)
 
 POLL_S = 5.0  # between two rounds
+READ_S = 0.1  # of a round: after so long it reads no further adapter
 SHARE = 50  # times its last round's time that it pauses at least
 
 
@@ -38,11 +41,15 @@ class Watch:
         self._system = system
         self._adapters = built.engine.adapters
         self._reader = built.reader
+        self._catalogue = built.catalogue
         self._directory = os.path.abspath(directory) if directory else ""
         self._between_steps = between_steps
         self._ended = system.threads.event()
         self._known = {record.path for record in self._adapters.records()}
         self._refused: dict[str, Stamp] = {}  # directories that are no adapters as they are, or were unloaded
+        # uid of an adapter in memory -> the files at its path, which are not its own (None: there are none)
+        self._others: dict[int, Stamp | None] = {}
+        self._read_s = 0.0  # that this round has read for
 
     def run(self) -> None:
         pause, clock = POLL_S, self._system.clock
@@ -61,48 +68,73 @@ class Watch:
 
     def look(self) -> None:
         """Compares the disk with what is registered."""
-        records = {record.path: record for record in self._adapters.records() if record.path}
-        for path in self._known - set(records):
+        records = [record for record in self._adapters.records() if record.path]
+        known = {record.path for record in records}
+        for path in self._known - known:
             if (stamp := self._reader.stamp(path)) is not None:
                 self._refused[path] = stamp  # unloaded: it comes back when its files change, or with a restart
-        self._known = set(records)
-        for path, record in records.items():
-            self._compare(record, self._reader.stamp(path))
-        names = {record.name for record in records.values()}
+        self._known = known
+        self._resident([record for record in records if not (record.node.gone or record.node.reading)])
+        for record in records:
+            if record.node.gone:
+                self._compare(record, self._reader.stamp(record.path))
+        names = {record.name for record in records}
         for name, path in self._found():
             if path not in self._known and name not in names:
                 self._register(name, path)
 
     def _compare(self, record: Record, stamp: Stamp | None) -> None:
-        intact, node = stamp == record.stamp, record.node
-        if not (node.gone or node.reading or record.stamp or stamp is None):
-            self._recognise(record, stamp)
-        elif not node.gone:
-            if node.backed != intact and not node.reading:
-                if not intact:
-                    log.warning("adapter %s: its files have changed or are gone; it stays in memory", record.name)
-                self._now(lambda: self._adapters.back(record, intact))
-        elif stamp is None:
+        """An adapter that is on the disk only."""
+        if stamp is None:
             if record.path.startswith(self._directory + os.sep) and self._directory:
                 log.info("adapter %s is not known any more: its files are gone", record.name)
                 self._known.discard(record.path)
                 self._now(lambda: self._adapters.forget(record))
-        elif not intact and not record.digest:
-            self._register(record.name, record.path, replace=True)
+        elif stamp != record.stamp and not record.digest:
+            self._register(record.name, record.path, record)
 
-    def _recognise(self, record: Record, stamp: Stamp) -> None:
-        """Files have come to the path of an adapter that was copied without any."""
-        if self._refused.get(record.path) == stamp:
-            return
+    def _resident(self, records: list[Record]) -> None:
+        """Says of adapters in memory whether the disk has them, all between two steps."""
+        self._read_s = 0.0
+        uids = {record.node.uid for record in records}
+        self._others = {uid: stamp for uid, stamp in self._others.items() if uid in uids}
+        commands = [command for record in records if (command := self._judged(record, self._reader.stamp(record.path)))]
+        if commands:
+            self._now(lambda: [command() for command in commands])
+
+    def _judged(self, record: Record, stamp: Stamp | None) -> Callable[[], None] | None:
+        uid = record.node.uid
+        if stamp is not None and stamp == record.stamp:
+            self._others.pop(uid, None)
+            own = True
+        elif self._others.get(uid, ()) == stamp:
+            own = False
+        elif stamp is None:
+            log.warning("adapter %s: its files are gone; it is served from memory", record.name)
+            self._others[uid] = None
+            own = False
+        elif self._read_s < READ_S:
+            return self._recognise(record, stamp)
+        else:  # a copy of another replica's may leave until it is known whether the disk has it
+            own = not record.stamp and record.node.backed
+        return None if own == record.node.backed else partial(self._adapters.back, record, own)
+
+    def _recognise(self, record: Record, stamp: Stamp) -> Callable[[], None]:
+        """Reads what has come to the adapter's path: files may be touched, copied or restored without a change."""
+        began = self._system.clock()
         try:
             new = read_adapter(record.name, record.path, self._reader)
             check_version(record, new.digest, new.header)
-        except JloraError as e:
-            log.warning("adapter %s: the files at its path are not its own; it stays in memory: %s", record.name, e)
-            self._refused[record.path] = stamp
-            self._now(lambda: self._adapters.back(record, False))
-        else:
-            self._now(lambda: self._adapters.found(record, new.stamp))
+        except (JloraError, MemoryError) as e:
+            if isinstance(e, DataLoss | InvalidArgument):  # otherwise the next round tries again
+                self._others[record.node.uid] = stamp
+            log.warning(
+                "adapter %s is served from memory: its files have changed or cannot be read: %s", record.name, e
+            )
+            return partial(self._adapters.back, record, False)
+        finally:
+            self._read_s += self._system.clock() - began
+        return partial(self._adapters.found, record, new.stamp)
 
     def _found(self) -> Iterator[tuple[str, str]]:
         if not self._directory:
@@ -119,14 +151,15 @@ class Watch:
         self._system.threads.wait(done := self._between_steps(command))
         done.result()
 
-    def _register(self, name: str, path: str, replace: bool = False) -> None:
+    def _register(self, name: str, path: str, old: Record | None = None) -> None:
         stamp = self._reader.stamp(path)
         if stamp is None or self._refused.get(path) == stamp:
             return
         try:
             check_name(name)
-            new = scan_adapter(name, path, self._reader)
-            self._now(lambda: self._adapters.register(new, replace))
+            new = pinned_as(self._catalogue.row(name), scan_adapter(name, path, self._reader))
+            adapters = self._adapters
+            self._now(lambda: adapters.register(new) if old is None else adapters.renew(old, new))
         except Unavailable:
             raise
         except JloraError as e:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from jlora.cache.policies import Policy
 from jlora.cache.tree import AdapterNode
 from jlora.cluster.view import ReplicaView
-from jlora.engine.loading import NewAdapter
+from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.sim.replica import Replica, ReplicaSpec
 from jlora.sim.uplink import Coming, Transfer, Uplink

@@ -16,9 +16,9 @@ from jlora.cache.policies import Policy
 from jlora.config import CacheConfig, EngineConfig
 from jlora.engine.cold_start import Chooser, Costs
 from jlora.engine.engine import Engine, Shape
-from jlora.engine.loading import NewAdapter
 from jlora.engine.merging import Merging
 from jlora.engine.ports import Parts
+from jlora.engine.records import NewAdapter
 from jlora.engine.scheduler import Scheduler
 from jlora.engine.switching import Switching
 from jlora.errors import ConfigError

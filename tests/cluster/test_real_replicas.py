@@ -26,7 +26,7 @@ from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.policy import Ask
 from jlora.cluster.view import View
 from jlora.engine.loaders import Read
-from jlora.engine.sources import NewAdapter
+from jlora.engine.records import NewAdapter
 from jlora.serve.client import Login, connect
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as jlora

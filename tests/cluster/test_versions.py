@@ -171,7 +171,7 @@ def test_a_version_whose_files_are_gone_gets_a_second_home_until_they_are_back(
     assert key not in {record.name for record in other.engine.records()}, "its files are there"
     shutil.move(path, tmp_path / "away")
     with monkeypatch.context() as full:
-        full.setattr(loading, "KEPT", 0.0)
+        full.setattr(loading, "BOUND", 0.0)
         calls = world.controller.calls
         with pytest.raises(ResourceExhausted, match="hold adapters without files, .* and at most 0 may"):
             version = world.controller.current("lost")

@@ -167,3 +167,15 @@ def test_a_named_adapter_is_merged_except_while_others_must_run():
     bench.live(3, 3)
     bench.step(1000)
     assert 0.5 < max(bench.waits) <= 1.0
+
+
+@pytest.mark.parametrize("away", ["gone", "reading"])
+def test_a_named_adapter_that_is_not_in_memory_is_not_merged(away: str):
+    bench = Bench(policy=Fixed(8, 1.0))
+    bench.policy.adapter = bench.nodes[0]
+    setattr(bench.nodes[0], away, True)
+    bench.step()
+    assert bench.merged is None
+    setattr(bench.nodes[0], away, False)
+    bench.step()
+    assert bench.merged is bench.nodes[0]

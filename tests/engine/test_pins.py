@@ -10,7 +10,7 @@ import pytest
 from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import Sizes
 from jlora.config import CacheConfig
-from jlora.engine.loading import NewAdapter
+from jlora.engine.records import NewAdapter
 from jlora.errors import ResourceExhausted
 from jlora.sim.replica import Replica
 from jlora.types import Request, SamplingParams
@@ -72,6 +72,35 @@ def test_after_any_pins_and_loads_the_longest_request_and_the_largest_adapter_ar
             refused += 1
         serves_all(made)
     assert refused
+
+
+def test_adapters_whose_files_changed_stay_until_they_fill_their_share_of_the_host():
+    made = replica(30)  # 512 blocks on the host: 128 for such
+    adapters = made.engine.adapters
+    for i in range(20):
+        adapters.add(replace(new(f"a{i}", 9), path="/there", stamp=(1,)))
+    records = sorted(adapters.records(), key=lambda record: record.node.uid)
+    for record in records:
+        adapters.back(record, False)
+    assert [record.node.backed for record in records] == [False] * 14 + [True] * 6
+    adapters.back(records[0], True)
+    adapters.back(records[-1], False)
+    assert records[0].node.backed and not records[-1].node.backed
+
+
+def test_an_adapter_is_renewed_only_while_it_is_as_it_was_found():
+    made = replica(30)
+    adapters, found = made.engine.adapters, replace(new("a", 2), path="/there")
+    adapters.register(found)
+    (stale,) = adapters.records()
+    adapters.renew(stale, replace(found, header="next"))
+    (record,) = adapters.records()
+    assert (record.header, record.node.uid) == ("next", stale.node.uid + 1)
+    adapters.renew(stale, replace(found, header="late"))  # somebody else has replaced it
+    assert adapters.records() == [record]
+    adapters.remove("a")
+    adapters.renew(record, replace(found, header="late"))
+    assert not adapters.records()
 
 
 def new(name: str, size: int) -> NewAdapter:

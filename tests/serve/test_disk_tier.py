@@ -288,14 +288,15 @@ def test_files_that_are_gone_are_not_found_by_name(served: Served, library: Path
     assert ask(served, name) == expected[name]
 
 
-def test_an_adapter_whose_files_changed_stays_in_memory(served: Served, library: Path, expected: dict[str, list[int]]):
+def test_files_that_are_touched_without_a_change_are_read_and_the_adapter_may_leave_memory(
+    served: Served, library: Path, expected: dict[str, list[int]]
+):
     ask(served, "a3")
     config = library / "a3" / "adapter_config.json"
     config.touch()
     port.look(served.replica)
-    for i in range(COUNT):
-        ask(served, f"a{i}")
-    assert tier(served, "a3") != "DISK" and ask(served, "a3") == expected["a3"]
+    push_out(served, "a3")
+    assert ask(served, "a3") == expected["a3"]
     served.adapters.UnloadAdapter(pb.UnloadAdapterRequest(name="a3"))
     port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'a3'"):  # unloaded by hand: it comes back when its files change
@@ -303,6 +304,24 @@ def test_an_adapter_whose_files_changed_stays_in_memory(served: Served, library:
     config.touch()
     port.look(served.replica)
     assert tier(served, "a3") == "DISK" and ask(served, "a3") == expected["a3"]
+
+
+def test_changed_files_keep_no_more_than_their_share_of_memory(
+    served: Served, library: Path, expected: dict[str, list[int]]
+):
+    ask(served, "a5")
+    weights = library / "a5" / "adapter_model.safetensors"
+    kept = weights.read_bytes()
+    weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+    port.look(served.replica)
+    assert ask(served, "a5") == expected["a5"]  # from memory
+    push_out(served, "a5")  # it takes two blocks of six, and a quarter may be kept
+    with refused(grpc.StatusCode.DATA_LOSS, "'a5'", "changed on the disk"):
+        ask(served, "a5")
+    assert ask(served, "a6") == expected["a6"]
+    weights.write_bytes(kept)
+    port.look(served.replica)
+    assert ask(served, "a5") == expected["a5"]
 
 
 def test_the_directory_is_watched(served: Served, library: Path, expected: dict[str, list[int]]):
@@ -431,8 +450,51 @@ def test_the_registry_outlives_the_server(
             with serve(text_model, settings):
                 pass
     shutil.copyfile(mine / "a0" / "adapter_model.safetensors", mine / "a1" / "adapter_model.safetensors")
+    shutil.copytree(library / "a3", mine / "A-new")  # found before all that the registry knows
     with serve(text_model, settings) as served:
         info = served.adapters.GetAdapter(pb.GetAdapterRequest(name="more"))
         assert (info.uid, info.digest, Tier.Name(info.tier)) == (uid, digest, "DISK")
         assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).pinned
+        answers = {"A-new": "a3", "a0": "a0", "more": "a2"}
+        assert {name: ask(served, name) for name in answers} == {n: expected[of] for n, of in answers.items()}
+        listed = served.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
+        assert len({info.uid for info in listed}) == len(listed) == 4
+
+
+def test_a_restart_forgets_no_digest(text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]):
+    mine, away = tmp_path / "mine", tmp_path / "away"
+    shutil.copytree(library / "a0", mine / "a0")
+    settings = {
+        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
+        "engine.warmup": False,
+    }  # fmt: skip
+    with serve(text_model, settings) as served:
+        assert ask(served, "a0") == expected["a0"]  # pins its digest
+        digest = served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest
+    mine.joinpath("a0").rename(away)
+    shutil.copytree(library / "a1", mine / "a0")
+    with serve(text_model, {**settings, "adapters.max_rank": 32}) as served:  # so all headers are read again
+        port.look(served.replica)
+        with refused(grpc.StatusCode.NOT_FOUND, "'a0'"):
+            ask(served, "a0")
+        shutil.rmtree(mine / "a0")
+        away.rename(mine / "a0")
+        port.look(served.replica)
+        assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest == digest
         assert ask(served, "a0") == expected["a0"]
+
+
+def test_changed_files_are_seen_for_every_name_that_they_have(text_model: Path, library: Path, tmp_path: Path):
+    shutil.copytree(library / "a0", tmp_path / "a0")
+    weights = tmp_path / "a0" / "adapter_model.safetensors"
+    kept = weights.read_bytes()
+    paths = {f"adapters.paths.{name}": str(tmp_path / "a0") for name in ("one", "two")}
+    with serve(text_model, {**paths, "engine.warmup": False}) as served:
+        nodes = port.parts(served.replica).scheduler.manager.adapters.values()
+        assert sum(node.backed for node in nodes) == 2
+        weights.write_bytes(kept[:-1] + bytes([kept[-1] ^ 1]))
+        port.look(served.replica)
+        assert not any(node.backed for node in nodes)
+        weights.write_bytes(kept)
+        port.look(served.replica)
+        assert sum(node.backed for node in nodes) == 2

@@ -15,8 +15,8 @@ import msgspec
 
 from jlora.cluster.peer import AT_ONCE, HEAD_ONLY, Fetcher, Head
 from jlora.cluster.proto import link_pb2 as link
-from jlora.engine.loading import NewAdapter
 from jlora.engine.local import LocalReplica
+from jlora.engine.records import NewAdapter
 from jlora.engine.sources import Reader, read_adapter
 from jlora.layout import PoolLayout
 from jlora.sim.world import disk
