@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from benchmarks.faults.client import Client, Figures, in_parallel, prompt
+from benchmarks.faults.client import Client, Figures, clean, in_parallel, prompt
 from jlora.loadgen.server import exactly
 
 FILES = ("adapter_model.safetensors", "adapter_config.json")
@@ -128,7 +128,7 @@ async def raced(client: Client, versions: tuple[Path, Path], count: int) -> Figu
     blocks = (await client.cache()).host.adapters - held
     await client.unload("raced")
     well = set(ends) <= {"whole answer of one version", "NOT_FOUND"} and len(right) == 2 and blocks == 0
-    return {"injected": count, **ends, **left, "adapter_blocks_left": blocks, "holds": well and not any(left.values())}
+    return {"injected": count, **ends, **left, "adapter_blocks_left": blocks, "holds": well and clean(left)}
 
 
 async def storm(client: Client, asked: Sequence[str]) -> Figures:

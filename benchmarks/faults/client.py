@@ -18,6 +18,8 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 ANSWER_S = 300.0  # a guard against hanging
+# Steps until the last request is gone: two, and those while its end is on the wire. An answer takes 100 and more.
+LATE_STEPS = 32
 Figures = dict[str, Any]  # of one fault; "holds" says whether the promise held
 
 
@@ -64,8 +66,8 @@ class Client:
         return (await self.adapters.GetAdapter(pb.GetAdapterRequest(name=name), timeout=ANSWER_S)).bytes
 
     async def left(self) -> Figures:
-        """What requests have left behind a while after their end, and tokens drawn for nobody: all must be 0."""
-        end = time.monotonic() + 60
+        """What requests leave behind when their clients have gone; see `clean`."""
+        gone, end = await self.info(), time.monotonic() + 60
         while (await self.info()).live_requests and time.monotonic() < end:
             await asyncio.sleep(0.02)
         first, _ = await self.info(), await asyncio.sleep(0.5)
@@ -74,7 +76,13 @@ class Client:
             "requests_left": last.live_requests,
             "blocks_left": cache.hbm.running_kv,
             "zombie_tokens": last.generated_tokens - first.generated_tokens,
+            "late_steps": first.steps - gone.steps,
         }
+
+
+def clean(left: Figures, late_steps: float = LATE_STEPS) -> bool:
+    """Whether nothing is left of them, no token was drawn for nobody, and soon no step worked for them."""
+    return not any(value for key, value in left.items() if key != "late_steps") and left["late_steps"] <= late_steps
 
 
 def prompt(rng: random.Random, most: int = 32) -> list[int]:

@@ -1,6 +1,6 @@
 """Looking at a cache without changing it: what users see, and the invariants. No jax.
 
-The five invariants (docs/architecture.md):
+The invariants (docs/architecture.md):
 
     1  every block of a tier has exactly one owner: free + adapters + KV + leases = total
     2  users of a node = live leases through it

@@ -47,8 +47,8 @@ T = TypeVar("T")
 
 TICK_S = 0.05  # between two looks: far less than `attach.LATE_S`, after which a pause is this process's own
 ASK_S = 2.0  # for a replica's state
-PROFILE_S = 90.0
-CLOSE_S = 5.0
+PROFILE_S = 90.0  # for a trace, whose longest is 60 s
+CLOSE_S = 5.0  # for the links to close
 # How a call to a replica fails; one whose link is given up meanwhile is cancelled with its channel.
 LOST = (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.CancelledError)
 

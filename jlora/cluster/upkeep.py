@@ -22,10 +22,10 @@ from jlora.ports import System
 
 log = logging.getLogger(__name__)
 
-ROUND_S = 0.5
+ROUND_S = 0.5  # between two rounds: what a replica says has changed by then
 AGAIN_S = 10.0  # before what has failed, or what a replica's messages do not show yet, is tried again
 POLL_S = 5.0  # between two looks at adapters.dir
-THREADS = 4
+THREADS = 4  # calls of replicas at once, most of them short
 SAVES = 4  # versions without files that are on their way to a second replica at once
 FULL_S = 60.0  # before a replica that has no room for such versions is asked again
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from jlora.doctor.fit import Link, Rates
 
-ROUNDS = 5
+ROUNDS = 5  # the median of them counts
 
 
 def seconds(call: Callable[[int], Any], repeats: int, rounds: int = ROUNDS) -> float:

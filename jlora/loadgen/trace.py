@@ -16,7 +16,7 @@ from jlora.sim.workloads import SOURCES, DoesNotFit, Load, Source, closed, flags
 # A workload is refused when more of its requests than this do not fit the server's context.
 LOST = 0.05
 BEYOND = 8  # contexts are drawn up to so many times the limit, to see what is lost
-MOST_SHRINK = 1 << 20
+MOST_SHRINK = 1 << 20  # a trace whose lengths are divided by more has nothing of itself left
 DRAWN: Mapping[str, Any] = {
     "workload": "W7",
     "data": None,

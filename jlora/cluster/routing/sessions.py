@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from itertools import count
 
-MOST = 65_536
+MOST = 65_536  # sessions: some 10 MB
 
 
 class Sessions:

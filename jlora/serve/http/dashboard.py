@@ -19,8 +19,8 @@ from jlora.serve.backend import Backend
 from jlora.serve.http.call import Call, event
 from jlora.types import AdapterInfo, Owners
 
-PERIOD_S = 1.0
-VIEWERS = 64
+PERIOD_S = 1.0  # between two events: as often as a reader can follow
+VIEWERS = 64  # at once: each holds a connection
 SHOWN = 32  # adapters at the tree's top
 FILES = {"page.html": "text/html", "page.js": "text/javascript", "page.css": "text/css"}
 # The page is of this server alone: no foreign script, no frame around it.

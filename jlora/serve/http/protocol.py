@@ -9,7 +9,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 HEAD_BYTES = 64 << 10  # of a request's line and headers
 HEAD_S = 30.0  # for a head to arrive
 IDLE_S = 75  # between two requests: longer than load balancers and clients keep one, so that they close it
-CONNECTIONS = 4096
+CONNECTIONS = 4096  # open at once: each holds a descriptor
 
 
 class Connection(HttpToolsProtocol):
