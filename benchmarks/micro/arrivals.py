@@ -38,7 +38,6 @@ SEQS = 8
 EXPONENT = 1.1
 SETTINGS = {
     "engine.max_seqs": SEQS, "engine.max_step_tokens": 128, "engine.cold_start": "auto", "cache.monitor_s": 60,
-    "cache.lower": 0,  # an idle link prefetches nothing
     "model.max_model_len": sum(LONGEST),
 }  # fmt: skip
 
@@ -114,6 +113,7 @@ class _Players:
         auto = built.parts.scheduler.manager.leases.gate.helps
         assert auto is not None
         self._choosers: dict[str, Helps] = {"auto": auto}
+        built.parts.scheduler.manager.policy.lower = 0.0  # an idle link prefetches nothing
         self._fill()  # the meter learns the link
 
     def play(self, side: str, requests: list[tuple[float, Request]]) -> Sample:

@@ -130,6 +130,7 @@ class _Starts:
     def __init__(self, built: Built):
         self._built, self._engine, self._registry = built, built.engine, built.parts.registry
         self._manager = built.parts.scheduler.manager
+        self._manager.policy.lower = 0.0  # an idle link prefetches nothing
         self._count = 0
         filed = self._manager.leases.gate.helps
         assert isinstance(filed, Chooser)

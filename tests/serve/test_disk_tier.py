@@ -458,7 +458,7 @@ def test_the_registry_outlives_the_server(
         answers = {"A-new": "a3", "a0": "a0", "more": "a2"}
         assert {name: ask(served, name) for name in answers} == {n: expected[of] for n, of in answers.items()}
         listed = served.adapters.ListAdapters(pb.ListAdaptersRequest()).adapters
-        assert len({info.uid for info in listed}) == len(listed) == 4
+        assert len({info.uid for info in listed}) == len(listed) == 3  # the changed a1 is left out
 
 
 def test_a_restart_forgets_no_digest(text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]):
