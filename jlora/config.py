@@ -157,7 +157,8 @@ class ServeConfig:
         drain_s: seconds that running requests may take after SIGTERM.
         heartbeat_s: seconds without a round of the engine's loop after which health turns
             NOT_SERVING; must exceed the longest step.
-        stall_s: seconds before a call ends whose message is incomplete, or a stream whose client does not read.
+        stall_s: seconds before a call ends whose message is incomplete, or a stream whose client does not
+            read, or reads so slowly that it falls behind by as much.
         coalesce_s: seconds between two messages of a stream, or up to a quarter less: streams that wait share timers.
             Its first token and its end go at once. 0 sends what each step brings; 0.02 saves most of the server's time
             per token where steps are short.

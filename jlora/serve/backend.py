@@ -47,6 +47,7 @@ class Backend:
         gaps: of the event loop.
         access: the keys, and what their callers may do.
         threads: what the fronts start threads by; the launcher ends the process when one of them fails.
+        stall_s: seconds by which a stream's reader may be behind, as `serve.stall_s` says.
         pauses: of the streams, as `serve.coalesce_s` says; None: there are none.
         leaving: requests whose client has gone, until the engine has ended them.
     """
@@ -66,6 +67,7 @@ class Backend:
     workers: Workers = field(default_factory=Workers)
     access: Access = field(default_factory=Access)
     threads: Threads = field(default_factory=OsThreads)
+    stall_s: float = 60.0
     pauses: Pauses | None = None
     leaving: set[asyncio.Future[None]] = field(default_factory=set)
 

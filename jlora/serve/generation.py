@@ -6,7 +6,8 @@
                                                                          # leaving early aborts the request
 
 The engine's thread puts events into an `Inbox`, and the event loop takes what has arrived, a bounded part in
-each turn. So a slow reader delays no other request, and its backlog goes out in few messages.
+each turn. So a slow reader delays no other request, and its backlog goes out in few messages. One that falls behind by
+more than `serve.stall_s` ends: nothing else bounds what waits for it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Self
 
+from jlora.errors import ResourceExhausted
 from jlora.serve.backend import Backend
 from jlora.serve.observed import Ended
 from jlora.serve.pauses import Pauses
@@ -52,6 +54,8 @@ class Inbox:
         self._wake = asyncio.Event()
         self._woken = False  # a wake-up is under way; `get` clears it before it takes events
         self._more = False  # the last `get` did not take all there was
+        self._taken = 0  # events
+        self._due = 0, self._loop.time()  # events that the reader has to take before it is looked at again, since when
         self.begun = False  # there have been events
 
     def put(self, events: list[TokenEvent]) -> None:
@@ -70,6 +74,21 @@ class Inbox:
             self._woken = True
             self._loop.call_soon_threadsafe(self._wake.set)
 
+    def check_reader(self, most_s: float) -> None:
+        """Raises ResourceExhausted for a reader that has not taken in `most_s` seconds what had come before them.
+
+        Called before each `get`: only time in which the reader takes nothing while there is something counts. Unless
+        `eager`, what has come waits for the end, and no client can delay that.
+        """
+        if not self._eager:
+            return
+        now, (due, since) = self._loop.time(), self._due
+        if self._taken >= due:
+            self._due = self._taken + len(self._events), now
+        elif now - since > most_s:
+            limit = f"serve.stall_s = {most_s:g} s"
+            raise ResourceExhausted(f"the client reads too slowly: what came before the last {limit} still waits")
+
     async def get(self, most: int) -> list[TokenEvent]:
         """The next events, at most so many. If it is cancelled, none is lost."""
         if self._more:  # the other tasks of the loop have a turn first
@@ -79,6 +98,7 @@ class Inbox:
         self._woken = False
         taken = self._events[:most]
         del self._events[: len(taken)]
+        self._taken += len(taken)
         self._more = bool(self._events)
         if taken and self._pauses is not None and not self._pausing:
             self._pausing = True
@@ -172,8 +192,12 @@ class Generation:
             self._replica.abort(submitted.result())
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New deltas, as soon as there are some. Raises DeadlineExceeded if the deadline ended the request."""
+        """New deltas, as soon as there are some.
+
+        Raises DeadlineExceeded if the deadline ended the request, and ResourceExhausted if they are read too slowly.
+        """
         while not self._answer.ended:
+            self._inbox.check_reader(self._backend.stall_s)
             events = await self._inbox.get(self._slice)
             try:
                 deltas, stops = self._answer.push(events)

@@ -127,6 +127,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
         access=Access(config.serve, program.token, threads),
         threads=threads,
         tracing=_tracing(config.serve.otlp_endpoint),
+        stall_s=config.serve.stall_s,
         pauses=Pauses.of(config.serve.coalesce_s),
         most=max(BURST, program.replicas * (config.engine.max_seqs + config.engine.max_queue)),
     )

@@ -150,7 +150,8 @@ def serve(
     config = configuration.load(None, {**SMALL, "model.path": str(model), **overrides})
     replica = LocalReplica.start(config, progress=False, system=system)
     try:
-        with serving(Backend(replica, Tokenizer.from_dir(model)), config.serve, services=services) as served:
+        backend = Backend(replica, Tokenizer.from_dir(model), stall_s=config.serve.stall_s)
+        with serving(backend, config.serve, services=services) as served:
             yield served
     finally:
         replica.close()

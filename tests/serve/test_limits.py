@@ -7,6 +7,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -329,3 +330,20 @@ def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path, 
         got: list[pb.GenerateResponse] = []
         with refused(CODE.RESOURCE_EXHAUSTED, "serve.stall_s = 0.5"):
             got.extend(stalled)
+
+
+def test_a_stream_that_is_read_too_slowly_ends_and_frees_everything(text_model: Path):
+    """Its client takes a token every 5 ms, and the engine makes far more."""
+    small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]  # a window that does not grow
+    with (
+        serve(text_model, {"engine.warmup": False, "serve.stall_s": 1.0}) as own,
+        grpc.insecure_channel(own.address, options=small) as channel,
+    ):
+        asked = request("Hello", 3500, logprobs=20)
+        slow = rpc.InferenceStub(channel).GenerateStream(asked, timeout=60)
+        with refused(CODE.RESOURCE_EXHAUSTED, "reads too slowly", "serve.stall_s = 1 s"):
+            for delta in slow:
+                time.sleep(0.005 * len(delta.outputs[0].token_ids) if own.stats().live_requests else 0)
+        own.check_idle()
+        own.backend.gate.check_completions(Room(0, 1))  # it holds no place
+        assert own.streamed(asked).usage.completion_tokens == 3500, "a reader that keeps up is not cut"

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import pytest
 
+from jlora.errors import ResourceExhausted
 from jlora.replica import Sink
 from jlora.serve import convert, generation
 from jlora.serve.backend import Backend
@@ -147,6 +148,41 @@ def test_a_pause_ends_by_itself():
         return len(await asyncio.wait_for(inbox.get(SLICE), 20))
 
     assert asyncio.run(size()) == 2
+
+
+def behind(gap_s: float, came: list[int]) -> int:
+    """The events that a reader had left when it was told to be too slow; it comes every `gap_s` seconds."""
+
+    async def read() -> int:
+        loop, now = asyncio.get_running_loop(), [0.0]
+        loop.time = lambda: now[0]
+        inbox, left = Inbox(eager=True), 0
+        for count in came:
+            inbox.put([TokenEvent("r", 0, 5)] * count)
+            left += count
+            try:
+                inbox.check_reader(60.0)
+            except ResourceExhausted as e:
+                assert "serve.stall_s = 60 s" in str(e)
+                return left
+            left -= len(await inbox.get(SLICE))
+            now[0] += gap_s
+        return 0
+
+    return asyncio.run(read())
+
+
+def test_a_reader_that_falls_behind_is_told_before_its_backlog_is_long():
+    """It is never silent for as long as a client may be."""
+    assert 0 < behind(59.0, [2 * SLICE] * 100) < 8 * SLICE
+    assert 0 < behind(1.0, [SLICE + 50] * 10_000) < 200 * SLICE
+
+
+def test_a_reader_that_keeps_up_is_never_told():
+    assert not behind(59.0, [SLICE - 10] * 1000)
+    assert not behind(3600.0, [10] * 100), "what it waits for itself is not late"
+    burst, nothing = [50 * SLICE], [1] * 60
+    assert not behind(1.0, (burst + nothing) * 20), "a burst, read in 50 s"
 
 
 def test_a_turn_converts_a_bounded_part_of_an_answer(monkeypatch: pytest.MonkeyPatch):
