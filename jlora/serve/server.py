@@ -43,6 +43,7 @@ SEND_BYTES = 64 << 20  # room for the prompt logprobs of a long prompt
 # streams needed up to 52 s to answer 10,000. With 10 s, 2,078 were ended; with 30 s none were, with little to spare.
 PENDING_S = 120
 CONNECTIONS = 4096
+CONNECTION_SHARE = 2  # of all calls that gRPC takes, one connection may have one part in so many
 METADATA_BYTES = 16 << 10  # of one call
 HELLO_S = 30.0  # until a connection has said that it speaks HTTP/2
 IDLE_S = 300.0  # without a call, after which a connection gives its place to others; clients open another unasked
@@ -85,7 +86,7 @@ class GrpcServer:
                 ("grpc.server_handshake_timeout_ms", int(HELLO_S * 1e3)),
                 ("grpc.max_connection_idle_ms", int(IDLE_S * 1e3)),
             ],
-            maximum_concurrent_rpcs=calls,
+            maximum_concurrent_rpcs=CONNECTION_SHARE * calls,
         )
         jlora_pb2_grpc.add_InferenceServicer_to_server(InferenceServicer(backend), self._server)
         jlora_pb2_grpc.add_AdaptersServicer_to_server(AdaptersServicer(backend), self._server)

@@ -26,6 +26,7 @@ from jlora.serve.backend import Backend
 from jlora.serve.keyless import Keyless
 from jlora.serve.observed import trace_of
 from jlora.serve.proto.jlora_pb2 import DESCRIPTOR
+from jlora.serve.unread import Unread
 from jlora.serve.wire import check_fields
 
 log = logging.getLogger(__name__)
@@ -116,13 +117,15 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
     Other services look after themselves.
 
     A call that finds the server full is refused before its message is read. A call ends whose message has not
-    arrived in `stall_s` seconds, and a stream whose client reads nothing for so long.
+    arrived in `stall_s` seconds, and a stream whose client reads nothing for so long; so does the connection of a
+    client that leaves many ended calls unread.
     """
 
     def __init__(self, backend: Backend, stall_s: float):
         self._backend = backend
         self._stall_s = stall_s
-        self._keyless = Keyless()
+        self._unread = Unread(stall_s)
+        self._keyless = Keyless(self._unread)
 
     async def intercept_service(
         self,
@@ -141,11 +144,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             caller = self._backend.access.admit(NEEDS.get(method, Need.ADMIN), [str(v) for v in sent], method)
             self._check_room(counts, caller.tenant)
         except errors.JloraError as e:
-            return _refusal(e, method)
+            return _refusal(e, method, self._unread)
         parse, write = _tolerant(handler.request_deserializer, method), partial(_written, handler.response_serializer)
         begin = partial(self._backend.access.call, caller, completes=not counts)
         enter = partial(self._backend.gate.call, counts=counts, tenant=caller.tenant)
-        call = _Call(method, caller, begin, enter, self._stall_s)
+        call = _Call(method, caller, begin, enter, self._stall_s, self._unread)
         # As handlers of streams both are called before there is a message, so that its arrival has a limit.
         if handler.response_streaming:
             return grpc.stream_stream_rpc_method_handler(call.stream(handler.unary_stream), parse, write)
@@ -158,10 +161,11 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._backend.gate.check_completions(self._backend.room, tenant=tenant)
 
 
-def _refusal(error: errors.JloraError, method: str) -> grpc.RpcMethodHandler:
+def _refusal(error: errors.JloraError, method: str, unread: Unread) -> grpc.RpcMethodHandler:
     """Answers without the client's message: only a handler of streams is called before there is one."""
 
     async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        unread.ends(context)
         await _abort(context, error, method)
 
     return grpc.stream_stream_rpc_method_handler(refuse)
@@ -239,6 +243,7 @@ class _Call:
     begin: Begin
     enter: Enter
     stall_s: float
+    unread: Unread
 
     def unary(self, inner: Callable[..., Awaitable[Any]]) -> Callable[..., Awaitable[Any]]:
         async def call(_: AsyncIterator[_Received], context: grpc.aio.ServicerContext) -> Any:
@@ -246,9 +251,11 @@ class _Call:
                 with self.begin():
                     received = await _receive(context, self.stall_s)
                     with self.enter(received.size):
-                        answer = inner(received.parsed(), Context(context, self.caller))
+                        answering = inner(received.parsed(), Context(context, self.caller))
                         del received  # a handler may drop its message, which can be far larger than what it reads
-                        return await answer
+                        answer = await answering
+                self.unread.ends(context)
+                return answer
             except ENDS:
                 raise
             except BaseException as e:  # a tokenizer's panic is no Exception, and SystemExit would end the loop
@@ -265,6 +272,7 @@ class _Call:
                         responses = inner(received.parsed(), Context(context, self.caller))
                         del received  # as above
                         await self._send(responses, context)
+                self.unread.ends(context)
             except ENDS:
                 raise
             except BaseException as e:
@@ -282,6 +290,7 @@ class _Call:
                 await patience.write(response, context)
 
     async def _fail(self, context: grpc.aio.ServicerContext, error: BaseException) -> None:
+        self.unread.ends(context)  # the client may leave this unread, too
         await _abort(context, self.caller.told(error), self.method)
 
 

@@ -179,6 +179,9 @@ class Context:
         self.code, self.details = code, details
         raise Aborted
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
     def time_remaining(self) -> float | None:
         return None
 

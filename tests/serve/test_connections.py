@@ -11,9 +11,10 @@ from collections.abc import Iterator
 import grpc
 import pytest
 
-from benchmarks.micro.abuse import HELLO, begun_and_reset
+from benchmarks.micro.abuse import HEADERS, HELLO, PATH, begun_and_reset
+from jlora.config import ServeConfig
 from jlora.errors import InvalidArgument
-from jlora.serve import server
+from jlora.serve import server, unread
 from jlora.serve.backend import Backend
 from tests.serve._server import Served, refused, request, serving, wait_until
 
@@ -106,6 +107,65 @@ def test_a_call_that_no_handler_takes_in_time_ends(served: Served):
             assert codes[CODE.CANCELLED] >= 7 and codes.keys() == {CODE.INVALID_ARGUMENT, CODE.CANCELLED}
             with refused(CODE.INVALID_ARGUMENT, "was stopped"):
                 front.generate(request())
+
+
+# HTTP/2 by hand: settings that let no byte of a message through, and a health check.
+NO_WINDOW = HELLO[:24] + b"\0\0\6\4\0\0\0\0\0" + b"\0\4\0\0\0\0" + HELLO[-9:]
+CHECK = b"/grpc.health.v1.Health/Check"
+CHECK_HEADERS = HEADERS.replace(bytes([len(PATH)]) + PATH, bytes([len(CHECK)]) + CHECK)
+
+
+def checked(call: int) -> bytes:
+    """A whole health check by its number, which is odd."""
+    head = len(CHECK_HEADERS).to_bytes(3) + b"\1\4" + call.to_bytes(4) + CHECK_HEADERS
+    return head + b"\0\0\5\0\1" + call.to_bytes(4) + b"\0\0\0\0\0"
+
+
+def test_a_client_that_takes_no_answer_blocks_nobody_and_loses_its_connection(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+):
+    """It has as many calls as one connection may, and needs no key for them."""
+    monkeypatch.setattr(server, "MOST_CALLS", 2)
+    monkeypatch.setattr(unread, "MOST", 10)
+    backend = Backend(served.replica, served.backend.tokenizer, most=20)
+    with serving(backend, ServeConfig(stall_s=1.0)) as front, connect(front) as raw:
+        wait_until(lambda: front.status() == "SERVING")
+        raw.sendall(NO_WINDOW)
+        for call in range(1, 49, 2):  # not all at once: only so many may wait for their handlers
+            raw.sendall(checked(call))
+            time.sleep(0.01)
+        for _ in range(10):
+            assert front.status() == "SERVING"
+            time.sleep(0.02)
+        until_closed(raw)
+        assert front.generate(request()).usage.completion_tokens == 8
+
+
+def test_a_few_ends_that_nobody_takes_close_no_connection(served: Served, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(unread, "MOST", 10)
+    with serving(served.backend, ServeConfig(stall_s=0.1)) as front, connect(front) as raw:
+        raw.sendall(NO_WINDOW + b"".join(map(checked, range(1, 21, 2))))
+        raw.settimeout(1.0)
+        with pytest.raises(TimeoutError):
+            while raw.recv(4096):
+                pass
+
+
+@pytest.mark.parametrize("ours", ["127.0.0.1", "::ffff:127.0.0.1", "::1"])
+def test_the_connection_of_a_peer_is_closed_and_no_other(ours: str):
+    six = ":" in ours
+    family = socket.AF_INET6 if six else socket.AF_INET
+    with socket.create_server(("::" if six else ours, 0), family=family, dualstack_ipv6=six) as listener:
+        there = (ours.removeprefix("::ffff:"), listener.getsockname()[1])
+        with socket.create_connection(there, 5) as one, socket.create_connection(there, 5) as other:
+            accepted = [listener.accept()[0] for _ in range(2)]
+            host, port = one.getsockname()[:2]
+            unread.close(f"ipv6:%5B{host}%5D:{port}" if ":" in host else f"ipv4:{host}:{port}")
+            assert one.recv(1) == b""
+            accepted[1].sendall(b"x")
+            assert other.recv(1) == b"x"
+            for connection in accepted:
+                connection.close()
 
 
 def test_a_client_that_was_idle_calls_on(front: Served):
