@@ -104,12 +104,10 @@ class Texts:
         size = sum(len(m["role"]) + len(m["content"]) for m in messages)
         self._check_chars("prompt.chat", size)
 
-        def work() -> list[int]:
-            text = tokenizer.render(messages, chat.ask)
-            self._check_chars("prompt.chat", len(text))  # the template may have added some
-            return tokenizer.encode(text, check, special=False)
-
-        return await self._backend.workers.run(max(size, INLINE_CHARS + 1), work)
+        run = self._backend.workers.run
+        text = await run(max(size, INLINE_CHARS + 1), lambda: tokenizer.render(messages, chat.ask))
+        self._check_chars("prompt.chat", len(text))  # the template may have added some, and they take memory, too
+        return await run(len(text), lambda: tokenizer.encode(text, check, special=False))
 
     def _check_chars(self, field: str, chars: int) -> None:
         max_len = self._backend.loaded.info.limits.max_len

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -21,11 +22,12 @@ WAITING_CHARS = 16 << 20  # of all texts on the threads and before them: some se
 
 
 class Workers:
-    """Runs work on texts. For the event loop's thread only."""
+    """Runs work on texts. `run` is for the event loop's thread only."""
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="jlora-text")
-        self._chars = 0
+        self._chars = 0  # of all that wait and run
+        self._lock = threading.Lock()  # of the count: a thread gives its own back
 
     async def run(self, chars: int, work: Callable[[], T]) -> T:
         """Runs `work` over so many characters on a thread, or at once if they are few. Raises Busy."""
@@ -38,8 +40,15 @@ class Workers:
             )
         if chars > CHECKED_CHARS and (self._chars + chars) * CHAR_BYTES > machine.spare_bytes():
             raise Busy(f"the server has too little memory for a text of {chars} characters now; ask again later")
-        self._chars += chars
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        finally:
-            self._chars -= chars
+        return await self._begin(chars, work)
+
+    def _begin(self, chars: int, work: Callable[[], T]) -> asyncio.Future[T]:
+        """The work counts until a thread is done with it: a call that is cancelled does not end what runs there."""
+        self._count(chars)
+        working = self._pool.submit(work)
+        working.add_done_callback(lambda _: self._count(-chars))
+        return asyncio.wrap_future(working)
+
+    def _count(self, chars: int) -> None:
+        with self._lock:
+            self._chars += chars

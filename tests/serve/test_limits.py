@@ -10,7 +10,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ import grpc
 import pytest
 
 from jlora.config import ServeConfig
-from jlora.errors import QueueFull, ResourceExhausted
+from jlora.errors import Busy, QueueFull, ResourceExhausted
 from jlora.serve import workers
 from jlora.serve.backend import Backend
 from jlora.serve.gate import MOST_CALLS, Gate, Room
@@ -97,6 +97,41 @@ def test_a_text_that_the_memory_does_not_hold_is_refused(served: Served, work: W
         assert served.inference.Tokenize(pb.TokenizeRequest(text="x" * count)).token_ids
     monkeypatch.undo()
     assert served.inference.Tokenize(pb.TokenizeRequest(text="x" * 20_481)).token_ids
+
+
+def test_what_a_template_adds_to_a_chat_takes_memory_too(served: Served, work: Work, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers.machine, "spare_bytes", lambda: 20 << 20)
+    monkeypatch.setattr(served.backend.tokenizer, "render", lambda *_: "x" * 20_481)
+    with refused(CODE.RESOURCE_EXHAUSTED, "too little memory for a text of 20481 characters"):
+        chat = pb.Chat(messages=[pb.ChatMessage(role="user", content="Hello")])
+        served.inference.Tokenize(pb.TokenizeRequest(chat=chat))
+    assert not work.texts
+
+
+def test_a_text_whose_client_has_gone_counts_until_its_thread_is_done(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(workers, "WAITING_CHARS", 5000)
+    begun, go_on = threading.Event(), threading.Event()
+
+    def slow() -> None:
+        begun.set()
+        assert go_on.wait(20)
+
+    async def three() -> None:
+        texts = workers.Workers()
+        first = asyncio.create_task(texts.run(3000, slow))
+        await asyncio.to_thread(begun.wait, 20)
+        first.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await first
+        with pytest.raises(Busy, match="3000 characters wait"):
+            await texts.run(3000, slow)
+        go_on.set()
+        while True:
+            with suppress(Busy):
+                return await texts.run(3000, slow)
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(three(), 20))
 
 
 def test_a_limit_of_the_address_space_is_seen():
