@@ -42,6 +42,12 @@ class Chat:
 Prompt = str | Chat | Sequence[int]
 
 
+def check_messages(count: int) -> None:
+    """Raises InvalidArgument for more messages than a chat may have."""
+    if count > MAX_MESSAGES:
+        raise InvalidArgument(f"messages: has {count} messages, must have at most {MAX_MESSAGES}")
+
+
 class Texts:
     """The tokenizer of a `Backend` for its fronts. Every method may raise FailedPrecondition: there is none."""
 
@@ -98,8 +104,7 @@ class Texts:
 
     async def _chat(self, chat: Chat, check: Callable[[int], None]) -> list[int]:
         tokenizer = self._tokenizer("prompt.chat")
-        if len(chat.messages) > MAX_MESSAGES:
-            raise InvalidArgument(f"messages: has {len(chat.messages)} messages, must have at most {MAX_MESSAGES}")
+        check_messages(len(chat.messages))
         messages = [{"role": m.role, "content": m.content} for m in chat.messages]
         size = sum(len(m["role"]) + len(m["content"]) for m in messages)
         self._check_chars("prompt.chat", size)

@@ -17,13 +17,14 @@ from msgspec import Meta, Struct
 
 from jlora.config import nearest
 from jlora.errors import InvalidArgument
-from jlora.serve.texts import Chat, Prompt
+from jlora.serve.texts import Chat, Prompt, check_messages
 from jlora.types import SamplingParams
 from jlora.validation import MAX_ID_CHARS
 
 T = TypeVar("T", bound=Struct)
 P = TypeVar("P")
 
+MAX_PARTS = 4096  # of the contents of all messages of a chat
 MAX_TOKENS = 16  # of a completion that does not say; a chat goes on to the end of the context
 
 # Field -> the values, beside null, with which it changes nothing.
@@ -298,7 +299,13 @@ def _one(prompt: P | None, messages: Sequence[MessageBody] | None, ask: bool) ->
 
 
 def conversation(messages: Sequence[MessageBody], ask: bool) -> Chat:
-    """The messages for the template. Raises InvalidArgument for content that is no text."""
+    """The messages for the template. Raises InvalidArgument for content that is no text, or for too many.
+
+    They are counted first: a body has room for 150,000, and a look at each would keep the event loop for a second.
+    """
+    check_messages(len(messages))
+    if (parts := sum(len(m.content) for m in messages if isinstance(m.content, list))) > MAX_PARTS:
+        raise InvalidArgument(f"messages: their contents have {parts} parts, must have at most {MAX_PARTS}")
     return Chat([Turn(m.role, _content(m, f"messages[{i}]")) for i, m in enumerate(messages)], ask)
 
 

@@ -16,7 +16,8 @@ import pytest
 from jlora.config import ServeConfig
 from jlora.serve.backend import Backend
 from jlora.serve.http import protocol
-from jlora.serve.http.schema import ChatBody, CompletionBody
+from jlora.serve.http.schema import MAX_PARTS, ChatBody, CompletionBody
+from jlora.serve.texts import MAX_MESSAGES
 from tests.serve._server import MAX_LEN, SMALL, VOCAB, Served, request, serving, wait_until
 
 ROOM = SMALL["engine.max_queue"] + SMALL["engine.max_seqs"]
@@ -135,6 +136,19 @@ def test_an_unknown_field_is_refused_with_the_nearest(http: httpx.Client):
         refused(http.post(f"/v1/{path}", json={**body, "temprature": 0}), 400, "the nearest field is temperature",
                 param="temprature")  # fmt: skip
     refused(http.post("/v1/completions", json={"max_tokens": 1}), 400, "prompt: is missing", param="prompt")
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/prefetch", "/tokenize"])
+def test_messages_and_their_parts_are_counted_before_they_are_looked_at(http: httpx.Client, path: str):
+    """One of these that was looked at would be refused by another name."""
+
+    def said(messages: list[dict[str, Any]]) -> str:
+        return refused(http.post(path, json={"messages": messages}), 400, param="messages")["message"]
+
+    many = [{"role": "x"}] * (MAX_MESSAGES + 1)
+    assert f"{MAX_MESSAGES + 1} messages, must have at most {MAX_MESSAGES}" in said(many)
+    pictures = {"role": "user", "content": [{"type": "image_url"}] * (MAX_PARTS // 2 + 1)}
+    assert f"{MAX_PARTS + 2} parts, must have at most {MAX_PARTS}" in said([pictures] * 2)
 
 
 def test_messages_that_are_no_text_are_refused(http: httpx.Client):
