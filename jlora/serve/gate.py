@@ -7,7 +7,7 @@ waits must cost little memory, too: a context manager for each count would take 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -100,8 +100,10 @@ class Gate:
         self._completions.check_share(room.most, count, tenant, room.slots)
 
     @contextmanager
-    def call(self, size: int, counts: bool, tenant: str | None = None) -> Iterator[None]:
-        """A call with a message of `size` bytes; `counts` says that it wants no completion.
+    def call(self, size: int, counts: bool, tenant: str | None = None) -> Iterator[Callable[[int], None]]:
+        """A call with a message of at most `size` bytes; `counts` says that it wants no completion.
+
+        Yields what takes the message's size once it is known, to give the rest back.
 
         Raises Busy if there are too many of these calls, or too many bytes of all.
         """
@@ -113,8 +115,14 @@ class Gate:
         self._bytes.check_share(MOST_BYTES, size, tenant)
         self._calls.take(int(counts), tenant)
         self._bytes.take(size, tenant)
+
+        def has(known: int) -> None:
+            nonlocal size
+            self._bytes.give(size - known, tenant)
+            size = known
+
         try:
-            yield
+            yield has
         finally:
             self._calls.give(int(counts), tenant)
             self._bytes.give(size, tenant)

@@ -58,7 +58,7 @@ MESSAGE_END = MESSAGE_BYTES // 24
 # Counts a tenant's call until it ends, from before its message.
 Begin = Callable[[], AbstractContextManager[None]]
 # Counts a call with so many bytes until it ends.
-Enter = Callable[[int], AbstractContextManager[None]]
+Enter = Callable[[int], AbstractContextManager[object]]
 
 
 class DeadlineExceeded(errors.JloraError):

@@ -171,10 +171,11 @@ class Endpoint:
         if self._queued and self._backend.replica is not None:  # otherwise the handler says that it loads
             gate.check_completions(self._backend.room, tenant=call.caller.tenant)
         tenant = self._backend.access.call(call.caller, self._queued)
-        with tenant, gate.call(call.size, not self._queued, call.caller.tenant):
+        with tenant, gate.call(call.size, not self._queued, call.caller.tenant) as has:
             if posted:
                 _check_type(call.headers.get("content-type", ""))
                 await call.read()
+                has(len(call.body))  # one in chunks has not said how long it is
             await _while_here(call, self._handler(call))
 
 

@@ -8,6 +8,7 @@ import re
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -167,6 +168,25 @@ def test_bodies_of_every_size_pass(http: httpx.Client):
     for size in (1, 60_000, 70_000, 250_000, 300_000, 1_000_000, 10):
         answer = http.post("/v1/completions", json={"prompt": "x" * size, "max_tokens": 1})
         assert answer.status_code == (200 if size < 1000 else 400) and answer.json()
+
+
+def test_a_body_in_chunks_takes_the_room_that_it_needs(served: Served):
+    """It has not said its length, so until it has arrived it takes that of the longest."""
+    body = json.dumps({**LONG, "stream": True}).encode()
+    sent: list[int] = []
+
+    def chunks() -> Iterator[bytes]:
+        yield body[:10]
+        wait_until(lambda: served.backend.gate.held.bytes)
+        sent.append(served.backend.gate.held.bytes)
+        yield body[10:]
+
+    url, kind = f"{served.http}/v1/completions", {"content-type": "application/json"}
+    with httpx.stream("POST", url, content=chunks(), headers=kind, timeout=60) as answer:
+        next(answer.iter_lines())
+        assert sent == [4 << 20] and served.backend.gate.held.bytes == len(body)
+    served.check_idle()
+    wait_until(lambda: not any(served.backend.gate.held))
 
 
 def test_a_client_that_pipelines_and_leaves_aborts_its_request(served: Served):
