@@ -1,4 +1,4 @@
-"""Every parser of something from outside: no input crashes it, and none gets a status that says the server is at fault.
+"""Every parser of something from outside: no input crashes it or takes it long, and none gets a status of our fault.
 
 `python -m tests.fuzz` runs more of the same; docs/results/fuzz.md has its counts.
 """
@@ -6,12 +6,13 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterator
 
 import pytest
 
 from tests.fuzz import _corpus
-from tests.fuzz._engine import Target, fuzz
+from tests.fuzz._engine import HANG_S, Target, fuzz
 from tests.fuzz._targets import TARGETS
 
 INPUTS = 2000  # of each target, beside its corpus
@@ -28,9 +29,10 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", TARGETS)
-def test_no_input_crashes_a_parser_or_gets_a_status_of_our_own_fault(name: str):
+def test_no_input_crashes_a_parser_or_takes_it_long_or_gets_a_status_of_our_own_fault(name: str):
     report = fuzz(TARGETS[name](), SLOW.get(name, INPUTS), seed=7, known=_corpus.load(name))
     assert not report.crashes, "\n".join(f"{where}: {data!r:.500}" for where, data in report.crashes.items())
+    assert not report.hangs, f"more than {HANG_S} s each: {report.hangs!r:.2000}"
     assert not UNMAPPED & report.statuses.keys(), report.statuses
     assert report.statuses, "nothing was run"
 
@@ -49,6 +51,16 @@ def test_the_fuzzer_finds_a_planted_fault():
     report = fuzz(Target("planted", parse, [b"size=5", b"name=x"]), 3000, seed=1)
     assert [where.partition(":")[0] for where in report.crashes] == ["ZeroDivisionError"]
     assert all(data == b"size=0" or int(data[5:]) == 0 for data in report.crashes.values())
+
+
+def test_the_fuzzer_finds_an_input_that_takes_too_long():
+    def parse(data: bytes) -> str:
+        end = time.process_time() + (HANG_S + 0.1) * (data == b"slow")
+        while time.process_time() < end:
+            pass
+        return "OK"
+
+    assert fuzz(Target("planted", parse, [b"slow"]), 0, seed=1).hangs == [b"slow"]
 
 
 def test_the_same_seed_makes_the_same_inputs():
