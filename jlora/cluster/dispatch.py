@@ -61,7 +61,7 @@ class Dispatcher:
 
     Attributes:
         names: the submissions that have not ended, by tenant and id; any thread may add one.
-        up_at: when a replica was last up.
+        up_at: when a replica last said that it takes requests.
         pace: what answers have taken.
         resumed: attempts after a first one, but for those that a plan has moved.
         entries: of the live requests, by handle.
@@ -218,14 +218,13 @@ class Dispatcher:
             )
         self._info = merged.info(infos)
         self._prompts.begin(self._info.block_tokens)
-        self.up_at = self.terms.clock()
-        self.books.heard(attached.view())
+        self._hear(attached, self.terms.clock())
         self._pump()
 
     def received(self, attached: Attached, message: link.FromReplica) -> None:
         """Delivers what a step brought, one batch for each request."""
-        now = self.up_at = self.terms.clock()
-        self.books.heard(attached.view())
+        now = self.terms.clock()
+        self._hear(attached, now)
         batches: dict[int, tuple[Routed, list[TokenEvent]]] = {}  # by attempt
         other: dict[int, Routed] = {}  # attempts with other weights than those before
         for rid in message.begun:
@@ -263,6 +262,12 @@ class Dispatcher:
             self._failed(failure)
         if other or message.failures:
             self._pump()
+
+    def _hear(self, attached: Attached, now: float) -> None:
+        seen = attached.view()
+        self.books.heard(seen)
+        if seen.health == "up":  # one that drains is there, and of no use to what waits
+            self.up_at = now
 
     def lost(self, attached: Attached, why: str) -> None:
         """Its requests go on elsewhere: each where there is least to do by then, and not all at once (`_pump`)."""

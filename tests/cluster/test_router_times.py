@@ -67,6 +67,22 @@ def test_a_replica_that_comes_within_the_minute_answers(waiting: Waiting):
     assert waiting.client.wait().tokens() == answer(request(max_tokens=20)) and waiting.client.last.error is None
 
 
+def test_replicas_that_drain_are_no_reason_to_wait_for_longer_or_to_seem_healthy():
+    clock = Clock()
+    with service(1, Terms("router", suspect_s=1.0, clock=clock)) as one:
+        (replica,), dispatcher = one.replicas, port.dispatcher(one.router)
+        replica.draining = True
+        wait_for(lambda: dispatcher.books.view["r0"].health == "draining")
+        submitted = one.router.submit(request(max_tokens=20), Client())
+        wait_for(lambda: dispatcher.table.waiting())
+        clock.ahead_s = 61.0
+        with pytest.raises(Unavailable, match="no replica"):
+            submitted.result(20)
+        assert one.router.replicas and one.router.heartbeat_age() > 60
+        replica.draining = False
+        wait_for(lambda: one.router.heartbeat_age() < 1)
+
+
 def test_a_replica_that_ignores_a_deadline_is_told_to_cancel():
     """The client has its end even so."""
     with service(1) as one:
