@@ -153,25 +153,28 @@ class Leases:
         cells = self._cells
         for index in range(first, computed // size):
             parent = lease.path[-1] if lease.path else self._tree.top(lease.origin)
-            own = lease.blocks[index]
+            own, blocks = lease.blocks[index], lease.blocks
             node = self._tree.insert(parent, lease.origin, tokens, index * size)
             if node.coming:  # copying it was sooner for another request; wait for it to land
                 return
             if node.device:
-                lease.blocks = (*lease.blocks[:index], node.device[0], *lease.blocks[index + 1 :])
-                cells.device.give(KV, [own])
-                cells.epoch += 1
+                blocks = (*blocks[:index], node.device[0], *blocks[index + 1 :])
             else:
                 cells.adopt(node, own)
-            cells.lock(node)
-            cells.visit([node])
+            # Together: after an error between them, the lease's end would give back a block that the tree owns.
             lease.path.append(node)
+            lease.blocks = blocks
+            cells.lock(node)
+            if blocks[index] != own:
+                cells.device.give(KV, [own])
+                cells.epoch += 1
+            cells.visit([node])
 
     def release(self, lease: Lease) -> None:
         """Ends a lease: published blocks stay as history, its own are free."""
+        cells, own = self._cells, lease.blocks[len(lease.path) :]
         del self.live[id(lease)]
-        cells = self._cells
-        cells.device.give(KV, lease.blocks[len(lease.path) :])
+        cells.device.give(KV, own)
         cells.epoch += 1
         cells.counters.cold_waited += lease.cold_start == "wait"
         cells.counters.cold_streamed += lease.cold_start == "stream"

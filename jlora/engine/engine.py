@@ -18,7 +18,7 @@ from jlora.engine.ports import Parts, Pending
 from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.switching import Switching
-from jlora.errors import InvalidArgument, ResourceExhausted
+from jlora.errors import InvalidArgument, JloraError, ResourceExhausted
 from jlora.types import CacheState, EngineStats, MergeState, Owners, PrefetchResult, Request, TokenEvent
 
 WAIT_S = 0.002  # the longest pause of a step that has nothing to run
@@ -138,7 +138,7 @@ class Engine:
         self._counts.read_s += self._clock() - waits
         self._faults.copies()  # a step that has read one of them draws nothing of worth
         now = self._clock()
-        events = self._scheduler.commit(done.plan, drawn, now)
+        events = self._faults.commit(done.plan, drawn, now)
         counts = self._counts
         prompt = sum(work.count for work in done.plan.prefill)
         if prompt >= ROW and not done.plan.helps:  # what a prompt token costs beside the running sequences
@@ -266,10 +266,16 @@ class Engine:
         return self._manager.flush()
 
     def check_integrity(self) -> None:
-        """Raises AssertionError if a tier or the tree is inconsistent."""
+        """Raises AssertionError if a tier, the tree or the scheduler is inconsistent."""
         inspect.check_integrity(self._manager)
+        self._scheduler.check_integrity()
         if self._switching is not None:
             self._switching.check()
+
+    def survive(self, error: Exception) -> None:
+        """A command has failed with it. Raises AssertionError if that has left something half done."""
+        if not isinstance(error, JloraError):  # a refusal
+            self._faults.survive(error)
 
     def stats(self) -> EngineStats:
         """Counters since start."""

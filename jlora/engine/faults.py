@@ -1,8 +1,8 @@
 """What an error within a step costs. Plain Python, no jax.
 
 If one request is at fault, it ends and all others continue. If memory runs out, the youngest running
-sequence is preempted. Every other error ends the engine, and so does one that leaves the cache
-inconsistent.
+sequence is preempted. Every other error ends the engine, and so does one that leaves the cache or the
+scheduler inconsistent.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import logging
 
 from jlora.cache import inspect
 from jlora.cache.transfer import Copy
-from jlora.engine.plan import Sequence, StepPlan
+from jlora.engine.plan import Drawn, Sequence, StepPlan
 from jlora.engine.ports import Parts, Pending, Undone
 from jlora.types import TokenEvent
 
@@ -67,6 +67,19 @@ class Faults:
         self._helpless = 0
         return pending
 
+    def commit(self, plan: StepPlan, drawn: list[Drawn], now: float) -> list[TokenEvent]:
+        """Takes in the results of a step."""
+        events = self._scheduler.commit(plan, drawn, now)
+        error = next((event.error for event in events if event.error is not None), None)
+        if error is not None:  # the scheduler has logged it
+            self._check(error)
+        return events
+
+    def survive(self, error: Exception) -> None:
+        """The engine goes on after an error of which nobody else may hear. Raises AssertionError if it cannot."""
+        log.error("the engine goes on after an error", exc_info=error)
+        self._check(error)
+
     def copies(self) -> None:
         """Ends the requests that wait for copies that have failed, and takes back those copies' blocks."""
         failed = self._swapper.failed()
@@ -83,11 +96,16 @@ class Faults:
                 left.append((copy, error))
         self._copies = left
 
-    def _settle(self, error: Exception, guilty: Sequence | None) -> None:
+    def _check(self, error: Exception) -> None:
+        """Raises AssertionError if the error has left something half done."""
         try:
             inspect.check_integrity(self._manager)
+            self._scheduler.check_integrity()
         except MemoryError:
             log.warning("memory is too short to check the cache after: %s", error)
+
+    def _settle(self, error: Exception, guilty: Sequence | None) -> None:
+        self._check(error)
         if isinstance(error, MemoryError):
             log.warning("memory is short: %s", error, exc_info=error)
             if self._retract():
@@ -103,5 +121,6 @@ class Faults:
     def _retract(self) -> bool:
         try:
             return self._scheduler.retract()
-        except MemoryError:  # even for that: nobody gives way
+        except MemoryError as again:  # even for that: nobody gives way
+            self.survive(again)
             return False

@@ -89,23 +89,25 @@ def running() -> Future[Any]:
     return future
 
 
-def settle(future: Future, command: Callable[[], object]) -> None:
-    """Runs a command into its future, unless its caller has cancelled it.
+def settle(future: Future, command: Callable[[], object]) -> Exception | None:
+    """Runs a command into its future, unless its caller has cancelled it; what it has failed with.
 
     What ends a thread (SystemExit and its like) is raised again: it ends the replica, and the caller is
     told what all others are.
     """
     if not future.set_running_or_notify_cancel():
-        return
+        return None
     try:
         result = command()
     except Exception as e:
         future.set_exception(e)
+        return e
     except BaseException as e:
         future.set_exception(Unavailable(f"the engine ends: {type(e).__name__}: {e}"))
         raise
     else:
         future.set_result(result)
+        return None
     finally:
         del future, command  # the error's traceback holds this frame: a cycle
 

@@ -376,8 +376,9 @@ class LocalReplica(Replica):
         for _ in range(len(self._commands)):  # those that come meanwhile wait for the next step
             if (taken := self._commands.take()) is None:  # the last ones have just been cancelled
                 break
-            settle(*taken)
-            taken = None  # the frames of a command's error lead here, and it is the command's future that holds them
+            if (error := settle(*taken)) is not None:
+                self._engine.survive(error)  # the command's future may have no reader
+            taken = error = None  # the frames of the error lead here, and it is the command's future that holds them
             if self._system.clock() >= until:
                 break
         self._answer_waits()

@@ -18,6 +18,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+from collections import Counter
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
@@ -295,6 +296,13 @@ class Scheduler:
             if not (again and sequence.setbacks <= SETBACKS and self._gives_way(sequence)):
                 events += self.fail(sequence.handle, error, now)
         return events
+
+    def check_integrity(self) -> None:
+        """Raises AssertionError unless each live sequence is in one place, and has a lease outside of the queue."""
+        here, live = [*self.running, *self.loading], itertools.chain.from_iterable(self._requests.values())
+        assert Counter((*here, *self.queue)) == Counter(live), "a live sequence is nowhere, or in two places"
+        assert {id(s.lease) for s in here} == set(self._leases.live), "a lease without its sequence"
+        assert all(s.lease is None for s in self.queue), "a sequence waits with a lease"
 
     # -- inside -----------------------------------------------------------------------------
 

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from jlora import config
+from jlora.engine.ports import Undone
 from jlora.errors import Unavailable
 from jlora.ports import DiskFiles, Folder, OsThreads, PythonGarbage, System
 from jlora.types import Request, TokenEvent
@@ -117,6 +118,33 @@ def test_whatever_ends_the_engines_thread_is_told_to_all(
     else:
         assert isinstance(port.when(replica.local, ends(error)).exception(60), Unavailable)
     has_failed(replica, inbox, error)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_command_that_nobody_reads_may_fail_and_ends_the_engine_if_it_is_left_half_done(
+    replica: Running, monkeypatch: pytest.MonkeyPatch, half: bool
+):
+    inbox = running(replica, "x")
+    thing, name = (replica.manager.leases, "release") if half else (replica.parts.scheduler, "abort")
+    monkeypatch.setattr(thing, name, ends(RuntimeError("planted")))
+    assert replica.abort("x")
+    if half:
+        assert isinstance(replica.replica.failure.result(60), AssertionError)
+        assert isinstance(last(inbox).error, Unavailable)
+    else:
+        assert last(inbox).finish_reason == "length" and not replica.replica.failure.done()
+
+
+def test_a_preemption_that_is_left_half_done_ends_the_engine(replica: Running, monkeypatch: pytest.MonkeyPatch):
+    inboxes = [running(replica, name) for name in ("x", "y")]
+
+    def lacks_memory(plan: Any, _: Any) -> None:
+        raise Undone(None, plan.work, None) from MemoryError("planted")
+
+    monkeypatch.setattr(replica.manager.leases, "release", ends(MemoryError("planted")))
+    monkeypatch.setattr(replica.parts.runner, "run", lacks_memory)
+    assert isinstance(replica.replica.failure.result(60), AssertionError)
+    assert all(isinstance(last(inbox).error, Unavailable) for inbox in inboxes)
 
 
 def test_a_lane_that_dies_is_told_to_all(replica: Running, path: str, monkeypatch: pytest.MonkeyPatch):
