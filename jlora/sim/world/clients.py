@@ -6,6 +6,7 @@ with an error that a front maps to a status. Every command is answered.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from concurrent.futures import CancelledError, Future
@@ -42,6 +43,7 @@ class Around:
 
     Attributes:
         at: where a request is, for counting: "", or "queued", "copying", "running".
+        began: when the engine began the second step before this one.
         context: tokens of the longest context that any adapter has room for, whatever is pinned.
         excuses: which errors may come while the replica is not `over`.
     """
@@ -51,6 +53,7 @@ class Around:
     versions: tuple[Version, ...]
     record: Callable[[str], Record]  # by name, on the engine's thread
     at: Callable[[int], str]
+    began: Callable[[], float]
     now: Callable[[], float]
     block_tokens: int
     context: int
@@ -67,6 +70,7 @@ class Call:
     request: Request
     floor: int  # the smallest uid that may answer it
     key: Key | None = None  # from its admission on
+    due: float = math.inf  # two steps later nothing of it may come: its deadline, or its admission if that is later
     handle: int | None = None
     got: dict[int, list[int]] = field(default_factory=dict)  # by completion
     open: set[int] = field(default_factory=set)
@@ -307,6 +311,8 @@ class Clients:
             mark, activation = version.mark, None
             if version.activated:
                 activation = last_occurrence(request.prompt, INVOCATION)
+        if request.deadline is not None:
+            call.due = max(request.deadline, self._around.now())
         assert request.sampling.seed is not None
         call.key = Key(mark, request.salt, request.sampling.seed, 0, activation)
         self._say(f"admitted {request.id}")
@@ -328,6 +334,7 @@ class Clients:
         if call.deaf:
             return
         assert event.index in call.open, f"{name} goes on after its end"
+        assert call.due >= self._around.began(), f"{name} outlives its deadline by more than two steps"
         tokens = call.got[event.index]
         if event.token_id is not None:
             assert not call.aborted, f"{name} goes on after it was cancelled"

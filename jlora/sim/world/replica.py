@@ -6,8 +6,10 @@ The seed draws the sizes, the policy, what clients ask, who runs next, and the f
 from __future__ import annotations
 
 import logging
+import math
 import random
 import sqlite3
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -123,6 +125,7 @@ class World:
         self._wall = 1.7e9
         self._draw = random.Random(f"{seed} rounds")
         self.steps = 0
+        self._begun = deque([-math.inf] * 3, maxlen=3)  # when the last steps have
         self._sizes = {version.digest: version.blocks for version in versions()}
         self._used: Mapping[Node, float] = {}
         engine, cache = _drawn_config(draw)
@@ -142,8 +145,8 @@ class World:
         self.context = min(SPEC.max_len, (layout.blocks - 1) // 2 * BLOCK_TOKENS)  # pins leave half the pool
         around = Around(
             self.replica, self.disk, versions(),
-            built.parts.registry.get, self._where, self.clock, BLOCK_TOKENS, self.context, self.sites, journal,
-            Excuses(self.struck, built.parts, self.disk), lambda: self.over,
+            built.parts.registry.get, self._where, lambda: self._begun[0], self.clock, BLOCK_TOKENS, self.context,
+            self.sites, journal, Excuses(self.struck, built.parts, self.disk), lambda: self.over,
         )  # fmt: skip
         self.clients = Clients(around, random.Random(f"{seed} clients"))
         watched: Any = built.engine
@@ -248,6 +251,7 @@ class World:
 
     def _before_step(self) -> None:
         self.struck.step += 1
+        self._begun.append(self.clock.now)
 
     def _after_step(self) -> None:
         """On the engine's thread, whose errors are the product's to catch: what is found is kept for the world."""

@@ -59,6 +59,11 @@ def ignored_cancel(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Scheduler, "abort", abort)
 
 
+def ignored_deadline(patch: pytest.MonkeyPatch) -> None:
+    """A request runs on behind its deadline."""
+    patch.setattr(Scheduler, "expire", lambda scheduler, now: [])
+
+
 def replayed_token(patch: pytest.MonkeyPatch) -> None:
     """A sequence's last token goes out again after a preemption."""
     real = Scheduler.commit
@@ -335,10 +340,11 @@ PLANTS: tuple[Plant, ...] = (
     cache.read_before_copy, cache.host_before_copy, cache.lost_wakeup, cache.lost_landing,
     cache.suffix_without_adapter, cache.suffix_of_any_adapter, cache.suffix_outlives_adapter,
     cache.invocation_block_as_base, cache.copy_of_two_owners,
-    wrong_salt, ignored_cancel, replayed_token, clock_use, wall_clock, unbounded_queue, stale_version, stale_name,
-    lost_command, failure_ends_all, failed_copy_ends_another, failure_that_lasts, pins_count_twice,
-    first_position_is_none, unread_ends_others, cancelled_load_fails_another, used_after_now, used_before_it_was,
-    block_too_many, everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights, unchecked_bytes,
+    wrong_salt, ignored_cancel, ignored_deadline, replayed_token, clock_use, wall_clock, unbounded_queue,
+    stale_version, stale_name, lost_command, failure_ends_all, failed_copy_ends_another, failure_that_lasts,
+    pins_count_twice, first_position_is_none, unread_ends_others, cancelled_load_fails_another, used_after_now,
+    used_before_it_was, block_too_many, everybody_runs_on_merged_weights, merged_and_beside, left_in_the_weights,
+    unchecked_bytes,
 )  # fmt: skip
 
 
