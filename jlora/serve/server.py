@@ -8,7 +8,7 @@
 
 Health follows the replica, not the process. SERVING means that the replica is loaded, does not drain,
 and made progress within `heartbeat_s`. After a long step health turns SERVING again by itself. Time in which
-the process was stopped does not count.
+the process was stopped does not count. The service `LIVE` says less: a replica that loads or drains is alive, too.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ IDLE_S = 300.0  # without a call, after which a connection gives its place to ot
 # Adds services beside the server's own. They check their callers themselves.
 Service = Callable[[Backend, grpc.aio.Server], None]
 SERVICES = tuple(s.full_name for s in jlora_pb2.DESCRIPTOR.services_by_name.values())
+LIVE = "live"  # of health alone
 
 
 class GrpcServer:
@@ -112,7 +113,7 @@ class GrpcServer:
 
     async def start(self) -> None:
         """Starts to answer; health is NOT_SERVING until the backend has a replica."""
-        await self._set_health(False)
+        await self._set_health(ready=False, live=True)
         await self._server.start()
         self._watching = asyncio.create_task(self._watch(), name="watch")
 
@@ -121,23 +122,24 @@ class GrpcServer:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
-        await self._set_health(False)
+        await self._set_health(ready=False, live=False)
         await self._server.stop(grace_s)
 
     async def _watch(self) -> None:
         """Measures how late the loop wakes a task that sleeps, and sets health."""
-        last, due, patient = False, time.monotonic(), 0.0
+        ready, live, due, patient = False, True, time.monotonic(), 0.0
         while True:
-            replica, now = self.backend.replica, time.monotonic()
+            told, replica, now = (ready, live), self.backend.replica, time.monotonic()
             self.backend.gaps.note(max(0.0, now - due))
-            if last and now - due > LATE_S:
+            if live and now - due > LATE_S:
                 patient = now + self._heartbeat_s  # the engine could not move either: it has its whole time again
-            well = replica is not None and not self.backend.draining and self._moves(replica, now < patient)
-            if well != last:
-                self.backend.serving = well
-                await self._set_health(well)
-                log.log(logging.INFO if well else logging.WARNING, "health: %s", "SERVING" if well else "NOT_SERVING")
-                last = well
+            live = replica is None or self._moves(replica, now < patient)
+            ready = replica is not None and live and not self.backend.draining
+            if (ready, live) != told:
+                self.backend.serving = ready
+                await self._set_health(ready, live)
+            if ready != told[0]:
+                log.log(logging.INFO if ready else logging.WARNING, "health: %s", "SERVING" if ready else "NOT_SERVING")
             due = time.monotonic() + PERIOD_S
             await asyncio.sleep(PERIOD_S)
 
@@ -145,10 +147,10 @@ class GrpcServer:
         age = replica.heartbeat_age()
         return age <= self._heartbeat_s or (patient and age < math.inf)
 
-    async def _set_health(self, well: bool) -> None:
-        status = health_pb2.HealthCheckResponse.SERVING if well else health_pb2.HealthCheckResponse.NOT_SERVING
-        for name in ("", *SERVICES):
-            await self._health.set(name, status)
+    async def _set_health(self, ready: bool, live: bool) -> None:
+        said = health_pb2.HealthCheckResponse
+        for name, well in {"": ready, **dict.fromkeys(SERVICES, ready), LIVE: live}.items():
+            await self._health.set(name, said.SERVING if well else said.NOT_SERVING)
 
 
 def address(host: str, port: int) -> str:

@@ -14,7 +14,7 @@ from jlora import config as configuration
 from jlora.config import ServeConfig
 from jlora.serve import flags, launcher
 from jlora.serve.http import protocol
-from jlora.serve.server import CONNECTIONS
+from jlora.serve.server import CONNECTIONS, LIVE
 from tests.cluster.test_manifests import ROOT, pod_specs
 
 UNIT = ROOT / "configs" / "systemd" / "jlora.service"
@@ -79,5 +79,6 @@ def test_a_replica_whose_engine_stands_is_started_again_and_a_router_without_rep
         replica = "replica" in container["args"]
         liveness = container["livenessProbe"]
         assert ("grpc" in liveness) is replica, container["name"]
+        assert not replica or liveness["grpc"]["service"] == LIVE, "one that drains stays"
         patience = liveness.get("periodSeconds", 10) * liveness.get("failureThreshold", 3)
         assert not replica or patience > ServeConfig().heartbeat_s

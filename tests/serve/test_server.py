@@ -246,7 +246,7 @@ def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_mod
         watch = own.health.Watch(health_pb2.HealthCheckRequest(service="jlora.v1.Inference"), timeout=20)
         machine.free.clear()
         assert any(seen.status == health_pb2.HealthCheckResponse.NOT_SERVING for seen in watch)
-        assert own.status() == "NOT_SERVING"
+        assert own.status() == own.status(server.LIVE) == "NOT_SERVING"
         machine.free.set()
         assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
         watch.cancel()
@@ -292,6 +292,7 @@ def test_health_turns_at_the_next_look(served: Served, monkeypatch: pytest.Monke
         wait_until(lambda: front.status() == "SERVING")
         backend.draining = True
         wait_until(lambda: front.status() == "NOT_SERVING")
+        assert front.status(server.LIVE) == "SERVING"
     assert seen.count((True, True)) <= 1
 
 
