@@ -40,6 +40,7 @@ class Backend:
         replica: None while loading.
         tokenizer: None while loading, and for a model that serves token ids only.
         serving: what health says: loaded, not draining, and the engine moves. The gRPC server's watch sets it.
+        live: what health's service `live` says: nothing has been seen to stand. Likewise.
         draining: True once new requests are refused for good.
         started: `time.monotonic()` when the process began to load.
         most: completions that the gRPC server is made for; at least `BURST`, so that bursts are answered.
@@ -55,6 +56,7 @@ class Backend:
     replica: Replica | None = None
     tokenizer: Tokenizer | None = None
     serving: bool = False
+    live: bool = True
     draining: bool = False
     most: int = BURST
     started: float = field(default_factory=time.monotonic)

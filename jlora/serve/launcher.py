@@ -35,6 +35,7 @@ from jlora.serve.gate import BURST
 from jlora.serve.http.server import HttpServer
 from jlora.serve.pauses import Pauses
 from jlora.serve.server import GrpcServer, Service, address
+from jlora.serve.supervisor import tell_systemd
 from jlora.serve.tokenizer import Tokenizer
 
 if TYPE_CHECKING:  # it needs an extra
@@ -46,7 +47,7 @@ log = logging.getLogger(__name__)
 GRACE_S = 2.0
 # Seconds for a step to end when its requests have been given up.
 CLOSE_S = 10.0
-# Exit code when the engine or a thread has failed, or the engine hangs: a supervisor should start the server again.
+# Exit code when the engine or a thread has failed, or hangs at the end: a supervisor should start the server again.
 FAILED = 70
 
 
@@ -134,6 +135,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
     servers, where = _bind(backend, config.serve, program.services)
     for server in servers:
         await server.start()
+    telling = asyncio.create_task(tell_systemd(backend), name="systemd")
     try:
         if not await _loads_before(stop, backend, config, program):
             return 0
@@ -147,6 +149,7 @@ async def serve(config: Config, program: Program | None = None) -> int:
         _exit(FAILED)
         return FAILED
     finally:
+        telling.cancel()
         await _stop(servers, grace_s=0)
         if backend.tracing is not None:
             await backend.tracing.close()

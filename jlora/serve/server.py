@@ -136,7 +136,7 @@ class GrpcServer:
             live = replica is None or self._moves(replica, now < patient)
             ready = replica is not None and live and not self.backend.draining
             if (ready, live) != told:
-                self.backend.serving = ready
+                self.backend.serving, self.backend.live = ready, live
                 await self._set_health(ready, live)
             if ready != told[0]:
                 log.log(logging.INFO if ready else logging.WARNING, "health: %s", "SERVING" if ready else "NOT_SERVING")

@@ -15,6 +15,7 @@ from jlora.config import ServeConfig
 from jlora.serve import flags, launcher
 from jlora.serve.http import protocol
 from jlora.serve.server import CONNECTIONS, LIVE
+from jlora.serve.supervisor import PERIOD_S
 from tests.cluster.test_manifests import ROOT, pod_specs
 
 UNIT = ROOT / "configs" / "systemd" / "jlora.service"
@@ -45,6 +46,7 @@ def test_the_unit_starts_again_after_the_codes_of_the_server():
     codes = re.findall(r"^\| (\d+) \|", (ROOT / "docs" / "serving.md").read_text(), re.MULTILINE)
     assert {"0", "1", "2", str(launcher.FAILED)} <= set(codes)
     assert float(unit["TimeoutStopSec"]) > ServeConfig().drain_s
+    assert unit["Type"] == "notify" and float(unit["WatchdogSec"]) > ServeConfig().heartbeat_s + 10 * PERIOD_S
     assert int(unit["LimitNOFILE"]) > CONNECTIONS + protocol.CONNECTIONS
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 import resource
 import shutil
@@ -170,8 +171,12 @@ def wait_for(stream: IO[str] | None, word: str) -> None:
         text += piece
 
 
-def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
+def test_ready_serve_drain_exit(text_model: Path, quick: list[str], monkeypatch: pytest.MonkeyPatch):
     """SIGTERM: running requests end, new ones are refused, the exit code is 0."""
+    systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    systemd.bind(f"\0jlora {os.getpid()}")
+    systemd.settimeout(60)
+    monkeypatch.setenv("NOTIFY_SOCKET", f"@jlora {os.getpid()}")
     argv = ["--model", str(text_model), "--adapter-dir", str(text_model.parent / "adapters"), "--port", "0", *quick]
     with process([*argv, "--served-model-name", "named"]) as server:
         line = ready(server)
@@ -182,6 +187,7 @@ def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
             assert inference.Generate(request("Hello", model="named:upper")).outputs[0].text
             stream = inference.GenerateStream(request("Hello", 1500))
             next(stream)
+            assert systemd.recv(100).startswith(b"READY=1")
             server.send_signal(signal.SIGTERM)
             wait_until(lambda: health.Check(health_pb2.HealthCheckRequest()).status != 1)
             with refused(CODE.UNAVAILABLE, "draining"):
@@ -190,6 +196,7 @@ def test_ready_serve_drain_exit(text_model: Path, quick: list[str]):
             assert list(stream)[-1].usage.completion_tokens == 1500
         output, _ = server.communicate(timeout=20)
         assert server.returncode == 0 and output == ""  # the ready line was all
+    systemd.close()
 
 
 def test_http_answers_and_drains_as_grpc_does(text_model: Path, quick: list[str]):
