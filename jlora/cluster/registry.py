@@ -9,7 +9,7 @@ from __future__ import annotations
 import bisect
 import sqlite3
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from jlora.adapters.catalogue import Catalogue, Connect, Row
@@ -64,6 +64,11 @@ class Registry:
         """All of them, in any order."""
         with self._lock:
             return list(self._versions.values())
+
+    def known(self, names: Iterable[str]) -> dict[str, Version]:
+        """The versions of those of these names that it has."""
+        with self._lock:
+            return {name: self._versions[name] for name in names if name in self._versions}
 
     def all(self, after: str = "", most: int | None = None) -> list[Row]:
         """In order of name: those behind the name `after`, at most `most`. Takes time by those."""

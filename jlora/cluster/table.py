@@ -55,9 +55,8 @@ class Table:
             names = list(dict.fromkeys(name for at, name in self._changes if at > epoch))
         if not known:
             return Change(now, True, tuple(self._registry.versions()))
-        gone = {name for name in names if self._registry.find(name) is None}
-        here = tuple(self._registry.version(name) for name in names if name not in gone)
-        return Change(now, False, here, tuple(gone))
+        here = self._registry.known(names)
+        return Change(now, False, tuple(here.values()), tuple(name for name in names if name not in here))
 
     def watch(self, told: Callable[[], None]) -> Callable[[], None]:
         """Calls `told` after every change; the answer ends that."""

@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import astuple, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 
@@ -19,6 +19,7 @@ from jlora.adapters.names import check_key, check_name
 from jlora.adapters.peft import FILES
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
+from jlora.cluster.table import Table
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import DiskFiles, OsThreads, System
 from tests.cluster import _port as port
@@ -200,3 +201,22 @@ def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
 
     files.stamp = stale
     assert found.gone(rows) == []
+
+
+@pytest.mark.parametrize("read", ["find", "known", "version"])
+def test_an_adapter_that_is_removed_while_a_router_asks_for_changes_is_there_or_gone(
+    registry: Registry, monkeypatch: pytest.MonkeyPatch, read: str
+):
+    registry.put([row(name, registry.number()) for name in ("a", "b")])
+    table, real = Table(registry), getattr(registry, read)
+    table.changed(["a", "b"])
+
+    def removed_behind(asked: Any) -> Any:
+        found = real(asked)
+        registry.remove("a")
+        return found
+
+    monkeypatch.setattr(registry, read, removed_behind)
+    change = table.since(1)
+    assert {version.name for version in change.versions} | set(change.gone) == {"a", "b"}
+    assert "b" not in change.gone and not change.whole
