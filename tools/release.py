@@ -4,7 +4,7 @@
 
 The two builds differ in what a build should not depend on: the directory, the time zone, and the order of Python's
 sets. Files have the time stamp of the last commit and the modes of one umask. So whoever builds the commit again,
-with the same setuptools, gets the same bytes.
+with the same setuptools, gets the same bytes. A checkout with changes of its own is refused.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ BUILDS: Mapping[str, Mapping[str, str]] = {
 
 
 def main() -> int:
-    """Writes dist/; returns the exit code, which is 1 if two builds differ."""
+    """Writes dist/; returns the exit code, which is 1 if two builds differ, or the checkout is not the last commit."""
+    if changes := changed():
+        print(f"release: commit these first, or take them back:\n{changes}", file=sys.stderr)
+        return 1
     with tempfile.TemporaryDirectory() as scratch:
         one, other = (wheel(Path(scratch) / name, environment, stamp()) for name, environment in BUILDS.items())
         data = one.read_bytes()
@@ -65,11 +68,20 @@ def wheel(folder: Path, environment: Mapping[str, str], epoch: str) -> Path:
     return made
 
 
+def changed() -> str:
+    """Files that are not as in the last commit, and those that it lacks and a wheel would have; "" without git."""
+    own = git("status", "--porcelain", "--untracked-files=no")
+    return "\n".join(filter(None, (own, git("ls-files", "--others", "--exclude-standard", "--", *SOURCES))))
+
+
 def stamp() -> str:
     """Seconds of the last commit; where there is no git, those of $SOURCE_DATE_EPOCH, or zip's earliest day."""
-    command = ["git", "log", "-1", "--format=%ct"]
-    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    return said or os.environ.get("SOURCE_DATE_EPOCH", EARLIEST)
+    return git("log", "-1", "--format=%ct") or os.environ.get("SOURCE_DATE_EPOCH", EARLIEST)
+
+
+def git(*command: str) -> str:
+    """What git says; "" where it is no checkout."""
+    return subprocess.run(["git", *command], cwd=ROOT, capture_output=True, text=True).stdout.strip()
 
 
 if __name__ == "__main__":
