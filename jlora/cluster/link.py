@@ -21,6 +21,7 @@ import grpc
 
 from jlora.adapters.registry import Record
 from jlora.cluster import wire
+from jlora.cluster.fetches import Fetches, PathsAlone
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
@@ -54,8 +55,6 @@ EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 # Makes an adapter version known to this replica.
 Adopt = Callable[[link.Version], Awaitable[None]]
-# Bytes per second at which it fetches adapters, from peers and from paths.
-Rates = Callable[[], tuple[float, float]]
 # What the engine's thread tells: events of a request, that it is queued (None), or why it is not.
 Told = list[TokenEvent] | Exception | None
 
@@ -86,14 +85,14 @@ class LinkServicer(rpc.LinkServicer):
         secret: Secret,
         adopt: Adopt | None = None,
         records: Records = lambda: (),
-        rates: Rates = lambda: (0.0, 0.0),
+        fetches: Fetches | None = None,
     ):
-        """`name` is the replica's, whose adapters `records` are; `rates`: 0 where nobody knows.
+        """`name` is the replica's, whose adapters `records` are.
 
         `adopt` brings in a version that it does not know; None: from its path.
         """
         self._records = records
-        self._rates = rates
+        self._fetches = fetches or PathsAlone()
         self._backend = backend
         self._name = name
         self._secret = secret
@@ -122,7 +121,7 @@ class LinkServicer(rpc.LinkServicer):
         if not hello.router:
             raise InvalidArgument("hello: router is empty, must be the router's name")
         wire.check_protocol(hello.protocol, f"router {hello.router[:64]}")
-        stream = Stream(hello, self._backend, context, self._adopted, self._records, self._rates)
+        stream = Stream(hello, self._backend, context, self._adopted, self._records, self._fetches)
         earlier = self._streams.get(hello.router)
         if earlier is not None:
             if earlier.epoch >= hello.epoch:
@@ -177,7 +176,7 @@ class Stream:
         context: grpc.aio.ServicerContext,
         adopted: Adopt,
         records: Records,
-        rates: Rates,
+        fetches: Fetches,
     ):
         self.router, self.epoch = hello.router, hello.epoch
         self._replica: Replica = backend.loaded
@@ -185,7 +184,7 @@ class Stream:
         self._backend = backend
         self._context = context
         self._adopted = adopted
-        self._rates = rates
+        self._fetches = fetches
         self._live: dict[int, _Live] = {}
         self._told: deque[tuple[_Live, Told]] = deque()
         self._refused: list[link.Failure] = []
@@ -310,6 +309,8 @@ class Stream:
             return
         positions = [len(done.tokens) for done in request.done] or [0] * request.sampling.n
         version = start.adapter if start.HasField("adapter") else None
+        if version is not None:
+            self._fetches.heard(version)
         live = self._live[start.rid] = _Live(start.rid, request, version, positions, len(request.open))
         self._submit(live)
 
@@ -348,6 +349,7 @@ class Stream:
     async def _fetch(self, fetch: link.Fetch) -> None:
         """Brings an adapter version in. Whatever fails, its first request will tell."""
         hint = Request(fetch.adapter.key, tuple(fetch.prompt), adapter=fetch.adapter.key)
+        self._fetches.heard(fetch.adapter)
         try:
             try:
                 await asyncio.wrap_future(self._replica.prefetch(hint))
@@ -476,5 +478,5 @@ class Stream:
             state.programs_left = stats.programs_left
             state.free_blocks, state.blocks, state.host_blocks = cache.hbm.free, cache.hbm.total, cache.host.total
         state.adapters.extend(self._tiers.changes())
-        state.peer_bps, state.path_bps = self._rates()
+        state.peer_bps, state.path_bps = self._fetches.rates
         return state

@@ -2,6 +2,7 @@
 
     fetcher = Fetcher(engine, login)                          # takes what others have
     await fetcher.adopt(version)                              # registers it; its weights come with its first request
+    fetcher.heard(version)                                    # with every request: whom it comes from now
     servicer = PeerServicer(engine, secret, fetcher.adopt)    # gives what this replica has, keeps what it is told
 
 A version is known by its path and by the peers that have it, and is read from whichever is predicted to be
@@ -215,16 +216,22 @@ class Fetcher:
 
     async def adopt(self, version: link.Version) -> None:
         """Makes a version known. Raises JloraError if neither a peer nor its path describes it."""
+        self.heard(version)
         engine = self._engine()
-        engine.read_with(self.read)
         new = await asyncio.to_thread(self._described, engine.reader, version)
-        self._peers[version.key] = tuple(version.peers)
-        while len(self._peers) > KNOWN:
-            del self._peers[next(iter(self._peers))]
         try:
             await asyncio.wrap_future(engine.register(new))
         except AlreadyExists:
             log.debug("adapter %s is known already", version.key)
+
+    def heard(self, version: link.Version) -> None:
+        """Whom a version comes from, from now on, however it came before. For the event loop's thread."""
+        self._engine().read_with(self.read)
+        self._peers.pop(version.key, None)
+        if version.peers:
+            self._peers[version.key] = tuple(version.peers)  # the last one
+            if len(self._peers) > KNOWN:
+                del self._peers[next(iter(self._peers))]
 
     def _described(self, reader: Reader, version: link.Version) -> NewAdapter:
         """From a peer, which spares the disk, or from the headers of its files."""

@@ -77,9 +77,7 @@ def program(config: Config) -> Program:
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
         fetcher = Fetcher(lambda: engine(backend), login(config, secret.token))
-        link = LinkServicer(
-            backend, name, secret, fetcher.adopt, lambda: engine(backend).records(), lambda: fetcher.rates
-        )
+        link = LinkServicer(backend, name, secret, fetcher.adopt, lambda: engine(backend).records(), fetcher)
         rpc.add_LinkServicer_to_server(link, server)
         rpc.add_PeerServicer_to_server(PeerServicer(lambda: engine(backend), secret, fetcher.adopt), server)
 

@@ -15,7 +15,8 @@ import grpc
 
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
-from jlora.cluster.link import Adopt, LinkServicer, Rates
+from jlora.cluster.fetches import Fetches
+from jlora.cluster.link import Adopt, LinkServicer
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.proto import link_pb2_grpc as rpc
 from jlora.cluster.secret import Secret
@@ -49,12 +50,12 @@ class Linked:
 
 
 @contextmanager
-def linked(replica: Replica, adopt: Adopt | None = None, rates: Rates = lambda: (0.0, 0.0)) -> Iterator[Linked]:
+def linked(replica: Replica, adopt: Adopt | None = None, fetches: Fetches | None = None) -> Iterator[Linked]:
     """Serves a replica on a free port, on a loop thread of its own."""
     backend, made = Backend(replica=replica), []
 
     def add(backend: Backend, server: grpc.aio.Server) -> None:
-        made.append(LinkServicer(backend, "one", SECRET, adopt, rates=rates))
+        made.append(LinkServicer(backend, "one", SECRET, adopt, fetches=fetches))
         rpc.add_LinkServicer_to_server(made[0], server)
 
     async def start() -> tuple[GrpcServer, int]:

@@ -55,9 +55,7 @@ class Whole(Seat):
         self.fetcher = Fetcher(lambda: self.engine, Login(SECRET.token))
 
         def add(backend: Backend, server: grpc.aio.Server) -> None:
-            servicer = LinkServicer(
-                backend, self.name, SECRET, self.fetcher.adopt, self.engine.records, lambda: self.fetcher.rates
-            )
+            servicer = LinkServicer(backend, self.name, SECRET, self.fetcher.adopt, self.engine.records, self.fetcher)
             rpc.add_LinkServicer_to_server(servicer, server)
             rpc.add_PeerServicer_to_server(PeerServicer(lambda: self.engine, SECRET, self.fetcher.adopt), server)
 

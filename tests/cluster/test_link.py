@@ -19,6 +19,7 @@ from jlora import config
 from jlora.cluster import link as module
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
+from jlora.cluster.fetches import PathsAlone
 from jlora.cluster.link import IDLE_S
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.secret import Secret
@@ -102,10 +103,39 @@ def test_an_idle_replica_goes_on_to_say_that_it_lives(links: tuple[Linked, Linke
     assert states[-1].blocks == 160 and states[-1].age_s < 60 and not states[-1].draining
 
 
+class Heard(PathsAlone):
+    """Keeps what a link tells it."""
+
+    def __init__(self) -> None:
+        self.peers: list[tuple[str, list[str]]] = []
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        return 2e9, 3e8
+
+    def heard(self, version: link.Version) -> None:
+        self.peers.append((version.key, list(version.peers)))
+
+
 def test_a_replica_tells_how_fast_it_fetches(replicas: tuple[Running, Running]):
-    with linked(replicas[0].replica, rates=lambda: (2e9, 3e8)) as one, one.attach() as router:
+    with linked(replicas[0].replica, fetches=Heard()) as one, one.attach() as router:
         told = router.until(lambda r: r.messages[1:])[0].state
     assert (told.peer_bps, told.path_bps) == (2e9, 3e8)
+
+
+def test_every_request_says_whom_its_adapter_comes_from_also_one_that_is_known(
+    replicas: tuple[Running, Running], versions: dict
+):
+    heard, version = Heard(), replace(versions["small"], number=21)
+    request = Request("r", PROMPT, GREEDY, adapter="small")
+    with linked(replicas[0].replica, fetches=heard) as one, one.attach() as router:
+        for rid in range(1, 4):
+            router.send(start=wire.start(rid, request, version, [f"10.0.0.{rid}:1"]))
+            router.whole(rid)
+        router.send(fetch=wire.fetch(version, ["10.0.0.9:1"]))
+        router.start(4, Request("r", PROMPT, GREEDY))
+        router.whole(4)
+    assert heard.peers == [("small@21", [f"10.0.0.{host}:1"]) for host in (1, 2, 3, 9)]
 
 
 def test_a_replica_tells_how_many_programs_it_still_compiles(

@@ -185,6 +185,26 @@ def test_a_version_comes_over_mutual_tls_and_not_to_one_who_proves_nothing(world
     loop.run(server.stop(0))
 
 
+def test_a_version_that_was_loaded_from_its_path_comes_from_the_peers_that_a_later_request_names(world: World):
+    """Its files are gone by then, and its copy has left memory."""
+    world.taker.engine.load_adapter("a@1", str(world.path), lazy=True).result(60)
+    shutil.rmtree(world.path)
+    with pytest.raises(NotFound):
+        world.taker.generate("a@1")
+    world.taker.fetcher.heard(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+    port.pace(world.taker.fetcher, path_bps=1e6)
+    (record,) = world.taker.engine.records()
+    world.version.peers[:] = []
+    world.taker.fetcher.heard(world.version)
+    with pytest.raises(NotFound):
+        world.taker.fetcher.read(record, no_files, lambda: False)
+
+
+def no_files() -> NoReturn:
+    raise NotFound("they are gone")
+
+
 def test_both_host_tiers_hold_the_same_bytes(world: World):
     world.taker.adopt(world.version)
     world.taker.generate("a@1")
@@ -309,9 +329,6 @@ def test_some_versions_come_from_peers_at_once_and_others_wait(world: World, mon
         assert answer.wait(20)
         raise DataLoss("nothing comes")
 
-    def no_files() -> NoReturn:
-        raise NotFound("they are gone")
-
     def read() -> None:
         with pytest.raises(NotFound):
             world.taker.fetcher.read(record, no_files, lambda: False)
@@ -337,9 +354,6 @@ def test_a_busy_peer_lends_no_more_and_the_path_or_insisting_helps(world: World,
     assert world.taker.generate("a@1") == expected
     assert world.taker.fetcher.fetched == 0 and world.giver.servicer.offsets == [-1, 0]
     (record,) = world.taker.engine.records()
-
-    def no_files() -> NoReturn:
-        raise NotFound("they are gone")
 
     assert world.taker.fetcher.read(record, no_files, lambda: False).digest == world.version.digest
     port.pace(world.taker.fetcher, path_bps=1e6)

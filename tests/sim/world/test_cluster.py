@@ -144,7 +144,7 @@ def an_old_epoch_is_accepted() -> list[Any]:
     """The first message of an old stream ends the stream that came after it."""
 
     def stream(self: link.LinkServicer, hello: Any, context: Any) -> link.Stream:
-        made = link.Stream(hello, self._backend, context, self._adopted, self._records, self._rates)
+        made = link.Stream(hello, self._backend, context, self._adopted, self._records, self._fetches)
         if (earlier := self._streams.get(hello.router)) is not None:
             earlier.end()
         self._streams[hello.router] = made
