@@ -63,6 +63,7 @@ class Head(msgspec.Struct, frozen=True):
     """What a replica must know of a version before its bytes; fields as of `NewAdapter`.
 
     `fits` is of the pool that the packed form is for (`Reader.fits`): model, block size, dtype, tensor parallelism.
+    `stamp` is of the files that the lender has read; () if it has read none.
     """
 
     key: str
@@ -75,6 +76,7 @@ class Head(msgspec.Struct, frozen=True):
     bytes: int
     header: str
     base: str
+    stamp: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, record: Record, fits: str) -> Head:
@@ -89,10 +91,15 @@ class Head(msgspec.Struct, frozen=True):
             record.bytes,
             record.header,
             record.base,
+            record.stamp,
         )
 
     def adapter(self, path: str, reader: Reader, data: np.ndarray | None = None, read_s: float = 0.0) -> NewAdapter:
-        """The version, with its weights or without."""
+        """The version, with its weights or without.
+
+        Files that the lender has not read may hold other weights. Without a stamp, the watch reads and compares them.
+        """
+        stamp = reader.stamp(path)
         return NewAdapter(
             name=self.key,
             digest=self.digest,
@@ -105,7 +112,7 @@ class Head(msgspec.Struct, frozen=True):
             read_s=read_s,
             path=path,
             header=self.header,
-            stamp=reader.stamp(path) or (),
+            stamp=self.stamp if self.stamp == stamp else (),
             base=self.base,
         )
 

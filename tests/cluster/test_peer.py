@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import queue
 import shutil
 import threading
@@ -304,6 +305,29 @@ def test_files_that_have_changed_are_not_served_and_the_peer_still_has_the_versi
     (record,) = world.taker.engine.records()
     look(world.taker.engine)
     assert not record.node.backed  # it stays in memory, since no files of it are left
+
+
+def test_a_copy_whose_files_were_overwritten_before_it_came_stays_in_memory(world: World):
+    _make.make_adapter(world.path, text_spec(), seed=77, r=8, targets=tuple(_make.MODULES))
+    world.taker.adopt(world.version)
+    assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+    look(world.taker.engine)
+    (record,) = world.taker.engine.records()
+    assert not record.node.backed
+
+
+@pytest.mark.parametrize("touched", [False, True])
+def test_a_copy_whose_files_are_its_own_may_leave_memory(world: World, touched: bool):
+    """Those that the lender has read are known by their stamp; others are read again."""
+    if touched:
+        os.utime(world.path / "adapter_model.safetensors", (1, 1))
+    world.taker.adopt(world.version)
+    world.taker.generate("a@1")
+    (record,) = world.taker.engine.records()
+    own = world.taker.engine.reader.stamp(str(world.path))
+    assert record.stamp == (() if touched else own)
+    look(world.taker.engine)
+    assert record.stamp == own and record.node.backed and world.taker.fetcher.fetched == 1
 
 
 def test_a_digest_that_nobody_has_is_data_loss(world: World):
