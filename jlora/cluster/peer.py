@@ -53,10 +53,20 @@ LEARNING = 0.3  # weight of the latest measurement of a rate
 KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
-CODES = {grpc.StatusCode.NOT_FOUND: NotFound, grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted}
 
 Adopt = Callable[[link.Version], Awaitable[None]]
 Engine = Callable[[], "LocalReplica"]  # raises Unavailable while it loads
+
+
+class Late(JloraError):
+    """A peer has not sent everything in time."""
+
+
+CODES: dict[grpc.StatusCode, type[JloraError]] = {
+    grpc.StatusCode.NOT_FOUND: NotFound,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: ResourceExhausted,
+    grpc.StatusCode.DEADLINE_EXCEEDED: Late,
+}
 
 
 class Head(msgspec.Struct, frozen=True):
@@ -293,10 +303,12 @@ class Fetcher:
         return None, busy
 
     def _from_peer(self, peer: str, record: Record, unwanted: Callable[[], bool], insist: bool) -> NewAdapter:
+        """In several calls, as long as each brings something: a peer that hangs is not asked again."""
         reader, clock = self._engine().reader, self._engine().reader.clock
         began = clock()
         transfer = _Transfer(record, reader)
         for attempt in range(RESUMES + 1):
+            before = transfer.got
             request = link.FetchRequest(key=record.name, digest=record.digest, offset=transfer.got, insists=insist)
             try:
                 for chunk in self._chunks(peer, request, HEAD_S + transfer.size / SLOWEST_BPS):
@@ -305,7 +317,7 @@ class Fetcher:
                         raise Unavailable("nobody waits for it any more")
                 break
             except Unavailable:
-                if attempt == RESUMES or unwanted():
+                if attempt == RESUMES or transfer.got == before or unwanted():
                     raise
         data, head = transfer.whole()
         took = clock() - began
@@ -315,7 +327,7 @@ class Fetcher:
         return head.adapter(record.path, reader, data, took)
 
     def _chunks(self, peer: str, request: link.FetchRequest, timeout_s: float) -> Iterator[link.Chunk]:
-        """A peer's answer. Raises Unavailable, NotFound if it lacks the version, ResourceExhausted if it is busy."""
+        """A peer's answer. Raises Unavailable, Late; NotFound if it lacks the version, ResourceExhausted if busy."""
         call = rpc.PeerStub(self._channel(peer)).Fetch(request, timeout=timeout_s)
         try:
             yield from call

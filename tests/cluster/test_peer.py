@@ -6,8 +6,10 @@ import asyncio
 import os
 import queue
 import shutil
+import socket
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -277,6 +279,27 @@ def test_after_a_bad_peer_the_next_one_is_asked(world: World):
     world.version.peers.insert(0, "127.0.0.1:1")
     world.taker.adopt(world.version)
     assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+
+
+@pytest.mark.parametrize("hangs", [True, False])
+def test_a_peer_that_sends_nothing_is_asked_once(world: World, monkeypatch: pytest.MonkeyPatch, hangs: bool):
+    """It takes connections and says nothing, or takes none."""
+    monkeypatch.setattr(peers, "HEAD_S", 0.5)
+    shutil.rmtree(world.path)
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        silent = f"127.0.0.1:{listening.getsockname()[1] if hangs else 1}"
+        world.version.peers.insert(0, silent)
+        world.taker.adopt(world.version)
+        asked: list[tuple[str, int]] = []
+        chunks = getattr(*port.fetches())
+
+        def seen(self: Fetcher, peer: str, request: link.FetchRequest, timeout_s: float) -> Iterator[link.Chunk]:
+            asked.append((peer, request.offset))
+            return chunks(self, peer, request, timeout_s)
+
+        monkeypatch.setattr(*port.fetches(), seen)
+        assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+    assert asked == [(silent, 0), (world.giver.address, 0)]
 
 
 def test_after_a_damaged_transfer_the_next_peer_is_asked(world: World):
