@@ -92,12 +92,14 @@ class Found:
             if path in self._refused and self._refused[path] == stamp:
                 continue
             try:
-                yield self._row(Version(name, registry.number(), path), self._scan(path))
+                scan = self._scan(path)
             except JloraError as e:
                 if not tolerant:
                     raise type(e)(f"adapter {name}: {e} (from {path})") from e
                 log.warning("adapter %s is left out as it is: %s", name, e)
                 self._refused[path] = stamp
+            else:  # what fails here is the registry, not the adapter: the next look tries again
+                yield self._row(Version(name, registry.number(), path), scan)
 
     def _scan(self, path: str) -> Scan:
         if self._spec is not None:

@@ -149,6 +149,24 @@ def test_a_locked_file_fails_the_call_that_needs_it_and_nothing_else(file: str, 
     registry.close()
 
 
+def test_an_adapter_that_came_while_the_file_was_locked_is_found_afterwards(
+    file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(catalogue, "PATIENCE_S", 0.05)
+    (tmp_path / "adapters" / "a").mkdir(parents=True)
+    for name in FILES:
+        (tmp_path / "adapters" / "a" / name).touch()
+    found = Found(configuration.load({"adapters.dir": str(tmp_path / "adapters")}), System())
+    registry = Registry(file, OsThreads())
+    other = sqlite3.connect(file, isolation_level=None)
+    other.execute("begin immediate")
+    assert found.look(registry) == []
+    other.execute("rollback")
+    assert [one.name for one in found.look(registry)] == ["a"]
+    other.close()
+    registry.close()
+
+
 def test_a_full_disk_fails_the_call_that_needs_it_and_nothing_else(registry: Registry):
     registry.put([row("a", registry.number())])
     table = port.table(registry)
