@@ -12,6 +12,9 @@ from jlora.adapters.adapter import Adapter
 from jlora.errors import InvalidArgument
 from jlora.layout import PoolLayout, UnitLayout
 
+# Of the packed form, which replicas of several releases send to each other: a change of `pack`, of the layout, or of
+# which adapters are accepted raises it.
+FORMAT = 1
 NUMPY_DTYPES = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bfloat16)}
 
 

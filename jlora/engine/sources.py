@@ -17,10 +17,9 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from jlora import __version__
 from jlora.adapters.catalogue import Catalogue, Row
 from jlora.adapters.names import at_start, check_key
-from jlora.adapters.packing import blocks_of, largest_ranks, pack
+from jlora.adapters.packing import FORMAT, blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
 from jlora.config import Config
@@ -53,7 +52,7 @@ class Reader:
     def fits(self) -> str:
         """Equal for two readers that accept the same adapters and pack them alike."""
         layout = replaced(self.layout, blocks=0)
-        return hashlib.sha256(repr((__version__, self.spec, layout, self.max_rank)).encode()).hexdigest()[:16]
+        return hashlib.sha256(repr((FORMAT, self.spec, layout, self.max_rank)).encode()).hexdigest()[:16]
 
     def check(self, name: str) -> None:
         """Raises InvalidArgument if it is no name for an adapter."""
