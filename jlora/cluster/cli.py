@@ -34,7 +34,7 @@ from jlora.serve.proto import jlora_pb2_grpc as rpc
 
 DESCRIPTION = """Serves one Llama with many LoRA adapters from several replicas behind one router.
 
-Starts the replicas, then prints `jlora ready grpc=HOST:PORT ...` as `jlora serve` does; clients see no difference.
+Starts the replicas, then prints `jlora cluster ready grpc=HOST:PORT ...`. Clients see no difference to `jlora serve`.
 SIGTERM or Ctrl-C lets running requests end, and ends the replicas that this command started.
 
   jlora cluster replica ...        one replica, for a static fleet; flags of `jlora serve`

@@ -31,6 +31,12 @@ def test_flags_are_names_of_keys(tmp_path: Path):
     assert static.cluster.addresses == ("a:1", "b:2") and static.cluster.token_file == "t"
 
 
+def test_the_help_names_the_line_that_says_it_is_ready(capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit):
+        cli.parse(["--help"])
+    assert "prints `jlora cluster ready grpc=HOST:PORT" in capsys.readouterr().out
+
+
 def test_a_shipped_file_starts_two_replicas():
     root = Path(__file__).resolve().parents[2]
     config = configuration.load(root / "configs" / "cluster.toml")
