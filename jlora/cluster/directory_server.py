@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -24,11 +25,14 @@ from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.status import status_of
 from jlora.types import AdapterInfo
 
+log = logging.getLogger(__name__)
+
 # Where requests go: version key -> address of a replica -> part. None: no table says so.
 Placed = Callable[[], Mapping[str, Mapping[str, float]] | None]
 
 MOST = 1000  # entries in one message
 BEAT_S = 1.0  # between two messages, at most: a router takes a longer silence for the end
+SILENT_S = 10.0  # without an answer to any of them: no connection closes when a router stops or its machine is gone
 
 
 class DirectoryServicer(rpc.DirectoryServicer):
@@ -71,10 +75,10 @@ class DirectoryServicer(rpc.DirectoryServicer):
             reading.cancel()
 
     async def _read(self, received: AsyncIterator[directory.Using]) -> None:
-        """What the router's requests use and have taken, until it goes."""
+        """What the router's requests use and have taken, until it goes or is silent."""
         uses, stream = self._controller.uses, object()
         try:
-            async for using in received:
+            while (using := await _next(received)) is not None:
                 uses.saw(stream, using.router, using.epoch, using.keys)
                 for one in using.served:
                     ended = one.ended or (one.requests if one.output else 0)  # an older router tells of ends alone
@@ -124,6 +128,16 @@ class DirectoryServicer(rpc.DirectoryServicer):
         except Exception as e:
             code, details = status_of(e, "Directory")
             await context.abort(code, details)
+
+
+async def _next(received: AsyncIterator[directory.Using]) -> directory.Using | None:
+    """The router's next message; None if there is none any more."""
+    try:
+        async with asyncio.timeout(SILENT_S):
+            return await anext(received, None)
+    except TimeoutError:
+        log.warning("a router that follows this controller has said nothing for %g s", SILENT_S)
+        return None
 
 
 def _placements(places: Mapping[str, Mapping[str, float]], epoch: int) -> Iterator[directory.Table]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from jlora.cluster import directory_server, remote_directory
 from jlora.cluster.demand import Load as Demanded
 from jlora.cluster.directory import Member, peers
 from jlora.cluster.directory_server import DirectoryServicer
+from jlora.cluster.proto import directory_pb2 as proto
 from jlora.cluster.proto import directory_pb2_grpc as rpc
 from jlora.cluster.remote_directory import RemoteDirectory
 from jlora.cluster.routing.table import Table
@@ -216,6 +218,23 @@ def test_a_router_that_goes_holds_no_version_any_more(world: World, path: str):
     wait_until(world.follows)
     world.remote.close()
     wait_until(lambda: old.key not in world.service.at(0))
+
+
+def test_a_router_that_says_nothing_for_a_while_holds_no_version_any_more(
+    world: World, path: str, monkeypatch: pytest.MonkeyPatch
+):
+    """It is stopped: its connection stays open, and it answers no message."""
+    monkeypatch.setattr(directory_server, "SILENT_S", 2.0)
+    said: queue.SimpleQueue[proto.Using | None] = queue.SimpleQueue()
+    said.put(proto.Using(router="r3"))
+    with grpc.insecure_channel(f"127.0.0.1:{world.port}") as channel:
+        stream = rpc.DirectoryStub(channel).Watch(iter(said.get, None), metadata=SECRET.metadata)
+        said.put(proto.Using(router="r3", epoch=next(stream).epoch))
+        unloaded = world.service.controller.unload("fr")
+        assert any(table.gone for table in stream) and not unloaded.done(), "it may use the adapter still"
+        unloaded.result(20)
+        list(stream)  # it ends
+        said.put(None)
 
 
 def test_a_table_of_many_messages_is_whole_or_not_there(world: World, monkeypatch: pytest.MonkeyPatch):
