@@ -78,6 +78,7 @@ class Controller(Directory):
         self._publishing = threading.Lock()  # one change of the registry at a time
         self._loading: set[str] = set()  # keys that replicas have and the registry has not
         self._pins: dict[str, _Pins] = {}  # by key; only those that a client has asked for
+        self._retired: dict[str, Row] = {}  # by key: versions that are not current, and that requests may still use
         self.members: Members = lambda: ()
         self.told: Callable[[str, Told], None] = lambda name, told: None  # of an adapter's requests at any router
 
@@ -114,6 +115,11 @@ class Controller(Directory):
     def _is_current(self, key: str) -> bool:
         row = self.registry.find(key.rpartition("@")[0])
         return row is not None and key_of(row) == key
+
+    def row(self, key: str) -> Row | None:
+        """A version that is current, or that requests may still use."""
+        row = self.registry.find(key.rpartition("@")[0])
+        return row if row is not None and key_of(row) == key else self._retired.get(key)
 
     # -- load -----------------------------------------------------------------------------------
 
@@ -192,8 +198,18 @@ class Controller(Directory):
         epoch = self.table.changed([row.name])
         log.info("adapter %s is loaded as version %d", row.name, row.uid)
         if old is not None:
-            key = key_of(old)
-            self.uses.retire(key, epoch, lambda: self._later(lambda: self._drop(key)))
+            self._retire(old, epoch, self._drop)
+
+    def _retire(self, row: Row, epoch: int, then: Callable[[str], object]) -> None:
+        """Calls `then` with the key of a version that is not current any more, once nobody needs it."""
+        key = key_of(row)
+
+        def free() -> None:
+            self._retired.pop(key, None)
+            self._later(lambda: then(key))
+
+        self._retired[key] = row
+        self.uses.retire(key, epoch, free)
 
     def add(self, rows: Sequence[Row]) -> None:
         """Registers adapters that no replica has read yet; a later version of a name stays."""
@@ -232,10 +248,9 @@ class Controller(Directory):
                 row = self.registry.get(name)
                 self.registry.remove(name)
                 epoch = self.table.changed([name])
-            key = key_of(row)
             self._found.leave(row)
             log.info("adapter %s unloads", name)
-            self.uses.retire(key, epoch, lambda: self._later(lambda: settle(gone, lambda: self._dropped(key, info))))
+            self._retire(row, epoch, lambda key: settle(gone, lambda: self._dropped(key, info)))
             return info
 
         return chained(self._run(run), lambda _: gone)

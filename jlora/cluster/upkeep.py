@@ -11,11 +11,12 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
+from jlora.adapters.catalogue import Row
 from jlora.adapters.names import is_key
 from jlora.cluster.controller import Controller
-from jlora.cluster.directory import Member
+from jlora.cluster.directory import Member, Version
 from jlora.cluster.found import Found
-from jlora.cluster.registry import key_of
+from jlora.cluster.registry import info_of, key_of
 from jlora.cluster.view import THERE
 from jlora.errors import DataLoss, JloraError, NotFound, ResourceExhausted
 from jlora.ports import System
@@ -26,7 +27,7 @@ ROUND_S = 0.5  # between two rounds: what a replica says has changed by then
 AGAIN_S = 10.0  # before what has failed, or what a replica's messages do not show yet, is tried again
 POLL_S = 5.0  # between two looks at adapters.dir
 THREADS = 4  # calls of replicas at once, most of them short
-SAVES = 4  # versions without files that are on their way to a second replica at once
+SAVES = 4  # versions without files of their own that are on their way to a second replica at once
 FULL_S = 60.0  # before a replica that has no room for such versions is asked again
 
 Task = tuple[str, str, str, str]  # what, replica, its address, key
@@ -173,7 +174,7 @@ class Upkeep:
                 self._controller.unload(row.name)
 
     def _save(self, lonely: Sequence[str], members: Sequence[Member]) -> None:
-        """Has a second replica keep the versions that one has in memory, and whose files are gone.
+        """Has a second replica keep the versions that one has in memory, and that no path has any more.
 
         The most used first, `SAVES` at once. How many a replica keeps is its own affair: its host tier has to hold
         them until the files are back.
@@ -184,13 +185,21 @@ class Upkeep:
         with_room = [m for m in self._controller.by_room() if (m.name, m.address) not in self._full]
         on_device = {key for member in members for key, tier in member.tiers.items() if tier == "HBM"}
         for key in sorted(lonely, key=lambda k: (self._controller.uses.begun(k), k in on_device), reverse=True):
-            row = self._controller.registry.find(key.rpartition("@")[0])
+            row = self._controller.row(key)
             other = next((m for m in with_room if m.tiers.get(key, "DISK") == "DISK"), None)
             if left <= 0:
                 return
-            if other is not None and row is not None and key_of(row) == key and self._found.is_gone(row.path):
+            if other is not None and row is not None and self._is_lost(row):
                 task = ("keep", other.name, other.address, key)
                 left -= self._begin(task, now, self._keep)
+
+    def _is_lost(self, row: Row) -> bool:
+        """Whether a version's files are gone; or, of one that was replaced, are those of another version."""
+        now = self._controller.registry.find(row.name)
+        if now is not None and now.uid == row.uid:
+            return self._found.is_gone(row.path)
+        overwritten = now is not None and now.path == row.path and now.digest != row.digest
+        return overwritten or not self._found.is_intact(row)
 
     def _coming(self, members: Sequence[Member], now: float) -> int:
         """Versions that were to be kept a short time ago, and have not come."""
@@ -200,8 +209,8 @@ class Upkeep:
 
     def _keep(self, task: Task) -> None:
         _, name, address, key = task
-        version = self._controller.current(key.rpartition("@")[0])
-        if version.key == key:
+        if (row := self._controller.row(key)) is not None:
+            version = Version.of(info_of(row), row.path)
             peers = self._controller.peers(version, name)
             try:
                 self._controller.calls.hold(address, version, peers, lost=True).result(self._goes_on)

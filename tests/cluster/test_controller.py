@@ -13,6 +13,7 @@ import pytest
 from jlora.adapters import catalogue
 from jlora.cluster import upkeep
 from jlora.cluster.directory import Member, Version
+from jlora.cluster.view import THERE
 from jlora.errors import (
     AlreadyExists,
     DataLoss,
@@ -81,6 +82,23 @@ def test_a_replaced_version_stays_until_its_last_request_has_ended(service: Serv
     assert {key for i in (0, 1) for key in service.at(i)} == {"fr@1", "fr@2"}
     controller.end(old)
     wait_until(lambda: {key for i in (0, 1) for key in service.at(i)} == {"fr@2"})
+
+
+def test_a_replaced_version_whose_files_were_overwritten_has_a_second_home_while_it_is_used(
+    service: Service, path: str, tiny_spec: ModelSpec
+):
+    """Or its answers would end with the one replica that has it."""
+    controller = service.controller
+    controller.load(Load("fr", path)).result(60)
+    old = controller.current("fr")
+    controller.begin(old)
+    _make.make_adapter(path, tiny_spec, seed=99, r=4)
+    assert controller.load(Load("fr", path, replace=True)).result(60).digest != old.digest
+    service.upkeep.look()
+    wait_until(lambda: all(old.key in service.at(i) and service.at(i)[old.key].tier in THERE for i in range(2)))
+    assert {service.at(i)[old.key].digest for i in range(2)} == {old.digest}
+    controller.end(old)
+    wait_until(lambda: not any(old.key in service.at(i) for i in range(2)))
 
 
 def test_an_unload_forgets_the_name_at_once_and_waits_for_requests(service: Service, path: str):

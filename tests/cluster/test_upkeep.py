@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import pytest
 
+from jlora.adapters.peft import FILES
 from jlora.cluster.calls import Answer, Calls
 from jlora.cluster.controller import Controller
 from jlora.cluster.directory import Member, Version
@@ -17,6 +19,7 @@ from jlora.cluster.upkeep import AGAIN_S, FULL_S, SAVES, Upkeep
 from jlora.config import Config
 from jlora.errors import ResourceExhausted
 from jlora.ports import System
+from jlora.replica import Load
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.types import AdapterInfo
 from tests.cluster import _port as port
@@ -26,13 +29,26 @@ COUNT = 3 * SAVES
 INFO = AdapterInfo("", 0, "abc", 4, {"q": 4}, ("q",), 0, 0, "HOST", False, 0, 0, 0, -1.0, 0.0)
 
 
+def answered(message: pb.AdapterInfo) -> Future[pb.AdapterInfo]:
+    answer: Future[pb.AdapterInfo] = Future()
+    answer.set_result(message)
+    return answer
+
+
 class Keeps(Calls):
-    """Answers `hold` at once, with an error if the replica is full."""
+    """Answers at once; `hold` with an error if the replica is full."""
 
     def __init__(self) -> None:
         super().__init__()
         self.held: list[tuple[str, str]] = []
         self.full: set[str] = set()
+        self.loaded = pb.AdapterInfo(digest="new")
+
+    def load(self, address: str, message: pb.LoadAdapterRequest) -> Answer:
+        return Answer(address, answered(self.loaded))
+
+    def unload(self, address: str, key: str) -> Answer:
+        return Answer(address, answered(pb.AdapterInfo()))
 
     def hold(self, address: str, version: Version, peers: Sequence[str], lost: bool = False) -> Answer:
         assert lost and peers == ("h:0",)
@@ -73,7 +89,7 @@ class Ground:
         before = len(self.calls.held)
         port.look(self.upkeep)
         wait_for(lambda: len(self.calls.held) >= before + calls)
-        return sorted((key for _, key in self.calls.held[before:]), key=self.keys.index)
+        return sorted((key for _, key in self.calls.held[before:]), key=[*self.keys, "own@1000"].index)
 
 
 @pytest.fixture
@@ -109,3 +125,27 @@ def test_a_replica_that_is_full_is_left_in_peace_for_a_while(ground: Ground):
     ground.now += FULL_S
     del ground.tiers["r2"]
     assert len(ground.look(SAVES)) == SAVES
+
+
+@pytest.mark.parametrize(
+    ("digest", "gone", "kept"), [("new", False, True), ("abc", False, False), ("abc", True, True)], ids=str
+)
+def test_a_version_that_was_replaced_is_kept_while_it_is_used_and_no_path_has_it(
+    ground: Ground, tmp_path: Path, digest: str, gone: bool, kept: bool
+):
+    """Its files are another version's, its own, or gone."""
+    for name in FILES:
+        (tmp_path / name).touch()
+    controller = ground.controller
+    old = Version("own", 1000, str(tmp_path), "abc")
+    controller.registry.put([row_of(old, INFO, False, 0.0)])
+    controller.begin(old)
+    ground.calls.loaded = pb.AdapterInfo(digest=digest)
+    controller.load(Load("own", str(tmp_path), replace=True)).result(20)
+    if gone:
+        (tmp_path / FILES[0]).unlink()
+    ground.tiers |= {"r0": {old.key: "HOST"}, "r1": {}}
+    assert ground.look(kept) == [old.key] * kept
+    controller.end(old)
+    ground.now += AGAIN_S + 1
+    assert ground.look(0) == []
