@@ -206,6 +206,7 @@ class ClusterConfig:
         controller: address of the router whose process has the adapters' registry; "": this one has it. Further
             routers name it.
         token_file: holds the secret that routers and replicas share; "" makes one for each start.
+        tls_name: a name that the certificates of all routers and replicas have; "": each has its address.
         resources: what Ray sets aside for each replica, by its own names (CPU, GPU, TPU, ...).
         env: environment variables of each replica, such as JAX_PLATFORMS.
         ray_address: of Ray's head; "" starts a Ray of this process's own on this machine.
@@ -231,6 +232,7 @@ class ClusterConfig:
     addresses: Addresses = ()
     controller: str = ""
     token_file: str = ""
+    tls_name: str = ""
     resources: Annotated[Mapping[str, Amount], Meta(description="a table of NAME = amount")] = field(
         default_factory=dict
     )

@@ -39,6 +39,7 @@ LATE_S = 0.25  # without a look or a message: this process did not run
 # A connection of its own for each channel, and at once.
 OPTIONS = (("grpc.use_local_subchannel_pool", 1), ("grpc.initial_reconnect_backoff_ms", 100))
 GIVEN_UP = "it was given up"
+TLS = ("ssl", "handshake", "verification check")  # in gRPC's words for a certificate that does not do
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -210,7 +211,7 @@ class Attached:
                 self._stream = asyncio.create_task(self._attach(), name=f"stream {self.name}")
                 await asyncio.wait((self._stream,))
                 why = _why(self._stream)
-                if not self._up and why not in (self._said, GIVEN_UP) and not why.startswith("UNAVAILABLE"):
+                if not self._up and why not in (self._said, GIVEN_UP) and not _starts(why):
                     log.warning("replica %s at %s cannot be used: %s", self.name, self.address, why)
                     self._said = why
                 self._end(why, "down")
@@ -293,6 +294,11 @@ class Attached:
             self._said = why
             log.warning("replica %s at %s is lost: %s", self.name, self.address, why)
             self._receiver.lost(self, why)
+
+
+def _starts(why: str) -> bool:
+    """Whether nobody answers yet, as while a replica starts."""
+    return why.startswith("UNAVAILABLE") and not any(word in why.lower() for word in TLS)
 
 
 def _why(ended: asyncio.Task[str]) -> str:

@@ -12,9 +12,13 @@ import asyncio
 import logging
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import grpc
 
 from jlora.cluster.attach import Terms
 from jlora.cluster.directory import Directory
@@ -74,15 +78,33 @@ def program(parts: Parts, cluster: ClusterConfig) -> Program:
     return Program("jlora cluster", load, _ready, parts.services, replicas=replicas, threads=parts.threads)
 
 
+@dataclass(frozen=True, slots=True)
+class Member(Login):
+    """A login at processes of the service, whose certificates all have `name`; "": each has its address."""
+
+    name: str = ""
+
+    def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.Channel:
+        return Login.channel(self, server, (*options, *self._named))
+
+    def aio(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> grpc.aio.Channel:
+        return Login.aio(self, server, (*options, *self._named))
+
+    @property
+    def _named(self) -> tuple[tuple[str, str], ...]:
+        return (("grpc.ssl_target_name_override", self.name),) if self.name else ()
+
+
 def login(config: Config, token: str) -> Login:
     """What a process of the service shows another one.
 
+    With `cluster.tls_name` certificates name the service: processes are reached by addresses, which change.
     With `serve.tls_client_ca` the two prove each other's certificates. With a certificate only, which is then its
     own authority, calls are encrypted.
     """
     serve = config.serve
     ca = serve.tls_client_ca or serve.tls_cert
-    return Login(token, ca, serve.tls_cert, serve.tls_key) if ca else Login(token)
+    return Member(token, ca, serve.tls_cert, serve.tls_key, config.cluster.tls_name) if ca else Login(token)
 
 
 async def _load(config: Config, parts: Parts) -> tuple[Replica, Tokenizer | None]:
