@@ -36,7 +36,7 @@ class Fibers(Threads):
         """Whether the process does."""
         return not (self._loop.dead or self._loop.stopped)
 
-    def start(self, name: str, run: Callable[[], None]) -> Any:
+    def start(self, name: str, run: Callable[[], object]) -> Any:
         """Runs `run`, soon."""
         fiber = greenlet(run, self._hub)
         self._live[fiber] = None
