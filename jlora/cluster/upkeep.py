@@ -198,6 +198,8 @@ class Upkeep:
         now = self._controller.registry.find(row.name)
         if now is not None and now.uid == row.uid:
             return self._found.is_gone(row.path)
+        if not row.digest:  # no replica has read it: whatever is at its path would be taken for it
+            return False
         overwritten = now is not None and now.path == row.path and now.digest != row.digest
         return overwritten or not self._found.is_intact(row)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 from dataclasses import replace as replaced
 
 from jlora.adapters.catalogue import Row
@@ -36,6 +37,20 @@ def check_size(name: str, size: int, most: int, total: int, hint: str = "") -> N
             f"adapter {name!r} needs {size} blocks, and at most {most} of the pool's {total} can hold an adapter; "
             f"raise cache.hbm_blocks{hint}"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Compared:
+    """An adapter in memory beside the files at its path.
+
+    Attributes:
+        stamp: of the files; None if there are none, or the disk does not answer.
+        own: they are what the adapter was read from.
+    """
+
+    record: Record
+    stamp: tuple[int, ...] | None
+    own: bool
 
 
 class Adapters:
@@ -344,15 +359,26 @@ class Adapters:
         self.shelf.drop(reading)
 
     def back(self, record: Record, intact: bool) -> None:
-        """Whether the adapter's files are as they were read: otherwise it stays in memory, and so does one to merge.
+        """Whether the adapter's files are as they were read: otherwise it stays in memory, and so does one to merge."""
+        may_leave = intact and record.name != self._merged_name
+        if not record.node.gone and record.node.backed != may_leave:
+            self._manager.back(record.node, may_leave)
 
-        If such adapters fill their share of the host tier, it may leave, and its requests find what the files are.
+    def compared(self, found: Iterable[Compared]) -> None:
+        """What the files of adapters in memory are now.
+
+        Those with other files stay as long as they take no more than their share of the host tier. Then the next ones
+        may leave, and their requests find what the files are.
         """
-        node = record.node
-        over = bool(record.stamp) and node.backed and self._bound() + node.size > self._most_bound
-        may_leave = (intact or over) and record.name != self._merged_name
-        if not node.gone and node.backed != may_leave:
-            self._manager.back(node, may_leave)
+        bound = self._bound()
+        for one in found:
+            node, own = one.record.node, one.own
+            if own and one.stamp is not None:
+                one.record.stamp = one.stamp
+            elif one.record.stamp and one.stamp is not None and node.backed and not node.gone:
+                own = bound + node.size > self._most_bound
+                bound += 0 if own else node.size
+            self.back(one.record, own)
 
     @property
     def _merged_name(self) -> str:
@@ -366,12 +392,7 @@ class Adapters:
     def _bound(self) -> int:
         """Blocks of adapters whose files have changed, or that have none; what is to be merged does not count."""
         held = [r for r in self.records() if not r.node.gone and r.name != self._merged_name]
-        return sum(r.node.size for r in held if not r.stamp or not (r.node.reading or r.node.backed))
-
-    def found(self, record: Record, stamp: tuple[int, ...]) -> None:
-        """The files of an adapter have been read again and are its own: it may leave memory."""
-        record.stamp = stamp
-        self.back(record, True)
+        return sum(r.node.size for r in held if not (r.stamp if r.node.reading else r.node.backed))
 
     def renew(self, record: Record, new: NewAdapter) -> None:
         """Its files changed before they were first read, and are `new` now; nothing if it is no longer so."""

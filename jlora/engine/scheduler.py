@@ -121,9 +121,9 @@ class Scheduler:
             handle = siblings[0].order
             if request.deadline is not None:
                 self._deadlines.add(request.deadline, handle)
-            self._requests[handle] = siblings
             for sequence in siblings:
                 self.turns.joined(sequence)
+            self._requests[handle] = siblings
         except BaseException:
             for sequence in siblings:
                 self.queue.dequeue(sequence)

@@ -16,20 +16,21 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from functools import partial
 
 from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps
+from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
-from jlora.errors import DataLoss, InvalidArgument, JloraError, Unavailable
+from jlora.errors import JloraError, Unavailable
 from jlora.ports import Stamp, System
 
 log = logging.getLogger(__name__)
 
 POLL_S = 5.0  # between two rounds
 READ_S = 0.1  # of a round: after so long it reads no further adapter
+AGAIN_S = 600.0  # before files that were not an adapter's own, or could not be read, are read again
 SHARE = 50  # times its last round's time that it pauses at least
 
 
@@ -50,6 +51,7 @@ class Watch:
         # uid of an adapter in memory -> the files at its path, which are not its own (None: there are none)
         self._others: dict[int, Stamp | None] = {}
         self._read_s = 0.0  # that this round has read for
+        self._again = 0.0  # when all are read again
 
     def run(self) -> None:
         pause, clock = POLL_S, self._system.clock
@@ -95,14 +97,17 @@ class Watch:
 
     def _resident(self, records: list[Record]) -> None:
         """Says of adapters in memory whether the disk has them, all between two steps."""
-        self._read_s = 0.0
+        self._read_s, now = 0.0, self._system.clock()
+        if now >= self._again:
+            self._others, self._again = {}, now + AGAIN_S
         uids = {record.node.uid for record in records}
         self._others = {uid: stamp for uid, stamp in self._others.items() if uid in uids}
-        commands = [command for record in records if (command := self._judged(record, self._reader.stamp(record.path)))]
-        if commands:
-            self._now(lambda: [command() for command in commands])
+        compared = [found for record in records if (found := self._compared(record, self._reader.stamp(record.path)))]
+        if compared:
+            self._now(lambda: self._adapters.compared(compared))
 
-    def _judged(self, record: Record, stamp: Stamp | None) -> Callable[[], None] | None:
+    def _compared(self, record: Record, stamp: Stamp | None) -> Compared | None:
+        """None if nothing has changed."""
         uid = record.node.uid
         if stamp is not None and stamp == record.stamp:
             self._others.pop(uid, None)
@@ -117,24 +122,23 @@ class Watch:
             return self._recognise(record, stamp)
         else:  # a copy of another replica's may leave until it is known whether the disk has it
             own = not record.stamp and record.node.backed
-        return None if own == record.node.backed else partial(self._adapters.back, record, own)
+        return None if own == record.node.backed else Compared(record, stamp, own)
 
-    def _recognise(self, record: Record, stamp: Stamp) -> Callable[[], None]:
+    def _recognise(self, record: Record, stamp: Stamp) -> Compared:
         """Reads what has come to the adapter's path: files may be touched, copied or restored without a change."""
         began = self._system.clock()
         try:
             new = read_adapter(record.name, record.path, self._reader)
             check_version(record, new.digest, new.header)
         except (JloraError, MemoryError) as e:
-            if isinstance(e, DataLoss | InvalidArgument):  # otherwise the next round tries again
-                self._others[record.node.uid] = stamp
+            self._others[record.node.uid] = stamp
             log.warning(
                 "adapter %s is served from memory: its files have changed or cannot be read: %s", record.name, e
             )
-            return partial(self._adapters.back, record, False)
+            return Compared(record, stamp, own=False)
         finally:
             self._read_s += self._system.clock() - began
-        return partial(self._adapters.found, record, new.stamp)
+        return Compared(record, new.stamp, own=True)
 
     def _found(self) -> Iterator[tuple[str, str]]:
         if not self._directory:
@@ -155,10 +159,10 @@ class Watch:
         stamp = self._reader.stamp(path)
         if stamp is None or self._refused.get(path) == stamp:
             return
+        row, adapters = self._catalogue.row(name), self._adapters  # its errors are not the adapter's
         try:
             check_name(name)
-            new = pinned_as(self._catalogue.row(name), scan_adapter(name, path, self._reader))
-            adapters = self._adapters
+            new = pinned_as(row, scan_adapter(name, path, self._reader))
             self._now(lambda: adapters.register(new) if old is None else adapters.renew(old, new))
         except Unavailable:
             raise

@@ -191,13 +191,14 @@ class Generation:
         if not submitted.cancelled() and submitted.exception() is None:
             self._replica.abort(submitted.result())
 
-    async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """New deltas, as soon as there are some.
+    async def deltas(self, to_client: bool = True) -> AsyncIterator[list[Delta]]:
+        """New deltas, as soon as there are some. `to_client`: each waits until the client has read those before.
 
         Raises DeadlineExceeded if the deadline ended the request, and ResourceExhausted if they are read too slowly.
         """
         while not self._answer.ended:
-            self._inbox.check_reader(self._backend.stall_s)
+            if to_client:
+                self._inbox.check_reader(self._backend.stall_s)
             events = await self._inbox.get(self._slice)
             try:
                 deltas, stops = self._answer.push(events)
@@ -223,7 +224,7 @@ class Generation:
     async def whole(self) -> list[Delta]:
         """One delta per completion; errors as in `deltas`."""
         wholes = []
-        for whole in joined([delta async for deltas in self.deltas() for delta in deltas]):
+        for whole in joined([delta async for deltas in self.deltas(to_client=False) for delta in deltas]):
             wholes.append(whole)
             await asyncio.sleep(0)
         return wholes

@@ -135,7 +135,7 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         method = handler_call_details.method
         if handler is None:
-            return None
+            return _unknown(self._unread)
         if not method.startswith(PACKAGE):
             return self._keyless.bounded(handler, method) if method.startswith(KEYLESS) else handler
         counts = method not in QUEUED
@@ -159,6 +159,16 @@ class StatusInterceptor(grpc.aio.ServerInterceptor):
             self._backend.gate.check_calls(tenant)
         elif self._backend.replica is not None:  # otherwise the handler says that it loads
             self._backend.gate.check_completions(self._backend.room, tenant=tenant)
+
+
+def _unknown(unread: Unread) -> grpc.RpcMethodHandler:
+    """As gRPC itself answers; but the end counts until the client takes it."""
+
+    async def refuse(_: AsyncIterator[bytes], context: grpc.aio.ServicerContext) -> None:
+        unread.ends(context)
+        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+    return grpc.stream_stream_rpc_method_handler(refuse)
 
 
 def _refusal(error: errors.JloraError, method: str, unread: Unread) -> grpc.RpcMethodHandler:

@@ -14,7 +14,7 @@ PERIOD_S = 1.0  # between two signs of life
 
 async def tell_systemd(backend: Backend) -> None:
     """Gives signs of life while the server is loaded and `Backend.live`. Ends at once if systemd asks for none."""
-    where = os.environ.get("NOTIFY_SOCKET", "")
+    where = os.environ.pop("NOTIFY_SOCKET", "")  # not for replicas that this process starts
     if not where:
         return
     if where.startswith("@"):  # so it writes the null of an abstract address

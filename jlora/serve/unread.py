@@ -22,6 +22,7 @@ import grpc
 
 log = logging.getLogger(__name__)
 
+AGAIN_S = 1.0  # between two looks before a connection is closed: this process may have stood still before the first
 MOST = 256  # ends that a connection may leave unread: one reader that stands still costs its neighbours nothing
 FILES = "/dev/fd"  # the descriptors of this process
 
@@ -53,11 +54,14 @@ class Unread:
         if not calls:
             del self._ended[peer]
 
-    def _look(self, peer: str) -> None:
+    def _look(self, peer: str, again: bool = False) -> None:
         loop = asyncio.get_running_loop()
         since = next(islice(self._ended.get(peer, {}).values(), MOST, None), None)  # of the first that is too many
         if since is not None and loop.time() < since + self._patience_s:
             loop.call_at(since + self._patience_s, self._look, peer)
+            return
+        if since is not None and not again:
+            loop.call_later(AGAIN_S, self._look, peer, True)
             return
         self._looked.discard(peer)
         if since is not None:

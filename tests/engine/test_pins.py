@@ -10,6 +10,7 @@ import pytest
 from jlora.cache.inspect import check_integrity
 from jlora.cache.manager import Sizes
 from jlora.config import CacheConfig
+from jlora.engine.loading import Compared
 from jlora.engine.records import NewAdapter
 from jlora.errors import ResourceExhausted
 from jlora.sim.replica import Replica
@@ -80,12 +81,13 @@ def test_adapters_whose_files_changed_stay_until_they_fill_their_share_of_the_ho
     for i in range(20):
         adapters.add(replace(new(f"a{i}", 9), path="/there", stamp=(1,)))
     records = sorted(adapters.records(), key=lambda record: record.node.uid)
-    for record in records:
-        adapters.back(record, False)
+    adapters.compared([Compared(record, (2,), own=False) for record in records])
     assert [record.node.backed for record in records] == [False] * 14 + [True] * 6
-    adapters.back(records[0], True)
-    adapters.back(records[-1], False)
-    assert records[0].node.backed and not records[-1].node.backed
+    adapters.compared([Compared(records[0], (3,), own=True)])
+    adapters.compared([Compared(records[-1], (2,), own=False)])
+    assert records[0].node.backed and records[0].stamp == (3,) and not records[-1].node.backed
+    adapters.compared([Compared(record, None, own=False) for record in records])  # the disk does not answer
+    assert not any(record.node.backed for record in records)
 
 
 def test_an_adapter_is_renewed_only_while_it_is_as_it_was_found():
