@@ -77,7 +77,8 @@ def test_switches_are_exact_in_every_setting(
             assert {name: tokens(events) for name, events in got.items()} == expected
         stats = service.stats()
         assert stats.merge.switches >= 3 and not stats.merge.reloads
-        assert (stats.preemptions > 0) == ("blocks" in settings)
+        # With room for all, only those give way whose slots others, whom a merge has kept waiting, have to have.
+        assert stats.preemptions or "blocks" not in settings
 
 
 def test_at_every_point_of_a_switch_its_requests_are_exact_and_others_wait(
