@@ -18,10 +18,10 @@ from jlora.cluster.routing.least_loaded import LeastLoaded
 from jlora.cluster.routing.session import SessionSticky
 from jlora.errors import JloraError
 from jlora.sim.world.cluster import checks
-from jlora.sim.world.cluster.adapters import NAMES, Adapters, Follower
+from jlora.sim.world.cluster.adapters import HOLD_S, NAMES, Adapters, Follower
 from jlora.sim.world.cluster.asks import Ask, Violation
 from jlora.sim.world.cluster.blame import Blame
-from jlora.sim.world.cluster.faults import Faults
+from jlora.sim.world.cluster.faults import Command, Faults
 from jlora.sim.world.cluster.heard import Heard
 from jlora.sim.world.cluster.loop import Loop, Time
 from jlora.sim.world.cluster.members import Grounds, ReplicaProcess, RouterProcess
@@ -218,6 +218,8 @@ class World:
         if not self.time.run(self.time.now + TIDY_S, lambda: checks.pins_hold(self)):
             raise Violation(f"pins differ from the registry's: {[r.replica.adapters_here for r in self.replicas]}")
         self.heard.check()
+        # What a router that is gone may still use is unloaded a while later.
+        self.time.run(self.time.now + HOLD_S + STEP_S, lambda: not any(map(self._unanswered, self.faults.commands)))
         self._commands()
         self.time.run(self.time.now + PATH_S, lambda: not checks.running(self))  # a cancel may be on its way
         checks.at_end(self)
@@ -231,10 +233,13 @@ class World:
             checks.often(self)
             self.heard.check()
 
+    def _unanswered(self, one: Command) -> bool:
+        return not one.answer.done() and one.life == len(self.adapters.lives)
+
     def _commands(self) -> None:
         """Commands about adapters are answered, or gone with the controller that had them."""
         for one in self.faults.commands:
-            if not one.answer.done() and one.life == len(self.adapters.lives):
+            if self._unanswered(one):
                 raise Violation(f"the {one.kind} of {one.name} that came at {one.begun:.3f} is not answered")
             if one.answer.done() and (error := one.answer.exception()) is not None and not self.blame.command(one):
                 raise Violation(f"the {one.kind} of {one.name} has failed: {type(error).__name__}: {error}")
