@@ -2,9 +2,9 @@
 
 a new directory in adapters.dir       registered; the first request has it read
 a change before the first read        registered anew
-a change after it                     read and compared: if other weights have come, what is in memory stays there and
-                                      is served; a read from the disk fails
-gone                                  likewise; once it is on the disk only, its name is unknown
+a change after it                     read and compared; if other weights have come, what is in memory is served, as
+                                      long as its share of the host tier lasts; a read from the disk fails
+gone                                  what is in memory is served; once it is on the disk only, its name is unknown
 back                                  read and compared; what is in memory may leave it again
 
 Polling is enough: a round takes a few microseconds of system calls for each adapter, and at most a
