@@ -309,5 +309,5 @@ def test_a_planted_bug_is_found(bug: Bug, says: str):
     with ExitStack() as patched:
         for patch in bug():
             patched.enter_context(patch)
-        found = report.play("cluster", table.seeds()[bug.__name__], STEPS)[0].failure
-    assert re.search(says, found), "python -m tests.sim.world.planted looks for another seed"
+        seeds = [table.seeds()[bug.__name__], *SEEDS]  # the one that found it last, then all
+        assert any(re.search(says, played.failure) for played in report.run("cluster", seeds, STEPS))

@@ -39,7 +39,7 @@ from jlora.sim.world.merging import Weights
 from jlora.types import TokenEvent
 from tests.cache import test_planted_bugs as cache
 from tests.sim.world import table
-from tests.sim.world.test_seeds import STEPS
+from tests.sim.world.test_seeds import SEEDS, STEPS
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 
@@ -352,5 +352,6 @@ PLANTS: tuple[Plant, ...] = (
 @pytest.mark.parametrize("plant", PLANTS, ids=lambda plant: plant.__name__)
 def test_a_planted_bug_is_found_by_its_seed(plant: Plant, monkeypatch: pytest.MonkeyPatch):
     plant(monkeypatch)
-    (played,) = report.run("engine", [table.seeds()[plant.__name__]], STEPS)
-    assert played.failure, "python -m tests.sim.world.planted looks for another seed"
+    # Every change of the engine shifts what a seed plays: the table says which one found the bug last.
+    seeds = [table.seeds()[plant.__name__], *range(SEEDS)]
+    assert any(played.failure for played in report.run("engine", seeds, STEPS))
