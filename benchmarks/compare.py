@@ -20,6 +20,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -42,7 +43,7 @@ def run(options: Options) -> None:
         raise ConfigError(f"--studies {unknown[0]}: must be of {', '.join(STUDIES)}")
     with checkout(options.commits[0]) as old, checkout(options.commits[1]) as new:
         trees = {"old": old, "new": new}
-        settings = {"old": _commit(old), "new": _commit(new), "quick": options.quick}
+        settings = {"old": commit(old), "new": commit(new), "quick": options.quick}
         name = "-".join(("compare", *options.studies, options.dtype))
         records = options.records(name, settings)
         for study in options.studies or STUDIES:
@@ -93,9 +94,15 @@ def measured(options: Options, tree: Path, study: str) -> Sample:
     return {name: statistics.median(values) for name, values in found.items()}
 
 
-def _commit(tree: Path) -> str:
-    """The commit of a checkout; with a plus sign where files were changed."""
-    return _git(tree, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+def commit(tree: Path) -> str:
+    """The commit of a checkout; where files were changed, a plus sign and what the changes are.
+
+    A measurement goes on with its earlier rounds only if both trees are the same.
+    """
+    found = _git(tree, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
+    new = _git(tree, "ls-files", "--others", "--exclude-standard", "--", "jlora/*.py", "benchmarks/*.py").split("\n")
+    changes = _git(tree, "diff", "HEAD") + "".join(f"{name}\n{(tree / name).read_text()}" for name in new if name)
+    return f"{found.removesuffix('+')}+{sha256(changes.encode()).hexdigest()[:8]}" if changes else found
 
 
 def _git(where: Path, *words: str) -> str:

@@ -189,7 +189,7 @@ def step_verdict(study: Study) -> str:
 def switches(study: Study) -> pd.DataFrame:
     """Milliseconds of a switch and of steps, medians over the rounds."""
     made = []
-    for cell, rows in study.rows.groupby("cell", sort=False):
+    for cell, rows in study.rows[study.rows["side"] != "serving"].groupby("cell", sort=False):
         middle = median(rows, ["side"])
         switch = middle.loc["switch"]
         row = {"adapter": cell}
@@ -201,6 +201,17 @@ def switches(study: Study) -> pd.DataFrame:
         row |= {f"{side} step ms": f"{1e3 * middle.loc[side, 'seconds']:.1f}" for side in ("unmerged", "merged")}
         row["unmerged / merged"] = told(ratios(rows, "unmerged", "merged", "seconds"))
         made.append({**row, "control": controls(rows, ("unmerged", "merged"))})
+    return pd.DataFrame(made)
+
+
+def switching(study: Study) -> pd.DataFrame:
+    """A full batch's steps while its adapter is merged and taken out: the slowest of each kind over a usual one."""
+    made = []
+    for cell, rows in study.rows[study.rows["side"] == "serving"].groupby("cell", sort=False):
+        row = {"adapter": str(cell).partition(",")[0], "usual step ms": f"{1e3 * rows['unmerged_step_s'].median():.1f}"}
+        for kind, name in (("unmerged", "of no switch"), ("merge", "of a merge"), ("unmerge", "of taking out")):
+            row[f"slowest {name}"] = told(rows[f"{kind}_longest_s"] / rows["unmerged_step_s"])
+        made.append(row)
     return pd.DataFrame(made)
 
 

@@ -15,6 +15,7 @@ from jlora.adapters.adapter import Scan
 from jlora.adapters.catalogue import Row
 from jlora.adapters.names import at_start
 from jlora.adapters.peft import FILES, scan_peft
+from jlora.adapters.removed import is_gone, is_removed
 from jlora.cluster.directory import Version
 from jlora.cluster.registry import Registry, info_of
 from jlora.config import Config
@@ -57,26 +58,15 @@ class Found:
             return []
 
     def gone(self, rows: Iterable[Row]) -> list[Row]:
-        """Those of `adapters.dir` whose files are gone.
-
-        What cannot be read now is not gone. Nor are all at once: a disk that is not mounted leaves an empty directory.
-        """
+        """Those of `adapters.dir` that were removed from it."""
         inside = os.path.join(os.path.abspath(self._adapters.dir), "") if self._adapters.dir else ""
-        if not inside or not os.path.isdir(inside):
+        if not inside:
             return []
-        known = [row for row in rows if row.path.startswith(inside)]
-        gone = [row for row in known if self.is_gone(row.path)]
-        return gone if len(gone) < len(known) else []
+        return [row for row in rows if row.path.startswith(inside) and is_removed(row.path, self._files)]
 
     def is_gone(self, path: str) -> bool:
         """Whether a directory's files are gone; one that cannot be read now is not."""
-        try:
-            self._files.stamp(path, FILES)
-        except (FileNotFoundError, NotADirectoryError):
-            return True
-        except (OSError, ValueError):
-            return False
-        return False
+        return is_gone(path, self._files)
 
     def is_intact(self, row: Row) -> bool:
         """Whether a directory's files are there, and are those that the row was made of, if it knows them."""

@@ -43,7 +43,9 @@ def kernels_for(case: Case) -> Ops:
     one = isinstance(case, AttentionCase)
     shapes = ((len(case.rows) + case.padding, case.chunk),) if one else ((case.count, 1),)
     width = case.layout.blocks_for(case.spec.max_len)
-    site = Site(device.platform, device.device_kind, case.layout, case.spec.heads, shapes, width, 64, Gpu.of(device))
+    # Attention reads no units: those of its case need not be such as a GPU's adapter kernel reads.
+    layout = fit_units(case.layout) if one and device.platform == "gpu" else case.layout
+    site = Site(device.platform, device.device_kind, layout, case.spec.heads, shapes, width, 64, Gpu.of(device))
     chosen = choose(site, "auto" if device.platform == "tpu" else "pallas")
     op = chosen.choices[0 if one else 1]
     if op.implementation == "xla":

@@ -99,7 +99,7 @@ class World:
     def serves(self, case: StepCase) -> bool:
         """Whether the forms that it keeps to hold every launch of an engine that decodes this case."""
         builder = self._prepared.builder
-        decode = builder.compiled.bare if builder.compiled.bare and not case.ranks else builder.compiled.decode
+        decode = (*builder.compiled.decode, *(() if case.ranks else builder.compiled.bare))
         largest = max(builder.compiled.prefill, default=0)
         return max(decode, default=0) >= case.shape[0] and largest >= builder.buckets.prefill[-1]
 

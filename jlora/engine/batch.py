@@ -246,7 +246,8 @@ class BatchBuilder:
         key = [w.sequence for w in works], self.slots.version, self._merged, self.compiled
         if self._standing is not None and self._standing.key == key:
             return self._standing.again(works)
-        bare = bool(self.compiled.bare) and not any(self._merged.acts(w) for w in works)
+        # While programs compile, the bare ones may all be too small.
+        bare = max(self.compiled.bare, default=0) >= len(works) and not any(self._merged.acts(w) for w in works)
         rows = _fitting(self.compiled.bare if bare else self.compiled.decode, len(works))
         launch = self.launch(works, rows, 1, bare)
         self._standing = Standing(key, launch, works, self._pages)

@@ -49,7 +49,7 @@ from jlora.layout import PoolLayout
 from jlora.model import checkpoint, hub, sharding
 from jlora.model.llama import Params
 from jlora.model.spec import ModelSpec, sites_of
-from jlora.ports import Clock, System
+from jlora.ports import Clock, OsThreads, System
 from jlora.replica import ReplicaInfo
 from jlora.step_model import Basis, FittedSteps
 from jlora.validation import Limits
@@ -248,9 +248,11 @@ def warm_up(runner: Runner, first: First, progress: bool) -> None:
 def compile_rest(built: Built, progress: bool = False) -> Built:
     """Compiles at once what `build` has left: before a measurement, or for `jlora compile`."""
     rest = built.runner.left
-    for left in tqdm(rest, desc="compiling the rest", disable=not progress, leave=False):
-        built.runner.compile(left)
-        built.runner.admit(left)
+    with OsThreads().pool("jlora-compile", min(os.cpu_count() or 1, COMPILERS)) as threads:
+        compiled = threads.map(built.runner.compile, rest)
+        for left in tqdm(rest, desc="compiling the rest", disable=not progress, leave=False):
+            next(compiled)
+            built.runner.admit(left)
     if rest:
         built.open_groups(lambda call: call())
     return built
@@ -289,6 +291,7 @@ def compiled_for(info: ReplicaInfo, spec: ModelSpec, layout: PoolLayout) -> dict
         "max_rank": info.config.adapters.max_rank,
         **{f"engine.{name}": getattr(engine, name) for name in decides},
         "merges": engine.merge != "off",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
     }
 
 

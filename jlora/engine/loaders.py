@@ -103,7 +103,8 @@ class Loaders:
         except NotFound as e:
             raise NotFound(f"adapter {record.name!r}: its files are gone from the disk ({e})") from e
         except (InvalidArgument, ResourceExhausted) as e:
-            raise DataLoss(f"adapter {record.name!r}: its files have changed on the disk: {e}") from e
+            what = "have changed on the disk" if record.digest else "cannot be used"  # so far the headers were read
+            raise DataLoss(f"adapter {record.name!r}: its files {what}: {e}") from e
 
     # -- what callers ask for -------------------------------------------------------------------
 

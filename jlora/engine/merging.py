@@ -62,7 +62,7 @@ class Merging:
     def __init__(self, max_seqs: int, starve_s: float, times: Times):
         self.alpha, self.beta = 1.0, 0.5
         self.live: Counter[AdapterNode] = Counter()  # sequences that wait or run, the base's too
-        self.refused: set[AdapterNode] = set()
+        self.refused: set[int] = set()  # uids: a version that comes back from the disk has another node
         self.times = times
         self.out_s = 0.0  # until what is merged, or would be, is out, with the steps between its pieces
         self.passed = False  # a request that a merge has kept waiting has had no step since
@@ -90,7 +90,7 @@ class Merging:
         """
         self._move_credits(now, merged)
         top = merged or self._most_asked()
-        if top is None or top.dying or top in self.refused or not self.live:
+        if top is None or top.dying or top.uid in self.refused or not self.live:
             self._top = None
             return None
         self._steps += 1
@@ -120,7 +120,7 @@ class Merging:
         return max(legal, key=lambda entry: entry[:2])[2] if legal else None
 
     def _legal(self, node: AdapterNode) -> bool:
-        return not node.dying and node not in self.refused
+        return not node.dying and node.uid not in self.refused
 
     def _eligible(self, top: AdapterNode) -> bool:
         """Whether it has the credit to be served before others."""

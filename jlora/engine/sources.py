@@ -22,6 +22,7 @@ from jlora.adapters.names import at_start, check_key
 from jlora.adapters.packing import FORMAT, blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
+from jlora.adapters.removed import is_removed
 from jlora.config import Config
 from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
@@ -170,8 +171,9 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
             found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
     before = list(_loaded_before(rows.values(), reader))
     known = {item.name for item in before}
-    left_out += [name for name in rows.keys() - known if not rows[name].digest or not reader.stamp(rows[name].path)]
-    catalogue.remove(left_out)  # what has a digest stays pinned to it
+    rest = [row for name, row in rows.items() if name not in known]
+    left_out += [row.name for row in rest if not row.digest or is_removed(row.path, reader.files)]
+    catalogue.remove(left_out)  # what has a digest and may come back stays pinned to it
     return found + before
 
 
@@ -179,7 +181,7 @@ def _loaded_before(rows: Iterable[Row], reader: Reader) -> Iterator[Row | NewAda
     """Adapters that an earlier process loaded at run time, and that are still there."""
     for row in rows:
         if reader.stamp(row.path) is None:
-            log.warning("adapter %s is not known any more: its files are gone", row.name)
+            log.warning("adapter %s is left out: its files are gone, or cannot be read", row.name)
             continue
         try:
             yield _known_or_scanned(row.name, row.path, row, reader)
@@ -203,13 +205,24 @@ def _known_or_scanned(name: str, path: str, row: Row | None, reader: Reader) -> 
 def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> Iterator[Row | NewAdapter]:
     """Those to read at start: all if the host tier holds them, or else as fill half of it.
 
-    Those that are pinned or are to be merged come first, also with `adapters.lazy`.
+    Those that are pinned or are to be merged come first, also with `adapters.lazy`, and may fill all of it.
     """
-    room = host_blocks if sum(item.blocks for item in found) <= host_blocks else host_blocks // 2
     first = {item.name for item in found if isinstance(item, Row) and item.pinned} | {config.engine.merge}
     kept = [item for item in found if item.name in first]
     others = [] if config.adapters.lazy else [item for item in found if item.name not in first]
-    for item in (*kept, *others):
+    room = host_blocks
+    for item in kept:
+        if item.blocks > room:
+            log.warning(
+                "adapter %s stays on the disk, and is not pinned: it takes %d blocks, and %d of the host tier's %d are "
+                "free", item.name, item.blocks, room, host_blocks,
+            )  # fmt: skip
+            continue
+        room -= item.blocks
+        yield item
+    if sum(item.blocks for item in found) > host_blocks:
+        room -= host_blocks - host_blocks // 2
+    for item in others:
         if item.blocks > room:
             return
         room -= item.blocks

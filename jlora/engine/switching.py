@@ -40,9 +40,9 @@ class Switching(Turns):
         self._swapper = swapper
         self._node: AdapterNode | None = None  # whose factors the merger has
         self._merged_name = ""  # its name
-        self._losses: dict[AdapterNode, Loss] = {}
+        self._losses: dict[int, Loss] = {}  # by uid
         self._target: AdapterNode | None = None
-        self._short: set[AdapterNode] = set()  # refused because memory was short
+        self._short: set[int] = set()  # uids refused because memory was short
         self._usual_s = 0.0  # of a step that decodes
         self._step_s = 0.0  # of any step: rises at once and falls slowly
         self._seen = NOTHING  # of the last step that was observed
@@ -167,10 +167,10 @@ class Switching(Turns):
 
     def loss(self, node: AdapterNode) -> tuple[float, str]:
         """The error of merging it over the error of not merging it (0: not measured), and why it is not merged."""
-        loss = self._losses.get(node)
+        loss = self._losses.get(node.uid)
         if loss is None:
-            why = "memory was too short for it" if node in self._short else "it is an activated LoRA"
-            return 0.0, why if node in self.policy.refused else ""
+            why = "memory was too short for it" if node.uid in self._short else "it is an activated LoRA"
+            return 0.0, why if node.uid in self.policy.refused else ""
         return loss.error, _refusal(loss)
 
     # -- inside -----------------------------------------------------------------------------
@@ -186,9 +186,6 @@ class Switching(Turns):
         if self._merger.done:
             return True
         log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
-        self._losses = {node: loss for node, loss in self._losses.items() if not (node.dying or node.gone)}
-        self.policy.refused = {node for node in self.policy.refused if not (node.dying or node.gone)}
-        self._short &= self.policy.refused
         return self._merger.whole() and self._merger.reloads == reloads
 
     def _measured(self, node: AdapterNode) -> bool:
@@ -199,29 +196,36 @@ class Switching(Turns):
         if record is None or not node.on_host or node.coming:
             return False
         if record.alora_invocation_tokens:
-            self.policy.refused.add(node)
+            self._refuse(node)
             return False
         if node is not self._node:
             self._read(node)
-        if node not in self._losses:
+        if node.uid not in self._losses:
             self.moved = True
             loss = self._merger.measure()
             if loss is None:
                 return False
-            self._losses[node] = loss
+            self._losses[node.uid] = loss
             refusal = _refusal(loss)
             log.info("adapter uid=%d: merging has %.3g times the error; %s", node.uid, loss.error, refusal or "allowed")
             if refusal:
-                self.policy.refused.add(node)
+                self._refuse(node)
                 self._target = None
-        return node not in self.policy.refused
+        return node.uid not in self.policy.refused
 
     def _forgo(self, node: AdapterNode, error: MemoryError) -> None:
         log.warning("adapter uid=%d is not merged: memory is short", node.uid, exc_info=error)
-        self.policy.refused.add(node)
-        self._short.add(node)
-        self._losses.pop(node, None)
+        self._losses.pop(node.uid, None)
+        self._short.add(node.uid)
+        self._refuse(node)
         self._node = self._target = None
+
+    def _refuse(self, node: AdapterNode) -> None:
+        """Merges this version never. Forgets what is known of versions that no name stands for any more."""
+        live = self._registry.live
+        self._losses = {uid: loss for uid, loss in self._losses.items() if live(uid)}
+        self.policy.refused = {uid for uid in self.policy.refused | {node.uid} if live(uid)}
+        self._short &= self.policy.refused
 
     def _read(self, node: AdapterNode) -> None:
         """Tells the merger where the adapter's factors are."""

@@ -4,7 +4,8 @@ a new directory in adapters.dir       registered; the first request has it read
 a change before the first read        registered anew
 a change after it                     read and compared; if other weights have come, what is in memory is served, as
                                       long as its share of the host tier lasts; a read from the disk fails
-gone                                  what is in memory is served; once it is on the disk only, its name is unknown
+gone                                  what is in memory is served; once it is on the disk only, its name is unknown,
+                                      unless adapters.dir is empty, as if its disk were not mounted
 back                                  read and compared; what is in memory may leave it again
 
 Polling is enough: a round takes a few microseconds of system calls for each adapter, and at most a
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterator
 
 from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
+from jlora.adapters.removed import is_removed
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps
 from jlora.engine.loading import Compared
@@ -88,7 +90,8 @@ class Watch:
     def _compare(self, record: Record, stamp: Stamp | None) -> None:
         """An adapter that is on the disk only."""
         if stamp is None:
-            if record.path.startswith(self._directory + os.sep) and self._directory:
+            inside = self._directory and record.path.startswith(self._directory + os.sep)
+            if inside and is_removed(record.path, self._reader.files):
                 log.info("adapter %s is not known any more: its files are gone", record.name)
                 self._known.discard(record.path)
                 self._now(lambda: self._adapters.forget(record))

@@ -84,7 +84,8 @@ class Traced:
 
 def _environment() -> list[object]:
     """What decides a program beside its own facts: sources, versions, devices, settings."""
-    devices = [(d.platform, d.device_kind, d.client.platform_version) for d in jax.devices()]
+    # How many are there decides nothing: an image may be made beside one, and run beside eight.
+    devices = sorted({(d.platform, d.device_kind, d.client.platform_version) for d in jax.devices()})
     settings = sorted((k, str(v)) for k, v in jax.config.values.items() if not k.startswith(PLACES))
     versions = jax.__version__, jaxlib.__version__, os.environ.get("XLA_FLAGS", "")
     return [LOADED.hex(), devices, settings, versions]

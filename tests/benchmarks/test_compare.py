@@ -39,6 +39,17 @@ def test_a_checkout_has_bytecode_though_no_process_may_write_it(repository: Path
     assert not tree.exists()
 
 
+def test_rounds_of_a_checkout_with_other_changes_are_not_its_own(repository: Path):
+    with compare.checkout("HEAD") as tree:
+        assert compare.commit(tree) == compare.commit(repository)
+    names = [compare.commit(repository)]
+    for file in ("__init__.py", "new.py"):
+        for text in ("x = 2\n", "x = 3\n"):
+            (repository / "jlora" / file).write_text(text)
+            names.append(compare.commit(repository))
+    assert len(set(names)) == 5 and all(name.startswith(names[0]) for name in names)
+
+
 def test_no_side_always_runs_behind_the_other(repository: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     ran: list[str] = []
 

@@ -321,7 +321,8 @@ def test_a_large_catalogues_adapters_are_asked_for_in_every_tier(tmp_path: Path)
 @pytest.mark.slow
 def test_switches_are_timed_and_proved(tmp_path: Path):
     lines = study(tmp_path, "switches", "--rounds", "1")
-    assert {line["side"] for line in lines} == {"unmerged", "merged", "switch"}
+    assert {line["side"] for line in lines} == {"unmerged", "merged", "switch", "serving"}
+    assert all(0 < line["unmerged_step_s"] <= line["merge_longest_s"] for line in lines if line["side"] == "serving")
     assert all(line["pieces"] == 8 and line["host_bytes"] > 0 for line in lines if line["side"] == "switch")
 
 

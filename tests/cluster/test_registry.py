@@ -198,6 +198,13 @@ def test_what_is_no_key_is_refused(key: str):
         check_key(key)
 
 
+def test_others_read_the_file_while_one_process_writes_it(file: str, registry: Registry):
+    with sqlite3.connect(file) as other:
+        assert other.execute("pragma journal_mode").fetchone() == ("wal",)
+        registry.put([row("a", registry.number())])
+        assert other.execute("select name from adapters").fetchall() == [("a",)]
+
+
 def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
     folder, away = tmp_path / "adapters", tmp_path / "away"
     (folder / "a").mkdir(parents=True)

@@ -14,7 +14,9 @@ import tomllib
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import numpy as np
 import pytest
 
@@ -25,6 +27,7 @@ from jlora.doctor.fit import Link, Measured, Rates
 from jlora.doctor.job import Job, Section
 from jlora.doctor.model import Part, StepCase, count_of, decode, load_of, mixed, plan_of, prefill
 from jlora.layout import PoolLayout
+from jlora.model.spec import ModelSpec
 from jlora.pallas import cases, gpu_ops
 from jlora.pallas.dispatch import Site, choose
 from jlora.pallas.gpu_support import Gpu, fit_units
@@ -270,6 +273,16 @@ def test_a_kernel_that_is_wrong_on_what_is_timed_is_found(name: str, monkeypatch
     for ops, right in ((wrong, False), (XLA, True)):
         monkeypatch.setattr(checks, "kernels_for", lambda case, ops=ops: ops)
         assert checks.timed(case, RATES)["ok"] is right
+
+
+@pytest.mark.parametrize("spec", [cases.TINY, cases.TINY64])
+def test_a_gpu_has_attention_for_heads_of_either_width(spec: ModelSpec, monkeypatch: pytest.MonkeyPatch):
+    client = SimpleNamespace(platform_version="PJRT C API\ncuda 13000")
+    chip = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3", compute_capability="9.0", client=client)
+    monkeypatch.setattr(jax, "devices", lambda: [chip])
+    half = replace(spec, dtype="bfloat16")
+    some = [case for case in cases.SMALL_ATTENTION if case.spec == half]
+    assert some and all(checks.kernels_for(case).attention is not XLA.attention for case in some)
 
 
 def test_whenever_the_time_for_speed_ends_every_op_of_every_model_has_been_timed():

@@ -107,6 +107,9 @@ def test_decoding_without_adapters_takes_a_program_without_them_where_there_is_o
         assert (launch.batch.lists.shape[1] == 0) == (rows == 8)
     (prompt,) = builder.launches(StepPlan((), (work(BASE, 0, 20),), ()))
     assert prompt.batch.lists.shape[1] == 100
+    builder.compiled = replace(builder.buckets, bare=(2,), decode=(24,))  # larger ones still compile
+    (launch,) = builder.launches(StepPlan(tuple(base), (), ()))
+    assert launch.form == (24, 1, False) and launch.batch.lists.shape[1] == 100
 
 
 def running(slot: int, blocks: tuple[int, ...], node: AdapterNode = BASE) -> Work:

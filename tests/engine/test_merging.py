@@ -87,7 +87,7 @@ def test_a_dying_or_refused_adapter_is_taken_out():
         bench = Bench()
         bench.live(16)
         bench.step()
-        bench.policy.refused.add(bench.nodes[0]) if refuse else setattr(bench.nodes[0], "dying", True)
+        bench.policy.refused.add(bench.nodes[0].uid) if refuse else setattr(bench.nodes[0], "dying", True)
         bench.step()
         assert bench.merged is None
         bench.step(100)

@@ -20,10 +20,11 @@ from tests.pallas import _aot, _gpu
 
 H200_MOST, V6E_MOST = 0.02 * 141e9, 0.04 * 32e9  # bytes: shares of a chip's memory; one v6e needs 3.7 %
 RANKS = 256  # `adapters.max_rank`
+IN_PLACE = frozenset({"accumulate gate", "merge gate", "unmerge gate", "patch gate"})  # they write what they are given
 
 
 def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any, ...], tuple[Any, ...]]]:
-    """What a merge and its measurement run: name, program, the weights among its arguments, and the others."""
+    """What a merge and its measurement run: name, program, what it changes or reads of the model, other arguments."""
     spec = LLAMA3_8B
     params, specs = llama.abstract(spec)[0], sharding.param_specs(spec)
     if stacked:
@@ -41,6 +42,12 @@ def programs_of(mesh: Mesh, stacked: bool) -> Iterator[tuple[str, Any, tuple[Any
     delta = array(spec.projection_shapes["gate"], jnp.float32, merge.weight_spec("gate"))
     for name in ("merge", "unmerge", "tried"):
         yield f"{name} gate", getattr(programs["gate"], name), (layers["gate"],), (at, delta)
+    lost = [array((mesh.devices.size * merge.PIECE,), dtype, merge.SHARDS) for dtype in (jnp.int32, jnp.uint16)]
+    yield "patch gate", programs["gate"].patch, (layers["gate"],), (at, *lost)
+    yield "digest gate", programs["gate"].digest, (layers["gate"],), (at,)
+    pair = zip(spec.projection_shapes["gate"], merge.factor_specs("gate"), strict=True)
+    some = [array((merge.RANKS, n), jnp.bfloat16, where) for n, where in pair]
+    yield "accumulate gate", programs["gate"].accumulate, (delta,), tuple(some)
     merged, factors = {}, {}
     for name in PROJECTIONS:
         shape, where = spec.projection_shapes[name], merge.factor_specs(name)
@@ -57,6 +64,7 @@ def check(mesh: Mesh, stacked: bool, chip: str, most: float, record_property: An
         record_property("compiled", found.row(f"{name} llama3-8b", chip, mesh.devices.size))
         beside = sum(map(_bytes, jax.tree.leaves(others)))
         assert found.temp + beside < most, f"{name}: {found.temp / 1e9:.2f} GB, and {beside / 1e9:.2f} of arguments"
+        assert name not in IN_PLACE or found.alias >= _bytes(weights[0]), f"{name}: makes a copy of what it changes"
 
 
 def _bytes(x: Any) -> int:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import grpc
 import pytest
@@ -36,6 +36,7 @@ class Disk(DiskFiles):
     def __init__(self) -> None:
         super().__init__()
         self.broken = ""
+        self.asked: list[str] = []  # files of `broken` that were read
         self._open, self.opened = threading.Condition(), list[str]()
         self._shut: tuple[str | None, ...] = ()
 
@@ -44,7 +45,7 @@ class Disk(DiskFiles):
             self.opened.append(Path(directory).name)
             assert self._open.wait_for(lambda: Path(directory).name not in self._shut, 60)
         opened = super().folder(directory)
-        return _failing(opened) if Path(directory).name == self.broken else opened
+        return _failing(opened, self.asked) if Path(directory).name == self.broken else opened
 
     def shut(self, *names: str | None) -> None:
         with self._open:
@@ -57,20 +58,23 @@ class _Lost:
     """A file that opens and cannot be read."""
 
     size: int
+    name: str
+    asked: list[str]
 
     def read(self, size: int) -> Any:
+        self.asked.append(self.name)
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 @contextmanager
-def _failing(opened: AbstractContextManager[DiskFolder]) -> Iterator[DiskFolder]:
+def _failing(opened: AbstractContextManager[DiskFolder], asked: list[str]) -> Iterator[DiskFolder]:
     with opened as folder:
         plain = folder.open
 
         @contextmanager
         def found(name: str) -> Iterator[Any]:
             with plain(name) as file:
-                yield _Lost(file.size) if name == WEIGHTS else file
+                yield _Lost(file.size, name, asked) if name == WEIGHTS else file
 
         folder.open = found  # type: ignore[method-assign]
         yield folder
@@ -119,6 +123,7 @@ def served(shared: Served, disk: Disk) -> Iterator[Served]:
     yield shared
     disk.shut(None)
     disk.broken = ""
+    disk.asked.clear()
     shared.check_idle()
 
 
@@ -236,7 +241,7 @@ def test_so_many_are_read_at_once_as_there_are_readers(served: Served, disk: Dis
 
 
 def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: Disk):
-    name = one_on_disk(served)
+    name = disk.broken = one_on_disk(served)
     disk.shut(name)
     failed = served.cache().adapter_reads_failed
     calls = [served.inference.Generate.future(request(model=name), timeout=60) for _ in range(2)]
@@ -249,6 +254,7 @@ def test_a_reading_ends_when_nobody_waits_for_it_any_more(served: Served, disk: 
     disk.shut(None)
     wait_until(lambda: not reserved)
     assert served.cache().adapter_reads_failed == failed  # nobody has missed it
+    assert not disk.asked  # its weights were not read any more
 
 
 def test_files_that_changed_are_data_loss_and_never_served(
@@ -345,6 +351,31 @@ def test_the_directory_is_watched(served: Served, library: Path, expected: dict[
     port.look(served.replica)
     with refused(grpc.StatusCode.NOT_FOUND, "'new'"):
         served.adapters.GetAdapter(pb.GetAdapterRequest(name="new"))
+
+
+def test_a_disk_that_does_not_show_the_files_for_a_while_forgets_no_digest(
+    served: Served, library: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch, expected: dict[str, list[int]]
+):
+    ask(served, "a5")  # pins its digest
+    push_out(served, "a5")
+    before = served.adapters.GetAdapter(pb.GetAdapterRequest(name="a5"))
+
+    def stale(directory: str, names: object) -> NoReturn:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(disk, "stamp", stale)
+        port.look(served.replica)
+    away = library.rename(library.parent / "unmounted")
+    library.mkdir()
+    port.look(served.replica)
+    library.rmdir()
+    port.look(served.replica)
+    away.rename(library)
+    port.look(served.replica)
+    after = served.adapters.GetAdapter(pb.GetAdapterRequest(name="a5"))
+    assert (after.uid, after.digest) == (before.uid, before.digest) and before.digest
+    assert ask(served, "a5") == expected["a5"]
 
 
 def test_a_lazy_load_checks_the_files_and_leaves_them_on_the_disk(
@@ -482,6 +513,54 @@ def test_a_restart_forgets_no_digest(text_model: Path, library: Path, tmp_path: 
         port.look(served.replica)
         assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest == digest
         assert ask(served, "a0") == expected["a0"]
+
+
+def test_a_start_without_the_disk_forgets_no_digest_and_what_is_removed_is_forgotten(
+    text_model: Path, library: Path, tmp_path: Path
+):
+    mine, away, registry = tmp_path / "mine", tmp_path / "away", str(tmp_path / "adapters.db")
+    for name in ("a0", "a1"):
+        shutil.copytree(library / name, mine / name)
+    settings = {
+        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": registry, "engine.warmup": False,
+    }  # fmt: skip
+    with serve(text_model, settings) as served:
+        digests = {}
+        for name in ("a0", "a1"):
+            ask(served, name)
+            digests[name] = served.adapters.GetAdapter(pb.GetAdapterRequest(name=name)).digest
+    mine.rename(away)
+    mine.mkdir()
+    with serve(text_model, settings) as served:
+        assert not on_disk(served)
+        mine.rmdir()
+        away.rename(mine)
+        port.look(served.replica)
+        assert on_disk(served) == ["a0", "a1"]
+        assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest == digests["a0"]
+    shutil.rmtree(mine / "a0")
+    with serve(text_model, settings) as served:
+        assert on_disk(served) == ["a1"]
+    shutil.copytree(library / "a2", mine / "a0")  # another adapter of that name
+    with serve(text_model, settings) as served:
+        assert on_disk(served) == ["a0", "a1"]
+        assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest == ""
+
+
+def test_pinned_adapters_may_fill_the_host_tier_at_a_start_and_one_without_room_is_told(
+    text_model: Path, library: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    settings = {
+        "adapters.dir": str(library), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
+        "engine.warmup": False,
+    }  # fmt: skip
+    with serve(text_model, settings) as served:
+        for name in ("a1", "a3", "a5"):
+            served.adapters.PinAdapter(pb.PinAdapterRequest(name=name, pinned=True))
+    with serve(text_model, {**settings, "cache.host_blocks": 4}) as served:  # two adapters of rank 8
+        pinned = {name: served.adapters.GetAdapter(pb.GetAdapterRequest(name=name)).pinned for name in ("a1", "a3")}
+        assert pinned == {"a1": True, "a3": True}
+        assert "adapter a5 stays on the disk, and is not pinned: it takes 2 blocks" in caplog.text
 
 
 def test_changed_files_are_seen_for_every_name_that_they_have(text_model: Path, library: Path, tmp_path: Path):
