@@ -60,6 +60,7 @@ PAGES: Mapping[str, Page] = {
     "switches": Page("switches-*.jsonl"),
     "skew": Page("skew-*.jsonl"),
     "tiers": Page("tiers-*.jsonl"),
+    "catalogue": Page("catalogue-python.jsonl"),
     "catalogue-tiers": Page("catalogue-tiers-*.jsonl"),
     "zipf": Page("zipf-*.jsonl"),
     "failures": Page("failures-*.jsonl", figures.failures, "failures.png"),

@@ -19,7 +19,7 @@ import sqlite3
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import IO, Annotated, Any
 
 import msgspec
@@ -128,7 +128,8 @@ class Catalogue:
         """All adapters, in order of name. Raises ConfigError if the file is damaged."""
         try:
             found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters order by name")
-            return [_row(dict(zip(COLUMNS, row, strict=True))) for row in found]
+            shared: dict[bytes, Mapping[str, int]] = {}  # most adapters have the same modules and ranks
+            return [_row(dict(zip(COLUMNS, row, strict=True)), shared) for row in found]
         except DAMAGE as e:
             raise self._damaged(e) from e
 
@@ -136,7 +137,7 @@ class Catalogue:
         """The adapter of that name, if there is one. Raises ConfigError if the file is damaged; Unavailable."""
         try:
             found = self._table.execute(f"select {', '.join(COLUMNS)} from adapters where name = ?", (name,)).fetchone()
-            return None if found is None else _row(dict(zip(COLUMNS, found, strict=True)))
+            return None if found is None else _row(dict(zip(COLUMNS, found, strict=True)), {})
         except sqlite3.ProgrammingError as e:
             raise Unavailable("the registry of adapters is closed") from e
         except DAMAGE as e:
@@ -236,11 +237,18 @@ def _encoded(row: Row) -> tuple[Any, ...]:
     return tuple(values.values())
 
 
-def _row(values: dict[str, Any]) -> Row:
-    """The inverse of `_encoded`. Raises one of `DAMAGE`."""
+def _row(values: dict[str, Any], shared: dict[bytes, Mapping[str, int]]) -> Row:
+    """The inverse of `_encoded`; equal ranks are decoded once. Raises one of `DAMAGE`."""
     values |= {name: json.loads(values[name]) for name in JSON}
+    packed = values["ranks"]
+    if packed not in shared:
+        shared[packed] = _ranks(values["name"], packed)
+    return replace(msgspec.convert(values | {"ranks": {}, "pinned": bool(values["pinned"])}, Row), ranks=shared[packed])
+
+
+def _ranks(name: str, packed: bytes) -> Mapping[str, int]:
     inflating = zlib.decompressobj()
-    ranks = inflating.decompress(values["ranks"], MOST_RANKS)
+    ranks = inflating.decompress(packed, MOST_RANKS)
     if not inflating.eof:
-        raise ValueError(f"the ranks of {values['name']!r} have more than {MOST_RANKS} bytes, or no end")
-    return msgspec.convert(values | {"ranks": json.loads(ranks), "pinned": bool(values["pinned"])}, Row)
+        raise ValueError(f"the ranks of {name!r} have more than {MOST_RANKS} bytes, or no end")
+    return msgspec.convert(json.loads(ranks), dict[str, int])

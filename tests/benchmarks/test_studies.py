@@ -306,6 +306,13 @@ def test_adapters_are_asked_for_in_the_tier_that_the_row_names(tmp_path: Path):
     assert all(line["asked"] == 4 and line["tpot_s"] > 0 for line in beside.values())
 
 
+def test_registered_adapters_are_weighed_in_processes_of_their_own(tmp_path: Path):
+    lines = study(tmp_path, "catalogue", "--rounds", "2")
+    assert [line["side"] for line in lines] == ["scanned", "known"] * 2
+    assert all(line["seconds"] > 0 and line["bytes"] > 0 and 0 < line["table_bytes"] < 10_000 for line in lines)
+    assert render("catalogue", tmp_path / "out", draw=False)
+
+
 @pytest.mark.slow
 def test_a_large_catalogues_adapters_are_asked_for_in_every_tier(tmp_path: Path):
     start, *lines = study(tmp_path, "catalogue-tiers")
