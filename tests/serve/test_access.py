@@ -125,7 +125,7 @@ def test_no_call_of_either_front_is_forgotten(guarded: Guarded):
             if status != 401:
                 open_to_all.add(route.path)
     page = {"/", "/dashboard/page.js", "/dashboard/page.css"}  # it has no numbers
-    assert open_to_all == {"/health", "/ready"} | page
+    assert open_to_all == {"/health", "/ready", "/live"} | page
 
 
 def test_metadata_is_bounded(guarded: Guarded):

@@ -211,6 +211,7 @@ def test_http_answers_and_drains_as_grpc_does(text_model: Path, quick: list[str]
                 next(lines)
                 server.send_signal(signal.SIGTERM)
                 wait_until(lambda: http.get("/health").status_code == 503)
+                assert http.get("/live").status_code == 200  # nobody is to start it again
                 refusal = http.post("/v1/completions", json={**body, "stream": False})
                 assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
                 assert [line for line in lines if line][-1] == "data: [DONE]"

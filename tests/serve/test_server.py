@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import httpx
 import pytest
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
@@ -247,6 +248,7 @@ def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_mod
         machine.free.clear()
         assert any(seen.status == health_pb2.HealthCheckResponse.NOT_SERVING for seen in watch)
         assert own.status() == own.status(server.LIVE) == "NOT_SERVING" and not own.backend.live
+        assert httpx.get(f"{own.http}/live", timeout=20).status_code == 503
         machine.free.set()
         assert any(seen.status == health_pb2.HealthCheckResponse.SERVING for seen in watch)
         watch.cancel()

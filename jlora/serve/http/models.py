@@ -70,6 +70,12 @@ class Models:
         self._backend.gate.check_completions(room)
         await self.health(call)
 
+    async def live(self, call: Call) -> None:
+        """`GET /live`: 200 as long as the process need not be started again; it may load or drain."""
+        if not self._backend.live:
+            raise Unavailable("the engine has stopped, or stands still")
+        await call.json({"status": "ok"})
+
     async def version(self, call: Call) -> None:
         """`GET /version`."""
         await call.json({"version": __version__})

@@ -115,6 +115,7 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/detokenize", inference.detokenize, Need.KEY),
             route("/health", models.health, Need.NOTHING, "GET"),
             route("/ready", models.ready, Need.NOTHING, "GET"),
+            route("/live", models.live, Need.NOTHING, "GET"),
             route("/version", models.version, Need.KEY, "GET"),
             route("/", file("page.html"), Need.NOTHING, "GET"),
             route("/dashboard/page.js", file("page.js"), Need.NOTHING, "GET"),
