@@ -112,29 +112,37 @@ class Pace:
 
     Attributes:
         answers: by adapter, from the first step to the last token, of those that ended last; answer: of any adapter.
-        token: of a prompt token that is computed.
+        token: of a prompt token that is computed. Long prompts count for more: a step takes some time without any.
         load: of an adapter's way to the device, from wherever, where it took one.
         outputs: tokens of an answer.
     """
 
     answers: dict[str | None, float] = field(default_factory=dict)
     answer: float = 0.0
-    token: float = 0.0
     load: float = 0.0
     outputs: float = 0.0
     _ended: int = 0
+    _prefill: float = 0.0  # of the last answers, in a mean
+    _computed: float = 0.0  # tokens of their prompts, in the same mean
 
-    def served(self, adapter: str | None, usage: Usage, timing: Timing) -> None:
-        """A request has ended."""
+    @property
+    def token(self) -> float:
+        return self._prefill / self._computed if self._computed else 0.0
+
+    def served(self, adapter: str | None, usage: Usage, timing: Timing | None) -> None:
+        """A request has ended. `timing`: None if no attempt has measured it whole; such times have waits in them."""
         self._ended += 1
         self.outputs += max(1 / self._ended, NEW_LENGTH) * (usage.completion_tokens - self.outputs)
+        if timing is None:
+            return
         seconds = timing.prefill + timing.tpot * max(0, usage.completion_tokens - 1)
         self.answers[adapter] = _mean(self.answers.pop(adapter, seconds), seconds)  # the last one
         if len(self.answers) > KNOWN:  # every load of an adapter makes a new version
             del self.answers[next(iter(self.answers))]
         self.answer = _mean(self.answer, seconds)
         if (computed := usage.prompt_tokens - usage.cached_tokens) > 0:
-            self.token = _mean(self.token, timing.prefill / computed)
+            self._prefill = _mean(self._prefill, timing.prefill)
+            self._computed = _mean(self._computed, computed)
         if timing.adapter_cold_start > 0:
             self.load = _mean(self.load, timing.adapter_cold_start)
 

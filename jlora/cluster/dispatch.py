@@ -243,8 +243,9 @@ class Dispatcher:
                 if not 0 <= token.id < vocab:
                     raise Broken(f"token {token.id} of a vocabulary of {vocab}")
                 event = routed.deliver(wire.event(token, routed.request.id, routed.handle), now)
-                if event.usage is not None and event.timing is not None:
-                    self.pace.served(None if routed.version is None else routed.version.key, event.usage, event.timing)
+                if event.usage is not None:
+                    timing = event.timing if routed.measured(event.index) else None
+                    self.pace.served(None if routed.version is None else routed.version.key, event.usage, timing)
                 if rid in batches:
                     batches[rid][1].append(event)
                 else:

@@ -157,7 +157,11 @@ class Routed:
         if event.finish_reason is None:
             return event
         self._end(part)
-        return replace(event, usage=self._usage(part, event.usage), timing=self._timing(part, event.timing))
+        return replace(event, usage=self._usage(part, event.usage), timing=self._timing(event.index, event.timing))
+
+    def measured(self, index: int) -> bool:
+        """Whether one attempt has all times of a completion that has ended; `_timing` puts the others together."""
+        return self._parts[index].rid in (0, self.rid)
 
     def stop(self, index: int, outputs: int) -> bool:
         """A front has found a stop string after `outputs` tokens; whether the completion still runs."""
@@ -192,7 +196,7 @@ class Routed:
     def _last(self, index: int, reason: FinishReason, error: Exception | None = None) -> TokenEvent:
         part = self._parts[index]
         self._end(part)
-        usage, timing = self._usage(part, None), self._timing(part, None)
+        usage, timing = self._usage(part, None), self._timing(index, None)
         return TokenEvent(
             self.request.id, index, None, finish_reason=reason, usage=usage, timing=timing, handle=self.handle,
             error=error,
@@ -211,14 +215,14 @@ class Routed:
         cached = min(told.cached_tokens, prompt)
         return Usage(prompt, cached, completion, min(told.host_tokens, cached))
 
-    def _timing(self, part: _Completion, told: Timing | None) -> Timing:
+    def _timing(self, index: int, told: Timing | None) -> Timing:
         """Times since the request came.
 
         The attempt of the first token tells them if it also ends the completion. Otherwise the router's own clock
         does: the parts of the first token's time are lost with the attempt.
         """
-        waited = self.sent - self.at
-        if told is not None and part.rid in (0, self.rid):
+        part, waited = self._parts[index], self.sent - self.at
+        if told is not None and self.measured(index):
             ttft = told.ttft + waited if told.ttft else 0.0
             return replace(told, queue=told.queue + waited, ttft=ttft)
         if not part.tokens:

@@ -290,7 +290,8 @@ class Fleet(Pass):
         self._books.told(replica, 1)
         if event.usage is not None and event.timing is not None:
             ask.usage, ask.timing = event.usage, event.timing
-            self._balancer.pace.served(live.asked.adapter, event.usage, event.timing)
+            timing = event.timing if live.routed.measured(event.index) else None
+            self._balancer.pace.served(live.asked.adapter, event.usage, timing)
             told = answer(seed_of(live.turn), event.usage.prompt_tokens, event.usage.completion_tokens)
             self._ended(live, told, now)
 

@@ -234,6 +234,23 @@ def test_preload_gives_every_adapter_a_replica_before_one_gets_a_second():
     assert preload({"r0": 10, "r1": 9}, [Wanted("a", 8, 1.0, 10), Wanted("b", 8, 1.0, 9)]) == {"a": ["r0"], "b": ["r1"]}
 
 
+def test_a_step_of_few_tokens_says_little_of_what_a_token_takes():
+    pace = Pace()
+    for computed in (1000, 1, 1000, 1):  # a step takes 20 ms, and a millisecond for each token
+        pace.served("x", Usage(1000, 1000 - computed, 9), Timing(prefill=0.02 + 0.001 * computed))
+    assert pace.token == pytest.approx(0.001, rel=0.05)
+    pace.served("x", Usage(1000, 1000, 9), Timing(prefill=0.02))
+    assert pace.token == pytest.approx(0.001, rel=0.05)
+
+
+def test_times_that_no_attempt_has_measured_whole_count_for_nothing():
+    pace = Pace()
+    pace.served("x", Usage(100, 0, 9), Timing(prefill=0.1, tpot=0.01, adapter_cold_start=0.5))
+    before = pace.token, pace.of("x"), pace.load
+    pace.served("x", Usage(100, 0, 29), None)
+    assert (pace.token, pace.of("x"), pace.load) == before and pace.outputs == pytest.approx(19.0)
+
+
 def test_the_pace_knows_the_mean_answer_and_follows_it():
     pace = Pace()
     for tokens in (10, 20, 60):

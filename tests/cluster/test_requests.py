@@ -158,7 +158,7 @@ def test_times_count_from_the_requests_arrival():
     told = Timing(queue=1.0, prefill=0.5, ttft=1.5)
     end = TokenEvent("r", 0, 0, finish_reason="length", usage=Usage(3, 2, 1, 1), timing=told)
     whole = routed.deliver(end, 13.5)
-    assert whole.timing == Timing(queue=3.0, prefill=0.5, ttft=3.5)
+    assert whole.timing == Timing(queue=3.0, prefill=0.5, ttft=3.5) and routed.measured(0)
     assert whole.usage == Usage(3, 2, 1, 1)
 
 
@@ -173,6 +173,7 @@ def test_the_first_token_of_a_dead_attempt_keeps_its_time():
     end = TokenEvent("r", 0, 2, finish_reason="stop", usage=Usage(3, 5, 3), timing=Timing(ttft=9.0))
     (whole,) = arrive(table, Message(routed.rid, 0, 2, end), now=15.0)
     assert whole.timing is not None and (whole.timing.ttft, whole.timing.tpot) == (1.0, 2.0)
+    assert not routed.measured(0), "its times are of two attempts, with what lay between them"
     assert whole.usage == Usage(3, 3, 3)  # no more of the prompt can be cached than there is
 
 

@@ -92,6 +92,17 @@ def test_the_requests_of_a_lost_replica_go_on_spread_and_some_at_a_time(
         assert [client.wait().tokens() for client in clients] == [answer(one) for one in asked]
 
 
+def test_an_answer_that_went_on_elsewhere_says_nothing_of_a_replicas_pace(two: Service):
+    pace = port.dispatcher(two.router).pace
+    asked = request(max_tokens=100)
+    client = submit(two, asked)
+    wait_for(lambda: len(client.tokens()) > 5)
+    two.kill(next(replica for replica in two.replicas if replica.started))
+    assert client.wait().tokens() == answer(asked) and client.last.timing is not None
+    assert client.last.timing.prefill > 0 and pace.outputs == 100
+    assert pace.token == pace.answer == 0.0 and not pace.answers
+
+
 LACKS = [NotFound("no such directory"), DataLoss("files have changed"), ResourceExhausted("too little memory")]
 
 
