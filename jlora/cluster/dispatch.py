@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import InitVar, dataclass, field, replace
-from itertools import islice
 
 from jlora.adapters.invocation import last_occurrence
 from jlora.cluster import merged, wire
@@ -21,10 +20,11 @@ from jlora.cluster.balance import Move, Pace
 from jlora.cluster.books import Books
 from jlora.cluster.choice import Choice
 from jlora.cluster.directory import Directory, Member, Version
+from jlora.cluster.entry import Entry
 from jlora.cluster.prompts import Prompts, ask_of
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.requests import MOST_LOSSES, PATIENCE_S, Broken, Routed, Table
-from jlora.cluster.routing.policy import Ask, Policy
+from jlora.cluster.routing.policy import Policy
 from jlora.cluster.view import View
 from jlora.errors import Busy, DataLoss, InvalidArgument, NotFound, QueueFull, ResourceExhausted, Unavailable
 from jlora.replica import ReplicaInfo, Sink
@@ -34,25 +34,6 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 0.25  # behind a deadline: the replica that runs the request ends it first, and knows its times
 SENDS = 512  # of requests that wait, at once: the event loop has more to do
-
-
-@dataclass(slots=True)
-class Entry:
-    """What the dispatcher knows of a request beside the table.
-
-    Attributes:
-        submitted: answers its caller; None once it has.
-        chain: its prompt, for `Prompts`.
-        ask: of the attempt under way; None without one.
-        outputs: tokens that the attempt has delivered; None before its first answer.
-        lacking: a replica lacked its adapter, or memory.
-    """
-
-    submitted: Future[int] | None
-    chain: Sequence[int] = ()
-    ask: Ask | None = None
-    outputs: int | None = None
-    lacking: bool = False
 
 
 @dataclass(slots=True)
@@ -309,13 +290,22 @@ class Dispatcher:
             self._fail(routed, Unavailable("no replica of the service can take the request"))
 
     def _pump(self) -> None:
-        """Sends what waits, as long as there is where to; the rest of too many with the next tick."""
-        if any(seen.health == "up" for seen in self.books.view.values()):
-            now = self.terms.clock()
-            due = (routed for routed in self.table.waiting() if routed.due <= now)
-            for routed in islice(due, SENDS):
-                if not self._dispatch(routed):
+        """Sends what waits, as long as there is where to; the rest of too many with the next tick.
+
+        A request that only some replicas may take holds up none behind it while these are full.
+        """
+        if not any(seen.health == "up" for seen in self.books.view.values()):
+            return
+        now, sends = self.terms.clock(), 0
+        for routed in self.table.waiting():
+            if routed.due > now:
+                continue
+            if self._dispatch(routed):
+                sends += 1
+                if sends == SENDS:
                     return
+            elif not routed.others:  # no replica has room
+                return
 
     def _move(self, name: str) -> None:
         """Takes the requests of a replica that drains to others, if there are some."""

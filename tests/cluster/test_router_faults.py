@@ -103,6 +103,31 @@ def test_an_answer_that_went_on_elsewhere_says_nothing_of_a_replicas_pace(two: S
     assert pace.token == pace.answer == 0.0 and not pace.answers
 
 
+def test_a_request_that_only_full_replicas_may_take_holds_up_no_other(monkeypatch: pytest.MonkeyPatch):
+    engine = replace(INFO.config.engine, max_seqs=1, max_queue=2)
+    info = replace(INFO, config=replace(INFO.config, engine=engine))
+    with service(2, policy=LeastLoaded(), info=info, paused=True) as made:
+        full, other = made.replicas
+        made.directory.versions["x"] = Version("x", 1, "/x")
+        full.holds, other.draining = ["x@1"], True
+        dispatcher = port.dispatcher(made.router)
+        wait_for(lambda: dispatcher.books.view[other.name].health == "draining")
+        wait_for(lambda: dispatcher.books.view[full.name].tiers)
+        clients = [submit(made, request(f"r{i}")) for i in range(3)]  # all that it holds
+        asked = [request("bound", adapter="x"), request("free"), request("last")]
+        for one in asked:
+            clients.append(Client())
+            made.router.submit(one, clients[-1])
+        wait_for(lambda: len(dispatcher.table.waiting()) == 3)
+        dispatcher.table.waiting()[0].others.add(other.name)  # it was found with other weights
+        other.draining = False
+        wait_for(lambda: len(other.started) == 2)
+        assert [routed.request.id for routed in dispatcher.table.waiting()] == ["bound"]
+        full.paused = other.paused = False
+        assert [client.wait().tokens() for client in clients[3:]] == [answer(one) for one in asked]
+        assert [start.adapter.key for start in full.started][-1] == "x@1"
+
+
 LACKS = [NotFound("no such directory"), DataLoss("files have changed"), ResourceExhausted("too little memory")]
 
 
