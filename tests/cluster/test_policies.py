@@ -66,6 +66,24 @@ def test_without_a_session_the_cached_prompt_decides():
     assert len(sessions) == 0
 
 
+def test_a_prompt_that_many_have_cached_goes_to_the_least_loaded_of_them():
+    policy, ask = SessionSticky(), replace(BASE, cached={"a": 64, "b": 64, "c": 64, "d": 16})
+    for session in ("", "new"):
+        seen = view(up("a", sent=2), up("b", sent=1), up("c", sent=2), up("d"))
+        assert policy.choose(seen, replace(ask, session=session)) == "b"
+    assert policy.choose(view(up("a"), up("b"), up("c", tiers={"x@1": "HBM"})), replace(ask, adapter="x@1")) == "c"
+
+
+@pytest.mark.parametrize("best", [up("c", sent=SLACK + 1), ReplicaView("c", "suspect"), None])
+def test_a_holder_that_takes_nothing_hides_no_other(best: ReplicaView | None):
+    ask = replace(BASE, cached={"b": 64, "c": 96})
+    others = [up("a"), up("b", sent=2)]
+    assert SessionSticky().choose(view(*others, *([best] if best else [])), ask) == "b"
+    policy = SessionSticky()
+    policy.choose(view(up("c")), replace(ask, session="s"))  # its home
+    assert policy.choose(view(*others, *([best] if best else [])), replace(ask, session="s")) == "b"
+
+
 def test_the_table_of_homes_is_bounded():
     sessions, both = Sessions(most=3), view(up("a"), up("b"))
     policy = SessionSticky(sessions)
