@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # between two looks for adapters that have come
 ARRIVE_S = 10.0  # that a move waits for its adapter
+AGAIN_S = 1.0  # before a replica is asked again: it refuses hints in silence while many adapters are on their way
 
 
 class Balancing:
@@ -42,6 +44,7 @@ class Balancing:
         self._terms = terms or Terms()
         self._ways = ways
         self._waiting: dict[int, tuple[Move, float]] = {}  # by request: until when a move waits for its adapter
+        self._asked: dict[tuple[str, str | None], float] = {}  # when a target was asked for its adapter last
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -82,24 +85,25 @@ class Balancing:
         return plan.moves
 
     def begin(self, moves: Sequence[Move]) -> None:
-        """Begins the moves of a plan; each adapter is asked for once."""
+        """Begins the moves of a plan."""
         until = self._dispatcher.terms.clock() + ARRIVE_S
-        coming = {(move.target, move.adapter) for move, _ in self._waiting.values()}
         for move in moves:
-            where = move.target, move.adapter
-            if self._there(move) or where in coming or self._fetch(move):
-                coming.add(where)
+            if self._there(move) or self._ask(move):
                 self._waiting[move.key] = move, until
         self.look()
 
     def look(self) -> None:
-        """Moves the requests whose adapters have come."""
+        """Moves the requests whose adapters have come, and asks again for those that have not."""
         now, dispatcher = self._dispatcher.terms.clock(), self._dispatcher
         for key, (move, until) in list(self._waiting.items()):
             routed, there = dispatcher.table.get(key), self._there(move)
             if there or now > until or routed is None or routed.replica != move.source:
                 del self._waiting[key]
                 self.moved += there and dispatcher.migrate(move)
+            else:
+                self._ask(move)
+        waiting = {(move.target, move.adapter) for move, _ in self._waiting.values()}
+        self._asked = {where: at for where, at in self._asked.items() if where in waiting}
 
     def _there(self, move: Move) -> bool:
         """Whether the target has the adapter."""
@@ -122,6 +126,16 @@ class Balancing:
                     job = replace(job, replica=self._waiting[routed.handle][0].target, waited_s=0.0, movable=False)
                 found.append(job)
         return found
+
+    def _ask(self, move: Move) -> bool:
+        """Asks the target for the adapter, unless it has been asked just now; False as in `_fetch`."""
+        where, now = (move.target, move.adapter), self._dispatcher.terms.clock()
+        if now - self._asked.get(where, -math.inf) < AGAIN_S:
+            return True
+        if not self._fetch(move):
+            return False
+        self._asked[where] = now
+        return True
 
     def _fetch(self, move: Move) -> bool:
         """Brings the adapter of a move to its target; False if its request has ended, and names no version."""

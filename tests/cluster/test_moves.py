@@ -11,6 +11,7 @@ from jlora.cluster.balancing import Balancing
 from jlora.cluster.directory import Version
 from jlora.cluster.requests import MOST_MOVES
 from jlora.cluster.routing.session import SessionSticky
+from jlora.engine.shelf import HINTS
 from tests.cluster import _port as port
 from tests.cluster._links import INFO, FakeReplica, Service, request, service, submit, wait_for
 
@@ -86,6 +87,33 @@ def test_an_adapter_that_does_not_come_holds_up_no_other_move(two: Service, monk
     monkeypatch.setattr(*port.arrives(), lambda self, move: True)
     balancing_look(two, balancing)
     assert balancing.moved == 3 and place(two, stays) == target.name
+    end(two, clients)
+
+
+def test_a_replica_is_asked_again_for_what_it_has_refused_in_silence(two: Service, monkeypatch: pytest.MonkeyPatch):
+    """An engine has so many hints on their way at most, and says nothing of the others."""
+    source, target = two.replicas
+    dispatcher, balancing = port.dispatcher(two.router), Balancing(port.dispatcher(two.router), 1.0)
+    target.draining = True
+    wait_for(lambda: dispatcher.books.view[target.name].health == "draining")
+    names = [f"a{i}" for i in range(HINTS + 4)]
+    two.directory.versions |= {name: Version(name, 1, f"/{name}") for name in names}
+    clients = [submit(two, request(name, adapter=name)) for name in names]
+    target.draining = False
+    wait_for(lambda: dispatcher.books.view[target.name].health == "up")
+    moves = [Move(port.handle(dispatcher, name), source.name, target.name, f"{name}@1") for name in names]
+    monkeypatch.setattr("jlora.cluster.balancing.AGAIN_S", 1e6)
+    for _ in range(2):
+        begin(two, balancing, moves)
+    wait_for(lambda: target.fetched == [move.adapter for move in moves])
+    for come in (HINTS, len(names)):
+        target.holds = [f"{name}@1" for name in names[:come]]
+        wait_for(lambda come=come: len(dispatcher.books.view[target.name].tiers) == come)
+        monkeypatch.setattr("jlora.cluster.balancing.AGAIN_S", 0.0)
+        balancing_look(two, balancing)
+        assert balancing.moved == come
+    wait_for(lambda: len(target.started) == len(names))
+    assert target.fetched[len(names) :] == [move.adapter for move in moves[HINTS:]]
     end(two, clients)
 
 
