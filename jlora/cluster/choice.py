@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from jlora.cluster.attach import Attached
@@ -21,13 +21,22 @@ class Choice:
     links: Mapping[str, Attached]
 
     def choose(self, ask: Ask, avoid: str = "", among: View | None = None) -> Attached | None:
-        """Where a request would go now, of all replicas or some; to `avoid` only if no other one is up."""
+        """Where a request goes now, of all replicas or some; to `avoid` only if no other one is up."""
+        return self._chosen(self.policy.choose, ask, avoid, among)
+
+    def peek(self, ask: Ask) -> Attached | None:
+        """Where a request would go now. It does not, so the policy's books stay as they are."""
+        return self._chosen(self.policy.peek, ask)
+
+    def _chosen(
+        self, choose: Callable[[View, Ask], str | None], ask: Ask, avoid: str = "", among: View | None = None
+    ) -> Attached | None:
         some = self.books.view if among is None else among
         view = {name: seen for name, seen in some.items() if self.has_room(seen)}
         others = {name: seen for name, seen in view.items() if name != avoid} if avoid in view else view
-        name = self.policy.choose(others, ask)
+        name = choose(others, ask)
         if name is None and others is not view:
-            name = self.policy.choose(view, ask)
+            name = choose(view, ask)
         return None if name is None else self.links[name]
 
     def has_room(self, seen: ReplicaView) -> bool:

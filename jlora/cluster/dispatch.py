@@ -47,6 +47,7 @@ class Dispatcher:
         resumed: attempts after a first one, but for those that a plan has moved.
         entries: of the live requests, by handle.
         choice: of a replica for an attempt.
+        prompts: that were sent, by replica.
     """
 
     directory: Directory
@@ -62,9 +63,9 @@ class Dispatcher:
     resumed: int = 0
     entries: dict[int, Entry] = field(default_factory=dict)
     choice: Choice = field(init=False)
+    prompts: Prompts = field(default_factory=Prompts)
     _handles: dict[tuple[str, str], int] = field(default_factory=dict)  # of the names, once they are admitted
     _info: ReplicaInfo | None = None
-    _prompts: Prompts = field(default_factory=Prompts)
 
     def __post_init__(self, policy: Policy) -> None:
         self.up_at = self.terms.clock()
@@ -128,7 +129,7 @@ class Dispatcher:
         if version is not None:
             self.directory.asked(version, len(request.prompt))
         routed = self.table.add(request, version, sink, self.terms.clock())
-        self.entries[routed.handle] = Entry(submitted, self._prompts.chain(request, version))
+        self.entries[routed.handle] = Entry(submitted, self.prompts.chain(request, version))
         self._handles[routed.name] = routed.handle
         self._dispatch(routed)
 
@@ -198,7 +199,7 @@ class Dispatcher:
                 "replica %s rounds in another way (%s): a request that moves may end otherwise", attached.name, why
             )
         self._info = merged.info(infos)
-        self._prompts.begin(self._info.block_tokens)
+        self.prompts.begin(self._info.block_tokens)
         self._hear(attached, self.terms.clock())
         self._pump()
 
@@ -256,7 +257,7 @@ class Dispatcher:
         self.books.heard(attached.view())
         if infos := [one.info for one in self.attached if one.info is not None]:
             self._info = merged.info(infos)
-        self._prompts.left(attached.name)
+        self.prompts.left(attached.name)
         for routed in self.table.at(attached.name):
             with self._alone(routed):
                 self._lose(routed, Unavailable(f"replica {attached.name}: {why}"))
@@ -311,7 +312,7 @@ class Dispatcher:
         """Takes the requests of a replica that drains to others, if there are some."""
         for routed in self.table.at(name):
             with self._alone(routed):
-                if self.choice.choose(ask_of(routed.request, routed.version)) is None:
+                if self.choice.peek(ask_of(routed.request, routed.version)) is None:
                     return
                 self._cancel(routed, moved=True)
                 self._lose(routed, Unavailable(f"replica {name} drains"))
@@ -358,13 +359,13 @@ class Dispatcher:
             self._fail(routed, _changed(routed))
             return True
         request, version, entry = routed.again(now), routed.version, self.entries[routed.handle]
-        ask = ask_of(request, version, self._prompts.cached(entry.chain), self.pace.outputs)
+        ask = ask_of(request, version, self.prompts.cached(entry.chain), self.pace.outputs)
         # Also if there is one replica: the policy keeps books of its choices.
         to = self.choice.choose(ask, routed.avoid, among)
         if to is None:
             return False
         self.resumed += bool(routed.avoid) and not moved
-        self._prompts.sent(to.name, entry.chain)
+        self.prompts.sent(to.name, entry.chain)
         self.table.begin(routed, to.name, now)
         self.books.sent(to.name, ask)
         entry.ask, entry.outputs = ask, None
@@ -474,7 +475,7 @@ class Dispatcher:
 
     def _remember(self, routed: Routed) -> None:
         if routed.rid:
-            self._prompts.answered(routed)
+            self.prompts.answered(routed)
 
     def _release(self, routed: Routed) -> None:
         if routed.version is not None:

@@ -148,9 +148,10 @@ class Router(Replica):
 
     async def _prefetch(self, request: Request) -> PrefetchResult:
         """Hints the replica that would have the request now. One that does not know the adapter yet does nothing."""
-        version = self._dispatcher.version(request)
-        ask = ask_of(request, version, outputs=self._dispatcher.pace.outputs)
-        chosen = self._dispatcher.choice.choose(ask)
+        dispatcher, prompts = self._dispatcher, self._dispatcher.prompts
+        version = dispatcher.version(request)
+        cached = prompts.cached(prompts.chain(request, version))
+        chosen = dispatcher.choice.peek(ask_of(request, version, cached, dispatcher.pace.outputs))
         if chosen is None or chosen.channel is None:
             return PrefetchResult(False, 0, 0)
         message = wire.generate(request)

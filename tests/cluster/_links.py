@@ -60,8 +60,8 @@ class _Running:
 
 
 @dataclass
-class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
-    """Serves `Link`, and what a router asks of `Control`. Tests set its fields from any thread.
+class FakeReplica(rpc.LinkServicer, jlora.ControlServicer, jlora.InferenceServicer):
+    """Serves `Link`, and what a router asks of `Control` and `Inference`. Tests set its fields from any thread.
 
     Attributes:
         hung: sends nothing and reads nothing.
@@ -98,6 +98,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
     moved: list[int] = field(default_factory=list)  # of these, those that go on elsewhere
     stopped: list[link.Stop] = field(default_factory=list)
     fetched: list[str] = field(default_factory=list)
+    hinted: list[str] = field(default_factory=list)
     metadata: list[tuple[str, str]] = field(default_factory=list)
     running: dict[int, _Running] = field(default_factory=dict)
     steps: int = 0
@@ -110,6 +111,7 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         rpc.add_LinkServicer_to_server(self, self._server)
         jlora.add_ControlServicer_to_server(self, self._server)
+        jlora.add_InferenceServicer_to_server(self, self._server)
         if self.credentials is not None:
             port = self._server.add_secure_port(f"127.0.0.1:{port}", self.credentials)
         else:
@@ -217,6 +219,10 @@ class FakeReplica(rpc.LinkServicer, jlora.ControlServicer):
             compiling=self.compiling, age_s=self.age_s, programs_left=self.programs_left,
             adapters=[link.Residency(key=key, tier="HOST", rank=8) for key in self.holds],
         )  # fmt: skip
+
+    async def Prefetch(self, request: pb.GenerateRequest, context: Any) -> pb.PrefetchResponse:
+        self.hinted.append(request.request_id)
+        return pb.PrefetchResponse(adapter_resident=True)
 
     async def GetServerInfo(self, request: pb.GetServerInfoRequest, context: Any) -> pb.ServerInfo:
         self.asked += 1

@@ -23,7 +23,7 @@ from jlora.cluster.balancing import Balancing
 from jlora.cluster.prefixes import Prefixes
 from jlora.cluster.router import Router
 from jlora.cluster.routing.least_loaded import LeastLoaded
-from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.policy import Ask, Bookless
 from jlora.cluster.view import View
 from jlora.engine.loaders import Read
 from jlora.engine.records import NewAdapter
@@ -183,7 +183,7 @@ def test_many_at_once_over_both_fronts_are_what_one_engine_says(two: Cluster):
         same(future.result(), two.alone.generate(one))
 
 
-class Crowding:
+class Crowding(Bookless):
     """Sends everything to the first replica."""
 
     def choose(self, view: View, ask: Ask) -> str | None:

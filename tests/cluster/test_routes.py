@@ -16,7 +16,7 @@ from jlora.cluster import service as cluster
 from jlora.cluster.cli import parse
 from jlora.cluster.fleet import StaticFleet
 from jlora.cluster.routing.jlora import Jlora
-from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.policy import Ask, Bookless
 from jlora.cluster.routing.routes import LORASERVE, ROUTES, policy_of
 from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.view import Held, ReplicaView, View
@@ -88,7 +88,7 @@ def test_a_fitted_router_weighs_load_cache_and_the_adapters_way(steps: str):
 
 
 @dataclass
-class First:
+class First(Bookless):
     """Takes the first replica, and notes what it was asked."""
 
     asks: list[Ask] = field(default_factory=list)

@@ -13,7 +13,9 @@ from jlora.cluster.routing.dlora import DLora
 from jlora.cluster.routing.jlora import Jlora
 from jlora.cluster.routing.others import all_held
 from jlora.cluster.routing.policy import Ask, Policy
+from jlora.cluster.routing.session import SessionSticky
 from jlora.cluster.routing.simple import FirstFit, MostIdle, Random, RoundRobin
+from jlora.cluster.routing.table import Table, Turns
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import Held, ReplicaView
 from tests.test_step_model import STEPS
@@ -96,6 +98,22 @@ def test_round_robin_goes_round_and_random_repeats_by_its_seed():
     one, two = Random(3), Random(3)
     drawn = [one.choose(three, ASK) for _ in range(60)]
     assert drawn == [two.choose(three, ASK) for _ in range(60)] and set(drawn) == set("abc")
+
+
+def booked() -> list[Policy]:
+    """Of every policy that keeps books."""
+    parts = {"a@1": {"a": 0.5, "b": 0.3, "c": 0.2}}
+    return [Random(3), RoundRobin(), Table(parts, 3), Turns(parts), SessionSticky(), Jlora(LINEAR, 1.0)]
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_a_look_ahead_names_the_replica_and_changes_no_later_choice(at: int):
+    three, looked, plain = view(*map(replica, "abc")), booked()[at], booked()[at]
+    for i in range(30):
+        ask = replace(ASK, session=str(i % 7) if i % 3 else "")
+        ahead = [looked.peek(three, ask) for _ in range(i % 4)]
+        chosen = looked.choose(three, ask)
+        assert chosen == plain.choose(three, ask) and all(one == chosen for one in ahead)
 
 
 def test_most_idle_counts_other_routers_and_first_fit_fills_up():

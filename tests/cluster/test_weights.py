@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import pytest
 
 from jlora.cluster.directory import Version
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, Bookless, up
 from jlora.cluster.view import View
 from jlora.errors import DataLoss
 from tests.cluster import _port as port
@@ -17,7 +17,7 @@ from tests.cluster._links import Client, Service, answer, request, service, subm
 ASKED = request(max_tokens=100, adapter="x")
 
 
-class InOrder:
+class InOrder(Bookless):
     """Sends everything to the first replica by name."""
 
     def choose(self, view: View, ask: Ask) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 from jlora import cli
 from jlora.cache import inspect
 from jlora.cluster.balance import Terms
-from jlora.cluster.routing.policy import Ask
+from jlora.cluster.routing.policy import Ask, Bookless
 from jlora.cluster.view import View
 from jlora.sim.fleet import Fleet, Live
 from jlora.sim.member import Member
@@ -24,7 +24,7 @@ RANKS = (8, 16, 8)
 BALANCE = Balance(Terms(queue_s=0.05, limit_s=float("inf")), every_s=0.2, solve_s=0.02)
 
 
-class Crowding:
+class Crowding(Bookless):
     """Sends everything to the first replica."""
 
     def choose(self, view: View, ask: Ask) -> str | None:

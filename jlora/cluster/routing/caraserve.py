@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
 from jlora.cluster.routing.others import all_held
-from jlora.cluster.routing.policy import Ask, cheapest
+from jlora.cluster.routing.policy import Ask, Bookless, cheapest
 from jlora.cluster.view import ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)
-class CaraServe:
+class CaraServe(Bookless):
     """The replica where the request adds the least time per token, over all requests there.
 
     Attributes:

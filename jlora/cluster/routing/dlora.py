@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 from jlora.cluster.routing.costs import Costs, joined
 from jlora.cluster.routing.others import all_held
-from jlora.cluster.routing.policy import Ask, cheapest
+from jlora.cluster.routing.policy import Ask, Bookless, cheapest
 from jlora.cluster.routing.ways import Ways, held
 from jlora.cluster.view import ReplicaView, View
 
 
 @dataclass(frozen=True, slots=True)
-class DLora:
+class DLora(Bookless):
     """The replica that would begin the request soonest.
 
     The paper does not say how it estimates the queue. Its published code counts a replica's requests in batches;

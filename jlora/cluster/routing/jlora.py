@@ -37,16 +37,19 @@ class Jlora:
     sessions: Sessions = field(default_factory=Sessions)
 
     def choose(self, view: View, ask: Ask) -> str | None:
+        best = self.peek(view, ask)
+        if best is not None:
+            self.sessions.served(ask.session, best)
+        return best
+
+    def peek(self, view: View, ask: Ask) -> str | None:
         peer, home = held(view, ask.adapter), self.sessions.home(ask.session)
 
         def cost(replica: ReplicaView) -> tuple[float, tuple[int, int]]:
             saved = self.saved_s(ask) if replica.name == home else 0.0
             return self.cost(replica, ask, peer) - saved, self.sessions.order(replica.name)
 
-        best = cheapest(view, cost)
-        if best is not None:
-            self.sessions.served(ask.session, best)
-        return best
+        return cheapest(view, cost)
 
     def cost(self, replica: ReplicaView, ask: Ask, peer: bool = False) -> float:
         """Seconds. `peer`: see `Ways.seconds`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from jlora.cluster.routing.policy import Ask, up
+from jlora.cluster.routing.policy import Ask, Bookless, up
 from jlora.cluster.routing.simple import load
 from jlora.cluster.view import ReplicaView, View
 
@@ -20,7 +20,7 @@ def least(view: View, adapter: str | None) -> ReplicaView | None:
     return min(up(view), key=cost, default=None)
 
 
-class LeastLoaded:
+class LeastLoaded(Bookless):
     """See `jlora.cluster.routing.policy.Policy`."""
 
     def choose(self, view: View, ask: Ask) -> str | None:

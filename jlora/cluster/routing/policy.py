@@ -34,8 +34,24 @@ class Policy(Protocol):
     """A policy may keep books of its own choices; it reads no clock and draws from its own seed."""
 
     def choose(self, view: View, ask: Ask) -> str | None:
-        """The name of a replica that is up; None if none is."""
+        """The name of a replica that is up; None if none is. The request goes there, so the books note it."""
         ...
+
+    def peek(self, view: View, ask: Ask) -> str | None:
+        """What `choose` would answer now. The books stay as they are: no request goes anywhere."""
+        ...
+
+
+class Bookless:
+    """Base of the policies that keep no books."""
+
+    __slots__ = ()
+
+    def choose(self, view: View, ask: Ask) -> str | None:
+        raise NotImplementedError
+
+    def peek(self, view: View, ask: Ask) -> str | None:
+        return self.choose(view, ask)
 
 
 def up(view: View) -> list[ReplicaView]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from jlora.cluster.routing.policy import Ask, cheapest, up
+from jlora.cluster.routing.policy import Ask, Bookless, cheapest, up
 from jlora.cluster.view import ReplicaView, View
 
 FIRST_FIT = 32  # requests of a replica that count as full, as in Punica
@@ -26,6 +26,13 @@ class Random:
         replicas = up(view)
         return self._random.choice(replicas).name if replicas else None
 
+    def peek(self, view: View, ask: Ask) -> str | None:
+        before = self._random.getstate()
+        try:
+            return self.choose(view, ask)
+        finally:
+            self._random.setstate(before)
+
 
 class RoundRobin:
     """One after the other."""
@@ -34,12 +41,16 @@ class RoundRobin:
         self._next = 0
 
     def choose(self, view: View, ask: Ask) -> str | None:
-        replicas = up(view)
+        chosen = self.peek(view, ask)
         self._next += 1
-        return replicas[(self._next - 1) % len(replicas)].name if replicas else None
+        return chosen
+
+    def peek(self, view: View, ask: Ask) -> str | None:
+        replicas = up(view)
+        return replicas[self._next % len(replicas)].name if replicas else None
 
 
-class MostIdle:
+class MostIdle(Bookless):
     """The one with the fewest requests; of equals the first."""
 
     def choose(self, view: View, ask: Ask) -> str | None:
@@ -47,7 +58,7 @@ class MostIdle:
 
 
 @dataclass(frozen=True, slots=True)
-class FirstFit:
+class FirstFit(Bookless):
     """The first with fewer than `most` requests, which packs them tightly; the most idle one if all are full."""
 
     most: int = FIRST_FIT

@@ -31,6 +31,13 @@ class Table:
         chosen = self._pick(ask.adapter, {name: part for name, part in parts.items() if name in names})
         return cheapest(view, load) if chosen is None else chosen
 
+    def peek(self, view: View, ask: Ask) -> str | None:
+        before = self._random.getstate()
+        try:
+            return self.choose(view, ask)
+        finally:
+            self._random.setstate(before)
+
     def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         """One of the servers that are up; None without any."""
         drawn = self._random.random()  # once a request, so that runs with different tables stay comparable
@@ -52,6 +59,13 @@ class Turns(Table):
     def __init__(self, parts: Mapping[str, Mapping[str, float]], seed: int = 0):
         super().__init__(parts, seed)
         self._credits: dict[str | None, dict[str, float]] = {}
+
+    def peek(self, view: View, ask: Ask) -> str | None:
+        before = dict(self._credits)  # `_pick` replaces an adapter's credits, and changes none
+        try:
+            return self.choose(view, ask)
+        finally:
+            self._credits = before
 
     def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         if not weights:
