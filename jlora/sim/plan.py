@@ -128,7 +128,8 @@ def played(
     route, policy = (args.route or [TABLE if args.place else "jlora"])[0], (args.policy or ["jlora"])[0]
     args = argparse.Namespace(**{**vars(args), "replicas": count, "route": [route]})
     many.check(args)
-    return simulate_service(scenario, many.service_of(args, ranks), work, policy, route)
+    service, route = many.played(args, ranks, route)
+    return simulate_service(scenario, service, work, policy, route)
 
 
 def least(attained: Try, share: float, most: int, stuck: Stuck = lambda fewer, more: False) -> int:

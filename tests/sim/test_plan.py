@@ -108,6 +108,15 @@ def test_a_plan_stops_where_more_replicas_bring_nothing(tmp_path: Path, capsys: 
     assert max(each["replicas"] for each in json.loads(out.read_text())["plans"][0]["tried"]) <= 4
 
 
+def test_a_plan_plays_loraserves_own_placement(trace: str, tmp_path: Path):
+    out, flags = tmp_path / "plan.json", ["--slo-ms", "200", "--on", "a10", "--most", "4"]
+    plans = []
+    for route in (["--route", "loraserve"], ["--place", "loraserve"]):
+        assert cli.main(["plan", "--trace", trace, *flags, *route, "--json", str(out)]) == 0
+        plans.append(json.loads(out.read_text())["plans"])
+    assert plans[0] == plans[1] and plans[0][0]["replicas"] >= 1
+
+
 def test_one_replica_may_be_enough(trace: str, tmp_path: Path):
     out = tmp_path / "plan.json"
     assert cli.main(["plan", "--trace", trace, "--slo-ms", "5000", "--on", "h100", "--json", str(out)]) == 0
