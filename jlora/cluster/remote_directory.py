@@ -15,7 +15,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, replace
 from typing import Any, NoReturn
@@ -224,7 +224,7 @@ class RemoteDirectory(Directory):
                 if not table.more:  # the whole of an epoch at once: no name is unknown meanwhile
                     self._apply(parts)
                     self._epoch, parts = table.epoch, []
-                    self._tell()
+                    self._report()
         finally:
             using.put(None)
 
@@ -258,13 +258,22 @@ class RemoteDirectory(Directory):
         if any(part.placed for part in parts):
             self.placed({one.key: dict(one.parts) for part in parts for one in part.places})
 
-    def _tell(self) -> None:
-        """Which versions the requests here use that are not current any more, and what they have taken."""
+    def _report(self) -> None:
+        """What requests have taken, and what `_tell` says.
+
+        It answers a message of the controller, which listens then. What was said into a stream that has ended would be
+        lost: it waits for the next stream.
+        """
+        with self._lock:
+            served, self._served = self._served, {}
+        self._tell(served.values())
+
+    def _tell(self, served: Iterable[proto.Served] = ()) -> None:
+        """Which versions the requests here use that are not current any more; each stream begins with it."""
         with self._lock:
             current = {version.key for version in self._versions.values()}
             keys = [key for key in self._requests if key not in current]
-            served, self._served = self._served, {}
-            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served.values()))
+            self._using.put(proto.Using(router=self._router, epoch=self._epoch, keys=keys, served=served))
 
 
 def _reason(error: grpc.RpcError) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from typing import Any
@@ -263,6 +264,11 @@ def epoch(remote: RemoteDirectory) -> int:
 
 def connection(remote: RemoteDirectory) -> grpc.Channel:
     return remote._channel
+
+
+def listens(remote: RemoteDirectory) -> bool:
+    """Whether a stream of the controller is open."""
+    return remote._heard < math.inf
 
 
 def applies(remote: RemoteDirectory) -> Seam:

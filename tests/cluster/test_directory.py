@@ -283,6 +283,25 @@ def test_the_demand_of_a_second_router_counts_and_it_routes_by_the_same_table(wo
         wait_until(lambda places=places: table.parts == places)
 
 
+def test_what_was_served_while_the_controller_is_away_counts_when_it_is_back(world: World, path: str):
+    controller, remote, load = world.service.controller, world.remote, Demanded()
+    controller.told = load.told
+    old = remote.current("fr")
+    for _ in range(2):
+        remote.begin(old)
+        remote.asked(old, 20)
+    controller.load(Load("fr", path, replace=True)).result(60)
+    wait_until(world.follows)
+    with world.controller_away():
+        wait_until(lambda: not port.listens(remote))
+        remote.asked(old, 20)
+        for _ in range(2):  # the end of the last one is told at once: the version is an old one
+            remote.end(old, 5)
+    wait_until(world.follows)
+    wait_until(lambda: (load.requests, load.ended) == (3, 2))
+    assert (load.prompt, load.output) == (60, 10)
+
+
 def test_a_placement_of_many_adapters_comes_whole(world: World, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(directory_server, "MOST", 2)
     seen: list[Mapping[str, Mapping[str, float]]] = []
