@@ -41,9 +41,6 @@ log = logging.getLogger(__name__)
 # Further routers hear of a switch within a beat. One look later no router asks the old homes any more, and they drop.
 LOOK_S = 1.5 * BEAT_S
 AGAIN_S = 10.0  # before a replica is asked again for what has not come
-# That a replica may be away before its adapters get other homes. One that hung, or whose link broke, is mostly back
-# within two looks, and two placements would move many adapters to and fro. Meanwhile its requests go elsewhere.
-AWAY_S = 5.0
 COMING = 8  # adapters that a replica is asked for at once
 
 
@@ -87,8 +84,6 @@ class Placing:
         self._stepped = system.clock()
         self._rates: Mapping[str, float] = {}
         self._members: set[str] = set()  # at the last time step
-        self._last: Mapping[str, Member] = {}  # the replicas of the last look
-        self._away: Mapping[str, float] = {}  # those of them that were not there, and since when
         self._homes = Homes(steps.rule)  # by name
         self._asked: dict[Pair, float] = {}  # (key, replica), and until when it is not asked again in this time step
 
@@ -100,8 +95,7 @@ class Placing:
 
     def places(self) -> Mapping[str, Mapping[str, float]]:
         """Where requests go, by the addresses of replicas: further routers name them so."""
-        members = [*self._last.values(), *self._controller.members()]
-        addresses = {member.name: member.address for member in members}
+        addresses = {member.name: member.address for member in self._controller.members()}
         placed = self._table.parts
         return {key: {addresses.get(n, n): part for n, part in parts.items()} for key, parts in placed.items()}
 
@@ -113,25 +107,12 @@ class Placing:
                 log.exception("the placement of adapters has failed; it goes on")
 
     def round(self) -> None:
-        """A time step if one is due, or replicas have come or have gone for good; then a look."""
-        members, now = self._present(), self._clock()
+        """A time step if one is due, or replicas have come or gone; then a look."""
+        members, now = self._controller.members(), self._clock()
         due = now - self._stepped >= self._steps.every_s
-        if due or {m.name for m in members} != self._members:
+        if due or {m.name for m in members if m.blocks} != self._members:
             self.step(members, close=due)
         self.look(members)
-
-    def _present(self) -> Sequence[Member]:
-        """The replicas, and those that have been away for a moment, as they were.
-
-        One that is back may have begun anew, with nothing: it is asked for its adapters again at once.
-        """
-        here, now = {m.name: m for m in self._controller.members() if m.blocks}, self._clock()
-        back = here.keys() & self._away.keys()
-        self._asked = {pair: until for pair, until in self._asked.items() if pair[1] not in back}
-        away = {name: self._away.get(name, now) for name in self._last.keys() - here.keys()}
-        self._away = {name: since for name, since in away.items() if now - since < AWAY_S}
-        self._last = {name: m for name, m in self._last.items() if name in self._away} | here
-        return list(self._last.values())
 
     def step(self, members: Sequence[Member], close: bool = True) -> None:
         """Places what is asked for anew; `close`: by the demand of the time step that ends now.
@@ -164,9 +145,8 @@ class Placing:
         todo = self._homes.look(there)
         self._table.parts = {keys[name]: parts for name, parts in self._homes.parts.items() if name in keys}
         self._fetch([(keys[name], replica) for name, replica in todo.fetch if name in keys], members)
-        # Those whose files are gone, or others by now, stay where they are. So do all while a replica is away: it may
-        # be a home that has lost what it had.
-        intact = [pair for pair in todo.drop if not self._away and self._found.is_intact(rows[pair[0]])]
+        # Those whose files are gone, or others by now, stay where they are.
+        intact = [pair for pair in todo.drop if self._found.is_intact(rows[pair[0]])]
         self._drop([(keys[name], replica) for name, replica in intact], members)
 
     def _fetch(self, pairs: Sequence[Pair], members: Sequence[Member]) -> None:
