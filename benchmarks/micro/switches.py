@@ -159,12 +159,15 @@ def _serving(built: Built) -> Sample:
             engine.abort(base)
             state, since = "merge", -AFTER
         elif state == "merge" and since == AFTER:
+            assert switching.merged.whole, "the adapter is not merged"
             state = "merged"
         elif state == "merged" and len(seconds[state]) == CALM:
             base = engine.submit(_request(built, "base"))
             state, since = "unmerge", -AFTER
         elif state == "unmerge" and since == AFTER:
+            assert not switching.merged.done, "the adapter is not taken out"
             break
+        assert engine.busy, "the requests have ended before the adapter was taken out"
     for handle in (*handles, base):
         engine.abort(handle)
     while engine.busy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 
 from jlora.adapters.peft import FILES
 from jlora.ports import Files
@@ -19,15 +20,16 @@ def is_gone(path: str, files: Files) -> bool:
     return False
 
 
-def is_removed(path: str, files: Files) -> bool:
-    """Whether an adapter is gone for good, so that it can be forgotten.
+def removed(directory: str, paths: Collection[str]) -> set[str]:
+    """Those of the known adapters in a directory that were removed from it, and so can be forgotten.
 
-    It is not as long as its directory's parent is missing or empty: a disk that is not mounted leaves that behind.
+    None if all were: a disk that is not mounted leaves an empty directory. A link is there though its target may be on
+    such a disk. One listing decides: between two looks, the disk might come back.
     """
-    if not is_gone(path, files):
-        return False
     try:
-        with os.scandir(os.path.dirname(path)) as entries:
-            return any(True for _ in entries)
+        there = set(os.listdir(directory))
     except OSError:
-        return False
+        return set()
+    known = {path for path in paths if os.path.dirname(path) == directory}
+    gone = {path for path in known if os.path.basename(path) not in there}
+    return gone if gone < known else set()

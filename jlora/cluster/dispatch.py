@@ -297,15 +297,16 @@ class Dispatcher:
         """
         if not any(seen.health == "up" for seen in self.books.view.values()):
             return
-        now, sends = self.terms.clock(), 0
+        now, sends, full = self.terms.clock(), 0, set[tuple[str, frozenset[str]]]()
         for routed in self.table.waiting():
-            if routed.due > now:
+            among = (routed.version.key if routed.version else "", frozenset(routed.others))
+            if routed.due > now or among in full:
                 continue
-            if self._dispatch(routed):
-                sends += 1
-                if sends == SENDS:
+            if not self._dispatch(routed):
+                if not routed.others:  # no replica has room
                     return
-            elif not routed.others:  # no replica has room
+                full.add(among)
+            elif (sends := sends + 1) == SENDS:
                 return
 
     def _move(self, name: str) -> None:

@@ -15,7 +15,7 @@ from jlora.adapters.adapter import Scan
 from jlora.adapters.catalogue import Row
 from jlora.adapters.names import at_start
 from jlora.adapters.peft import FILES, scan_peft
-from jlora.adapters.removed import is_gone, is_removed
+from jlora.adapters.removed import is_gone, removed
 from jlora.cluster.directory import Version
 from jlora.cluster.registry import Registry, info_of
 from jlora.config import Config
@@ -59,10 +59,10 @@ class Found:
 
     def gone(self, rows: Iterable[Row]) -> list[Row]:
         """Those of `adapters.dir` that were removed from it."""
-        inside = os.path.join(os.path.abspath(self._adapters.dir), "") if self._adapters.dir else ""
-        if not inside:
+        if not self._adapters.dir:
             return []
-        return [row for row in rows if row.path.startswith(inside) and is_removed(row.path, self._files)]
+        known = {row.path: row for row in rows}
+        return [known[path] for path in removed(os.path.abspath(self._adapters.dir), known)]
 
     def is_gone(self, path: str) -> bool:
         """Whether a directory's files are gone; one that cannot be read now is not."""

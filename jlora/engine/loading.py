@@ -206,8 +206,12 @@ class Adapters:
         (reading,) = self.shelf.begin()
         self.fill(reading.blocks, new)
         self.arrive(reading, new)
-        if pinned:
+        if not pinned:
+            return
+        try:
             self.pin(new.name, True)
+        except ResourceExhausted as e:  # the pool is smaller, or another adapter larger, than when it was pinned
+            log.warning("adapter %s is not pinned any more: %s", new.name, e)
 
     # -- out --------------------------------------------------------------------------------
 

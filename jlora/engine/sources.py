@@ -22,7 +22,7 @@ from jlora.adapters.names import at_start, check_key
 from jlora.adapters.packing import FORMAT, blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
-from jlora.adapters.removed import is_removed
+from jlora.adapters.removed import removed
 from jlora.config import Config
 from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter
@@ -154,6 +154,7 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
         JloraError: one cannot be served. With `adapters.lazy`, those of `adapters.dir` are left out instead.
     """
     rows = {row.name: row for row in catalogue.rows()}
+    known_paths = [row.path for row in rows.values()]
     paths, tolerant = at_start(config.adapters.paths, config.adapters.dir, reader.files), config.adapters.lazy
     found: list[Row | NewAdapter] = []
     left_out: list[str] = []
@@ -171,8 +172,8 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
             found.append(replaced(item, ranks=shapes.setdefault(tuple(item.ranks.items()), item.ranks)))
     before = list(_loaded_before(rows.values(), reader))
     known = {item.name for item in before}
-    rest = [row for name, row in rows.items() if name not in known]
-    left_out += [row.name for row in rest if not row.digest or is_removed(row.path, reader.files)]
+    gone = removed(os.path.abspath(config.adapters.dir), known_paths) if config.adapters.dir else set()
+    left_out += [name for name, row in rows.items() if name not in known and (not row.digest or row.path in gone)]
     catalogue.remove(left_out)  # what has a digest and may come back stays pinned to it
     return found + before
 
@@ -213,10 +214,9 @@ def eager(found: list[Row | NewAdapter], host_blocks: int, config: Config) -> It
     room = host_blocks
     for item in kept:
         if item.blocks > room:
-            log.warning(
-                "adapter %s stays on the disk, and is not pinned: it takes %d blocks, and %d of the host tier's %d are "
-                "free", item.name, item.blocks, room, host_blocks,
-            )  # fmt: skip
+            what = "is not pinned" if isinstance(item, Row) and item.pinned else "is not read at the start"
+            why = f"it takes {item.blocks} blocks, and {room} of the host tier's {host_blocks} are free"
+            log.warning("adapter %s %s: %s", item.name, what, why)
             continue
         room -= item.blocks
         yield item

@@ -186,6 +186,7 @@ class Switching(Turns):
         if self._merger.done:
             return True
         log.info("adapter uid=%d is taken out of the weights", self._node.uid if self._node else -1)
+        self._forget_old()
         return self._merger.whole() and self._merger.reloads == reloads
 
     def _measured(self, node: AdapterNode) -> bool:
@@ -221,10 +222,15 @@ class Switching(Turns):
         self._node = self._target = None
 
     def _refuse(self, node: AdapterNode) -> None:
-        """Merges this version never. Forgets what is known of versions that no name stands for any more."""
+        """Merges this version never."""
+        self.policy.refused.add(node.uid)
+        self._forget_old()
+
+    def _forget_old(self) -> None:
+        """Forgets what is known of versions that no name stands for any more."""
         live = self._registry.live
         self._losses = {uid: loss for uid, loss in self._losses.items() if live(uid)}
-        self.policy.refused = {uid for uid in self.policy.refused | {node.uid} if live(uid)}
+        self.policy.refused = {uid for uid in self.policy.refused if live(uid)}
         self._short &= self.policy.refused
 
     def _read(self, node: AdapterNode) -> None:

@@ -5,7 +5,7 @@ a change before the first read        registered anew
 a change after it                     read and compared; if other weights have come, what is in memory is served, as
                                       long as its share of the host tier lasts; a read from the disk fails
 gone                                  what is in memory is served; once it is on the disk only, its name is unknown,
-                                      unless adapters.dir is empty, as if its disk were not mounted
+                                      unless all are gone, as if the disk were not mounted
 back                                  read and compared; what is in memory may leave it again
 
 Polling is enough: a round takes a few microseconds of system calls for each adapter, and at most a
@@ -17,16 +17,19 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from functools import partial
 
 from jlora.adapters.names import check_name
 from jlora.adapters.registry import Record
-from jlora.adapters.removed import is_removed
+from jlora.adapters.removed import removed
 from jlora.engine.built import Built
-from jlora.engine.futures import BetweenSteps
+from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
 from jlora.errors import JloraError, Unavailable
 from jlora.ports import Stamp, System
+from jlora.types import AdapterInfo
 
 log = logging.getLogger(__name__)
 
@@ -79,24 +82,19 @@ class Watch:
                 self._refused[path] = stamp  # unloaded: it comes back when its files change, or with a restart
         self._known = known
         self._resident([record for record in records if not (record.node.gone or record.node.reading)])
-        for record in records:
-            if record.node.gone:
-                self._compare(record, self._reader.stamp(record.path))
+        resting = [(record, self._reader.stamp(record.path)) for record in records if record.node.gone]
+        gone = removed(self._directory, known) if any(stamp is None for _, stamp in resting) else set()
+        for record, stamp in resting:
+            if record.path in gone:
+                log.info("adapter %s is not known any more: its files are gone", record.name)
+                self._known.discard(record.path)
+                self._now(partial(self._adapters.forget, record))
+            elif stamp not in (None, record.stamp) and not record.digest:
+                self._register(record.name, record.path, record)
         names = {record.name for record in records}
         for name, path in self._found():
             if path not in self._known and name not in names:
                 self._register(name, path)
-
-    def _compare(self, record: Record, stamp: Stamp | None) -> None:
-        """An adapter that is on the disk only."""
-        if stamp is None:
-            inside = self._directory and record.path.startswith(self._directory + os.sep)
-            if inside and is_removed(record.path, self._reader.files):
-                log.info("adapter %s is not known any more: its files are gone", record.name)
-                self._known.discard(record.path)
-                self._now(lambda: self._adapters.forget(record))
-        elif stamp != record.stamp and not record.digest:
-            self._register(record.name, record.path, record)
 
     def _resident(self, records: list[Record]) -> None:
         """Says of adapters in memory whether the disk has them, all between two steps."""
@@ -175,3 +173,10 @@ class Watch:
         else:
             self._known.add(path)
             log.info("adapter %s is found in adapters.dir", name)
+            if old is None and row is not None and row.pinned and row.path == new.path:  # the last start had no disk
+                self._now(lambda: adapters.pin_when_read(name, True).add_done_callback(partial(_told, name)))
+
+
+def _told(name: str, pinned: Future[AdapterInfo]) -> None:
+    if (error := failure_of(pinned)) is not None:
+        log.warning("adapter %s is not pinned any more: %s", name, error)

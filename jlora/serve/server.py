@@ -122,6 +122,7 @@ class GrpcServer:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.wait((self._watching,))
+        self.backend.serving = self.backend.live = False
         await self._set_health(ready=False, live=False)
         await self._server.stop(grace_s)
 

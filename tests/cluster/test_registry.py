@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import sqlite3
 import zlib
 from collections.abc import Iterator
@@ -205,7 +206,7 @@ def test_others_read_the_file_while_one_process_writes_it(file: str, registry: R
         assert other.execute("select name from adapters").fetchall() == [("a",)]
 
 
-def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
+def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder, away = tmp_path / "adapters", tmp_path / "away"
     (folder / "a").mkdir(parents=True)
     for name in FILES:
@@ -221,10 +222,15 @@ def test_adapters_on_a_disk_that_cannot_be_read_are_not_gone(tmp_path: Path):
     folder.rmdir()
     away.rename(folder)
 
-    def stale(directory: str, names: object) -> NoReturn:
+    (folder / "b").symlink_to(away)  # on a disk that is not mounted
+    assert found.gone(rows) == []
+    (folder / "b").unlink()
+    assert [one.name for one in found.gone(rows)] == ["b"]
+
+    def stale(directory: str) -> NoReturn:
         raise OSError(errno.ESTALE, "stale file handle")
 
-    files.stamp = stale
+    monkeypatch.setattr(os, "listdir", stale)
     assert found.gone(rows) == []
 
 
