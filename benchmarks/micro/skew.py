@@ -84,7 +84,7 @@ def run(options: Options) -> None:
                 side: stack.enter_context(_started(settings, merge, size, rank)) for side, merge in kinds.items()
             }
             rate = LOAD * capacity(replicas["off"], size, rank)
-            for hot in size.hot:
+            for hot in (hot for hot in size.hot if not options.only or f"{hot:g}" in options.only):
                 asked = draw(size, hot, rate)
                 sides = [Side(side, partial(play, replica, size, rank, asked)) for side, replica in replicas.items()]
                 records.measure(f"rank {rank}, {hot:g}", sides, options.budget(5))
