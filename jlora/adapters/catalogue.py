@@ -161,6 +161,10 @@ class Catalogue:
             ("update uids set last = max(last, ?)", [(max((row.uid for row in rows), default=0),)]),
         )
 
+    def keep_pinned(self, name: str) -> Future[None]:
+        """The next start pins this adapter, whatever `put` has said of it."""
+        return self._write(("update adapters set pinned = 1 where name = ?", [(name,)]))
+
     def reserve(self, uid: int) -> Future[None]:
         """No adapter gets this uid from now on but by `put`."""
         return self._write(("update uids set last = max(last, ?)", [(uid,)]))

@@ -300,7 +300,8 @@ class Dispatcher:
         now, sends, full = self.terms.clock(), 0, set[tuple[str, frozenset[str]]]()
         for routed in self.table.waiting():
             among = (routed.version.key if routed.version else "", frozenset(routed.others))
-            if routed.due > now or among in full:
+            # A replica that is lost meanwhile, because it takes nothing any more, sends what waits by itself.
+            if routed.due > now or among in full or routed.rid or routed.handle not in self.entries:
                 continue
             if not self._dispatch(routed):
                 if not routed.others:  # no replica has room
@@ -422,7 +423,9 @@ class Dispatcher:
         """
         self._settle(routed)
         full = isinstance(why, Busy)
-        if events := self.table.lose(routed, self.terms.clock(), refused=full):
+        seen = self.books.view.get(routed.replica)
+        drained = seen is not None and seen.health == "draining"  # which says nothing of the request
+        if events := self.table.lose(routed, self.terms.clock(), full, drained=drained):
             self._give(routed, events)
         if not routed.open:
             return

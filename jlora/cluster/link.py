@@ -50,7 +50,9 @@ BEATS = 10  # of a router that may be missing, before it counts as gone
 LOOK_S = 0.5  # between two looks at whether it is
 MOST = 1 << 16  # batches of events that a router may leave unread
 SLICE = 2048  # batches of events in one message
-SCORES = 1024  # prompt log-probabilities that become a message in one turn of the loop; more, on a thread
+# Prompt tokens with log-probabilities that the event loop converts itself; more, a thread. And those of one message,
+# before that of the last request: each takes up to 250 bytes, and gRPC's messages have an end.
+SCORES, MOST_SCORES = 64, 1 << 16
 EOF: Any = grpc.aio.EOF  # pyright: ignore[reportAttributeAccessIssue]
 
 # Makes an adapter version known to this replica.
@@ -407,7 +409,7 @@ class Stream:
 
     async def _message(self, idle: bool) -> link.FromReplica:
         """What has come since the last one, as far as one message holds it."""
-        message = link.FromReplica(state=self._now(idle))
+        message, scored = link.FromReplica(state=self._now(idle)), 0
         for live, what in self._take():
             if live.gone:
                 continue
@@ -419,6 +421,9 @@ class Stream:
                 self._not_begun(live, what)
             else:
                 await self._tokens(message, live, what)
+                scored += sum(len(event.prompt_logprobs or ()) for event in what)
+            if scored > MOST_SCORES:
+                break
         if self._backend.draining:
             for live in list(self._live.values()):
                 self._give_up(live)
@@ -450,7 +455,7 @@ class Stream:
                 return
             position = live.positions[event.index]
             if event.prompt_logprobs is not None and len(event.prompt_logprobs) > SCORES:
-                message.tokens.append(await asyncio.to_thread(wire.token, live.rid, position, event))
+                message.tokens.append(await self._converted(asyncio.to_thread(wire.token, live.rid, position, event)))
             else:
                 message.tokens.append(wire.token(live.rid, position, event))
             if live.record is not None:
@@ -459,6 +464,13 @@ class Stream:
             live.open -= event.finish_reason is not None
         if not live.open:
             self._live.pop(live.rid, None)
+
+    async def _converted(self, working: Awaitable[link.Token]) -> link.Token:
+        """What takes a while. The router hears meanwhile that this process lives: it would take the requests away."""
+        work = asyncio.ensure_future(working)
+        while not (await asyncio.wait({work}, timeout=IDLE_S))[0]:
+            await self._write(link.FromReplica(state=self._now(idle=True)))
+        return work.result()
 
     def _now(self, idle: bool) -> link.State:
         """The replica as its last snapshot shows it. A step under way does not hold it up."""

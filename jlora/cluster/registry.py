@@ -23,15 +23,18 @@ from jlora.types import AdapterInfo
 class Registry:
     """The table. Any thread may call; only `put` and `remove` wait for the disk."""
 
-    def __init__(self, path: str, threads: Threads, connect: Connect = sqlite3.connect):
-        """Opens or makes the file; "" keeps the table in memory. Raises ConfigError."""
+    def __init__(self, path: str, threads: Threads, connect: Connect = sqlite3.connect, above: int = 0):
+        """Opens or makes the file; "" keeps the table in memory. Raises ConfigError.
+
+        `above`: what the numbers of a new table lie above.
+        """
         self._catalogue = Catalogue(path, threads, connect=connect)
         self._lock = threading.Lock()
         self._rows: dict[str, Row] = {}
         self._versions: dict[str, Version] = {}
         self._names: list[str] = []  # in order
         self._near = NearNames()
-        self._number = self._catalogue.last_uid
+        self._number = self._catalogue.last_uid or above
         for row in self._catalogue.rows():
             self._set(row)
 

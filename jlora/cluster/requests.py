@@ -174,16 +174,16 @@ class Routed:
         """Ends the completions that run; their last events."""
         return [self._last(i, reason, error) for i, part in enumerate(self._parts) if not part.ended]
 
-    def lose(self, refused: bool = False, moved: bool = False) -> list[TokenEvent]:
+    def lose(self, refused: bool = False, moved: bool = False, drained: bool = False) -> list[TokenEvent]:
         """The attempt has ended without its last events; see `stopped`.
 
-        `refused`: by a full replica; `moved`: the router itself has ended it.
+        `refused`: by a full replica; `moved`: the router itself has ended it; `drained`: its replica drains.
         """
         if refused:
             self.refusals += 1
         elif self._fruitful:
             self.losses = 0
-        elif not moved:
+        elif not (moved or drained):
             self.losses += 1
         self.moves += moved
         self._fruitful = False
@@ -264,12 +264,14 @@ class Table:
         routed.rid, routed.replica, routed.sent = next(self._rids), replica, now
         self._attempts[routed.rid] = routed
 
-    def lose(self, routed: Routed, now: float, refused: bool = False, moved: bool = False) -> list[TokenEvent]:
+    def lose(
+        self, routed: Routed, now: float, refused: bool = False, moved: bool = False, drained: bool = False
+    ) -> list[TokenEvent]:
         """The attempt is over, and the request waits for a replica; see `Routed.lose`."""
         self._attempts.pop(routed.rid, None)
         routed.avoid = routed.replica
         routed.rid, routed.replica, routed.since = 0, "", now
-        return routed.lose(refused, moved)
+        return routed.lose(refused, moved, drained)
 
     def end(self, routed: Routed) -> None:
         """Forgets a request; what its attempt still sends is old."""

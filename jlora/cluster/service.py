@@ -85,7 +85,8 @@ def steps_of(config: Config) -> Steps | None:
 
 def controller(config: Config, secret: Secret, system: System, opened: ExitStack) -> tuple[Controller, Found]:
     """The adapters of the service, in this process. Raises ConfigError."""
-    registry = Registry(config.adapters.registry, system.threads)
+    # Replicas may live on behind a table that began anew: no key that they know may come again for another version.
+    registry = Registry(config.adapters.registry, system.threads, above=int(1e3 * system.wall()))
     opened.callback(registry.close)
     found = Found(config, system)
     made = Controller(registry, found, Calls(login(config, secret.token)), system)

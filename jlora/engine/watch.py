@@ -18,6 +18,7 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
 
 from jlora.adapters.names import check_name
@@ -174,9 +175,15 @@ class Watch:
             self._known.add(path)
             log.info("adapter %s is found in adapters.dir", name)
             if old is None and row is not None and row.pinned and row.path == new.path:  # the last start had no disk
-                self._now(lambda: adapters.pin_when_read(name, True).add_done_callback(partial(_told, name)))
+                self._pin(name)
+
+    def _pin(self, name: str) -> None:
+        """Pins an adapter again once it is read. If that fails, the next start tries it."""
+        self._catalogue.keep_pinned(name)
+        with suppress(JloraError):  # it was unloaded just now
+            self._now(lambda: self._adapters.pin_when_read(name, True).add_done_callback(partial(_told, name)))
 
 
 def _told(name: str, pinned: Future[AdapterInfo]) -> None:
     if (error := failure_of(pinned)) is not None:
-        log.warning("adapter %s is not pinned any more: %s", name, error)
+        log.warning("adapter %s is not pinned: %s", name, error)

@@ -23,7 +23,7 @@ from jlora.cluster.fetches import PathsAlone
 from jlora.cluster.link import IDLE_S
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.secret import Secret
-from jlora.types import Done, Request, SamplingParams
+from jlora.types import Done, Request, SamplingParams, TokenEvent
 from tests.cluster._link import Linked, done_of, linked, outputs
 from tests.engine._replica import Running
 from tests.engine.test_engine import BASE, GREEDY, SEEDED, TABLES, running, serve, tokens
@@ -222,6 +222,29 @@ def test_a_new_epoch_ends_what_the_earlier_one_began(links: tuple[Linked, Linked
             other.start(1, Request("r", PROMPT, GREEDY))
             assert outputs(late.whole(1)) == outputs(other.whole(1))
             late.until(lambda r: idle(links[0]))
+
+
+def test_a_replica_says_that_it_lives_while_it_converts_long_prompts_and_takes_no_more_than_fit(
+    links: tuple[Linked, Linked], monkeypatch: pytest.MonkeyPatch
+):
+    convert = wire.token
+
+    def slow(rid: int, position: int, event: TokenEvent) -> link.Token:
+        time.sleep(0.5 * (event.prompt_logprobs is not None))
+        return convert(rid, position, event)
+
+    monkeypatch.setattr(module, "SCORES", 4)
+    monkeypatch.setattr(module, "MOST_SCORES", 4)
+    monkeypatch.setattr(wire, "token", slow)
+    request = Request("r", PROMPT, replace(GREEDY, prompt_logprobs=1))
+    with links[0].attach() as router:
+        for rid in (1, 2):
+            router.start(rid, replace(request, id=f"r{rid}"))
+        for rid in (1, 2):
+            router.whole(rid)
+        scored = [i for i, m in enumerate(router.messages) if any(t.prompt_logprobs for t in m.tokens)]
+    assert len(scored) == 2  # each has a message of its own
+    assert scored[1] - scored[0] >= 3  # and between them others say that the replica lives
 
 
 def test_the_end_of_a_stream_ends_its_requests(links: tuple[Linked, Linked]):

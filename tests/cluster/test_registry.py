@@ -7,6 +7,7 @@ import os
 import sqlite3
 import zlib
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import astuple, replace
 from pathlib import Path
 from typing import Any, NoReturn
@@ -20,7 +21,10 @@ from jlora.adapters.names import check_key, check_name
 from jlora.adapters.peft import FILES
 from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
+from jlora.cluster.secret import Secret
+from jlora.cluster.service import controller
 from jlora.cluster.table import Table
+from jlora.config import Config
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import DiskFiles, OsThreads, System
 from tests.cluster import _port as port
@@ -197,6 +201,16 @@ def test_a_key_is_a_name_at_replicas_only(key: str):
 def test_what_is_no_key_is_refused(key: str):
     with pytest.raises(InvalidArgument, match="name = "):
         check_key(key)
+
+
+def test_a_table_that_begins_anew_gives_no_number_that_replicas_may_know(file: str):
+    for above, number in ((1000, 1001), (5, 1002)):  # the file goes on where it was
+        opened = Registry(file, OsThreads(), above=above)
+        assert opened.number() == number
+        opened.close()
+    with ExitStack() as stack:
+        made, _ = controller(Config(), Secret(), System(wall=lambda: 7.0), stack)
+        assert made.registry.number() == 7001
 
 
 def test_others_read_the_file_while_one_process_writes_it(file: str, registry: Registry):

@@ -122,6 +122,21 @@ def test_a_draining_replicas_requests_move_and_new_ones_avoid_it(two: Service):
     assert len(busy.started) == 1
 
 
+def test_a_request_outlives_any_number_of_drains():
+    with service(2, paused=True) as made:
+        asked = request(max_tokens=5)
+        client = submit(made, asked)
+        wait_for(lambda: any(replica.started for replica in made.replicas))
+        at, other = sorted(made.replicas, key=lambda replica: len(replica.started), reverse=True)
+        for _ in range(MOST_LOSSES + 1):
+            before, other.draining, at.draining = len(other.started), False, True
+            wait_for(lambda there=other, before=before: len(there.started) > before)
+            at, other = other, at
+        for replica in made.replicas:
+            replica.paused = False
+        whole(client, asked, made)
+
+
 def test_a_request_that_a_replica_gives_up_goes_elsewhere(two: Service):
     for replica in two.replicas:
         replica.refuse = [(Unavailable("drains"), True)]

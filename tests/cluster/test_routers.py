@@ -263,12 +263,13 @@ def test_an_adapter_that_only_a_dead_replica_had_waits_for_its_files(world: Worl
     with ExitStack() as opened:
         relays = [opened.enter_context(closing(Relay(seat.address))) for seat in world.seats]
         router = opened.enter_context(world.router(over=relays))
-        router.adapters.LoadAdapter(pb.LoadAdapterRequest(name="own", path=str(path)), timeout=STOP_S)
+        info = router.adapters.LoadAdapter(pb.LoadAdapterRequest(name="own", path=str(path)), timeout=STOP_S)
+        key = f"own@{info.uid}"
         expected = Stream(router.inference, asked).result()
         path.rename(tmp_path / "away")
-        holders = [(seat, relay) for seat, relay in zip(world.seats, relays, strict=True) if seat.holds("own@1")]
+        holders = [(seat, relay) for seat, relay in zip(world.seats, relays, strict=True) if seat.holds(key)]
         for seat, _ in holders[1:]:
-            seat.engine.unload_adapter("own@1").result(20)
+            seat.engine.unload_adapter(key).result(20)
         holders[0][1].close()  # to the router it is dead
         until(lambda: len(router.up()) == 1, "it is lost")
         with refused(grpc.StatusCode.NOT_FOUND):

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from jlora.adapters.registry import AdapterRegistry
 from jlora.cache.tree import AdapterNode
 from jlora.engine.switching import Switching
 from tests import port
@@ -38,7 +39,7 @@ def test_what_is_merged_of_an_adapter_whose_host_copy_leaves_is_taken_out(monkey
     merger: Any = Counted()
     policy: Any = SimpleNamespace(refused=set())
     none: Any = None
-    switching = Switching(policy, merger, none, none)
+    switching = Switching(policy, merger, AdapterRegistry(), none)
     node = AdapterNode(1, 3)
     node.host = (4, 5, 6)
     port.take_for_measured(switching, node, monkeypatch)

@@ -83,9 +83,9 @@ class Blame:
         table: Any = router.router._dispatcher.table
         lose = table.lose
 
-        def over(routed: Routed, now: float, refused: bool = False, moved: bool = False) -> Any:
+        def over(routed: Routed, now: float, refused: bool = False, moved: bool = False, drained: bool = False) -> Any:
             self._given_up(router.id, routed, refused, moved)
-            return lose(routed, now, refused, moved)
+            return lose(routed, now, refused, moved, drained)
 
         table.lose = over
 
