@@ -188,11 +188,9 @@ def _unmerge(place: _Place, w: jax.Array, layer: jax.Array, delta: jax.Array) ->
 
 def _patch(place: _Place, w: jax.Array, layer: jax.Array, at: jax.Array, kept: jax.Array) -> jax.Array:
     values = lax.bitcast_convert_type(kept, w.dtype)
-    if not place.stacked:
-        return w.reshape(-1).at[at].set(values, mode="drop").reshape(w.shape)
-    # Not through `take` and `put`: that would copy the layer.
-    rows, columns = at // w.shape[2], at % w.shape[2]
-    return w.at[layer, rows, columns].set(values, mode="drop")
+    # A scatter into a stack of layers copies all of them on a TPU: it goes into a copy of the layer.
+    old = place.take(w, layer)
+    return place.put(w, layer, old.reshape(-1).at[at].set(values, mode="drop").reshape(old.shape))
 
 
 def _digest(place: _Place, w: jax.Array, layer: jax.Array) -> jax.Array:
