@@ -6,8 +6,9 @@ name may also be a hub id.
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from jlora.errors import ConfigError, InvalidArgument
@@ -79,3 +80,18 @@ def at_start(paths: Mapping[str, str], directory: str, files: Files) -> dict[str
     if twice:
         raise ConfigError(f"adapter {twice[0]!r} is in adapters.paths and in adapters.dir: name it once")
     return named | found
+
+
+def removed(directory: str, paths: Collection[str]) -> set[str]:
+    """Those of the known adapters in a directory that were removed from it, and so can be forgotten.
+
+    None if all were: a disk that is not mounted leaves an empty directory. A link counts as there:
+    its target may be on such a disk. One listing decides: between two looks, the disk might come back.
+    """
+    try:
+        there = set(os.listdir(directory))
+    except OSError:
+        return set()
+    known = {path for path in paths if os.path.dirname(path) == directory}
+    gone = {path for path in known if os.path.basename(path) not in there}
+    return gone if gone < known else set()

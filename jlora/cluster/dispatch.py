@@ -297,14 +297,16 @@ class Dispatcher:
         """
         if not any(seen.health == "up" for seen in self.books.view.values()):
             return
-        now, sends, full = self.terms.clock(), 0, set[tuple[str, frozenset[str]]]()
+        now, sends, full = self.terms.clock(), 0, set[tuple[Version | None, frozenset[str]]]()
         for routed in self.table.waiting():
-            among = (routed.version.key if routed.version else "", frozenset(routed.others))
-            # A replica that is lost meanwhile, because it takes nothing any more, sends what waits by itself.
-            if routed.due > now or among in full or routed.rid or routed.handle not in self.entries:
+            # If a replica is lost meanwhile, because it takes nothing any more, `lost` has sent some of them.
+            if routed.due > now or routed.rid or routed.handle not in self.entries:
+                continue
+            among = (routed.version, frozenset(routed.others)) if routed.others else None
+            if among in full:
                 continue
             if not self._dispatch(routed):
-                if not routed.others:  # no replica has room
+                if among is None:  # no replica has room
                     return
                 full.add(among)
             elif (sends := sends + 1) == SENDS:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from jlora.adapters.adapter import Scan
 from jlora.adapters.catalogue import Row
-from jlora.adapters.names import at_start
+from jlora.adapters.names import at_start, removed
 from jlora.adapters.peft import FILES, scan_peft
-from jlora.adapters.removed import is_gone, removed
 from jlora.cluster.directory import Version
 from jlora.cluster.registry import Registry, info_of
 from jlora.config import Config
@@ -66,7 +65,13 @@ class Found:
 
     def is_gone(self, path: str) -> bool:
         """Whether a directory's files are gone; one that cannot be read now is not."""
-        return is_gone(path, self._files)
+        try:
+            self._files.stamp(path, FILES)
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except (OSError, ValueError):
+            return False
+        return False
 
     def is_intact(self, row: Row) -> bool:
         """Whether a directory's files are there, and are those that the row was made of, if it knows them."""

@@ -18,11 +18,10 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from jlora.adapters.catalogue import Catalogue, Row
-from jlora.adapters.names import at_start, check_key
+from jlora.adapters.names import at_start, check_key, removed
 from jlora.adapters.packing import FORMAT, blocks_of, largest_ranks, pack
 from jlora.adapters.peft import FILES, read_peft, scan_peft
 from jlora.adapters.registry import Record
-from jlora.adapters.removed import removed
 from jlora.config import Config
 from jlora.engine.loading import check_size
 from jlora.engine.records import NewAdapter

@@ -222,7 +222,7 @@ class Switching(Turns):
         self._node = self._target = None
 
     def _refuse(self, node: AdapterNode) -> None:
-        """Merges this version never."""
+        """Never merges this version."""
         self.policy.refused.add(node.uid)
         self._forget_old()
 

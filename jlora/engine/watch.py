@@ -21,9 +21,8 @@ from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
-from jlora.adapters.names import check_name
+from jlora.adapters.names import check_name, removed
 from jlora.adapters.registry import Record
-from jlora.adapters.removed import removed
 from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
