@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -52,6 +53,22 @@ class Bookless:
 
     def peek(self, view: View, ask: Ask) -> str | None:
         return self.choose(view, ask)
+
+
+class Drawing(Bookless):
+    """Base of the policies whose books are a generator of random numbers."""
+
+    __slots__ = ("_random",)
+
+    def __init__(self, seed: int):
+        self._random = random.Random(seed)
+
+    def peek(self, view: View, ask: Ask) -> str | None:
+        before = self._random.getstate()
+        try:
+            return self.choose(view, ask)
+        finally:
+            self._random.setstate(before)
 
 
 def up(view: View) -> list[ReplicaView]:

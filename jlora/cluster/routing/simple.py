@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
-from jlora.cluster.routing.policy import Ask, Bookless, cheapest, up
+from jlora.cluster.routing.policy import Ask, Bookless, Drawing, cheapest, up
 from jlora.cluster.view import ReplicaView, View
 
 FIRST_FIT = 32  # requests of a replica that count as full, as in Punica
@@ -16,22 +15,15 @@ def load(replica: ReplicaView) -> int:
     return max(replica.sent, replica.running + replica.waiting)
 
 
-class Random:
+class Random(Drawing):
     """Any replica, with equal chances."""
 
     def __init__(self, seed: int = 0):
-        self._random = random.Random(seed)
+        super().__init__(seed)
 
     def choose(self, view: View, ask: Ask) -> str | None:
         replicas = up(view)
         return self._random.choice(replicas).name if replicas else None
-
-    def peek(self, view: View, ask: Ask) -> str | None:
-        before = self._random.getstate()
-        try:
-            return self.choose(view, ask)
-        finally:
-            self._random.setstate(before)
 
 
 class RoundRobin:

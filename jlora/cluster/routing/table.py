@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping
 
-from jlora.cluster.routing.policy import Ask, cheapest, up
+from jlora.cluster.routing.policy import Ask, Drawing, cheapest, up
 from jlora.cluster.routing.simple import load
 from jlora.cluster.view import View
 
 
-class Table:
+class Table(Drawing):
     """Draws a server by its part, as LoRAServe does. Without one that is up, the most idle replica.
 
     Attributes:
@@ -18,8 +17,8 @@ class Table:
     """
 
     def __init__(self, parts: Mapping[str, Mapping[str, float]], seed: int = 0):
+        super().__init__(seed)
         self.parts = parts
-        self._random = random.Random(seed)
 
     def place(self, parts: Mapping[str, Mapping[str, float]]) -> None:
         """Replaces the placement; any thread may call."""
@@ -30,13 +29,6 @@ class Table:
         parts = {} if ask.adapter is None else self.parts.get(ask.adapter, {})
         chosen = self._pick(ask.adapter, {name: part for name, part in parts.items() if name in names})
         return cheapest(view, load) if chosen is None else chosen
-
-    def peek(self, view: View, ask: Ask) -> str | None:
-        before = self._random.getstate()
-        try:
-            return self.choose(view, ask)
-        finally:
-            self._random.setstate(before)
 
     def _pick(self, adapter: str | None, weights: dict[str, float]) -> str | None:
         """One of the servers that are up; None without any."""
