@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks.records import Study, median
@@ -142,12 +143,15 @@ def services(study: Study, path: Path) -> None:
     """The 99th percentile of TTFT over the replicas, a panel per kernel and kind of traffic."""
     groups = list(study.rows.groupby(["kernel", "cell"], sort=False))
     groups.sort(key=lambda group: group[0][0])
+    colours = dict(zip(study.rows["side"].unique(), colormaps["tab20"].colors, strict=False))
     figure, panels = _grid(len(groups), 6, (3, 2.6))
     for axes, ((kernel, cell), group) in zip(panels, groups, strict=True):
         for side, mine in group.groupby("side", sort=False):
             p99 = mine.set_index("replicas")["ttft_p99_s"].sort_index()
-            axes.plot(p99.index, p99, marker=".", label=side, linewidth=2 if side == "jlora" else 1)
+            width = 2 if side == "jlora" else 1
+            axes.plot(p99.index, p99, marker=".", label=side, linewidth=width, color=colours[side])
         axes.set(xscale="log", yscale="log", xticks=[4, 8, 16, 60], xticklabels=["4", "8", "16", "60"])
+        axes.minorticks_off()
         axes.set_title(f"{cell}, {kernel}", fontsize=8)
     _finish(figure, path)
 

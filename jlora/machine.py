@@ -23,7 +23,7 @@ def describe() -> dict[str, Any]:
     """Processor, cores, memory, system, threads."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "processor": _processor(),
+        "processor": processor(),
         "cores": len(os.sched_getaffinity(0)),
         "memory_gib": round(memory / 2**30, 1),
         "system": f"{platform.system()} {platform.machine()}",
@@ -99,7 +99,8 @@ def threads() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _processor() -> str:
+def processor() -> str:
+    """The processor's name, as its maker gives it."""
     cpuinfo = Path("/proc/cpuinfo")
     names = [s for s in cpuinfo.read_text().splitlines() if s.startswith("model name")] if cpuinfo.exists() else []
     return names[0].partition(":")[2].strip() if names else platform.processor() or "unknown"

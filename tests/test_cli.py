@@ -79,6 +79,14 @@ def test_the_command_is_there_as_a_module_too():
     assert done.returncode == 0 and done.stdout.decode().strip() == f"jlora {__version__}"
 
 
+def test_an_installed_package_says_where_the_studies_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "jlora" / "cli.py"))  # no benchmarks/ beside
+    code, out, _ = run(["bench", "skew"], capsys)
+    assert code == 2 and "no part of the package" in out and "Clone the repository" in out
+
+
 def test_a_study_without_its_packages_says_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):

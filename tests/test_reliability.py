@@ -37,7 +37,7 @@ def test_every_fault_has_a_row_that_names_what_injects_it():
     rows = {row[0]: row for row in re.findall(r"^\| (F\d+) \|(.*)$", PAGE, re.MULTILINE)}
     assert list(rows) == [f"F{i}" for i in range(1, 20)]
     assert all("::" in row or "jlora " in row for _, row in rows.values())
-    assert all(f"| {fault.partition('-')[0]} |" in PAGE for fault in KNOWN)
+    assert {fault.partition("-")[0] for fault in KNOWN} <= set(rows)
 
 
 def test_every_file_of_tests_that_the_failures_of_a_service_name_exists():

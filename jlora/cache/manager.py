@@ -85,6 +85,11 @@ class CacheManager:
         return TierState(tier.total, tier.free, tier.used[ADAPTER], tier.used[KV], 0)
 
     @property
+    def host_room(self) -> int:
+        """Host blocks for an adapter from the disk, once nothing else is in use: the pinned ones stay there."""
+        return self._cells.host.total - sum(node.size for node in self._pinned if node.on_host)
+
+    @property
     def epoch(self) -> int:
         """A lease that was refused is refused again until this changes."""
         return self._cells.epoch

@@ -76,7 +76,7 @@ class Problem:
         """Seconds until the last replica is done."""
         sides = (*self.sources, *self.targets)
         seconds, tokens = {s.name: s.seconds for s in sides}, {s.name: s.tokens for s in sides}
-        brought = set()
+        brought: dict[tuple[str, int], None] = {}  # in order: sums of seconds must not depend on hashes
         for one, place in zip(self.candidates, places, strict=True):
             if place is not None:
                 target = self.targets[place].name
@@ -84,7 +84,7 @@ class Problem:
                 tokens[one.source] -= one.tokens
                 seconds[target] += one.seconds + one.again[place]
                 tokens[target] += one.tokens
-                brought.add((one.adapter, place))
+                brought[one.adapter, place] = None
         for adapter, place in brought:
             seconds[self.targets[place].name] += self.loads.get((adapter, place), 0.0)
         return max(seconds[s.name] + self.token_s * max(0, tokens[s.name] - s.room) for s in sides)

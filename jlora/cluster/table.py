@@ -30,7 +30,8 @@ class Table:
         self._registry = registry
         self._lock = threading.Lock()
         self._epoch = 1
-        self._changes: deque[tuple[int, str]] = deque(maxlen=KEPT)
+        self._changes: deque[tuple[int, str]] = deque()
+        self._forgotten = 1  # the epoch of the latest change that is not kept; of the first table, none is
         self._watchers: list[Callable[[], None]] = []
 
     @property
@@ -42,6 +43,8 @@ class Table:
         with self._lock:
             self._epoch += 1
             self._changes.extend((self._epoch, name) for name in names)
+            while len(self._changes) > KEPT:
+                self._forgotten, _ = self._changes.popleft()
             epoch, watchers = self._epoch, list(self._watchers)
         for told in watchers:
             told()
@@ -51,7 +54,7 @@ class Table:
         """What a router misses that has the table of `epoch` (0: none)."""
         with self._lock:
             now = self._epoch
-            known = epoch == now or bool(self._changes) and self._changes[0][0] <= epoch + 1
+            known = epoch >= self._forgotten
             names = list(dict.fromkeys(name for at, name in self._changes if at > epoch))
         if not known:
             return Change(now, True, tuple(self._registry.versions()))

@@ -103,6 +103,8 @@ def token(rid: int, position: int, event: TokenEvent) -> link.Token:
 def event(message: link.Token, request_id: str, handle: int) -> TokenEvent:
     """The event of a `Token`, by the names that the request has at its receiver. Raises Broken if it can be none."""
     if not message.finish_reason and not message.prompt_logprobs:  # nearly all of them
+        if not message.HasField("id"):
+            raise Broken("a message with neither a token nor an end")
         logprob = _logprob(message.logprob) if message.HasField("logprob") else None
         return TokenEvent(request_id, message.index, message.id, logprob, handle=handle)
     if message.finish_reason not in REASONS:

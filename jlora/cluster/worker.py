@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = parse(argv)
     config = configuration.replace(config, {**ROUTERS, "serve.max_request_mib": largest_mib(config.serve)})
     try:
-        return launcher.run(config, program(config))
+        return launcher.ended(launcher.run(config, program(config)))
     except JloraError as e:
         print(f"{COMMAND}: cannot start: {e}", file=sys.stderr, flush=True)
         return 1

@@ -173,7 +173,8 @@ class Engine:
 
         Raises:
             NotFound, InvalidArgument: see `AdapterRegistry.resolve`.
-            ResourceExhausted: the pool can never hold it beside its adapter, or the queue is full.
+            ResourceExhausted: the pool can never hold it beside its adapter, the host tier can never hold the
+                adapter beside pinned ones, or the queue is full.
         """
         origin = self._origin(request)
         fitted = self._fitted(request, origin)

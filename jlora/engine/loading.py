@@ -277,13 +277,14 @@ class Adapters:
     def pin_when_read(self, name: str, pinned: bool) -> Future[AdapterInfo]:
         """As `pin`, for an adapter that may have to be read from the disk first.
 
-        The future raises FailedPrecondition if the adapter is unpinned before it is read.
+        The future raises FailedPrecondition if the adapter is unpinned before it is read. Raises what `pin` raises.
         """
         record = self._registry.get(name)
         if not pinned:
             self.shelf.unpin(name)
         if not pinned or not (record.node.gone or record.node.reading):
             return done(self.pin(name, pinned))
+        self._check_host(record)
         arrived: Future[None] = Future()
         self.shelf.open(record).then.append(arrived)
         # The name may mean another version by then, which is on the disk.
@@ -309,13 +310,27 @@ class Adapters:
     # -- from the disk ------------------------------------------------------------------------
 
     def expect(self, uid: int) -> AdapterNode:
-        """The adapter's node in the cache, for which requests may queue; it is read from the disk."""
-        return self.shelf.open(self._registry.by_uid(uid)).node
+        """The adapter's node in the cache, for which requests may queue; it is read from the disk.
+
+        Raises ResourceExhausted if pinned adapters leave too little host memory.
+        """
+        record = self._registry.by_uid(uid)
+        self._check_host(record)
+        return self.shelf.open(record).node
 
     def hint(self, uid: int) -> int:
         """Reads an adapter ahead, if few others are; its blocks that are on their way."""
         record = self._registry.by_uid(uid)
-        return record.node.size if self.shelf.hint(record) else 0
+        fits = not record.node.gone or record.node.size <= self._manager.host_room
+        return record.node.size if fits and self.shelf.hint(record) else 0
+
+    def _check_host(self, record: Record) -> None:
+        size, room = record.node.size, self._manager.host_room
+        if record.node.gone and size > room:
+            raise ResourceExhausted(
+                f"adapter {record.name!r} is on the disk and needs {size} blocks of the host tier, and pinned adapters "
+                f"leave {room} of its {self._manager.host.total}; unpin some, or raise cache.host_blocks"
+            )
 
     def keep(self, name: str, lost: bool) -> AdapterInfo:
         """Hints at an adapter that is on the disk only; if its files are `lost`, it cannot leave memory.

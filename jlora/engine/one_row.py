@@ -9,10 +9,8 @@ together measure once: the answers of a service must not depend on which of them
 from __future__ import annotations
 
 import fcntl
-import json
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,6 +19,9 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import msgspec
+
+from jlora import machine
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,13 @@ FILE = "one-row.json"
 COUNT, WIDTH, MLP = 12, 768, 2048  # weights of a measurement: more than a cache of the processor holds
 ROUNDS = 5  # interleaved; the fastest counts, and the first compiles
 WAIT_S = 60.0  # for another process that measures: it takes a second or two
+
+
+class Measured(msgspec.Struct, frozen=True):
+    """Milliseconds of the products with one row and with two."""
+
+    one_row_ms: float
+    two_rows_ms: float
 
 
 @cache
@@ -48,16 +56,16 @@ def measure(dtype: str) -> tuple[float, float]:
 
 def is_faster(dtype: str, kept: Path | None, measure: Callable[[str], tuple[float, float]] = measure) -> bool:
     """Looks up what was measured on this machine for weights of a type, or measures and keeps it in `kept`."""
-    key = f"{dtype}, jax {jax.__version__}, {_processor()}"
+    key = f"{dtype}, jax {jax.__version__}, {machine.processor()}, {machine.threads()} cores"
     file = None if kept is None else kept / FILE
     with _alone(kept):
         known = _read(file)
         if key not in known:
             one, two = measure(dtype)
             log.info("%d products of %s weights take %.2f ms with one row, %.2f with two", COUNT, dtype, one, two)
-            known[key] = {"one_row_ms": one, "two_rows_ms": two}
+            known[key] = Measured(one, two)
             _write(file, known)
-    return known[key]["one_row_ms"] < known[key]["two_rows_ms"]
+    return known[key].one_row_ms < known[key].two_rows_ms
 
 
 @contextmanager
@@ -87,28 +95,19 @@ def _lock(held: int) -> None:
             time.sleep(0.05)
 
 
-def _processor() -> str:
+def _read(file: Path | None) -> dict[str, Measured]:
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
-    return f"{name or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _read(file: Path | None) -> dict[str, dict[str, float]]:
-    try:
-        return {} if file is None else json.loads(file.read_text())
-    except (OSError, ValueError):  # none yet, or a part of one: it is measured again
+        return {} if file is None else msgspec.json.decode(file.read_bytes(), type=dict[str, Measured])
+    except (OSError, msgspec.MsgspecError):  # none yet, or no such record: it is measured again
         return {}
 
 
-def _write(file: Path | None, known: dict[str, dict[str, float]]) -> None:
+def _write(file: Path | None, known: dict[str, Measured]) -> None:
     if file is None:
         return
     try:
         new = file.with_suffix(".new")
-        new.write_text(json.dumps(known, indent=1))
+        new.write_bytes(msgspec.json.format(msgspec.json.encode(known)))
         new.replace(file)
     except OSError as e:  # a cache that cannot be written still serves
         log.warning("the measurement of one row is not kept: %s", e)

@@ -166,7 +166,9 @@ class Runner:
     @contextmanager
     def _watched(self, launches: Sequence[Launch], streamed: bool = False) -> Iterator[None]:
         """Says so while launches compile programs that no launch has run yet."""
-        programs = {program for launch in launches for program in _programs_of(launch, streamed)}
+        programs = set[tuple]()
+        for launch in launches:
+            programs.update(_programs_of(launch, launch.helped or (streamed and launch.form.chunk > 1)))
         self.compiling = not programs <= self._met
         try:
             yield
@@ -248,7 +250,7 @@ class Runner:
 
     def admit(self, left: Left) -> None:
         """Lets launches take what is compiled from now on. Call it between two steps."""
-        self._met |= set(_programs_of(self._left.pop(left), streamed=left.grouped))
+        self._met |= set(_programs_of(self._left.pop(left), left.grouped))
         if not left.grouped:
             self.builder.compiled = self.builder.compiled.having(left.form)
 
@@ -384,10 +386,10 @@ def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[
     return replace(plan, decode=decode, prefill=prefill), tuple(work for work in plan.work if work not in done)
 
 
-def _programs_of(launch: Launch, streamed: bool) -> Iterator[tuple]:
-    """The programs that a launch runs, each named by what tells its compiled forms apart."""
+def _programs_of(launch: Launch, grouped: bool) -> Iterator[tuple]:
+    """The programs that a launch runs, in groups of layers or not, each named by what tells its compiled forms apart."""
     form = launch.form
-    yield "forward", form, (streamed and form.chunk > 1) or launch.helped
+    yield "forward", form, grouped
     if launch.sampling is not None:
         yield "sample", len(launch.sampling.words)
     if launch.score_targets is not None:

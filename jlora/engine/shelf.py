@@ -8,12 +8,12 @@
 Requests queue for an adapter as soon as it is expected, and are admitted once it has arrived; others
 overtake them meanwhile. Loader threads read, a bounded number at once: first what requests wait for, in
 the order of service, then hints. Room on the host is taken before an adapter is read, so what is read is
-never held twice. If there is none, the reading waits until a request ends.
+never held twice. If there is none, the reading waits until a request ends, and the later ones behind it. An
+adapter larger than what pinned ones leave of the host waits alone: only an unpin can help it.
 """
 
 from __future__ import annotations
 
-import heapq
 import logging
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -68,6 +68,7 @@ class Shelf:
 
     def open(self, record: Record) -> Reading:
         """Expects the adapter in memory; requests may queue for `record.node` from now on."""
+        self._refused = -1  # it may be smaller, or wanted more, than what was refused
         if record.node.gone:
             record.node = self._manager.expect_adapter(record.node.uid, record.node.size, record.node)
             self._readings[record.node] = Reading(record, record.node)
@@ -93,16 +94,21 @@ class Shelf:
         if not self._readings:
             return []
         self._cancel_unwanted()
-        room = self._most - len(self._under_way)
-        if room <= 0 or self._refused == self._manager.epoch:
+        if self._refused == self._manager.epoch:
             return []
         begun: list[Reading] = []
         idle = [reading for reading in self._readings.values() if not reading.blocks]
-        for reading in heapq.nsmallest(room, idle, key=lambda reading: reading.urgency):
+        while idle and len(self._under_way) < self._most:
+            reading = min(idle, key=lambda reading: reading.urgency)
             blocks = self._manager.reserve(reading.node.size)
             if blocks is None:
                 self._refused = self._manager.epoch
-                break
+                room = self._manager.host_room
+                if reading.node.size <= room:
+                    break
+                idle = [reading for reading in idle if reading.node.size <= room]
+                continue
+            idle.remove(reading)
             reading.blocks = blocks
             self._under_way.add(reading)
             begun.append(reading)

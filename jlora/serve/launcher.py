@@ -17,6 +17,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -99,7 +100,7 @@ class Stderr:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `jlora serve` until a signal; returns the process's exit code."""
-    return run(flags.parse(argv), ENGINE)
+    return ended(run(flags.parse(argv), ENGINE))
 
 
 def run(config: Config, program: Program) -> int:
@@ -275,6 +276,13 @@ async def _drain(backend: Backend, servers: Servers, timeout_s: float) -> bool:
         log.error("the engine does not stop: its step has lasted %.0f s", replica.heartbeat_age())
     await _stop(servers, GRACE_S)
     return closing.done() and not replica.failure.done()
+
+
+def ended(code: int) -> int:
+    """The exit code of a process that has served. It ends here if a compilation goes on, for which Python would wait."""
+    if code == 0 and any(not (thread.daemon or thread is threading.main_thread()) for thread in threading.enumerate()):
+        _exit(code)
+    return code
 
 
 def _exit(code: int) -> None:

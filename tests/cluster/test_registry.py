@@ -23,7 +23,7 @@ from jlora.cluster.found import Found
 from jlora.cluster.registry import Registry
 from jlora.cluster.secret import Secret
 from jlora.cluster.service import controller
-from jlora.cluster.table import Table
+from jlora.cluster.table import KEPT, Change, Table
 from jlora.config import Config
 from jlora.errors import ConfigError, InvalidArgument, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import DiskFiles, OsThreads, System
@@ -265,3 +265,15 @@ def test_an_adapter_that_is_removed_while_a_router_asks_for_changes_is_there_or_
     change = table.since(1)
     assert {version.name for version in change.versions} | set(change.gone) == {"a", "b"}
     assert "b" not in change.gone and not change.whole
+
+
+def test_a_router_that_misses_a_part_of_a_change_gets_the_whole_table(registry: Registry):
+    many = [f"a{i}" for i in range(KEPT + 10)]
+    registry.put([row(name, registry.number()) for name in many])
+    table = Table(registry)
+    table.changed(["a0"])
+    change = table.since(table.changed(many) - 1)
+    assert change.whole and len(change.versions) == len(many)
+    last = table.changed(["a1"])
+    assert table.since(last - 1) == Change(last, False, tuple(registry.known(["a1"]).values()))
+    assert table.since(last).versions == ()

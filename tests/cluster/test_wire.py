@@ -10,6 +10,7 @@ import pytest
 from jlora.cluster import wire
 from jlora.cluster.directory import Version
 from jlora.cluster.proto import link_pb2 as link
+from jlora.cluster.requests import Broken
 from jlora.config import Config
 from jlora.errors import JloraError, NotFound, QueueFull, Unavailable
 from jlora.replica import ReplicaInfo
@@ -59,6 +60,11 @@ def test_an_event_arrives_as_it_was_sent(event: TokenEvent):
     message = link.Token.FromString(wire.token(8, 4, event).SerializeToString())
     assert (message.rid, message.position, message.HasField("id")) == (8, 4, event.token_id is not None)
     assert wire.event(message, "r", 3) == event
+
+
+def test_a_message_with_neither_a_token_nor_an_end_is_none():
+    with pytest.raises(Broken):
+        wire.event(link.Token(rid=1, position=3), "r", 1)
 
 
 @pytest.mark.parametrize("error", [NotFound("no x", ["y"]), QueueFull("full", 3.0), Unavailable("drains")])

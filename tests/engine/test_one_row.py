@@ -32,8 +32,10 @@ def test_a_measurement_is_made_once_and_kept(one: float, two: float, faster: boo
     assert [one_row.is_faster("float32", tmp_path, measure) for _ in range(3)] == [faster] * 3 and made == ["float32"]
     one_row.is_faster("bfloat16", tmp_path, measure)
     assert made == ["float32", "bfloat16"] and len(json.loads((tmp_path / one_row.FILE).read_text())) == 2
-    (tmp_path / one_row.FILE).write_text("{")
-    assert one_row.is_faster("float32", tmp_path, measure) is faster and len(made) == 3
+    for damaged in ("{", "null", '{"float32": 1}', "\xff"):
+        (tmp_path / one_row.FILE).write_text(damaged, encoding="latin-1")
+        made.clear()
+        assert one_row.is_faster("float32", tmp_path, measure) is faster and made == ["float32"]
 
 
 def test_replicas_that_start_together_measure_once(tmp_path: Path):

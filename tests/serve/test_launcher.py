@@ -278,6 +278,19 @@ Runner._dispatch = failing
 sys.exit(launcher.main(sys.argv[1:-1]))
 """
 
+COMPILING = """
+import sys, time
+from jlora.engine.ahead import Ahead
+from jlora.serve import launcher
+
+def compile(self, blank):
+    print("compiles", file=sys.stderr, flush=True)
+    time.sleep(600)  # as a large program does, which nothing can interrupt
+
+Ahead.compile = Ahead.compile_groups = compile
+sys.exit(launcher.main(sys.argv[1:]))
+"""
+
 BLIND = """
 import os, sys
 from jlora.serve import launcher
@@ -290,6 +303,17 @@ def look(files):
 watched.LOOK_S, watched.Watched.look = 0.01, look
 sys.exit(launcher.main(sys.argv[1:-1]))
 """
+
+
+def test_a_server_that_still_compiles_ends_when_it_has_drained(text_model: Path):
+    settings = [f"{key}={value}" for key, value in SMALL.items()]
+    with process(["--model", str(text_model), "--port", "0", "--set", *settings], ["-c", COMPILING]) as server:
+        with grpc.insecure_channel(ready(server)[1]) as channel:
+            assert rpc.InferenceStub(channel).Generate(request("Hello")).outputs[0].text
+        wait_for(server.stderr, "compiles")
+        server.send_signal(signal.SIGTERM)
+        server.communicate(timeout=20)
+        assert server.returncode == 0
 
 
 @pytest.mark.parametrize("script", [DYING, LOSING], ids=["thread", "pool"])

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -23,6 +26,7 @@ from jlora.sim.wires import Wires
 from tests import port
 from tests.sim._sim import NPU, SPEC, chats, policy_of, replica_of, takes
 
+ROOT = Path(__file__).resolve().parents[2]
 RANKS = (8, 16, 8)
 
 
@@ -126,6 +130,27 @@ def test_every_policy_serves_all_from_the_command_line(tmp_path):
         assert run["summary"]["unfinished"] == run["summary"]["refused"] == 0
         assert 0 < run["service"]["attainment"] <= 1
         assert sum(run["service"]["requests"]) >= run["summary"]["requests"] > 10
+
+
+@pytest.mark.parametrize(
+    ("flags", "strikes"),
+    [
+        (["--route", "first-fit", "--migrate", "--migrate-s", "0.5", "--set", "engine.max_seqs=8"], "moved"),
+        (["--place", "loraserve", "--place-s", "1", "--fetch-gbps", "10"], "bytes_fetched"),
+    ],
+)
+def test_one_seed_replays_byte_for_byte_in_another_process(flags: list[str], strikes: str, tmp_path: Path):
+    """Also when strings and objects hash otherwise, and a replica is lost."""
+    argv = ["--workload", "W2", "--seconds", "4", "--rate", "60", "--adapters", "5", "--fail", "2:r1:1"]
+    argv += ["--replicas", "3", "--hbm-gb", "9", "--host-gb", "12", *flags]
+    made = [tmp_path / f"{seed}.json" for seed in "12"]
+    for out in made:
+        environment = {"PYTHONHASHSEED": out.stem, "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "jlora", "sim", *argv, "--json", out.name]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, env=environment)
+        assert done.returncode == 0, done.stderr.decode()
+    first, second = (json.loads(out.read_text())["runs"] for out in made)
+    assert first == second and first[0]["service"]["lost"] == 1 and first[0]["service"][strikes] > 0
 
 
 @pytest.mark.parametrize(

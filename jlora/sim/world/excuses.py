@@ -109,7 +109,15 @@ class Excuses:
             tokens = self._registry.invocation(request.adapter or "")
             spans = (request.prompt[at : at + len(tokens)] for at in range(len(request.prompt)))
             return bool(tokens) and tokens not in spans
-        return isinstance(error, ResourceExhausted) and self._too_long(request)
+        return isinstance(error, ResourceExhausted) and (self._too_long(request) or self._too_large(request))
+
+    def _too_large(self, request: Request) -> bool:
+        """Whether its adapter is on the disk, and larger than what pinned ones leave of the host."""
+        if request.adapter is None:
+            return False
+        manager, node = self._scheduler.manager, self._registry.get(request.adapter).node
+        pinned = [each.size for each in manager.adapters.values() if each.host and each.pinned]
+        return node.gone and node.size > manager.host.total - sum(pinned)
 
     def _too_long(self, request: Request) -> bool:
         """Whether its longest answer passes what the pool has beside its adapter and the pinned ones."""

@@ -77,6 +77,10 @@ class Sites:
         assert name in self.sites
         self.fired[name] += 1
 
+    def missed(self, name: str) -> None:
+        """The fault that has fired found nothing to strike."""
+        self.fired[name] -= 1
+
     def heal(self) -> None:
         """No fault strikes any more."""
         self._armed.clear()

@@ -95,8 +95,12 @@ class Faults:
             if not replica.alive and not replica.restarts:
                 self._restart(replica)
         for name, strike in self._strike.items():
-            if self._world.sites.fires(name) and strike():
+            if not self._world.sites.fires(name):
+                continue
+            if strike():
                 self._world.journal.write(f"{self._world.time.now:.6f} {name}")
+            else:
+                self._world.sites.missed(name)
 
     def heal(self) -> None:
         """From now on everything works."""
@@ -177,10 +181,11 @@ class Faults:
 
     def _reset(self, client: bool, server: bool) -> bool:
         one, other = self._pair()
-        for stream in self._world.net.between(one, other):
+        streams = self._world.net.between(one, other)
+        for stream in streams:
             stream.reset(client, server)
         self.excuse(one, other)
-        return True
+        return bool(streams)
 
     def _half_open(self) -> bool:
         end = self._world.draw.random() < 0.5
@@ -206,9 +211,10 @@ class Faults:
 
     def _kill_replica(self, silent: bool) -> bool:
         replica = self._replica()
-        if replica.alive:
-            self.excuse(replica.name)
-            replica.kill(silent)
+        if not replica.alive:
+            return False
+        self.excuse(replica.name)
+        replica.kill(silent)
         return True
 
     def _restart(self, replica: ReplicaProcess) -> None:
@@ -290,11 +296,12 @@ class Faults:
     # -- engines ----------------------------------------------------------------------------------
 
     def _hang(self) -> bool:
-        replica = self._replica().replica
+        process = self._replica()
+        replica = process.replica
         replica.hung = True
-        self.excuse(replica.loop.name, seconds=30.0)
+        self.excuse(process.name, seconds=30.0)
         self._world.time.after(self._world.draw.uniform(1.0, 14.0), lambda: setattr(replica, "hung", False))
-        return True
+        return process.alive
 
     def _compile(self) -> bool:
         """It says so, and is silent a while later, for less than the router's patience."""
@@ -304,11 +311,12 @@ class Faults:
         world.time.after(0.2, lambda: loop.dead or loop.stop_process())
         world.time.after(0.2 + seconds, lambda: loop.dead or loop.go_on())
         self.excuse(process.name)
-        return True
+        return process.alive
 
     def _fail(self) -> bool:
-        self._replica().replica.fails = Unavailable("a step has failed")
-        return True
+        process = self._replica()
+        process.replica.fails = Unavailable("a step has failed")
+        return process.alive
 
     # -- adapters and clients -----------------------------------------------------------------------
 
@@ -351,11 +359,12 @@ class Faults:
         world = self._world
         loaded = [one for one in self.loads if one.loaded]
         path = world.draw.choice([one.path for one in loaded] or [""])
-        if path and path not in self._spoiled:
-            self._spoiled[path] = world.disk.files[path]
-            world.disk.files[path] = SPOILED
-            self._tell(path)
-            world.time.after(world.draw.uniform(*WHILE_S), lambda: self._mend(path))
+        if not path or path in self._spoiled:
+            return False
+        self._spoiled[path] = world.disk.files[path]
+        world.disk.files[path] = SPOILED
+        self._tell(path)
+        world.time.after(world.draw.uniform(*WHILE_S), lambda: self._mend(path))
         return True
 
     def _mend(self, path: str) -> None:

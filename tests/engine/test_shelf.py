@@ -1,0 +1,81 @@
+"""What is read from the disk next: a reading without room waits, and one that can have none holds up no other."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from jlora.cache.manager import Sizes
+from jlora.engine.records import NewAdapter
+from jlora.errors import ResourceExhausted
+from jlora.sim.replica import Replica
+from jlora.types import Request, SamplingParams
+from tests.sim import _sim
+
+HOST, PINNED, LARGE, SMALL = 10, 6, 8, 2  # blocks
+
+
+def replica(host: int = HOST) -> Replica:
+    """Its host tier holds an adapter that may be pinned; two others are on the disk."""
+    found = _sim.replica_of(replace(_sim.SPEC, sizes=Sizes(40, host, _sim.BLOCK), adapters=(PINNED,)))
+    for name, size in (("large", LARGE), ("small", SMALL)):
+        found.engine.adapters.register(NewAdapter(name, "", {}, (), (), ("q",) * size, None, size, 0.0, path="/there"))
+    return found
+
+
+def ask(made: Replica, adapter: str) -> Request:
+    request = Request(adapter, (3, 4, 5), SamplingParams(max_tokens=2, ignore_eos=True), adapter)
+    made.submit(request, made.clock.now)
+    return request
+
+
+def begun(made: Replica) -> list[str]:
+    return [reading.record.name for reading in made.engine.adapters.shelf.begin()]
+
+
+def test_a_reading_that_pins_leave_no_room_for_holds_up_no_other():
+    made = replica()
+    ask(made, "large")
+    made.engine.adapters.pin("0", True)
+    ask(made, "small")
+    assert begun(made) == ["small"] and begun(made) == []
+    made.engine.adapters.pin("0", False)
+    assert begun(made) == [], "what has been read stays until its request has run"
+
+
+def test_what_is_asked_for_later_is_read_behind_a_hint_that_found_no_room():
+    """Nothing else happens on an idle server."""
+    made = replica()
+    uid = made.engine.adapters.get("large").uid
+    assert made.engine.adapters.hint(uid) == LARGE
+    made.engine.adapters.pin("0", True)
+    assert begun(made) == []
+    ask(made, "small")
+    assert begun(made) == ["small"]
+
+
+def test_others_wait_behind_a_reading_that_will_have_room():
+    made = replica(PINNED + 2 * LARGE - 1)
+    held = made.manager.reserve(LARGE)  # an adapter that is being loaded
+    assert held is not None
+    ask(made, "large")
+    ask(made, "small")
+    assert begun(made) == []
+    made.manager.cancel(held)
+    assert begun(made) == ["large"]  # one at a time
+
+
+def test_an_adapter_that_pins_leave_no_room_for_is_refused():
+    made = replica()
+    adapters = made.engine.adapters
+    adapters.pin("0", True)
+    with pytest.raises(ResourceExhausted, match="'large' .* needs 8 blocks .* leave 4 of its 10; unpin"):
+        ask(made, "large")
+    with pytest.raises(ResourceExhausted, match="'large' .* needs 8 blocks"):
+        adapters.pin_when_read("large", True)
+    assert adapters.hint(adapters.get("large").uid) == 0
+    assert begun(made) == [] and not made.busy
+    adapters.pin("0", False)
+    ask(made, "large")
+    assert made.busy
