@@ -50,6 +50,9 @@ HEAD_S = 5.0  # to learn what a peer has
 SLOWEST_BPS = 10e6  # of a transfer that is worth waiting for
 RESUMES = 2  # times that a transfer from one peer goes on behind what has come
 LEARNING = 0.3  # weight of the latest measurement of a rate
+# A peer whose process stands still, or whose network is gone, is left after five seconds, whatever is still to come.
+# Without the last one, a ping that is not answered ends a connection after a minute.
+ALIVE = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.ping_timeout_ms", 3000))
 KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address
 HEAD_ONLY = -1
@@ -339,7 +342,7 @@ class Fetcher:
 
     def _channel(self, peer: str) -> grpc.Channel:
         with self._lock:
-            channel = self._channels.pop(peer, None) or self._login.channel(peer)
+            channel = self._channels.pop(peer, None) or self._login.channel(peer, ALIVE)
             self._channels[peer] = channel  # the last one
             oldest = next(iter(self._channels))
             if len(self._channels) > CHANNELS:

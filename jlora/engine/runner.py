@@ -387,7 +387,7 @@ def _split(plan: StepPlan, launches: Sequence[Launch]) -> tuple[StepPlan, tuple[
 
 
 def _programs_of(launch: Launch, grouped: bool) -> Iterator[tuple]:
-    """The programs that a launch runs, in groups of layers or not, each named by what tells its compiled forms apart."""
+    """The programs that a launch runs, in groups of layers or not, each by what tells its compiled forms apart."""
     form = launch.form
     yield "forward", form, grouped
     if launch.sampling is not None:

@@ -8,6 +8,7 @@ import queue
 import shutil
 import socket
 import threading
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ from jlora.types import Request, SamplingParams, TokenEvent
 from tests import _make
 from tests.cluster import _port as port
 from tests.cluster._links import Loop, wait_for
+from tests.cluster._relay import Relay
 from tests.cluster._service import SMALL, text_spec
 from tests.cluster.test_link_tls import config_of
 from tests.port import look
@@ -233,6 +235,27 @@ def test_a_transfer_that_breaks_goes_on_behind_what_has_come(world: World):
     assert world.taker.generate("a@1") == world.giver.generate("a@1")
     first, second = world.giver.servicer.offsets[1:]
     assert first == 0 < second and world.taker.fetcher.fetched == 1
+
+
+def test_a_peer_that_falls_silent_in_a_transfer_is_left_long_before_its_time_is_over(
+    world: World, monkeypatch: pytest.MonkeyPatch
+):
+    """Its files are gone; the next peer has it whole."""
+    monkeypatch.setattr(peers, "HEAD_S", 100.0)
+    shutil.rmtree(world.path)
+    with closing(Relay(world.giver.address)) as relay:
+
+        def last(chunk: link.Chunk) -> link.Chunk:
+            if chunk.data and len(world.giver.servicer.offsets) == 2:
+                relay.stop("down")
+            return chunk
+
+        world.giver.servicer.damage = last
+        world.version.peers.insert(0, relay.address)
+        world.taker.adopt(world.version)
+        began = time.monotonic()
+        assert world.taker.generate("a@1") == world.giver.generate("a@1") and world.taker.fetcher.fetched == 1
+        assert time.monotonic() - began < 30
 
 
 def flipped(chunk: link.Chunk) -> link.Chunk:
@@ -447,17 +470,6 @@ def test_a_replica_lends_to_some_at_once_and_to_others_when_these_have_ended(wor
             await one.aclose()
 
     asyncio.run(lent())
-
-
-def test_connections_to_the_peers_that_were_asked_last_are_kept(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(peers, "CHANNELS", 3)
-    fetcher = Fetcher(lambda: pytest.fail("no engine is needed"))
-    first = port.channel(fetcher, "127.0.0.1:1")
-    for last in (2, 3, 1, 4):
-        port.channel(fetcher, f"127.0.0.1:{last}")
-    assert port.connected(fetcher) == ["127.0.0.1:3", "127.0.0.1:1", "127.0.0.1:4"]
-    assert port.channel(fetcher, "127.0.0.1:1") is first
-    fetcher.close()
 
 
 def test_a_version_that_nobody_has_is_not_found(world: World):

@@ -280,14 +280,14 @@ sys.exit(launcher.main(sys.argv[1:-1]))
 
 COMPILING = """
 import sys, time
-from jlora.engine.ahead import Ahead
+from jlora.engine.runner import Runner
 from jlora.serve import launcher
 
-def compile(self, blank):
+def compile(self, left):
     print("compiles", file=sys.stderr, flush=True)
     time.sleep(600)  # as a large program does, which nothing can interrupt
 
-Ahead.compile = Ahead.compile_groups = compile
+Runner.compile = compile
 sys.exit(launcher.main(sys.argv[1:]))
 """
 
@@ -306,7 +306,7 @@ sys.exit(launcher.main(sys.argv[1:-1]))
 
 
 def test_a_server_that_still_compiles_ends_when_it_has_drained(text_model: Path):
-    settings = [f"{key}={value}" for key, value in SMALL.items()]
+    settings = [f"{key}={value}" for key, value in {**SMALL, "serve.compile_cache": "auto"}.items()]
     with process(["--model", str(text_model), "--port", "0", "--set", *settings], ["-c", COMPILING]) as server:
         with grpc.insecure_channel(ready(server)[1]) as channel:
             assert rpc.InferenceStub(channel).Generate(request("Hello")).outputs[0].text
