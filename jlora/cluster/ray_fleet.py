@@ -19,7 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, NoReturn, TextIO
 
@@ -29,7 +29,7 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from jlora import config as configuration
-from jlora.cluster.child import STOP_S, Child
+from jlora.cluster.child import STOP_S, Child, flags_of
 from jlora.cluster.fleet import replica_config
 from jlora.config import Config
 from jlora.errors import JloraError, Unavailable
@@ -50,10 +50,14 @@ Stage = Literal["loading", "up", "ended"]
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an actor says of its replica; `text` is the address while it is up, the reason once it has ended."""
+    """What an actor says of its replica; `text` is the address while it is up, the reason once it has ended.
+
+    `keys`: its configuration, as `flags_of` writes it.
+    """
 
     stage: Stage
     text: str = ""
+    keys: tuple[str, ...] = ()
 
 
 class ReplicaActor:
@@ -64,7 +68,7 @@ class ReplicaActor:
         values = {"serve.host": ray.util.get_node_ip_address()}
         if secret:
             values["cluster.token_file"] = _in_memory(secret)
-        self._told = Told("loading")
+        self._told, self._keys = Told("loading"), tuple(flags_of(config))
         self._child: Child | None = None
         self._stopping = False
         live = configuration.replace(config, values), module
@@ -72,7 +76,7 @@ class ReplicaActor:
 
     def tell(self) -> Told:
         """Where the replica is; answers at once."""
-        return self._told
+        return replace(self._told, keys=self._keys)
 
     def stop(self) -> None:
         """Asks the replica to drain and end."""
@@ -114,7 +118,8 @@ class Replicas:
         self._place(stopping)
         for i in range(self._config.cluster.replicas):
             self._actors[f"r{i}"] = self._actor(i)
-        self._await_all(stopping)
+        for name, told in self._await_all(stopping).items():
+            self._compare(name, told)
 
     def addresses(self) -> dict[str, str]:
         """Of the replicas that serve now."""
@@ -197,7 +202,8 @@ class Replicas:
         # The actor knows its host.
         return kind.remote(replica_config(self._config, f"r{i}", "127.0.0.1"), secret, self._module)
 
-    def _await_all(self, stopping: threading.Event) -> None:
+    def _await_all(self, stopping: threading.Event) -> Mapping[str, Told | None]:
+        """What the actors say once enough replicas are up."""
         limit = self._config.cluster.start_timeout_s
         end = time.monotonic() + limit + ANSWER_S  # the child itself keeps to the limit
         while not stopping.wait(LOOK_S):
@@ -207,10 +213,21 @@ class Replicas:
                 raise Unavailable(ended[0].text)
             late = [name for name, t in told.items() if t is None or t.stage != "up"]
             if len(late) < len(told) and not self._made & set(late):  # those that ran before start again by themselves
-                return
+                return told
             if time.monotonic() > end:
                 raise Unavailable(f"replicas {', '.join(late)}: not ready after cluster.start_timeout_s = {limit:g} s")
         raise Unavailable("the fleet stops")
+
+    def _compare(self, name: str, told: Told | None) -> None:
+        """Says so where a replica that ran before has another configuration: it keeps that, whatever is set here."""
+        keys = getattr(told, "keys", ())  # an actor of an earlier version does not tell
+        wanted = flags_of(replica_config(self._config, name, "127.0.0.1"))
+        if keys and (differ := set(keys) ^ set(wanted)):
+            print(
+                f"jlora cluster: replica {name} runs on with the configuration of its start, which differs in "
+                f"{', '.join(sorted(differ))}; end the service (SIGTERM to its router) to change it",
+                file=sys.stderr,
+            )
 
     def _ask(self) -> Mapping[str, Told | None]:
         """What each actor says; None: it does not answer."""

@@ -23,7 +23,7 @@ class Ray:
     """What the driver uses of it."""
 
     def __init__(self, script: Mapping[str, Any]):
-        self.actors: dict[str, list[tuple[str, str]]] = script["actors"]
+        self.actors: dict[str, list[tuple[str, ...]]] = script["actors"]
         self.state, self.breaks = script["state"], script["breaks"]
         self.there = set(script["there"])
         self.short: list[dict[str, float]] = script.get("short", [])
@@ -33,8 +33,8 @@ class Ray:
 
     def tell(self, name: str) -> Any:
         words = self.actors[name]
-        stage, text = words.pop(0) if len(words) > 1 else words[0]
-        return SimpleNamespace(stage=stage, text=text)
+        stage, text, *keys = words.pop(0) if len(words) > 1 else words[0]
+        return SimpleNamespace(stage=stage, text=text, keys=keys)
 
     def wait(self, *_: Any, **__: Any) -> None:
         if self.breaks is not None:

@@ -15,6 +15,7 @@ import pytest
 
 from jlora import config as configuration
 from jlora.cluster.child import flags_of
+from jlora.cluster.fleet import replica_config
 from jlora.cluster.ray_process import RayFleet, environment
 from jlora.cluster.scratch import Scratch
 from jlora.config import Config
@@ -156,6 +157,21 @@ def test_a_driver_ends_no_replica_that_ran_before(script: dict[str, Any], says: 
         if "error" in says[-1]:
             assert process.wait(60) == 1
             assert told(process)["done"] == does
+
+
+def test_a_replica_that_ran_before_with_other_settings_is_told():
+    """It serves on with them: only an end of the service changes that."""
+    given = config(name="s", replicas=2, ray_address="10.0.0.1:6379", ray_token_file="t")
+    same, other = (flags_of(replica_config(given, name, "127.0.0.1")) for name in ("r0", "r1"))
+    other = [word.replace("model.path=m", "model.path=n") for word in other]
+    script = {"there": ["s-r0", "s-r1"], "state": "CREATED"}
+    with driver(script | {"actors": {"s-r0": [[*UP, *same]], "s-r1": [[*UP, *other]]}}, name="s", replicas=2) as process:
+        assert json.loads(process.stdout.readline()) == {"addresses": {"r0": "h:1", "r1": "h:1"}}
+        process.stdin.write("end\n")
+        process.stdin.flush()
+        assert process.wait(60) == 0
+        said = [line for line in process.stderr if line.startswith("jlora cluster: ")]
+    assert len(said) == 1 and "replica r1 runs on" in said[0] and "differs in model.path=m, model.path=n;" in said[0]
 
 
 def told(process: Any) -> dict[str, Any]:

@@ -136,6 +136,7 @@ def test_answers_do_not_depend_on_where_an_adapter_is_computed(
 
 def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running):
     warm, helped = serve(service, [COLD])["cold"], service.cache_state().cold_helped
+    compiled_at = service.parts.runner.compiled_at
     with cold(service):
         events = serve(service, [COLD])["cold"]
         assert start_of(events) == "cpu"
@@ -144,6 +145,7 @@ def test_a_request_needs_no_copy_of_its_adapter_to_end(service: Running):
         timing = events[-1].timing
         assert timing is not None and timing.adapter_cold_start < timing.ttft
         assert service.cache_state().in_flight  # still
+    assert service.parts.runner.compiled_at == compiled_at, "all its programs were there"
 
 
 def test_the_device_takes_over_at_any_group_of_layers_of_any_step(service: Running):
