@@ -12,7 +12,8 @@ import pandas as pd
 from benchmarks.records import Study
 
 Row = Mapping[str, Any]
-PLACED = ("loraserve", "loraserve, jlora")  # begin with the adapters of their first placement
+KILLED = ", one killed"  # behind the name of a cell
+PLACED = ("loraserve", "loraserve, jlora", "all three")  # begin with the adapters of their first placement
 # Measure -> (its title, its form, what the best one of several is).
 MEASURES: Mapping[str, tuple[str, str, Callable[..., Any]]] = {
     "attainment": ("attained", "{:.1%}", max),
@@ -72,6 +73,17 @@ def by_policy(study: Study, kernel: str) -> pd.DataFrame:
     return pd.DataFrame(made).groupby("policy", sort=False).agg(" / ".join).reset_index()
 
 
+def killed(study: Study) -> pd.DataFrame:
+    """The cells in which a replica is killed, by policy: what each attains, P99 of TTFT, and requests that went on."""
+    made: dict[tuple[str, int], dict[str, str]] = {}
+    for row in study.rows.to_dict("records"):
+        if row["cell"].endswith(KILLED):
+            key = row["cell"].removesuffix(KILLED), row["replicas"]
+            line = made.setdefault(key, {"traffic": key[0], "replicas": f"{key[1]}"})
+            line[row["side"]] = f"{row['attainment']:.1%}, {row['ttft_p99_s']:.2f} s, {row['resumed']:.0f}"
+    return pd.DataFrame(list(made.values()))
+
+
 def storage(study: Study, replicas: int, kernel: str = "padded") -> pd.DataFrame:
     """Adapters of the fullest host, and gigabytes fetched by all, by policy and traffic."""
     made: dict[str, dict[str, str]] = {}
@@ -94,7 +106,8 @@ def stored(study: Study, *routers: str) -> str:
 
 def growth(study: Study) -> pd.DataFrame:
     """Milliseconds of a core for each request, over all kinds of traffic and both kernels."""
-    rows, made = study.rows.to_dict("records"), []
+    rows = [row for row in study.rows.to_dict("records") if not row["cell"].endswith(KILLED)]
+    made = []
     for side in dict.fromkeys(row["side"] for row in rows):
         line = {"policy": side}
         for count in sorted({row["replicas"] for row in rows}):

@@ -5,6 +5,9 @@ first request (`FETCH_GBPS`). Both kernels of CaraServe's models are played.
 
     loraserve           Algorithm 1 places adapters and its table routes; the new place has an adapter before the switch
     loraserve, jlora    the placement brings adapters, jlora's policy routes
+    all three           the same, and dLoRA's balance moves requests
+
+In cells of `KILLS` a replica is killed in the middle, and comes back with nothing `DOWN_S` later.
 
 The order of the cells is that of `PLANS`, so an interrupted run has all policies of the first ones. More replicas are
 played for less time.
@@ -12,19 +15,23 @@ played for less time.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.runner import Options
+from benchmarks.services import KILLED
 from jlora.cluster.routing.routes import ROUTES
 from jlora.config import EngineConfig
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
+from jlora.sim.losses import Loss
 from jlora.sim.placing import Place
 from jlora.sim.scenario import Scenario, Work, settled
 from jlora.sim.service import TABLE, Service, simulate_service
+from jlora.sim.wires import Balance
 from jlora.sim.workloads.kinds import KINDS, Kind
 from jlora.sim.workloads.mixes import deal
 
@@ -35,12 +42,14 @@ FETCH_GBPS = 1.0
 SLO_S = 0.05  # per token of a whole answer: 1.9 times a request's alone
 PLACE_S = 2.0
 KERNELS: tuple[Kernel, ...] = ("padded", "unpadded")
-# Side -> (placement, route).
-SIDES: Mapping[str, tuple[Place, str]] = {
-    **{route: ("", route) for route in ROUTES},
-    "loraserve": ("loraserve", TABLE),
-    "loraserve, jlora": ("loraserve", "jlora"),
+# Side -> (placement, route, moves of requests).
+SIDES: Mapping[str, tuple[Place, str, Balance | None]] = {
+    **{route: ("", route, None) for route in ROUTES},
+    "loraserve": ("loraserve", TABLE, None),
+    "loraserve, jlora": ("loraserve", "jlora", None),
+    "all three": ("loraserve", "jlora", Balance()),
 }
+DOWN_S = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,25 +61,37 @@ class Plan:
     seed: int
     sides: tuple[str, ...] = tuple(SIDES)
     shifts: float = 12.0
+    kinds: tuple[str, ...] = tuple(KINDS)
+    kernels: tuple[Kernel, ...] = KERNELS
+    killed: bool = False
+
+
+def killed(replicas: int, seconds: float, seed: int) -> Plan:
+    """A replica is killed in the middle."""
+    sides, kinds = ("round-robin", "sticky", "jlora", "all three"), ("Zipf", "sessions")
+    return Plan(replicas, seconds, seed, sides, kinds=kinds, kernels=("unpadded",), killed=True)
 
 
 PLANS = (Plan(4, 16.0, 1), Plan(8, 12.0, 2), Plan(16, 6.0, 3), Plan(60, 4.0, 4))
-QUICK = (Plan(2, 0.5, 1, ("round-robin", "loraserve", "jlora"), 0.5),)
+KILLS = (killed(4, 30.0, 5), killed(16, 20.0, 6), killed(60, 10.0, 7))
+FEW = ("round-robin", "loraserve", "jlora")
+QUICK = (Plan(2, 0.5, 1, FEW, 0.5), Plan(2, 0.5, 5, ("jlora", "all three"), 0.5, ("Zipf",), ("unpadded",), True))
 
 
 def run(options: Options) -> None:
     """Plays what the file has not got yet."""
     settings = {"slo_s": SLO_S, "fetch_gbps": FETCH_GBPS, "seconds": options.seconds, "quick": options.quick}
     records = options.records("cluster-table-simulated", settings)
-    for plan in QUICK if options.quick else PLANS:
-        for kind in KINDS.values():
-            played = None
-            for kernel in KERNELS:
-                for side in plan.sides:
-                    if records.has(cell=kind.name, replicas=plan.replicas, kernel=kernel, side=side):
-                        continue
+    for plan in QUICK if options.quick else (*PLANS, *KILLS):
+        for name in plan.kinds:
+            kind, played = KINDS[name], None
+            cell = kind.name + KILLED * plan.killed
+            for kernel, side in itertools.product(plan.kernels, plan.sides):
+                if records.has(cell=cell, replicas=plan.replicas, kernel=kernel, side=side):
+                    continue
+                if not options.only or side in options.only:
                     played = played or work_of(kind, plan, options.seconds)
-                    records.add(kind.name, side, 0, measured(plan, kernel, side, played))
+                    records.add(cell, side, 0, measured(plan, kernel, side, played))
 
 
 def work_of(kind: Kind, plan: Plan, seconds: float) -> tuple[Work, tuple[int, ...]]:
@@ -84,10 +105,11 @@ def work_of(kind: Kind, plan: Plan, seconds: float) -> tuple[Work, tuple[int, ..
 def measured(plan: Plan, kernel: Kernel, side: str, played: tuple[Work, tuple[int, ...]]) -> dict[str, Any]:
     """One run."""
     work, ranks = played
-    place, route = SIDES[side]
+    place, route, balance = SIDES[side]
+    losses = (Loss(work.trace.turns[-1].at / 2, 1, DOWN_S),) if plan.killed else ()
     service = Service(
         plan.replicas, ranks, kernel, fetch_gbps=FETCH_GBPS, slo_s=SLO_S, outputs=work.facts.output[0],
-        seed=plan.seed, place=place, place_s=PLACE_S,
+        seed=plan.seed, place=place, place_s=PLACE_S, balance=balance, losses=losses,
     )  # fmt: skip
     began = time.process_time()
     result = simulate_service(SCENARIO, service, work, "jlora", route)
@@ -99,6 +121,7 @@ def measured(plan: Plan, kernel: Kernel, side: str, played: tuple[Work, tuple[in
         **{key: summary[key] for key in ("requests", "unfinished", "ttft_s", "ttft_p99_s", "tpot_s", "cached")},
         **{key: told[key] for key in ("attainment", "per_token_s", "goodput", "imbalance", "bytes_fetched")},
         **{key: told[key] for key in ("adapters_most", "adapters_mean", "adapters_peak", "bytes_peak")},
+        **{key: told[key] for key in ("moved", "lost", "resumed")},
         "bytes_in": cache["bytes_in"],
         "cpu_s": time.process_time() - began,
     }

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import tables
+from benchmarks import services, tables
 from benchmarks.__main__ import GROUPS, STUDIES
 from benchmarks.micro import arrivals, catalogue_tiers, host
 from benchmarks.records import Cell, Records, control, ratios, read
@@ -437,7 +437,11 @@ def test_sides_that_are_asked_for_are_played_alone_and_a_page_joins_two_files(
 @pytest.mark.slow
 def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     lines = study(tmp_path, "cluster-table")
+    assert all(line["unfinished"] == 0 and 0 <= line["attainment"] <= 1 for line in lines)
+    killed = [line for line in lines if line["cell"].endswith(services.KILLED)]
+    lines = [line for line in lines if line not in killed]
     assert {line["cell"] for line in lines} == set(KINDS) and len(KINDS) == 6
     assert {line["kernel"] for line in lines} == {"padded", "unpadded"}
-    assert all(line["unfinished"] == 0 and 0 <= line["attainment"] <= 1 for line in lines)
     assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
+    assert [line["side"] for line in killed] == ["jlora", "all three"]
+    assert {line["lost"] for line in killed} == {1} and {line["lost"] for line in lines} == {0}

@@ -165,7 +165,9 @@ def test_a_replica_that_ran_before_with_other_settings_is_told():
     same, other = (flags_of(replica_config(given, name, "127.0.0.1")) for name in ("r0", "r1"))
     other = [word.replace("model.path=m", "model.path=n") for word in other]
     script = {"there": ["s-r0", "s-r1"], "state": "CREATED"}
-    with driver(script | {"actors": {"s-r0": [[*UP, *same]], "s-r1": [[*UP, *other]]}}, name="s", replicas=2) as process:
+    with driver(
+        script | {"actors": {"s-r0": [[*UP, *same]], "s-r1": [[*UP, *other]]}}, name="s", replicas=2
+    ) as process:
         assert json.loads(process.stdout.readline()) == {"addresses": {"r0": "h:1", "r1": "h:1"}}
         process.stdin.write("end\n")
         process.stdin.flush()
