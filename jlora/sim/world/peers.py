@@ -71,7 +71,7 @@ class Peers:
     def __init__(self, reader: Reader, sites: Sites, tasks: Tasks):
         self._reader, self._sites, self._tasks = reader, sites, tasks
 
-    def channel(self, server: str) -> Peers:
+    def channel(self, server: str, options: Sequence[tuple[str, Any]] = ()) -> Peers:
         """To any of them."""
         return self
 
