@@ -96,6 +96,7 @@ async def _routed(addresses: Sequence[str], coalesce_s: float, streams: int, tok
         cpu = time.process_time()
         got = await loop.run_in_executor(clients, ask, front, streams, tokens)
         sample["cpu_s_per_token"] = (time.process_time() - cpu) / (streams * tokens)
+        sample["clients_cpu_s_per_token"] = got["cpu_s"] / (streams * tokens)
         sample["deltas_per_token"] = got["deltas"] / (streams * tokens)
         backend.tokenizer = None
         for name, where in (("routed", [front]), ("direct", addresses)):

@@ -73,7 +73,7 @@ class Receiver(Protocol):
         ...
 
     def lost(self, attached: Attached, why: str) -> None:
-        """The stream has ended, and the replica with it, or it will end what it had."""
+        """The stream has ended: the replica is gone, or it ends this router's requests itself."""
         ...
 
 

@@ -136,7 +136,7 @@ class Child:
         timer.start()
 
     def _show(self) -> None:
-        """Passes on what it writes to stderr, a line with its name each; of a progress bar, the end."""
+        """Forwards its stderr line by line, behind its name; of a progress bar, only the last state."""
         assert self._process.stderr is not None
         for line in self._process.stderr:
             if text := line.decode(errors="replace").rstrip().rpartition("\r")[2]:

@@ -439,7 +439,7 @@ class Dispatcher:
             self._fail(routed, Unavailable(f"the request has failed often: {why}"))
 
     def _fail(self, routed: Routed, error: Exception) -> None:
-        """Ends a request with an error: of its submission, while nobody has answered that."""
+        """Fails a request: its submission while that is unanswered, otherwise its stream."""
         entry = self.entries[routed.handle]
         events = routed.end("abort", error)
         if entry.submitted is None:

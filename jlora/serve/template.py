@@ -226,7 +226,7 @@ _COMPARISONS = "eq == equalto ne != gt > greaterthan ge >= lt < lessthan le <= i
 
 
 class _Watched(jinja2.visitor.NodeTransformer):
-    """Sends what a loop goes through, what `~` joins, and what is compared, hashed or sliced through filters."""
+    """Wraps iterables of loops, and operands of `~`, comparisons, hashes and slices, in filters that check them."""
 
     def visit_For(self, node: jinja2.nodes.For) -> jinja2.nodes.Node:
         self.generic_visit(node)

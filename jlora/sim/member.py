@@ -133,7 +133,7 @@ class Member(Replica):
         return min(self.clock.now + self.pause_s, self.link.next_landing(), arrival)
 
     def _fetch(self) -> float:
-        """Takes in what has come, and begins what is asked for; when the next one comes."""
+        """Completes fetches that have arrived and starts new ones; returns when the next arrives."""
         shelf = self.engine.adapters.shelf
         while True:
             if self._reading is not None:

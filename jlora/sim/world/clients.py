@@ -245,7 +245,7 @@ class Clients:
         return self._draw.choice(live) if live else None
 
     def _name(self) -> str:
-        """An adapter's name, often the last one: so that what is done to one adapter meets."""
+        """Draws an adapter's name, often the previous one, so that operations on one adapter overlap."""
         if self._draw.random() < 0.6:
             self._last = self._draw.choice(NAMES)
         return self._last

@@ -314,7 +314,7 @@ class Net:
         return message
 
     def late_hello(self, stream: Stream, method: str) -> None:
-        """What the stream began with comes once more; nobody reads the answer."""
+        """Sends a stream's first message again; nobody reads the answer."""
         ghost = Stream(self, None, stream.server, stream.path)
         assert stream.first is not None
         ghost.up.send(stream.first)
