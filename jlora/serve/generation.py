@@ -91,8 +91,8 @@ class Inbox:
 
     async def get(self, most: int) -> list[TokenEvent]:
         """The next events, at most so many. If it is cancelled, none is lost."""
-        if self._more:  # the other tasks of the loop have a turn first
-            await asyncio.sleep(0)
+        if self._more or (self._events and not self._pausing):  # the reader is behind: other tasks have a turn first,
+            await asyncio.sleep(0)  # and what comes meanwhile goes out in the same message
         await self._wake.wait()
         self._wake.clear()
         self._woken = False

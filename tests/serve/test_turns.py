@@ -114,14 +114,27 @@ def test_a_reader_that_has_taken_all_takes_no_extra_turn(monkeypatch: pytest.Mon
 
     async def sizes() -> list[int]:
         inbox, token = Inbox(eager=True), TokenEvent("r", 0, 5)
+        waits = asyncio.create_task(inbox.get(2))
+        await sleep(0)
         inbox.put([token] * 2)
-        taken = [await inbox.get(2)]
+        taken = [await waits]
+        assert not turns, "it has waited for them"
         inbox.put([token] * 3)
         taken += [await inbox.get(2), await inbox.get(2)]
         return list(map(len, taken))
 
     assert asyncio.run(sizes()) == [2, 2, 1]
-    assert turns == [0], "before the last one only"
+    assert turns == [0, 0], "before those that came while it wrote, and before the last one"
+
+
+def test_what_comes_while_others_have_their_turn_goes_out_with_what_has_waited():
+    async def size() -> int:
+        inbox, token = Inbox(eager=True), TokenEvent("r", 0, 5)
+        inbox.put([token])
+        asyncio.get_running_loop().call_soon(inbox.put, [token])  # of the next step, which a busy loop reads late
+        return len(await inbox.get(SLICE))
+
+    assert asyncio.run(size()) == 2
 
 
 def test_after_events_were_taken_a_pause_collects_the_next_ones_and_an_end_cuts_it_short():
