@@ -122,7 +122,9 @@ def parser() -> Parser:
         "--no-grpc", dest="grpc", action="store_false", help="throughput: skip the run behind the gRPC server"
     )
     made.add_argument("--seconds", type=float, default=0.0, help="of simulated traffic (default 100)")
-    made.add_argument("--only", nargs="+", default=[], metavar="F", help="cluster-*, faults, gaps, skew: which")
+    made.add_argument(
+        "--only", nargs="+", default=[], metavar="F", help="cluster-migration, cluster-table, faults, gaps, skew: which"
+    )
     made.add_argument("--cluster", type=int, default=0, metavar="N", help="soak: a router with so many replicas")
     made.add_argument("--replicas", type=int, default=0, metavar="N", help="failures: how many (default: 3)")
     made.add_argument("--leak", action="store_true", help="soak: a server that leaks, which must be found")

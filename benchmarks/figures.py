@@ -10,6 +10,7 @@ from matplotlib import colormaps
 from matplotlib.figure import Figure
 
 from benchmarks.records import Study, median
+from benchmarks.services import KILLED
 
 LIMIT_MS = 500.0  # of mean TTFT, at the peak
 
@@ -141,7 +142,8 @@ def soak(study: Study, path: Path) -> None:
 
 def services(study: Study, path: Path) -> None:
     """The 99th percentile of TTFT over the replicas, a panel per kernel and kind of traffic."""
-    groups = list(study.rows.groupby(["kernel", "cell"], sort=False))
+    rows = study.rows[~study.rows["cell"].str.endswith(KILLED)]
+    groups = list(rows.groupby(["kernel", "cell"], sort=False))
     groups.sort(key=lambda group: group[0][0])
     colours = dict(zip(study.rows["side"].unique(), colormaps["tab20"].colors, strict=False))
     figure, panels = _grid(len(groups), 6, (3, 2.6))

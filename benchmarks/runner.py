@@ -24,7 +24,7 @@ class Options:
         peer_python: an interpreter with torch, transformers and peft; "" measures jlora alone.
         llama_server: llama.cpp's, "" measures jlora alone; llama_convert: a program that makes GGUF files.
         commits, studies: of `compare`.
-        only: of `faults` and `gaps`: which; of `cluster-*`: sides; of `skew`: shares; none are all.
+        only: of `faults` and `gaps`: which; of `cluster-migration`, `-table`: sides; of `skew`: shares; none: all.
         replicas: of `failures`; 0 leaves the number to the study.
         cluster, leak: of `soak`: replicas behind a router (0: one server), and a server that leaks.
     """

@@ -25,6 +25,7 @@ from benchmarks.runner import Options
 from benchmarks.services import KILLED
 from jlora.cluster.routing.routes import ROUTES
 from jlora.config import EngineConfig
+from jlora.errors import ConfigError
 from jlora.sim.hardware import CHIPS, MODELS, Hardware
 from jlora.sim.kernels import Kernel
 from jlora.sim.losses import Loss
@@ -79,7 +80,9 @@ QUICK = (Plan(2, 0.5, 1, FEW, 0.5), Plan(2, 0.5, 5, ("jlora", "all three"), 0.5,
 
 
 def run(options: Options) -> None:
-    """Plays what the file has not got yet."""
+    """Plays what the file has not got yet. Raises ConfigError for a side that is none."""
+    if unknown := set(options.only) - SIDES.keys():
+        raise ConfigError(f"--only {' '.join(sorted(unknown))}: must be of {', '.join(SIDES)}")
     settings = {"slo_s": SLO_S, "fetch_gbps": FETCH_GBPS, "seconds": options.seconds, "quick": options.quick}
     records = options.records("cluster-table-simulated", settings)
     for plan in QUICK if options.quick else (*PLANS, *KILLS):

@@ -86,7 +86,13 @@ class CacheManager:
 
     @property
     def host_room(self) -> int:
-        """Host blocks for an adapter from the disk, once nothing else is in use: the pinned ones stay there."""
+        """Host blocks for an adapter once nothing is in use: pinned adapters, and those without files, stay there."""
+        stays = (node for node in self.adapters.values() if node.on_host and (node.pinned or not node.backed))
+        return self._cells.host.total - sum(node.size for node in stays)
+
+    @property
+    def host_beside_pins(self) -> int:
+        """The same while every adapter has its files."""
         return self._cells.host.total - sum(node.size for node in self._pinned if node.on_host)
 
     @property

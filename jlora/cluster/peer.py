@@ -50,8 +50,8 @@ HEAD_S = 5.0  # to learn what a peer has
 SLOWEST_BPS = 10e6  # of a transfer that is worth waiting for
 RESUMES = 2  # times that a transfer from one peer goes on behind what has come
 LEARNING = 0.3  # weight of the latest measurement of a rate
-# A peer whose process stands still, or whose network is gone, is left after five seconds, whatever is still to come.
-# Without the last one, a ping that is not answered ends a connection after a minute.
+# A peer whose process stands still, or whose network is gone, in the middle of its data is left after five seconds:
+# gRPC sends few pings to one that has been quiet before. Without the last one, a ping waits a minute for its answer.
 ALIVE = (("grpc.keepalive_time_ms", 2000), ("grpc.keepalive_timeout_ms", 3000), ("grpc.http2.ping_timeout_ms", 3000))
 KNOWN = 4096  # versions whose peers are remembered
 CHANNELS = 64  # to the peers that were asked last: a replica that starts again has another address

@@ -222,7 +222,8 @@ class Replicas:
         """Says so where a replica that ran before has another configuration: it keeps that, whatever is set here."""
         keys = getattr(told, "keys", ())  # an actor of an earlier version does not tell
         wanted = flags_of(replica_config(self._config, name, "127.0.0.1"))
-        if keys and (differ := set(keys) ^ set(wanted)):
+        differ = {word.partition("=")[0] for word in set(keys) ^ set(wanted)}  # values may be secrets
+        if keys and differ:
             print(
                 f"jlora cluster: replica {name} runs on with the configuration of its start, which differs in "
                 f"{', '.join(sorted(differ))}; end the service (SIGTERM to its router) to change it",

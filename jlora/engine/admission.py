@@ -3,7 +3,8 @@
 Order of service: higher priority first, then the tenant that has received least (`jlora.engine.shares`),
 then arrival. While the link is behind with copies that requests wait for, sequences that find everything
 on the device overtake the others: they need no copy, and they run before their data is evicted for others.
-Near saturation this rule decides how many requests are served. A request is overtaken at most `OVERTAKES` times, and never by one of lower priority.
+Near saturation this rule decides how many requests are served. A request is overtaken at most `OVERTAKES`
+times, and never by one of lower priority.
 
 A queued sequence holds no blocks, but its want tells the cache what it will need, and when.
 """

@@ -164,7 +164,10 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raises what `submit` raises, except for a full queue."""
-        self._fitted(request, self._origin(request))
+        origin = self._origin(request)
+        self._fitted(request, origin)
+        if origin.adapter.gone:
+            self.adapters.check_host(origin.adapter.uid)
 
     def submit(self, request: Request, arrived: float | None = None) -> int:
         """Queues a validated request and returns its handle. `arrived` is when it came; None is now.
@@ -178,7 +181,7 @@ class Engine:
         """
         origin = self._origin(request)
         fitted = self._fitted(request, origin)
-        if origin.adapter.gone:
+        if origin.adapter.gone or origin.adapter.reading:
             origin = origin._replace(adapter=self.adapters.expect(origin.adapter.uid))
         arrived = self._clock() if arrived is None else arrived
         handle = self._scheduler.submit(fitted, origin.adapter, arrived, origin.activation)

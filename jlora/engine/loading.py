@@ -284,7 +284,7 @@ class Adapters:
             self.shelf.unpin(name)
         if not pinned or not (record.node.gone or record.node.reading):
             return done(self.pin(name, pinned))
-        self._check_host(record)
+        self.check_host(record.node.uid)
         arrived: Future[None] = Future()
         self.shelf.open(record).then.append(arrived)
         # The name may mean another version by then, which is on the disk.
@@ -314,18 +314,19 @@ class Adapters:
 
         Raises ResourceExhausted if pinned adapters leave too little host memory.
         """
-        record = self._registry.by_uid(uid)
-        self._check_host(record)
-        return self.shelf.open(record).node
+        self.check_host(uid)
+        return self.shelf.open(self._registry.by_uid(uid)).node
 
     def hint(self, uid: int) -> int:
         """Reads an adapter ahead, if few others are; its blocks that are on their way."""
         record = self._registry.by_uid(uid)
-        fits = not record.node.gone or record.node.size <= self._manager.host_room
+        fits = not record.node.gone or record.node.size <= self._manager.host_beside_pins
         return record.node.size if fits and self.shelf.hint(record) else 0
 
-    def _check_host(self, record: Record) -> None:
-        size, room = record.node.size, self._manager.host_room
+    def check_host(self, uid: int) -> None:
+        """Raises ResourceExhausted if the adapter is on the disk, and pinned ones leave too little host memory."""
+        record = self._registry.by_uid(uid)
+        size, room = record.node.size, self._manager.host_beside_pins
         if record.node.gone and size > room:
             raise ResourceExhausted(
                 f"adapter {record.name!r} is on the disk and needs {size} blocks of the host tier, and pinned adapters "

@@ -9,7 +9,7 @@ Requests queue for an adapter as soon as it is expected, and are admitted once i
 overtake them meanwhile. Loader threads read, a bounded number at once: first what requests wait for, in
 the order of service, then hints. Room on the host is taken before an adapter is read, so what is read is
 never held twice. If there is none, the reading waits until a request ends, and the later ones behind it. An
-adapter larger than what pinned ones leave of the host waits alone: only an unpin can help it.
+adapter larger than what stays of the host (`CacheManager.host_room`) waits alone, for an unpin, say.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
 from functools import partial
 
 from jlora.adapters.names import check_name, removed
@@ -27,7 +26,7 @@ from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
-from jlora.errors import JloraError, Unavailable
+from jlora.errors import JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import Stamp, System
 from jlora.types import AdapterInfo
 
@@ -179,8 +178,12 @@ class Watch:
     def _pin(self, name: str) -> None:
         """Pins an adapter again once it is read. If that fails, the next start tries it."""
         self._catalogue.keep_pinned(name)
-        with suppress(JloraError):  # it was unloaded just now
+        try:
             self._now(lambda: self._adapters.pin_when_read(name, True).add_done_callback(partial(_told, name)))
+        except (NotFound, Unavailable):
+            log.debug("adapter %s was unloaded just now, or the engine ends", name)
+        except ResourceExhausted as e:
+            log.warning("adapter %s is not pinned: %s", name, e)
 
 
 def _told(name: str, pinned: Future[AdapterInfo]) -> None:

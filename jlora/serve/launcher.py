@@ -279,7 +279,7 @@ async def _drain(backend: Backend, servers: Servers, timeout_s: float) -> bool:
 
 
 def ended(code: int) -> int:
-    """The exit code of a process that has served. Python would wait for a compilation: then the process ends here."""
+    """The exit code of a process that has served. Where a thread still works, say compiles, the process ends here."""
     if code == 0 and any(not (thread.daemon or thread is threading.main_thread()) for thread in threading.enumerate()):
         _exit(code)
     return code

@@ -24,10 +24,16 @@ def replica(host: int = HOST) -> Replica:
     return found
 
 
-def ask(made: Replica, adapter: str) -> Request:
-    request = Request(adapter, (3, 4, 5), SamplingParams(max_tokens=2, ignore_eos=True), adapter)
-    made.submit(request, made.clock.now)
-    return request
+def request(adapter: str) -> Request:
+    return Request(adapter, (3, 4, 5), SamplingParams(max_tokens=2, ignore_eos=True), adapter)
+
+
+def ask(made: Replica, adapter: str) -> None:
+    made.submit(request(adapter), made.clock.now)
+
+
+def check(made: Replica, adapter: str) -> None:
+    made.engine.check(request(adapter))
 
 
 def begun(made: Replica) -> list[str]:
@@ -55,6 +61,27 @@ def test_what_is_asked_for_later_is_read_behind_a_hint_that_found_no_room():
     assert begun(made) == ["small"]
 
 
+def test_neither_does_one_that_adapters_without_files_leave_no_room_for():
+    """They may have their files again, so nobody is refused."""
+    made = replica()  # "0" has none
+    uid = made.engine.adapters.get("large").uid
+    made.engine.adapters.hint(uid)
+    made.engine.adapters.hint(made.engine.adapters.get("small").uid)
+    ask(made, "large")
+    assert begun(made) == ["small"]
+
+
+def test_a_request_for_what_was_hinted_at_before_goes_before_the_hint_that_found_no_room():
+    made = replica(PINNED + 2 * LARGE - 1)
+    held = made.manager.reserve(LARGE)  # an adapter that is being loaded
+    assert held is not None
+    for name in ("large", "small"):
+        made.engine.adapters.hint(made.engine.adapters.get(name).uid)
+    assert begun(made) == []
+    ask(made, "small")
+    assert begun(made) == ["small"]
+
+
 def test_others_wait_behind_a_reading_that_will_have_room():
     made = replica(PINNED + 2 * LARGE - 1)
     held = made.manager.reserve(LARGE)  # an adapter that is being loaded
@@ -70,8 +97,9 @@ def test_an_adapter_that_pins_leave_no_room_for_is_refused():
     made = replica()
     adapters = made.engine.adapters
     adapters.pin("0", True)
-    with pytest.raises(ResourceExhausted, match="'large' .* needs 8 blocks .* leave 4 of its 10; unpin"):
-        ask(made, "large")
+    for ask_for in (ask, check):
+        with pytest.raises(ResourceExhausted, match="'large' .* needs 8 blocks .* leave 4 of its 10; unpin"):
+            ask_for(made, "large")
     with pytest.raises(ResourceExhausted, match="'large' .* needs 8 blocks"):
         adapters.pin_when_read("large", True)
     assert adapters.hint(adapters.get("large").uid) == 0

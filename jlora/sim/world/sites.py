@@ -79,7 +79,7 @@ class Sites:
 
     def missed(self, name: str) -> None:
         """The fault that has fired found nothing to strike."""
-        self.fired[name] -= 1
+        self.fired -= Counter({name: 1})  # without a zero: what has not struck excuses nothing
 
     def heal(self) -> None:
         """No fault strikes any more."""

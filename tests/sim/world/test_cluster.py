@@ -47,7 +47,8 @@ def test_a_few_seeds_hold():
     # another took its address.
     seeds = [*range(10), 60010, 50761]
     played = list(report.run("cluster", seeds, STEPS))
-    assert [one.failure for one in played if one.failure] == [] and any(one.fired for one in played)
+    assert [one.failure for one in played if one.failure] == []
+    assert any(one.fired.keys() - {"router.moves"} for one in played)
 
 
 def test_a_seed_goes_the_same_way_whatever_python_hashes_by():
