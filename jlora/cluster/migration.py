@@ -76,7 +76,7 @@ class Problem:
         """Seconds until the last replica is done."""
         sides = (*self.sources, *self.targets)
         seconds, tokens = {s.name: s.seconds for s in sides}, {s.name: s.tokens for s in sides}
-        brought: dict[tuple[str, int], None] = {}  # in order: sums of seconds must not depend on hashes
+        brought: dict[tuple[str | None, int], None] = {}  # in order: sums of seconds must not depend on hashes
         for one, place in zip(self.candidates, places, strict=True):
             if place is not None:
                 target = self.targets[place].name
