@@ -25,6 +25,6 @@ def test_a_test_that_begins_too_late_is_left_out_and_counted():
     assert "passed" not in ran.stdout
 
 
-def test_the_quick_tests_the_oracle_and_the_compilers_are_never_left_out():
+def test_the_quick_tests_the_oracle_the_compilers_and_ray_are_never_left_out():
     always, _, late = (ROOT / ".ci" / "run").read_text().partition("export JLORA_TESTS_UNTIL")
-    assert late and all(what in always for what in ("make test ", "tests/oracle", "JLORA_AOT=required"))
+    assert late and all(what in always for what in ("make test ", "tests/oracle", "JLORA_AOT=required", "test_ray.py"))

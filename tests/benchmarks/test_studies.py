@@ -445,3 +445,6 @@ def test_six_kinds_of_traffic_are_played_with_both_kernels(tmp_path: Path):
     assert {line["side"] for line in lines} == {"round-robin", "loraserve", "jlora"}
     assert [line["side"] for line in killed] == ["jlora", "all three"]
     assert {line["lost"] for line in killed} == {1} and {line["lost"] for line in lines} == {0}
+    (path,) = (tmp_path / "out").glob("*.jsonl")
+    (row,) = services.killed(read(path)).to_dict("records")
+    assert row["traffic"] == "Zipf" and row.keys() >= {"replicas", "jlora", "all three"}
