@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,8 +79,13 @@ class Service:
 
 
 @contextmanager
-def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[Service]:
-    """Starts `jlora cluster`, and stops it by SIGTERM unless a test has; no process is left then, ports are free."""
+def service(
+    model: Path, adapters: Mapping[str, Path], *flags: str, credentials: grpc.ChannelCredentials | None = None
+) -> Iterator[Service]:
+    """Starts `jlora cluster`, and stops it by SIGTERM unless a test has; no process is left then, ports are free.
+
+    `credentials`: of its clients, where it serves over TLS.
+    """
     settings = [f"{key}={value}" for key, value in SMALL.items()]
     command = [sys.executable, "-m", "jlora", "cluster", "--model", str(model), "--port", "0"]
     command += ["--set", *settings, "cluster.env.JAX_PLATFORMS=cpu", "cluster.resources.CPU=0.5"]
@@ -91,7 +97,8 @@ def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[
         ready = next((found for line in process.stdout if (found := READY.match(line))), None)
         assert ready, f"ended with code {process.wait()} before it was ready"
         started |= descendants(process.pid)
-        with grpc.insecure_channel(ready[1]) as channel:
+        secure = grpc.insecure_channel if credentials is None else partial(_secure, credentials)
+        with secure(ready[1]) as channel:
             yield Service(process, channel, ready[1], ready[2] or "")
         started |= descendants(process.pid)
         if process.poll() is None:
@@ -107,6 +114,10 @@ def service(model: Path, adapters: Mapping[str, Path], *flags: str) -> Iterator[
     for where in filter(None, ready.groups()):
         host, _, port = where.rpartition(":")
         socket.create_server((host, int(port))).close()  # it is free
+
+
+def _secure(credentials: grpc.ChannelCredentials, address: str) -> grpc.Channel:
+    return grpc.secure_channel(address, credentials)
 
 
 def descendants(pid: int) -> set[int]:
