@@ -136,8 +136,8 @@ class GrpcServer:
                 patient = now + self._heartbeat_s  # the engine could not move either: it has its whole time again
             live = replica is None or self._moves(replica, now < patient)
             ready = replica is not None and live and not self.backend.draining
+            self.backend.serving, self.backend.live = ready, live
             if (ready, live) != told:
-                self.backend.serving, self.backend.live = ready, live
                 await self._set_health(ready, live)
             if ready != told[0]:
                 log.log(logging.INFO if ready else logging.WARNING, "health: %s", "SERVING" if ready else "NOT_SERVING")

@@ -139,6 +139,12 @@ def test_a_whole_answer_that_nobody_reads_is_cut(served: Served):
     assert declared is not None and len(answer) < int(declared[1])
 
 
+def test_another_server_of_the_same_replica_that_stops_takes_nobodys_health(served: Served):
+    with serving(served.backend, ServeConfig(heartbeat_s=60.0)):
+        pass
+    wait_until(lambda: httpx.get(f"{served.http}/health", timeout=20).status_code == 200)
+
+
 def test_a_head_without_end_is_refused(served: Served):
     answers = (endless_head(served) for _ in range(10))  # a reset may take the answer with it
     answer = next(filter(None, answers))
