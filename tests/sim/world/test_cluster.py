@@ -305,6 +305,7 @@ MENDED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug, says", PLANTED)
 def test_a_planted_bug_is_found(bug: Bug, says: str):
     with ExitStack() as patched:
