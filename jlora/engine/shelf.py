@@ -94,7 +94,7 @@ class Shelf:
         if not self._readings:
             return []
         self._cancel_unwanted()
-        if self._refused == self._manager.epoch:
+        if len(self._under_way) >= self._most or self._refused == self._manager.epoch:
             return []
         begun: list[Reading] = []
         idle = [reading for reading in self._readings.values() if not reading.blocks]

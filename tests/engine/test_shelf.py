@@ -28,12 +28,25 @@ def request(adapter: str) -> Request:
     return Request(adapter, (3, 4, 5), SamplingParams(max_tokens=2, ignore_eos=True), adapter)
 
 
+def full() -> tuple[Replica, tuple[int, ...]]:
+    """A replica whose host tier will have room for all, and the blocks that an adapter takes which is being loaded."""
+    made = replica(PINNED + 2 * LARGE - 1)
+    held = made.manager.reserve(LARGE)
+    assert held is not None
+    return made, held
+
+
 def ask(made: Replica, adapter: str) -> None:
     made.submit(request(adapter), made.clock.now)
 
 
 def check(made: Replica, adapter: str) -> None:
     made.engine.check(request(adapter))
+
+
+def hint(made: Replica, *adapters: str) -> None:
+    for name in adapters:
+        made.engine.adapters.hint(made.engine.adapters.get(name).uid)
 
 
 def begun(made: Replica) -> list[str]:
@@ -64,28 +77,21 @@ def test_what_is_asked_for_later_is_read_behind_a_hint_that_found_no_room():
 def test_neither_does_one_that_adapters_without_files_leave_no_room_for():
     """They may have their files again, so nobody is refused."""
     made = replica()  # "0" has none
-    uid = made.engine.adapters.get("large").uid
-    made.engine.adapters.hint(uid)
-    made.engine.adapters.hint(made.engine.adapters.get("small").uid)
+    hint(made, "large", "small")
     ask(made, "large")
     assert begun(made) == ["small"]
 
 
 def test_a_request_for_what_was_hinted_at_before_goes_before_the_hint_that_found_no_room():
-    made = replica(PINNED + 2 * LARGE - 1)
-    held = made.manager.reserve(LARGE)  # an adapter that is being loaded
-    assert held is not None
-    for name in ("large", "small"):
-        made.engine.adapters.hint(made.engine.adapters.get(name).uid)
+    made, _ = full()
+    hint(made, "large", "small")
     assert begun(made) == []
     ask(made, "small")
     assert begun(made) == ["small"]
 
 
 def test_others_wait_behind_a_reading_that_will_have_room():
-    made = replica(PINNED + 2 * LARGE - 1)
-    held = made.manager.reserve(LARGE)  # an adapter that is being loaded
-    assert held is not None
+    made, held = full()
     ask(made, "large")
     ask(made, "small")
     assert begun(made) == []
