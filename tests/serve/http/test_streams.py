@@ -189,7 +189,8 @@ def test_a_body_in_chunks_takes_the_room_that_it_needs(served: Served):
 
     url, kind = f"{served.http}/v1/completions", {"content-type": "application/json"}
     with httpx.stream("POST", url, content=chunks(), headers=kind, timeout=60) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # dropped, it would close the answer
+        next(lines)
         assert sent == [4 << 20] and served.backend.gate.held.bytes == len(body)
     served.check_idle()
     wait_until(lambda: not any(served.backend.gate.held))
