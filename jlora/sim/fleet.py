@@ -116,6 +116,7 @@ class Fleet(Pass):
         terms = wires.balance.terms if wires.balance is not None else Terms()
         self._balancer = Balancer(terms, members[0].spec.sizes.block_tokens, ways=wires.ways)
         self.plans: list[Plan] = []
+        self._bound: dict[int, str] = {}  # by handle: where a move whose adapter is on its way goes
         self.moved = self.resumed = 0  # requests: by a plan, and after a loss
         self.dead: list[Member] = []
         self._up_at = self._start  # when a replica was last up
@@ -317,17 +318,21 @@ class Fleet(Pass):
         self._put(at + balance.every_s, BALANCE, balance)
 
     def _job(self, live: Live, now: float) -> Job:
+        """A request whose move waits for its adapter counts where it goes, so that no plan moves it again."""
         waited = now - live.routed.sent if live.outputs is None else 0.0
         tokens = live.asked.prompt + (live.outputs or 0)
         asked, routed, sizes = live.asked, live.routed, self._wires.sizes
         size = sizes[live.turn.adapter] if sizes and live.turn.adapter is not None else 0
         where = routed.handle, routed.replica, asked.adapter
-        return Job(*where, tokens, waited, asked.cached, routed.movable, size, asked.rank)
+        job = Job(*where, tokens, waited, asked.cached, routed.movable, size, asked.rank)
+        target = self._bound.get(routed.handle)
+        return job if target is None else replace(job, replica=target, waited_s=0.0, movable=False)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""
         waiting = []
         for move in moves.moves:
+            self._bound.pop(move.key, None)
             live, target = self._lives.get(move.key), self._sides[move.target]
             if live is None or live.routed.replica != move.source or not (target.up and live.routed.movable):
                 continue
@@ -338,6 +343,7 @@ class Fleet(Pass):
             if not moves.asked:
                 self._fetch(at, target, int(move.adapter))
         if waiting and at < moves.until:
+            self._bound.update((move.key, move.target) for move in waiting)
             self._put(at + LOOK_S, MOVE, Moves(waiting, moves.until, asked=True))
 
     def _migrate(self, at: float, live: Live, target: str) -> None:

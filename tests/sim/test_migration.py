@@ -6,6 +6,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from jlora.cache import inspect
 from jlora.cluster.balance import Terms
 from jlora.cluster.routing.policy import Ask, Bookless
 from jlora.cluster.view import View
-from jlora.sim.fleet import Fleet, Live
+from jlora.sim.fleet import Fleet, Live, Moves
 from jlora.sim.member import Member
 from jlora.sim.wires import Balance, Wires
 from tests import port
@@ -34,7 +35,22 @@ class Crowding(Bookless):
 class Checked(Fleet):
     """Looks at every answer."""
 
-    exact = resumed = 0
+    exact = resumed = delayed = 0
+    waiting: frozenset[int] = frozenset()  # whose moves wait for their adapters
+
+    def _put(self, at: float, kind: int, what: Any) -> None:
+        if isinstance(what, Moves) and what.asked:
+            self.waiting |= {move.key for move in what.moves}
+            self.delayed += 1
+        super()._put(at, kind, what)
+
+    def _move(self, at: float, moves: Moves) -> None:
+        self.waiting -= {move.key for move in moves.moves}
+        super()._move(at, moves)
+
+    def _plan(self, at: float, balance: Balance) -> None:
+        super()._plan(at, balance)
+        assert self.waiting.isdisjoint(move.key for move in self.plans[-1].moves)
 
     def _migrate(self, at: float, live: Live, target: str) -> None:
         self.resumed += live.outputs is not None
@@ -67,6 +83,11 @@ def test_moved_requests_go_on_behind_what_they_have(fetch_s: float):
         while member.busy:
             member.step(member.clock.now + 1.0)
         inspect.check_integrity(member.manager)
+
+
+def test_no_plan_moves_a_request_whose_move_waits_for_its_adapter():
+    fleet = crowded(BALANCE, 0.5)  # longer than between two plans
+    assert fleet.delayed > 0 and fleet.moved > 0
 
 
 def test_some_move_in_the_middle_of_their_answers_and_the_solver_plans_it():
