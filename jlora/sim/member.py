@@ -37,6 +37,7 @@ class Member(Replica):
         self.fetched = self.received = 0
         self.most = self.most_blocks = 0
         self.indices: dict[int, int] = {}  # uid -> index
+        self._uids: dict[int, int] = {}  # index -> uid of the version in service
         self._asked: deque[int] = deque()  # to fetch when nothing more urgent is
         self._ranks: tuple[Sequence[int], dict[int, int]] = (), {}  # by index, and by uid
         self._sizes = spec.adapters
@@ -53,6 +54,7 @@ class Member(Replica):
             self.engine.adapters.register(self._new(adapter))
             uid = self.engine.adapters.get(name).uid
             self.indices[uid] = adapter
+            self._uids[adapter] = uid
             if self._ranks[0]:
                 self._ranks[1][uid] = self._ranks[0][adapter]
 
@@ -84,20 +86,22 @@ class Member(Replica):
 
     def has(self, adapter: int) -> bool:
         """Whether the adapter is in its memory."""
-        return self._node(adapter) is not None
+        uid = self._uids.get(adapter)
+        return uid is not None and self._here(uid)
+
+    def held(self) -> set[str]:
+        """The names of the adapters in its memory."""
+        return {str(adapter) for adapter, uid in self._uids.items() if self._here(uid)}
 
     def forget(self, adapter: int) -> None:
         """Drops an adapter when its last request has ended; one that is on its way stays."""
-        if self._node(adapter) is not None:
+        if self.has(adapter):
             self.engine.adapters.remove(str(adapter))
+            del self._uids[adapter]
 
-    def _node(self, adapter: int) -> AdapterNode | None:
-        """Its node, if its data is here."""
-        name = str(adapter)
-        if not self.engine.adapters.has(name):
-            return None
-        node = self.manager.adapters.get(self.engine.adapters.get(name).uid)
-        return None if node is None or node.reading else node
+    def _here(self, uid: int) -> bool:
+        node = self.manager.adapters.get(uid)
+        return node is not None and not node.reading
 
     @property
     def stored(self) -> int:

@@ -82,7 +82,7 @@ class Placing:
         """
         if self._members.keys() != self._planned:
             self._plan()
-        todo = self._homes.look({name: self._held(member) for name, member in self._members.items()})
+        todo = self._homes.look({name: member.held() for name, member in self._members.items()})
         for pair in todo.fetch:
             if pair not in self._asked:
                 self._asked.add(pair)
@@ -100,9 +100,6 @@ class Placing:
         self._homes.plan(self._room(), self._wanted(self._rates))
         self.moved += len(moves(last, self._homes.wanted)[0])
         self._asked.clear()
-
-    def _held(self, member: Member) -> set[str]:
-        return {str(adapter) for adapter in member.indices.values() if member.has(adapter)}
 
     def _room(self) -> Room:
         placed, names = self._placed, self._members
