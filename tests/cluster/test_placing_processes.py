@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -39,6 +39,7 @@ class Traffic:
 
     channel: grpc.Channel
     vocab: int
+    output: int
     names: Sequence[str] = NAMES
     answers: int = 0
     failed: list[str] = field(default_factory=list)
@@ -54,10 +55,10 @@ class Traffic:
                 model=self.names[number % len(self.names)],
                 token_ids=pb.TokenIds(ids=prompt),
                 sampling=pb.Sampling(temperature=1.0, seed=seed),
-                stopping=pb.Stopping(max_tokens=OUTPUT, ignore_eos=True),
+                stopping=pb.Stopping(max_tokens=self.output, ignore_eos=True),
                 session=f"s{number}",
             )
-            wanted = [replica.token_at(seed, len(prompt) + i, self.vocab) for i in range(OUTPUT)]
+            wanted = [replica.token_at(seed, len(prompt) + i, self.vocab) for i in range(self.output)]
             try:
                 told = list(stub.Generate(request, timeout=60).outputs[0].token_ids)
             except grpc.RpcError as e:
@@ -69,16 +70,16 @@ class Traffic:
 
 @dataclass
 class Service:
-    """Two replicas, and a router over them with a placement every second."""
+    """Two replicas by their addresses, and a router over them with a placement every second."""
 
     router: ServerProcess
-    replicas: list[ServerProcess]
+    replicas: Sequence[str]
 
     def held(self, name: str) -> set[int]:
         """The replicas that have an adapter in memory."""
         found = set()
-        for number, one in enumerate(self.replicas):
-            with connect(one.address, Login(SECRET.token)) as channel:
+        for number, address in enumerate(self.replicas):
+            with connect(address, Login(SECRET.token)) as channel:
                 listed = rpc.AdaptersStub(channel).ListAdapters(pb.ListAdaptersRequest(), timeout=30).adapters
                 found |= {number for info in listed if info.name.startswith(f"{name}@") and info.tier in MEMORY}
         return found
@@ -104,38 +105,46 @@ def service(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Service]
         flags = [*common, "--fleet", "static", "--addresses", addresses, *flags_of(adapters, settings)]
         router = ServerProcess(flags, ("jlora", "cluster"))
         opened.callback(router.stop)
-        yield Service(router, replicas)
+        yield Service(router, [one.address for one in replicas])
 
 
-def play(service: Service, moved: Sequence[tuple[Sequence[str], dict[str, int]]]) -> None:
-    """Asks for some adapters until so many replicas have each, one after another; no request fails."""
+@contextmanager
+def asking(service: Service, clients: int = CLIENTS, output: int = OUTPUT) -> Iterator[Traffic]:
+    """Clients ask as long as this lasts; no request fails."""
     with grpc.insecure_channel(service.router.address) as channel:
         info = rpc.ControlStub(channel).GetServerInfo(pb.GetServerInfoRequest(), timeout=30)
-        traffic = Traffic(channel, info.vocab)
-        clients = [threading.Thread(target=traffic.run, args=(i,), daemon=True) for i in range(CLIENTS)]
-        for client in clients:
-            client.start()
+        traffic = Traffic(channel, info.vocab, output)
+        threads = [threading.Thread(target=traffic.run, args=(i,), daemon=True) for i in range(clients)]
+        for thread in threads:
+            thread.start()
         try:
-            for names, copies in moved:
-                traffic.names = names
-                until(
-                    lambda copies=copies: {n: len(service.held(n)) for n in copies} == copies,
-                    f"replicas that have each: {copies}",
-                )
+            yield traffic
         finally:
             traffic.ended.set()
-            for client in clients:
-                client.join(60)
-    assert traffic.answers > 20 and not traffic.failed, traffic.failed[:3]
+            for thread in threads:
+                thread.join(60)
+    assert traffic.answers >= clients and not traffic.failed, traffic.failed[:3]
+
+
+def play(service: Service, traffic: Traffic, moved: Sequence[tuple[Sequence[str], dict[str, int]]]) -> None:
+    """Asks for some adapters until so many replicas have each, one after another."""
+    for names, copies in moved:
+        traffic.names = names
+        until(
+            lambda copies=copies: {n: len(service.held(n)) for n in copies} == copies,
+            f"replicas that have each: {copies}",
+        )
 
 
 @pytest.mark.parametrize("service", [{"cluster.routing": "loraserve"}], indirect=True)
 def test_loraserves_placement_moves_adapters_after_their_demand(service: Service):
     hot, cold = NAMES
     first, then = (hot, hot, hot, cold), (cold, cold, cold, hot)  # more than a replica's share, so that it needs both
-    play(service, [(first, {hot: 2, cold: 1}), (then, {hot: 1, cold: 2})])
+    with asking(service) as traffic:
+        play(service, traffic, [(first, {hot: 2, cold: 1}), (then, {hot: 1, cold: 2})])
 
 
 @pytest.mark.parametrize("service", [{"cluster.placement": "dlora", "cluster.routing": "first-fit"}], indirect=True)
 def test_dloras_preload_brings_adapters_where_no_request_has_brought_them(service: Service):
-    play(service, [(NAMES[:1], {"upper": 2}), (NAMES, {"upper": 2, "leet": 2})])
+    with asking(service) as traffic:
+        play(service, traffic, [(NAMES[:1], {"upper": 2}), (NAMES, {"upper": 2, "leet": 2})])
