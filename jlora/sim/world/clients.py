@@ -94,6 +94,7 @@ class Clients:
         self.commands: list[Command] = []  # that are not answered
         self.found: list[AssertionError] = []  # on the product's threads, which must not take it for their own
         self.answered = 0
+        self.loaded: set[int] = set()  # the versions that a load's caller was told of
         self._around = around
         self._draw = draw
         self._marks = {version.digest: version for version in around.versions}
@@ -172,7 +173,7 @@ class Clients:
         pinned, replace, lazy = draw.random() < 0.1, draw.random() < 0.7, draw.random() < 0.6
         self._say(f"load {name} {pinned} {replace} {lazy}")
         loading = self._around.replica.load_adapter(name, name, pinned, replace, lazy)
-        command = self.command("load", loading, name, lambda info: self._raise(name, info.uid))
+        command = self.command("load", loading, name, lambda info: self._serves(name, info.uid))
         command.replaces = replace
         if draw.random() < 0.1:
             command.cancelled = True
@@ -185,12 +186,13 @@ class Clients:
         self.command("unload", gone, name, lambda info: self._raise(name, info.uid + 1))
 
     def pin(self) -> None:
-        """Pins an adapter, or unpins it."""
+        """Pins an adapter or unpins it, or does so with all."""
         name, on = self._name(), self._draw.random() < 0.5
-        self._say(f"pin {name} {on}")
-        if not on:
-            self._around.excuses.unpins(name)
-        self.command("pin", self._around.replica.pin_adapter(name, on), name)
+        for each in NAMES if self._draw.random() < 0.1 else (name,):
+            self._say(f"pin {each} {on}")
+            if not on:
+                self._around.excuses.unpins(each)
+            self.command("pin", self._around.replica.pin_adapter(each, on), each)
 
     def write(self, name: str = "") -> None:
         """Another version takes a directory's place."""
@@ -403,6 +405,10 @@ class Clients:
         around = self._around
         ends = isinstance(error, Unavailable) and str(error).startswith("the engine ends: ")
         return around.over() or (around.sites.ended and ends)
+
+    def _serves(self, name: str, uid: int) -> None:
+        self.loaded.add(uid)
+        self._raise(name, uid)
 
     def _raise(self, name: str, uid: int) -> None:
         self._floors[name] = max(self._floors.get(name, 0), uid)

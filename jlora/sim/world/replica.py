@@ -259,6 +259,7 @@ class World:
             self.steps += 1
             self._check_tiers()
             self._check_sizes()
+            self._check_pins()
             self.weights.audit()
             if self.steps % CHECKS == 0:
                 self._check_all()
@@ -279,6 +280,16 @@ class World:
             assert known in (None, record.node.size), (
                 f"{record.node.size} blocks of {record.name}, whose ranks fill {known}"
             )
+
+    def _check_pins(self) -> None:
+        """Pins leave room for the longest context beside any other adapter, so every request can run."""
+        nodes = [record.node for record in self.parts.registry.records()]
+        pinned = sum(node.size for node in nodes if node.pinned)
+        largest = max((node.size for node in nodes if not node.pinned), default=0)
+        longest, total = -(-self.context // BLOCK_TOKENS), self.manager.device.total
+        assert not pinned or pinned + largest + longest <= total, (
+            f"{pinned} blocks are pinned of {total}: {largest} for an adapter and {longest} for a context do not fit"
+        )
 
     def _check_uses(self) -> None:
         """Policies order nodes by their last use: it never runs back, and never ahead of the clock."""
@@ -307,6 +318,7 @@ class World:
         self._until(drained.done, "the drain never ends")
         manager = self.manager
         for record in self.parts.registry.records():
+            assert record.node.uid in self.clients.loaded, f"nobody was told of this version of {record.name}"
             self.clients.command("unload", self.replica.unload_adapter(record.name), record.name)
         self._until(lambda: not self.clients.commands, "an adapter is never gone")
         for _ in range(FLUSHES):

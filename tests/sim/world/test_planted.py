@@ -29,6 +29,7 @@ from jlora.cluster.peer import Head, _Transfer
 from jlora.engine import faults as faults_module
 from jlora.engine import loaders, sources
 from jlora.engine.faults import Faults
+from jlora.engine.futures import follow
 from jlora.engine.loaders import Loaders
 from jlora.engine.loading import Adapters
 from jlora.engine.local import LocalReplica
@@ -333,9 +334,30 @@ def unchecked(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(faults_module.inspect, "check_integrity", lambda manager: None)
 
 
+def pins_fill_the_pool(patch: pytest.MonkeyPatch) -> None:
+    """Pinned adapters may leave no room for a long context."""
+    patch.setattr(Adapters, "_check_pins", lambda *_: None)
+
+
+def cancelled_load_goes_on(patch: pytest.MonkeyPatch) -> None:
+    """A load whose caller has gone puts its adapter in service."""
+
+    def load(loaders: Loaders, what: Any, settled: Any) -> Future:
+        answer: Future = Future()
+
+        def over(loaded: Future) -> None:
+            if not answer.cancelled():
+                follow(loaded if loaded.exception() else settled(loaded.result()), answer)
+
+        loaders.loads.submit(loaders._load, Future(), what).add_done_callback(over)
+        return answer
+
+    patch.setattr(Loaders, "load", load)
+
+
 MENDED: tuple[Plant, ...] = (
     shortage_ends_the_engine, failed_copy_ends_the_engine, dead_thread_unseen, ids_of_all_tenants, mixed_versions,
-    changed_on_the_disk, unchecked,
+    changed_on_the_disk, unchecked, pins_fill_the_pool, cancelled_load_goes_on,
 )  # fmt: skip
 PLANTS: tuple[Plant, ...] = (
     *MENDED,
