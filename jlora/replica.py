@@ -206,10 +206,11 @@ class Replica(Protocol):
         """Drops KV that no request uses; the number of device blocks freed."""
         ...
 
-    def profile(self, steps: int) -> Future[ProfileResult]:
+    def profile(self, steps: int, replica: str = "") -> Future[ProfileResult]:
         """Traces the next steps into `serve.profile_dir`, for a minute at most.
 
-        Fails with FailedPrecondition if that is unset or a trace is being made, and with InvalidArgument.
+        `replica` names one of many. Fails with NotFound if there is none of that name, with FailedPrecondition if
+        the directory is unset or a trace is being made, and with InvalidArgument.
         """
         ...
 

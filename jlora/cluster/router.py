@@ -35,7 +35,7 @@ from jlora.cluster.prompts import ask_of
 from jlora.cluster.routing.policy import Policy
 from jlora.cluster.routing.ways import Ways
 from jlora.engine.futures import done, failed, running, settle
-from jlora.errors import AlreadyExists, FailedPrecondition, Unavailable
+from jlora.errors import AlreadyExists, FailedPrecondition, NotFound, Unavailable
 from jlora.replica import Load, Replica, ReplicaInfo, ReplicaState, RouterStats, Sink
 from jlora.serve.proto import jlora_pb2 as pb
 from jlora.serve.proto import jlora_pb2_grpc as rpc
@@ -235,20 +235,24 @@ class Router(Replica):
         told = await self._each(lambda c: rpc.ControlStub(c).FlushCache(message, timeout=ASK_S, metadata=metadata))
         return sum(answer.blocks for answer in told.values())
 
-    def profile(self, steps: int) -> Future[ProfileResult]:
-        return self._run(self._profile(steps))
+    def profile(self, steps: int, replica: str = "") -> Future[ProfileResult]:
+        return self._run(self._profile(steps, replica))
 
-    async def _profile(self, steps: int) -> ProfileResult:
+    async def _profile(self, steps: int, replica: str) -> ProfileResult:
         metadata, message = self._terms.login.metadata, pb.ProfileRequest(steps=steps)
-        told = await self._each(lambda c: rpc.ControlStub(c).Profile(message, timeout=PROFILE_S, metadata=metadata))
+        how = {"timeout": PROFILE_S, "metadata": metadata}
+        told = await self._each(lambda c: rpc.ControlStub(c).Profile(message, **how), only=replica)
         if not told:
             raise FailedPrecondition("serve.profile_dir is not set at the replicas, or they trace already")
         names = ", ".join(f"{name}:{made.name}" for name, made in sorted(told.items()))
         return ProfileResult(names, min(made.steps for made in told.values()))
 
-    async def _each(self, ask: Callable[[Any], Awaitable[T]]) -> dict[str, T]:
-        """The answers of the attached replicas by name, without those that fail."""
+    async def _each(self, ask: Callable[[Any], Awaitable[T]], only: str = "") -> dict[str, T]:
+        """The answers of the attached replicas by name, without those that fail. Raises NotFound for `only`."""
         asked = {one.name: one.channel for one in self.replicas if one.channel is not None}
+        if only and only not in asked:
+            raise NotFound(f"replica = {only[:60]!r}: attached are {', '.join(sorted(asked)) or 'none'}")
+        asked = {only: asked[only]} if only else asked
         told = await asyncio.gather(*(ask(channel) for channel in asked.values()), return_exceptions=True)
         answers = {}
         for name, answer in zip(asked, told, strict=True):

@@ -264,9 +264,9 @@ class LocalReplica(Replica):
         """Fails with AssertionError if the pool or the tree is inconsistent."""
         return self.between_steps(self._engine.check_integrity)
 
-    def profile(self, steps: int) -> Future[ProfileResult]:
-        profiler, loaders = self._profiler, self._loaders.loads
-        return profiler.trace(steps, loaders, lambda: self._engine.stats().steps, self._when)
+    def profile(self, steps: int, replica: str = "") -> Future[ProfileResult]:
+        loaders, done = self._loaders.loads, lambda: self._engine.stats().steps
+        return self._profiler.trace(steps, replica, loaders, done, self._when)
 
     def heartbeat_age(self) -> float:
         now, runner = self._system.clock(), self._built.runner

@@ -8,7 +8,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 
 from jlora.engine.futures import chained
-from jlora.errors import FailedPrecondition, InvalidArgument
+from jlora.errors import FailedPrecondition, InvalidArgument, NotFound
 from jlora.ports import Clock
 from jlora.types import ProfileResult
 
@@ -27,10 +27,13 @@ class Profiler:
         self._clock = clock
         self._running = threading.Lock()
 
-    def trace(self, steps: int, pool: Executor, done: Callable[[], int], when: When) -> Future[ProfileResult]:
+    def trace(
+        self, steps: int, replica: str, pool: Executor, done: Callable[[], int], when: When
+    ) -> Future[ProfileResult]:
         """A trace of the next `steps`; errors as in `_start`.
 
         Args:
+            replica: as a client has named it: there is no other here.
             pool: starts and ends the trace, which takes long.
             done: the steps since the engine's start, on its thread.
             when: answers with the first value that is not None, looked for on the engine's thread.
@@ -46,15 +49,18 @@ class Profiler:
         def ended(made: int) -> Future[ProfileResult]:
             return pool.submit(lambda: ProfileResult(self._stop(), made))
 
-        return chained(chained(pool.submit(self._start, steps), started), ended)
+        return chained(chained(pool.submit(self._start, steps, replica), started), ended)
 
-    def _start(self, steps: int) -> None:
+    def _start(self, steps: int, replica: str) -> None:
         """Begins a trace.
 
         Raises:
             FailedPrecondition: no directory is allowed, or a trace is being made.
             InvalidArgument: too many steps.
+            NotFound: a replica is named.
         """
+        if replica:
+            raise NotFound(f"replica = {replica[:60]!r}: this server is one replica, and no router")
         if not self._directory:
             raise FailedPrecondition(f"profiles are off: start the server with {KEY}, a directory for them")
         if not 1 <= steps <= MOST_STEPS:

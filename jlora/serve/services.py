@@ -200,7 +200,7 @@ class ControlServicer(_Servicer, rpc.ControlServicer):
         return pb.FlushCacheResponse(blocks=await asyncio.wrap_future(self._backend.loaded.flush_cache()))
 
     async def Profile(self, request: pb.ProfileRequest, context: Context) -> pb.ProfileResponse:
-        made = await asyncio.wrap_future(self._backend.loaded.profile(request.steps))
+        made = await asyncio.wrap_future(self._backend.loaded.profile(request.steps, request.replica))
         return pb.ProfileResponse(name=made.name, steps=made.steps)
 
     async def Drain(self, request: pb.DrainRequest, context: Context) -> pb.DrainResponse:

@@ -313,6 +313,9 @@ def test_state_sums_the_replicas_and_names_them(two: Service):
     assert [(m.name, m.health, m.blocks) for m in state.members] == [("r0", "up", 100), ("r1", "up", 100)]
     assert two.router.flush_cache().result(20) == 14
     assert two.router.profile(3).result(20).name == "r0:trace, r1:trace"
+    assert two.router.profile(3, "r1").result(20).name == "r1:trace"
+    with pytest.raises(NotFound, match="replica = 'r9': attached are r0, r1"):
+        two.router.profile(3, "r9").result(20)
     two.kill(two.replicas[0])
     wait_for(lambda: len(two.router.replicas) == 1)
     assert two.router.state().result(20).cache.hbm.total == 100

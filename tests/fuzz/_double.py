@@ -130,7 +130,7 @@ class Double(Replica):
     def flush_cache(self) -> Future[int]:
         return done(0)
 
-    def profile(self, steps: int) -> Future[ProfileResult]:
+    def profile(self, steps: int, replica: str = "") -> Future[ProfileResult]:
         return failed(FailedPrecondition("serve.profile_dir: is not set"))
 
     def drain(self, timeout_s: float | None = None) -> Future[bool]:

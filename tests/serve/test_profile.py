@@ -71,6 +71,14 @@ def test_the_number_of_steps_is_checked(profiled: tuple[Served, Path], steps: in
     assert answer.status_code == 400 and answer.json()["error"]["param"] == "steps", answer.text
 
 
+def test_a_server_that_is_no_router_has_no_replica_to_name(profiled: tuple[Served, Path]):
+    served, _ = profiled
+    with refused(grpc.StatusCode.NOT_FOUND, "replica = 'r0': this server is one replica"):
+        served.control.Profile(pb.ProfileRequest(steps=3, replica="r0"), timeout=20)
+    answer = httpx.post(f"{served.http}/debug/profile?steps=3&replica=r0", headers=JSON, timeout=20)
+    assert answer.status_code == 404 and answer.json()["error"]["param"] == "replica", answer.text
+
+
 def test_without_a_directory_it_is_refused(served: Served):
     with refused(grpc.StatusCode.FAILED_PRECONDITION, "serve.profile_dir"):
         served.control.Profile(pb.ProfileRequest(steps=3), timeout=20)

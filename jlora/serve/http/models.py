@@ -81,11 +81,11 @@ class Models:
         await call.json({"version": __version__})
 
     async def profile(self, call: Call) -> None:
-        """`POST /debug/profile?steps=N`: a trace of the next steps below `serve.profile_dir`."""
+        """`POST /debug/profile?steps=N&replica=NAME`: a trace of the next steps below `serve.profile_dir`."""
         steps = call.query.get("steps", "")
         if not steps.isdecimal() or len(steps) > 9:
             raise InvalidArgument(f"steps = {steps[:60]!r}: must be a whole number")
-        made = await asyncio.wrap_future(self._backend.loaded.profile(int(steps)))
+        made = await asyncio.wrap_future(self._backend.loaded.profile(int(steps), call.query.get("replica", "")))
         await call.json({"name": made.name, "steps": made.steps})
 
     def _base(self) -> dict[str, Any]:

@@ -617,10 +617,12 @@ class DrainResponse(_message.Message):
     def __init__(self, drained: _Optional[bool] = ...) -> None: ...
 
 class ProfileRequest(_message.Message):
-    __slots__ = ("steps",)
+    __slots__ = ("steps", "replica")
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    REPLICA_FIELD_NUMBER: _ClassVar[int]
     steps: int
-    def __init__(self, steps: _Optional[int] = ...) -> None: ...
+    replica: str
+    def __init__(self, steps: _Optional[int] = ..., replica: _Optional[str] = ...) -> None: ...
 
 class ProfileResponse(_message.Message):
     __slots__ = ("name", "steps")
