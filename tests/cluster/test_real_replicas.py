@@ -135,6 +135,23 @@ def test_a_stop_string_is_found_across_a_death(two: Cluster):
         revive(two, dead)
 
 
+def test_behind_a_move_only_those_with_its_salt_find_its_kv(two: Cluster):
+    """A replica makes the salt of what the request says, so no key is needed for two to make the same."""
+    prompt = tuple(9 + i * 11 % 190 for i in range(40))
+    salts = [("mine", "a"), ("mine", "b"), ("other", "a"), ("", "")]
+
+    def cached(tenant: str, salt: str) -> int:
+        asked = request(prompt, 1, tenant=tenant, cache_salt=salt)
+        return two.served.generate(asked).usage.cached_tokens
+
+    _, dead = dying(two, request(prompt, 100, tenant="mine", cache_salt="a"))
+    try:
+        assert [cached(*salt) > 0 for salt in salts] == [True, False, False, False]
+        assert all(cached(*salt) > 0 for salt in salts)  # each has its own now
+    finally:
+        revive(two, dead)
+
+
 def streaming(two: Cluster, tokens: int) -> tuple[Callable[[], list[int]], list[int]]:
     """A stream that has begun: what reads all of its tokens, and those of an engine alone."""
     asked = request(PROMPT, tokens, **SAMPLED)
