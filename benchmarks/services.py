@@ -37,14 +37,71 @@ def beside_best(study: Study, kernel: str) -> pd.DataFrame:
     return pd.DataFrame(made).fillna("")
 
 
-def wins(study: Study, key: str, within: float = 0.0) -> str:
-    """In how many cells `jlora` is as good as the best other router, or worse by at most this share of it."""
+def wins(study: Study, key: str, within: float = 0.0, placed: bool = False, replicas: Sequence[int] = ()) -> str:
+    """In how many cells `jlora` is as good as the best other router, or worse by at most this share of it.
+
+    Args:
+        placed: `loraserve` counts as a router, though it begins with its first placement's adapters in place.
+        replicas: only cells of so many.
+    """
     cells, more = _cells(study), MEASURES[key][2] is max
-    count = 0
-    for sides in cells.values():
-        ours, best = sides["jlora"][key], _best(sides, key)[key]
-        count += ours >= best * (1 - within) if more else ours <= best * (1 + within)
-    return f"{count} of {len(cells)}"
+    told = []
+    for (_, _, count), sides in cells.items():
+        if not replicas or count in replicas:
+            ours, best = sides["jlora"][key], _best(sides, key, placed)[key]
+            told.append(ours >= best * (1 - within) if more else ours <= best * (1 + within))
+    return f"{sum(told)} of {len(told)}"
+
+
+def losses(study: Study) -> pd.DataFrame:
+    """Where `jlora` attains less than another router, and less than `loraserve`, by traffic."""
+    by: dict[str, list[dict[str, Row]]] = {}
+    for (_, cell, _), sides in _cells(study).items():
+        by.setdefault(cell, []).append(sides)
+    made = []
+    for cell, some in by.items():
+        line = {"traffic": cell, "cells": f"{len(some)}"}
+        behind = [(_best(sides, "attainment"), sides["jlora"]) for sides in some]
+        line["better routers"] = ", ".join(sorted({best["side"] for best, ours in behind if _behind(best, ours) > 0}))
+        for title, pairs in (
+            ("the best router", behind),
+            ("`loraserve`", [(sides["loraserve"], sides["jlora"]) for sides in some]),
+        ):
+            lost = [_behind(other, ours) for other, ours in pairs if _behind(other, ours) > 0]
+            line[f"behind {title}"] = f"{len(lost)}, by up to {max(lost):.1f} points" if lost else "0"
+        made.append(line)
+    return pd.DataFrame(made)
+
+
+def _behind(other: Row, ours: Row) -> float:
+    return 100 * (other["attainment"] - ours["attainment"])
+
+
+def attained(study: Study, side: str, kernel: str, replicas: Sequence[int] = ()) -> str:
+    """The mean over all kinds of traffic, in percent."""
+    return f"{100 * _mean(_rows(study, side, kernel, replicas), 'attainment'):.1f}"
+
+
+def waits(study: Study, side: str, kernel: str) -> str:
+    """The 99th percentile of TTFT over round-robin's, the geometric mean over all cells."""
+    cells = _cells(study, kernel=kernel).values()
+    ratios = [sides[side]["ttft_p99_s"] / sides["round-robin"]["ttft_p99_s"] for sides in cells]
+    return f"{statistics.geometric_mean(ratios):.2f}"
+
+
+def span(study: Study, side: str, cell: str, key: str = "attainment", replicas: Sequence[int] = ()) -> str:
+    """The least and the most of a measure in the cells of one kind of traffic; attainment in percent."""
+    rows = [row for kernel in ("padded", "unpadded") for row in _rows(study, side, kernel, replicas)]
+    values = [row[key] for row in rows if row["cell"] == cell]
+    if key == "attainment":
+        return f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
+    return f"{min(values):.1f} to {max(values):.1f}"
+
+
+def reach(study: Study, side: str, share: float) -> str:
+    """In how many cells a policy attains this share."""
+    sides = [sides[side] for sides in _cells(study).values()]
+    return f"{sum(row['attainment'] >= share for row in sides)} of {len(sides)}"
 
 
 def by_policy(study: Study, kernel: str) -> pd.DataFrame:
@@ -205,8 +262,14 @@ def _cells(study: Study, **only: str) -> dict[tuple[str, str, int], dict[str, Ro
     return {key: sides for key, sides in found.items() if len(sides) == whole[key[2]] and "jlora" in sides}
 
 
-def _best(sides: Mapping[str, Row], key: str) -> Row:
-    others = (row for side, row in sides.items() if side not in ("jlora", *PLACED))
+def _rows(study: Study, side: str, kernel: str, replicas: Sequence[int]) -> list[Row]:
+    cells = _cells(study, kernel=kernel).items()
+    return [sides[side] for (_, _, count), sides in cells if not replicas or count in replicas]
+
+
+def _best(sides: Mapping[str, Row], key: str, placed: bool = False) -> Row:
+    left_out = ("jlora", *PLACED[1 if placed else 0 :])
+    others = (row for side, row in sides.items() if side not in left_out)
     return MEASURES[key][2](others, key=lambda row: row[key])
 
 

@@ -144,7 +144,8 @@ class LLM:
         several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
         prompts = [self.tokenizer.chat(conversation) for conversation in conversations]
-        return self._generate(self._requests(prompts, sampling, adapter, tenant))
+        requests = self._requests(prompts, sampling, adapter, tenant)
+        return self._generate([dataclasses.replace(request, chat=True) for request in requests])
 
     def stream(
         self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None, tenant: str = ""

@@ -90,6 +90,7 @@ class Request:
             A router keeps the requests of a session at one replica.
         waited: seconds since it came to a router; it is served as if it had come here so much earlier.
         done: what another replica has delivered of each completion; the engine goes on behind it. Empty: nothing.
+        chat: the answer is a message of its own; otherwise its text goes on where the prompt's ends.
     """
 
     id: str
@@ -105,6 +106,7 @@ class Request:
     done: tuple[Done, ...] = ()
     session: str = ""
     waited: float = 0.0
+    chat: bool = False
 
     @property
     def open(self) -> tuple[int, ...]:

@@ -269,13 +269,35 @@ async def merged(generations: Sequence[Generation]) -> AsyncIterator[list[tuple[
         async for deltas in streams[0]:
             yield [(0, delta) for delta in deltas]
         return
-    waiting = {asyncio.ensure_future(anext(stream, None)): i for i, stream in enumerate(streams)}
+    came: list[tuple[int, asyncio.Task[list[Delta] | None]]] = []
+    waiting: set[asyncio.Task[list[Delta] | None]] = set()
+    wake = asyncio.Event()
+
+    def go_on(place: int) -> None:
+        """Waits for a stream's next deltas. Not `asyncio.wait`, whose time grows with the streams that have none."""
+
+        def arrived(task: asyncio.Task[list[Delta] | None]) -> None:
+            came.append((place, task))
+            wake.set()
+
+        task = asyncio.ensure_future(anext(streams[place], None))
+        waiting.add(task)
+        task.add_done_callback(arrived)
+
+    for place in range(len(streams)):
+        go_on(place)
     try:
         while waiting:
-            done, _ = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-            places = {waiting.pop(task): task.result() for task in done}
-            waiting |= {asyncio.ensure_future(anext(streams[i], None)): i for i, d in places.items() if d is not None}
-            if pairs := [(i, delta) for i, deltas in places.items() for delta in deltas or ()]:
+            await wake.wait()
+            wake.clear()
+            pairs: list[tuple[int, Delta]] = []
+            done, came[:] = came[:], []
+            for place, task in done:
+                waiting.remove(task)
+                if (deltas := task.result()) is not None:
+                    pairs += [(place, delta) for delta in deltas]
+                    go_on(place)
+            if pairs:
                 yield pairs
     finally:
         for task in waiting:

@@ -9,7 +9,8 @@
 * A stop string may begin several tokens before it ends, and end inside a token. Text that may
   become a stop string is held back until that is decided; no other text is.
 
-The texts of a completion concatenate to `decode` of all its tokens, up to the stop. They differ only
+The texts of a completion concatenate to what its tokens add to `decode` of the prompt, or in a chat to `decode` of
+all its tokens, up to the stop. They differ only
 for broken bytes of a byte-fallback tokenizer: `decode` then drops the whole run of byte tokens,
 including its complete characters.
 """
@@ -25,10 +26,11 @@ from jlora.serve.tokenizer import Tokenizer
 class Detokenizer:
     """Turns token ids into text one by one."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, before: int | None = None) -> None:
+        """`before`: the token with text that the first one follows; None: a text begins."""
         self._tokenizer = tokenizer
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._last: int | None = None  # the last token with text
+        self._last = before  # the last token with text
 
     def push(self, token_id: int, special: bool = False) -> str:
         """The text that `token_id` completes. A special token has one only with `special`: its name."""

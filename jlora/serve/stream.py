@@ -24,8 +24,9 @@ class Answer:
     """Turns a validated request's token events into deltas, without text if there is no tokenizer. Not thread-safe."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
+        eos = frozenset(eos_ids)
         self._completions = [
-            _Completion(i, request.sampling, tokenizer, frozenset(eos_ids)) for i in range(request.sampling.n)
+            _Completion(i, request.sampling, _detokenizer(request, tokenizer), eos) for i in range(request.sampling.n)
         ]
         self._ends: list[Delta] = []
 
@@ -80,6 +81,13 @@ class Answer:
         )
 
 
+def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
+    if tokenizer is None:
+        return None
+    before = () if request.chat else reversed(request.prompt)
+    return Detokenizer(tokenizer, next((token for token in before if not tokenizer.is_silent(token)), None))
+
+
 def joined(deltas: Iterable[Delta]) -> Iterator[Delta]:
     """One delta for each completion, in order of index."""
     parts: dict[int, list[Delta]] = defaultdict(list)
@@ -103,13 +111,13 @@ class _Completion:
     """One completion: its text, and what is new since the last `take`."""
 
     def __init__(
-        self, index: int, sampling: SamplingParams, tokenizer: Tokenizer | None, eos_ids: Collection[int]
+        self, index: int, sampling: SamplingParams, detokenizer: Detokenizer | None, eos_ids: Collection[int]
     ) -> None:
         self.tokens = 0  # that the client sees
         self._index = index
         self._sampling = sampling
         self._eos_ids = eos_ids
-        self._detokenizer = None if tokenizer is None else Detokenizer(tokenizer)
+        self._detokenizer = detokenizer
         self._finder = StopFinder(sampling.stop)
         self._stopped = False  # by a stop string: later tokens are neither shown nor counted
         self._clear()

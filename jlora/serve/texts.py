@@ -67,16 +67,19 @@ class Texts:
         else:
             check_prompt_length(len(prompt), limits)  # before protobuf's become Python's
             ids = prompt
-        return validate(replace(draft, prompt=tuple(ids)), limits)
+        return validate(replace(draft, prompt=tuple(ids), chat=isinstance(prompt, Chat)), limits)
 
-    async def tokenize(self, prompt: str | Chat) -> list[int]:
-        """The token ids of a text or a chat, also if they are more than the context takes."""
+    async def tokenize(self, prompt: str | Chat, special: bool = True) -> list[int]:
+        """The token ids of a text or a chat, also if they are more than the context takes.
+
+        Those of a text have the model's special tokens around them only with `special`.
+        """
 
         def check(count: int) -> None:
             if count > MAX_LISTED:
                 raise OutOfRange(f"input: has {count} tokens, Tokenize lists at most {MAX_LISTED}")
 
-        return await self._encode(prompt, check)
+        return await self._encode(prompt, check, special)
 
     async def detokenize(self, ids: Sequence[int], keep_special: bool) -> str:
         """The text of `ids`. Raises InvalidArgument for an id that is none, or more ids than the context takes."""
@@ -93,14 +96,14 @@ class Texts:
 
         return await self._backend.workers.run(len(ids), work)
 
-    async def _encode(self, prompt: str | Chat, check: Callable[[int], None]) -> list[int]:
+    async def _encode(self, prompt: str | Chat, check: Callable[[int], None], special: bool = True) -> list[int]:
         if isinstance(prompt, Chat):
             return await self._chat(prompt, check)
         tokenizer = self._tokenizer("prompt.text")
         if not prompt:
             raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
         self._check_chars("prompt.text", len(prompt))
-        return await self._backend.workers.run(len(prompt), lambda: tokenizer.encode(prompt, check))
+        return await self._backend.workers.run(len(prompt), lambda: tokenizer.encode(prompt, check, special))
 
     async def _chat(self, chat: Chat, check: Callable[[int], None]) -> list[int]:
         tokenizer = self._tokenizer("prompt.chat")

@@ -79,10 +79,11 @@ class Guarded:
 def guarded(served: Served, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     file = tmp_path_factory.mktemp("keys") / "keys.toml"
     made = {who: keys.new(tenant, role, adapters) for who, (tenant, role, adapters) in WHO.items()}
-    urgent, entry = keys.new("acme", "user", ["*"])
-    entries = [*(entry for _, entry in made.values()), f"{entry}max_priority = 3\n"]
+    entries = [entry for _, entry in made.values()]
+    for who, highest in (("urgent", 3), ("demoted", -2)):
+        made[who] = keys.new("acme", "user", ["*"])
+        entries.append(f"{made[who][1]}max_priority = {highest}\n")
     file.write_text("".join(entries) + LIMITED)
-    made["urgent"] = urgent, entry
     config = ServeConfig(heartbeat_s=60.0, keys=str(file))
     backend = Backend(served.replica, served.backend.tokenizer, access=Access(config))
     with serving(backend, config) as running:
@@ -272,6 +273,10 @@ def test_a_key_has_a_highest_priority(guarded: Guarded):
     with refused(CODE.PERMISSION_DENIED, "priority = 4: must be at most 3"):
         guarded.generate("urgent", request(priority=4))
     body = {"prompt": [5, 6, 7], "max_tokens": 1}
+    assert guarded.generate("demoted", request()).usage.completion_tokens == 8
+    with guarded.http("demoted") as http:
+        assert http.post("/v1/completions", json=body).status_code == 200
+        assert http.post("/v1/completions", json={**body, "priority": 1}).status_code == 403  # -1 in gRPC
     with guarded.http("urgent") as http:
         assert http.post("/v1/completions", json={**body, "priority": -3}).status_code == 200
         answer = http.post("/v1/completions", json={**body, "priority": -4})

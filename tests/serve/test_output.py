@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from jlora.serve.output import StopFinder
@@ -35,8 +35,9 @@ texts = st.lists(
 class Completion:
     """One completion through the stream; `stopped` once a stop string has matched."""
 
-    def __init__(self, tokenizer: Tokenizer, **sampling) -> None:
-        self._answer = Answer(Request("r", (1,), SamplingParams(**sampling)), tokenizer, (EOS,))
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (1,), chat: bool = False, **sampling) -> None:
+        request = Request("r", tuple(prompt), SamplingParams(**sampling), chat=chat)
+        self._answer = Answer(request, tokenizer, (EOS,))
         self.stopped = False
 
     def push(self, token: int | None, finish: FinishReason | None = None) -> Delta:
@@ -66,6 +67,21 @@ def ids_of(tokenizer: Tokenizer, text: str) -> list[int]:
 def test_deltas_together_are_the_full_decode(tokenizer: Tokenizer, text: str):
     ids = ids_of(tokenizer, text)
     assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+@both
+@settings(max_examples=150, deadline=None)
+@given(text=texts, at=st.integers(1, 40))
+def test_deltas_behind_a_prompt_go_on_with_its_text_and_those_of_a_chat_begin_anew(
+    tokenizer: Tokenizer, text: str, at: int
+):
+    assume("\ufffd" not in text)  # it may stand for a part of a character
+    whole = tokenizer.encode(text)
+    prompt, ids = whole[:at], whole[at:]
+    before = tokenizer.decode(prompt)
+    assume(tokenizer.decode(whole).startswith(before))  # otherwise it ends within a character
+    assert "".join(stream(tokenizer, ids, prompt=(*prompt, 1))) == tokenizer.decode(whole)[len(before) :]
+    assert "".join(stream(tokenizer, ids, prompt=prompt, chat=True)) == tokenizer.decode(ids)
 
 
 @settings(max_examples=150, deadline=None)

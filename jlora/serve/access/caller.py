@@ -62,12 +62,17 @@ class Caller:
         if not self.sees(adapter):
             raise PermissionDenied(f"adapter {adapter!r}: the key is not for it")
 
-    def check_priority(self, priority: int, lower_first: bool = False) -> int:
+    def check_priority(self, priority: int | None, lower_first: bool = False) -> int:
         """A request's priority, of which higher ones run first; `lower_first`: the client's has the other sign.
+
+        One that names none, or 0, gets the highest that the key has up to 0.
 
         Raises PermissionDenied for one above the key's.
         """
-        given, most = -priority if lower_first else priority, self.max_priority
+        most = self.max_priority
+        if not priority:
+            return 0 if most is None else min(0, most)
+        given = -priority if lower_first else priority
         if most is not None and given > most:
             bound = f"at least {-most} (lower runs first)" if lower_first else f"at most {most}"
             raise PermissionDenied(f"priority = {priority}: must be {bound}; the key's max_priority is {most}")

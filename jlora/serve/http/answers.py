@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -40,6 +41,7 @@ class Asked:
         prompts: the token ids of every prompt.
         echoes: the text that each completion begins with; empty without `echo`.
         bare: the client wants the echo only: the one token that the engine draws is left out.
+        counts: every piece of a stream has the usage so far of its own completion.
     """
 
     id: str
@@ -49,6 +51,7 @@ class Asked:
     prompts: Sequence[Sequence[int]]
     echoes: Sequence[str] = ()
     bare: bool = False
+    counts: bool = False
 
 
 class Answers(ABC):
@@ -62,6 +65,7 @@ class Answers(ABC):
         self.tokens = tokens
         self._created = int(time.time())
         self._begun: set[int] = set()  # choices with a piece
+        self._drawn: Counter[int] = Counter()  # tokens of a choice so far
 
     @abstractmethod
     def choice(self, place: int, delta: Delta, piece: bool) -> dict[str, Any]:
@@ -74,7 +78,12 @@ class Answers(ABC):
 
     def piece(self, place: int, delta: Delta) -> dict[str, Any]:
         """One event of a stream."""
-        return {**self._head(self.part), "choices": [self._choice(place, delta, True)]}
+        piece = {**self._head(self.part), "choices": [self._choice(place, delta, True)]}
+        if self.asked.counts:
+            index, prompt = self.index(place, delta), len(self.asked.prompts[place])
+            self._drawn[index] += 0 if self.asked.bare else len(delta.token_ids)
+            piece["usage"] = counted(prompt, self._drawn[index])
+        return piece
 
     def last(self, totals: Sequence[Totals]) -> dict[str, Any]:
         """The event after the last choice, if the client asked for usage."""
@@ -185,6 +194,11 @@ def _scored(several: Sequence[Delta]) -> Iterable[Delta]:
     return (replace(delta, prompt_logprobs=several[0].prompt_logprobs) for delta in several)
 
 
+def counted(prompt: int, output: int) -> dict[str, Any]:
+    """So many tokens, in OpenAI's form."""
+    return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": prompt + output}
+
+
 def summed(totals: Sequence[Totals]) -> dict[str, Any]:
     """Usage of all prompts together, and the timing of the one with the first token."""
     usages = [usage for usage, _ in totals]
@@ -192,9 +206,7 @@ def summed(totals: Sequence[Totals]) -> dict[str, Any]:
     timing = min((timing for _, timing in totals), key=lambda t: t.ttft or float("inf"))
     return {
         "usage": {
-            "prompt_tokens": prompt,
-            "completion_tokens": output,
-            "total_tokens": prompt + output,
+            **counted(prompt, output),
             "prompt_tokens_details": {"cached_tokens": sum(u.cached_tokens for u in usages)},
         },
         "timing": timing.fields(),

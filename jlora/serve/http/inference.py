@@ -28,6 +28,7 @@ from jlora.types import Request, SamplingParams
 from jlora.validation import MAX_ENTRIES
 
 SESSION = "x-session-id"  # the header; a body may say it, too
+PROMPTS = 8  # short ones of a list that one turn of the loop reads: some milliseconds
 
 
 class Inference:
@@ -82,7 +83,7 @@ class Inference:
         """`/tokenize`."""
         body = read(call.body, TokenizeBody)
         limits, prompt = self._backend.loaded.info.limits, body.asked()
-        ids = await self._texts.tokenize(prompt)
+        ids = await self._texts.tokenize(prompt, body.add_special_tokens is not False)
         tokens = Tokens(self._backend.tokenizer, by_id=False)
 
         def answer() -> dict[str, Any]:
@@ -110,7 +111,7 @@ class Inference:
             prompt=(),
             sampling=sampling,
             adapter=self._backend.adapter_of(caller, body.model or ""),
-            priority=caller.check_priority(body.priority or 0, lower_first=True),  # as in vLLM
+            priority=caller.check_priority(body.priority, lower_first=True),  # as in vLLM
             bypass_prefix_cache=body.bypass_prefix_cache or False,
             tenant=caller.tenant_of(""),
             cache_salt=body.cache_salt or "",
@@ -118,7 +119,12 @@ class Inference:
         )
         if len(prompts) == 1:
             return [await self._texts.request(prompts[0], draft)]
-        return [await self._texts.request(p, replace(draft, id=f"{name}-{i}")) for i, p in enumerate(prompts)]
+        requests = []
+        for i, prompt in enumerate(prompts):
+            requests.append(await self._texts.request(prompt, replace(draft, id=f"{name}-{i}")))
+            if not (i + 1) % PROMPTS:
+                await asyncio.sleep(0)
+        return requests
 
     async def _echo(self, prompt: str | list[int]) -> str:
         return prompt if isinstance(prompt, str) else await self._texts.detokenize(prompt, keep_special=False)
@@ -131,6 +137,7 @@ class Inference:
             ids=body.return_token_ids or False,
             prompts=[request.prompt for request in requests],
             echoes=echoes,
+            counts=bool(body.stream_options and body.stream_options.continuous_usage_stats),
         )
 
     def _tokens(self, body: GenerationBody) -> Tokens:

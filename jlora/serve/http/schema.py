@@ -87,7 +87,7 @@ _MESSAGE: Mapping[str, tuple[Any, ...]] = {  # also what answers of OpenAI's and
     "tool_call_id": (),
     "tool_calls": ([],),
 }
-_STREAM: Mapping[str, tuple[Any, ...]] = {"continuous_usage_stats": (False,), "include_obfuscation": (False,)}
+_STREAM: Mapping[str, tuple[Any, ...]] = {"include_obfuscation": (False,)}
 
 
 class Body(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -101,9 +101,10 @@ def _with(base: type[T], unused: Mapping[str, tuple[Any, ...]]) -> type[T]:
 
 
 class StreamOptions(_with(Body, _STREAM), kw_only=True):
-    """`include_usage` adds a last event with usage and timing."""
+    """`include_usage` adds a last event with usage and timing, vLLM's `continuous_usage_stats` usage to every one."""
 
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationBody(_with(Body, _SHARED), kw_only=True):
@@ -245,6 +246,7 @@ class TokenizeBody(Body, kw_only=True):
     prompt: str | None = None
     messages: list[MessageBody] | None = None
     add_generation_prompt: bool = True
+    add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
 
     def asked(self) -> str | Chat:

@@ -72,7 +72,8 @@ class HttpServer:
         """Takes the port (0: a free one) and returns it. Raises ConfigError if it cannot."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
-            self._socket = socket.create_server((host.strip("[]"), port), family=family)
+            every = host.strip("[]") == "::" and socket.has_dualstack_ipv6()  # IPv4 too, as gRPC takes it
+            self._socket = socket.create_server((host.strip("[]"), port), family=family, dualstack_ipv6=every)
         except OSError as e:
             raise ConfigError(
                 f"cannot listen on {address(host, port)}: the port is in use or the host is not this machine's; "

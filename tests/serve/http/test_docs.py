@@ -62,6 +62,8 @@ def test_tokenize_and_detokenize_are_inverse(http: httpx.Client):
     assert made["count"] == len(made["tokens"]) and made["token_strs"][0] == "<s>"
     assert "".join(made["token_strs"][1:]) == "Hello there"
     assert http.post("/detokenize", json={"tokens": made["tokens"]}).json() == {"prompt": "<s>Hello there"}
+    plain = http.post("/tokenize", json={"prompt": "Hello there", "add_special_tokens": False}).json()
+    assert plain["tokens"] == made["tokens"][1:]
     chat = {"messages": [{"role": "user", "content": "Hello"}]}
     asking, bare = (http.post("/tokenize", json={**chat, "add_generation_prompt": a}).json() for a in (True, False))
     assert asking["count"] > bare["count"] and asking["tokens"][: bare["count"]] == bare["tokens"]

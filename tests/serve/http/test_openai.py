@@ -106,6 +106,21 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI):
     assert chunk.choices == [] and chunk.model_extra["timing"]["ttft_s"] > 0
 
 
+def test_every_piece_has_the_usage_of_its_completion_so_far(client: openai.OpenAI):
+    """GuideLLM asks for it with every stream."""
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    asked = {"model": "wide", "prompt": [[5, 6, 7], [8, 9]], "n": 2, "max_tokens": 9, "seed": 3}
+    counts: dict[int, list[int]] = {i: [] for i in range(4)}
+    *pieces, last = client.completions.create(**asked, stream=True, stream_options=options, **extra())  # type: ignore
+    for piece in pieces:
+        index, usage = piece.choices[0].index, piece.usage
+        assert usage.prompt_tokens == (3, 2)[index // 2]
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        counts[index].append(usage.completion_tokens)
+    assert all(some == sorted(set(some)) and some[-1] == 9 for some in counts.values())
+    assert last.choices == [] and last.usage.completion_tokens == 36
+
+
 def test_prompts_of_every_kind(client: openai.OpenAI, served: Served):
     tokens = list(served.inference.Tokenize(pb.TokenizeRequest(text="Hello")).token_ids)
     one = client.completions.create(model="base", prompt="Hello", **extra()).choices[0]

@@ -63,7 +63,6 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, tuple[str, ...]]] = [
     ({"stream_options": {"include_usage": True}}, "stream_options", ("stream = true",)),
     ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs", ("stream",)),
     ({"stream": True, "echo": True, "logprobs": 1}, "logprobs", ("echo",)),
-    ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options.continuous_usage_stats", ()),
     ({"stream": True, "stream_options": {"usage": True}}, "stream_options.usage", ("not a field",)),
     ({"prompt": [5] * 3000, "n": 64, "prompt_logprobs": 20}, "prompt_logprobs", ("n = 64", "limit 2097152")),
     ({"prompt": [5] * 3000, "n": 64, "echo": True, "logprobs": 20}, "prompt_logprobs", ("n = 64",)),
