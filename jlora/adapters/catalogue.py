@@ -24,7 +24,7 @@ from typing import IO, Annotated, Any
 
 import msgspec
 
-from jlora.errors import ConfigError, JloraError, ResourceExhausted, Unavailable
+from jlora.errors import ConfigError, InvalidArgument, JloraError, ResourceExhausted, Unavailable
 from jlora.ports import Threads
 
 log = logging.getLogger(__name__)
@@ -161,10 +161,6 @@ class Catalogue:
             ("update uids set last = max(last, ?)", [(max((row.uid for row in rows), default=0),)]),
         )
 
-    def keep_pinned(self, name: str) -> Future[None]:
-        """The next start pins this adapter, whatever `put` has said of it."""
-        return self._write(("update adapters set pinned = 1 where name = ?", [(name,)]))
-
     def reserve(self, uid: int) -> Future[None]:
         """No adapter gets this uid from now on but by `put`."""
         return self._write(("update uids set last = max(last, ?)", [(uid,)]))
@@ -207,17 +203,19 @@ class Catalogue:
                 for statement, values in changes:
                     self._table.executemany(statement, values)
                 self._table.execute("commit")
-            except sqlite3.Error as e:
+            except (sqlite3.Error, ValueError) as e:
                 log.exception("the registry of adapters was not written")
-                if self._table.in_transaction:
+                if self._table.in_transaction:  # otherwise the next change could not begin its own
                     self._table.execute("rollback")
                 raise _refusal(e) from e
 
         return self._writer.submit(write)
 
 
-def _refusal(error: sqlite3.Error) -> JloraError:
+def _refusal(error: sqlite3.Error | ValueError) -> JloraError:
     """The error for a caller, who does not see the path."""
+    if not isinstance(error, sqlite3.Error):  # of a path, for example, whose bytes are no UTF-8
+        return InvalidArgument(f"adapters.registry: cannot hold what is no Unicode text ({type(error).__name__})")
     if getattr(error, "sqlite_errorname", "").startswith(("SQLITE_BUSY", "SQLITE_LOCKED")):
         return Unavailable(f"adapters.registry: another process holds the file ({error}); try again later")
     return ResourceExhausted(f"adapters.registry: cannot be written ({error}); make room on its disk, and try again")

@@ -28,7 +28,7 @@ from jlora.adapters.adapter import Adapter, Scan
 from jlora.adapters.packing import largest_ranks
 from jlora.adapters.peft_config import LoraConfig, Target
 from jlora.adapters.tensor_file import WIDTHS, Entry
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
 from jlora.model.fields import short
 from jlora.model.hf_names import MODULES
 from jlora.model.spec import ModelSpec
@@ -57,6 +57,8 @@ Check = Callable[[Iterable[tuple[str, int]]], None]  # takes (projection, rank) 
 Parse = Callable[[bytes, str], LoraConfig]  # takes what the file is called in messages, too
 
 NOTHING = np.empty(0, np.uint8)
+BROKEN = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)  # the disk, or the way to it
+SHORT = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +209,10 @@ def _read_once(folder: Folder, label: str, parse: Parse, spec: ModelSpec, whole:
 
 
 def _unreadable(where: str, error: OSError) -> JloraError:
-    """What is not there is not found; what is there, and the disk cannot give, is lost."""
-    return (DataLoss if error.errno == errno.EIO else NotFound)(f"{where}: {error.strerror}")
+    """What is not there is not found; what the disk cannot give is lost, unless this process is what is short."""
+    if error.errno in SHORT:
+        return ResourceExhausted(f"{where}: {error.strerror}; try again later")
+    return (DataLoss if error.errno in BROKEN else NotFound)(f"{where}: {error.strerror}")
 
 
 def _refuse_pickles(folder: Folder, label: str) -> None:

@@ -19,6 +19,8 @@ from jlora.cache.tree import AdapterNode
 from jlora.errors import AlreadyExists, InvalidArgument, NotFound
 from jlora.types import AdapterInfo, Invocation
 
+MOST_SHARED = 3000  # parts of records
+
 
 @dataclass(slots=True)
 class Record:
@@ -34,6 +36,7 @@ class Record:
         path: the directory to read it from; "": it was made in memory, and never leaves it.
         header, stamp, base: of its files, as of `Scan`.
         created: seconds since 1970.
+        keeps_pin: it was pinned when the server ended, and is to be pinned again, by the next start if not by this one.
     """
 
     name: str
@@ -51,6 +54,7 @@ class Record:
     stamp: tuple[int, ...] = ()
     base: str = ""
     created: float = 0.0
+    keeps_pin: bool = False
 
     @property
     def tier(self) -> Literal["HBM", "HOST", "DISK", "LOADING"]:
@@ -115,6 +119,8 @@ class AdapterRegistry:
             value = getattr(record, part)
             key = tuple(value.items()) if isinstance(value, Mapping) else value
             setattr(record, part, self._shared.setdefault((part, key), value))
+        if len(self._shared) > MOST_SHARED:  # adapters with ranks of their own come and go
+            self._shared.clear()
 
     def add(self, record: Record) -> None:
         """Makes the name, which must be free, stand for this version; a removed version may come back."""

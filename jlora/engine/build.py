@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from dataclasses import replace as replaced
@@ -81,12 +81,14 @@ def build(config: Config, progress: bool = True, system: System | None = None) -
     """
     if not config.model.path:
         raise ConfigError("model.path: is empty; name a directory or a hub id")
-    with ExitStack() as undo:
-        return _built(config, progress, system or System(), undo)
+    with ExitStack() as undo, ExitStack() as failed:
+        built = _built(config, progress, system or System(), undo, failed)
+        failed.pop_all()
+        return built
 
 
-def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> Built:
-    """See `build`. `undo` has what must end with it, whether it fails or not."""
+def _built(config: Config, progress: bool, system: System, undo: ExitStack, failed: ExitStack) -> Built:
+    """See `build`. `undo` has what must end with it, and `failed` what ends if it fails: threads hold the pool."""
     phases = Phases()
     kept = compile_cache.use(config.serve.compile_cache)
     directory = Path(hub.resolve(config.model.path))  # once: a hub's `main` may move
@@ -101,6 +103,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     reader = Reader(spec, layout, config.adapters.max_rank, base_names, system.files, system.clock)
     steps = fitted_steps(config, spec, layout)
     catalogue = Catalogue(config.adapters.registry, system.threads, reader.fits)
+    failed.callback(catalogue.close)
     found = sources.find(config, reader, catalogue, progress)  # before the weights: a wrong path shows at once
     registry = AdapterRegistry(config.adapters.alora_missing)
     phases.end("adapters")
@@ -113,6 +116,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     manager = make_manager(config, layout, host_blocks, spec.max_len, system.clock)
     host = HostPool(layout, host_blocks)
     swapper = Swapper(pool, host, config.cache.link_gbps, system)
+    failed.callback(swapper.close)
     merger = None
     if config.engine.merge != "off":
         merger = Merger(_base(config, prepared, partial(read, False)), runner, system.clock)
@@ -135,7 +139,7 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack) -> B
     if not runner.left:
         open_groups(lambda call: call())
     engine.adapters.begin_with(found)
-    _read_in(engine, sources.eager(found, host_blocks, config), reader)
+    _read_in(engine, sources.eager(found, host_blocks, config), reader, sources.required(config, reader))
     sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
     log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
     phases.end("rest")
@@ -258,13 +262,20 @@ def compile_rest(built: Built, progress: bool = False) -> Built:
     return built
 
 
-def _read_in(engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader) -> None:
-    """Reads adapters into the host tier. One that has changed since an earlier process read it stays on the disk."""
+def _read_in(engine: Engine, found: Iterable[Row | NewAdapter], reader: Reader, required: Container[str]) -> None:
+    """Reads adapters into the host tier.
+
+    One that has changed since an earlier process read it stays on the disk, and so does one that cannot be read and
+    is not `required`: only its own requests fail.
+    """
     for item in found:
         try:
             new = sources.read_adapter(item.name, item.path, reader)
         except JloraError as e:
-            raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
+            if item.name in required:
+                raise type(e)(f"adapter {item.name}: {e} (from {item.path})") from e
+            log.error("adapter %s stays on the disk: %s", item.name, e)
+            continue
         try:
             sources.check_version(item, new.digest, new.header)
         except DataLoss as e:

@@ -6,6 +6,7 @@ runs. The host reads sampled tokens one step late, so the device never waits for
 
 from __future__ import annotations
 
+from concurrent.futures import CancelledError
 from dataclasses import dataclass, replace
 
 from jlora.cache import inspect
@@ -278,7 +279,7 @@ class Engine:
 
     def survive(self, error: Exception) -> None:
         """A command has failed with it. Raises AssertionError if that has left something half done."""
-        if not isinstance(error, JloraError):  # a refusal
+        if not isinstance(error, JloraError | CancelledError):  # a refusal, and a caller that has gone
             self._faults.survive(error)
 
     def stats(self) -> EngineStats:

@@ -211,7 +211,7 @@ class Adapters:
         try:
             self.pin(new.name, True)
         except ResourceExhausted as e:  # the pool is smaller, or another adapter larger, than when it was pinned
-            log.warning("adapter %s is not pinned any more: %s", new.name, e)
+            log.warning("adapter %s is not pinned; the next start tries it again: %s", new.name, e)
 
     # -- out --------------------------------------------------------------------------------
 
@@ -271,6 +271,7 @@ class Adapters:
         if pinned:
             self._check_pins(record, self._pins(record, pinned=True))
         self._pin(record, pinned)
+        record.keeps_pin = False
         self._write(record)
         return self._info(record)
 
@@ -289,6 +290,13 @@ class Adapters:
         self.shelf.open(record).then.append(arrived)
         # The name may mean another version by then, which is on the disk.
         return chained(arrived, lambda _: self.pin_when_read(name, pinned))
+
+    def pin_again(self, name: str) -> Future[AdapterInfo]:
+        """As `pin_when_read`, for one that was pinned when the server ended; if it fails, the next start tries it."""
+        record = self._registry.get(name)
+        record.keeps_pin = True
+        self._write(record)
+        return self.pin_when_read(name, True)
 
     def version(self, uid: int) -> AdapterInfo | None:
         """The version of that uid; None once it is unloaded or replaced."""

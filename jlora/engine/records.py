@@ -86,6 +86,7 @@ def of_row(row: Row, node: AdapterNode, used: float) -> Record:
         stamp=tuple(row.stamp),
         base=row.base,
         created=row.created,
+        keeps_pin=row.pinned,
     )
 
 
@@ -104,7 +105,7 @@ def row_of(record: Record, fits: str, used: float) -> Row:
         blocks=record.node.size,
         path=record.path,
         stamp=record.stamp,
-        pinned=record.node.pinned,
+        pinned=record.node.pinned or record.keeps_pin,
         alora_tokens=record.alora_invocation_tokens,
         created=record.created,
         last_used=used,

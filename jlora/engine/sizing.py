@@ -37,7 +37,7 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
         fair = int(room * cache.hbm_fraction) if not on_cpu else room // 4
         # Enough for every slot's longest context and as much again for adapters and history.
         useful = 2 * config.engine.max_seqs * one.blocks_for(spec.max_len)
-        blocks = min(fair // per_block, useful)
+        blocks = min(_steady(fair // per_block) if on_cpu else fair // per_block, useful)
     if blocks < 2 or blocks * per_block > room:
         need = (weights + max(blocks, 2) * per_block) / 2**30
         raise ConfigError(
@@ -46,6 +46,12 @@ def choose_layout(config: Config, spec: ModelSpec, free_bytes: int) -> PoolLayou
             + _remedy(config, spec, room // per_block, on_cpu)
         )
     return replace(one, blocks=blocks + 1)  # block 0 is padding's
+
+
+def _steady(blocks: int) -> int:
+    """Rounded down to five bits: programs compile again for another size, and a host's free memory always differs."""
+    shift = max(0, blocks.bit_length() - 5)
+    return blocks >> shift << shift
 
 
 def _remedy(config: Config, spec: ModelSpec, fit: int, on_cpu: bool) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from dataclasses import replace as replaced
 from typing import Any
@@ -175,6 +175,11 @@ def find(config: Config, reader: Reader, catalogue: Catalogue, progress: bool) -
     left_out += [name for name, row in rows.items() if name not in known and (not row.digest or row.path in gone)]
     catalogue.remove(left_out)  # what has a digest and may come back stays pinned to it
     return found + before
+
+
+def required(config: Config, reader: Reader) -> Container[str]:
+    """The names of the adapters without which no server starts, as `find` has it."""
+    return at_start(config.adapters.paths, "" if config.adapters.lazy else config.adapters.dir, reader.files)
 
 
 def _loaded_before(rows: Iterable[Row], reader: Reader) -> Iterator[Row | NewAdapter]:

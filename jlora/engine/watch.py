@@ -35,6 +35,7 @@ log = logging.getLogger(__name__)
 POLL_S = 5.0  # between two rounds
 READ_S = 0.1  # of a round: after so long it reads no further adapter
 AGAIN_S = 600.0  # before files that were not an adapter's own, or could not be read, are read again
+MOST_REFUSED = 10_000  # paths that are remembered, beside those of adapters.dir
 SHARE = 50  # times its last round's time that it pauses at least
 
 
@@ -90,8 +91,11 @@ class Watch:
                 self._now(partial(self._adapters.forget, record))
             elif stamp not in (None, record.stamp) and not record.digest:
                 self._register(record.name, record.path, record)
-        names = {record.name for record in records}
-        for name, path in self._found():
+        names, found = {record.name for record in records}, list(self._found())
+        if len(self._refused) > MOST_REFUSED:
+            there = {path for _, path in found}
+            self._refused = {path: stamp for path, stamp in self._refused.items() if path in there}
+        for name, path in found:
             if path not in self._known and name not in names:
                 self._register(name, path)
 
@@ -176,10 +180,9 @@ class Watch:
                 self._pin(name)
 
     def _pin(self, name: str) -> None:
-        """Pins an adapter again once it is read. If that fails, the next start tries it."""
-        self._catalogue.keep_pinned(name)
+        """Pins an adapter again once it is read."""
         try:
-            self._now(lambda: self._adapters.pin_when_read(name, True).add_done_callback(partial(_told, name)))
+            self._now(lambda: self._adapters.pin_again(name).add_done_callback(partial(_told, name)))
         except (NotFound, Unavailable):
             log.debug("adapter %s was unloaded just now, or the engine ends", name)
         except ResourceExhausted as e:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
 
-from jlora.adapters.peft import CONFIG, WEIGHTS
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound
+from jlora.adapters.peft import CONFIG, WEIGHTS, read_peft
+from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
+from jlora.ports import DiskFiles
 from tests import _make
 from tests.adapters._peft import SPEC, edit_tensors, key, read, refused
 
@@ -238,7 +240,10 @@ def test_a_weight_that_is_not_finite_is_data_loss(tmp_path: Path, value: float, 
     refused(path, DataLoss, f"model.layers.1.self_attn.v_proj.lora_{half}", "NaN or infinity")
 
 
-@pytest.mark.parametrize("text", [b"", b"{", b"\xff\xfe", b"{'r': 1}", b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}"])
+@pytest.mark.parametrize("text", [
+    b"", b"{", b"\xff\xfe", b"{'r': 1}", b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}",
+    rb'{"base_model_name_or_path": "\ud800"}', rb'{"r": "\uDFFF"}', rb'{"\uD834": 1}',
+])  # fmt: skip
 def test_a_config_that_is_not_json_is_data_loss(tmp_path: Path, text: bytes):
     path = _make.make_adapter(tmp_path / "a", SPEC)
     (path / CONFIG).write_bytes(text)
@@ -249,6 +254,26 @@ def test_a_config_that_is_not_an_object_is_refused(tmp_path: Path):
     path = _make.make_adapter(tmp_path / "a", SPEC)
     (path / CONFIG).write_text("[1]")
     refused(path, InvalidArgument, CONFIG, "object")
+
+
+def test_pairs_of_surrogates_are_characters(tmp_path: Path):
+    path = _make.make_adapter(tmp_path / "a", SPEC)
+    text = (path / CONFIG).read_text()
+    (path / CONFIG).write_text(text.replace('"tiny"', r'"\ud834\udd1e"', 1))
+    read(path)
+
+
+@pytest.mark.parametrize(("number", "kind"), [
+    (errno.EIO, DataLoss), (errno.ESTALE, DataLoss), (errno.EMFILE, ResourceExhausted), (errno.EACCES, NotFound),
+])  # fmt: skip
+def test_what_the_system_refuses_is_told_apart(tmp_path: Path, number: int, kind: type[JloraError]):
+    class Refusing(DiskFiles):
+        def folder(self, directory: str) -> NoReturn:
+            raise OSError(number, os.strerror(number))
+
+    path = _make.make_adapter(tmp_path / "a", SPEC)
+    with pytest.raises(kind, match=os.strerror(number)):
+        read_peft(path, SPEC, 64, files=Refusing())
 
 
 def test_what_is_not_there_is_not_found(tmp_path: Path):

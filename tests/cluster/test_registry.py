@@ -172,6 +172,14 @@ def test_an_adapter_that_came_while_the_file_was_locked_is_found_afterwards(
     registry.close()
 
 
+def test_what_is_no_text_fails_alone(registry: Registry):
+    """A change that failed in the middle once took the next one along."""
+    with pytest.raises(InvalidArgument, match="adapters.registry: cannot hold what is no Unicode text"):
+        registry.put([replace(row("a", registry.number()), base="\ud800")])
+    registry.put([row("b", registry.number())])
+    assert [found.name for found in registry.all()] == ["b"]
+
+
 def test_a_full_disk_fails_the_call_that_needs_it_and_nothing_else(registry: Registry):
     registry.put([row("a", registry.number())])
     table = port.table(registry)

@@ -128,3 +128,23 @@ def test_files_that_lack_a_weight_are_refused_before_anything_compiles(
     with pytest.raises(InvalidArgument, match="'model.norm.weight' is missing"):
         build.build(config.load(None, {"model.path": str(tmp_path / "model"), **SMALL}), progress=False)
     assert not began
+
+
+def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(
+    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+):
+    def fails(*_: object) -> NoReturn:
+        raise InvalidArgument("planted")
+
+    before = set(threading.enumerate())
+    monkeypatch.setattr(build, "_read_in", fails)
+    keys = {**SMALL, "model.path": str(tiny_model), "engine.warmup": False}
+    with pytest.raises(InvalidArgument, match="planted"):
+        build.build(config.load(None, keys), progress=False)
+    left = {thread.name for thread in set(threading.enumerate()) - before}
+    assert not {name for name in left if name.startswith("jlora-copies")}, left
+
+
+def test_free_memory_that_differs_a_little_gives_the_same_programs():
+    least = WEIGHTS + 4 * 1000 * BLOCK
+    assert {chosen(least + i * BLOCK, hbm_blocks=0).blocks for i in range(0, 60, 7)} == {chosen(least).blocks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from jlora.serve.proto import jlora_pb2 as pb
 from tests import port
 from tests.serve import _library
 from tests.serve._library import Tier, ask, on_disk
-from tests.serve._server import refused, serve, wait_until
+from tests.serve._server import Served, refused, serve, wait_until
 
 
 @pytest.fixture(scope="module")
@@ -113,6 +114,51 @@ def test_a_start_without_the_disk_forgets_no_digest_and_what_is_removed_is_forgo
     with serve(text_model, settings) as served:
         assert on_disk(served) == ["a0"]
         assert served.adapters.GetAdapter(pb.GetAdapterRequest(name="a0")).digest == ""
+
+
+def test_a_pin_that_has_no_room_after_the_disk_comes_back_is_tried_again_by_the_next_start(
+    text_model: Path, library: Path, tmp_path: Path
+):
+    mine, away = tmp_path / "mine", tmp_path / "away"
+    shutil.copytree(library / "a1", mine / "a1")
+    settings = {
+        "adapters.dir": str(mine), "adapters.lazy": True, "adapters.registry": str(tmp_path / "adapters.db"),
+        "engine.warmup": False,
+    }  # fmt: skip
+
+    def pinned(served: Served) -> bool:
+        return served.adapters.GetAdapter(pb.GetAdapterRequest(name="a1")).pinned
+
+    with serve(text_model, settings) as served:
+        served.adapters.PinAdapter(pb.PinAdapterRequest(name="a1", pinned=True))
+    mine.rename(away)
+    mine.mkdir()
+    with serve(text_model, {**settings, "cache.host_blocks": 1}) as served:
+        mine.rmdir()
+        away.rename(mine)
+        port.look(served.replica)
+    with serve(text_model, settings) as served:
+        assert pinned(served)
+        served.adapters.PinAdapter(pb.PinAdapterRequest(name="a1", pinned=False))
+    with serve(text_model, settings) as served:
+        assert not pinned(served)
+
+
+def test_an_adapter_that_was_loaded_and_is_damaged_since_keeps_no_server_from_its_start(
+    text_model: Path, library: Path, tmp_path: Path, expected: dict[str, list[int]]
+):
+    for name in ("a0", "a1"):
+        shutil.copytree(library / name, tmp_path / name)
+    settings = {"adapters.registry": str(tmp_path / "adapters.db"), "engine.warmup": False}
+    with serve(text_model, settings) as served:
+        for name in ("a0", "a1"):
+            served.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=str(tmp_path / name)))
+    weights = tmp_path / "a0" / "adapter_model.safetensors"
+    os.truncate(weights, weights.stat().st_size - 100)
+    with serve(text_model, settings) as served:
+        assert ask(served, "a1") == expected["a1"]
+        with refused(grpc.StatusCode.DATA_LOSS, "a0"):
+            ask(served, "a0")
 
 
 def test_pinned_adapters_may_fill_the_host_tier_at_a_start_and_one_without_room_is_told(

@@ -41,4 +41,6 @@ class Script(World):
 
     def load(self, name: str, **how: Any) -> int:
         """Loads an adapter from the directory of its name; its uid."""
-        return self.wait(self.replica.load_adapter(name, name, **how)).uid
+        uid = self.wait(self.replica.load_adapter(name, name, **how)).uid
+        self.clients.loaded.add(uid)
+        return uid
