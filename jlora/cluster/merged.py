@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from jlora.adapters.names import is_key
 from jlora.cluster.attach import Attached
@@ -17,10 +18,15 @@ from jlora.validation import Limits
 # What must be equal, or an answer would depend on the replica.
 SAME = ("model", "dtype", "eos_ids")
 FORMS = ("one_row", "kernels")  # of the same products, added in another order
-SUMMED = (
-    "running", "waiting", "live_requests", "steps", "generated_tokens", "prompt_tokens", "preemptions",
-    "compiles_after_warmup", "programs_left", "plan_s", "dispatch_s", "read_s", "commit_s",
+NOW = ("running", "waiting", "live_requests", "programs_left")  # of `EngineStats`
+COUNTERS = (
+    "steps", "generated_tokens", "prompt_tokens", "preemptions", "compiles_after_warmup", "plan_s", "dispatch_s",
+    "read_s", "commit_s",
 )  # fmt: skip
+CACHE_NOW = ("in_flight", "invalid_kv")  # of `CacheState`
+CACHE_COUNTERS = tuple(
+    field.name for field in dataclasses.fields(CacheState) if field.name not in ("policy", "hbm", "host", *CACHE_NOW)
+)
 
 
 def difference(one: ReplicaInfo, other: ReplicaInfo) -> str:
@@ -71,8 +77,32 @@ def member(one: Attached, seen: ReplicaView) -> Member:
     )  # fmt: skip
 
 
-def state(told: Sequence[Told], members: Iterable[Member], policy: str, router: RouterStats) -> ReplicaState:
-    """Sums over the replicas that have answered; the longest gap is that of the worst.
+class Counted:
+    """What the replicas have counted. One that restarts, or does not answer for a while, takes nothing back."""
+
+    def __init__(self) -> None:
+        self._last: dict[str, dict[str, float]] = {}  # by replica
+        self._before: Counter[str] = Counter()  # by processes that have ended
+
+    def hear(self, told: Mapping[str, Told]) -> None:
+        """The counters of the replicas that have answered, by name."""
+        for name, (server, cache) in told.items():
+            now = {key: getattr(server, key) for key in ("uptime_s", *COUNTERS)}
+            now |= {key: getattr(cache, key) for key in CACHE_COUNTERS}
+            last = self._last.get(name, {})
+            if any(now[key] < value for key, value in last.items()):  # another process has the name
+                self._before.update(last)
+            self._last[name] = now
+
+    def total(self, key: str) -> Any:
+        """The sum over all replicas since this router began."""
+        return self._before[key] + sum(last[key] for last in self._last.values())
+
+
+def state(
+    told: Sequence[Told], members: Iterable[Member], policy: str, router: RouterStats, counted: Counted
+) -> ReplicaState:
+    """Sums over the replicas that have answered, but for counters; the longest gap is that of the worst.
 
     Args:
         policy: of the cache, if none has answered.
@@ -80,13 +110,14 @@ def state(told: Sequence[Told], members: Iterable[Member], policy: str, router: 
     servers = [server for server, _ in told]
     steps = max(1, sum(server.steps for server in servers))
     stats = EngineStats(
-        **{name: sum(getattr(server, name) for server in servers) for name in SUMMED},
+        **{name: sum(getattr(server, name) for server in servers) for name in NOW},
+        **{name: counted.total(name) for name in COUNTERS},
         host_step_s=sum(server.host_s_per_step * server.steps for server in servers) / steps,
         merge=_merge(servers),
     )
     gap = max((server.longest_engine_gap_s for server in servers), default=0.0)
     by_name = tuple(sorted(members, key=lambda member: member.name))
-    return ReplicaState(_cache([cache for _, cache in told], policy), stats, gap, by_name, router)
+    return ReplicaState(_cache([cache for _, cache in told], policy, counted), stats, gap, by_name, router)
 
 
 Owned = tuple[pb.CacheState, Mapping[int, str]]  # and the keys of its adapters by uid
@@ -116,18 +147,13 @@ def _merge(servers: Sequence[pb.ServerInfo]) -> MergeState:
     return MergeState()
 
 
-def _cache(caches: Sequence[pb.CacheState], policy: str) -> CacheState:
-    own = ("policy", "hbm", "host")
-    summed = {
-        field.name: sum(getattr(cache, field.name) for cache in caches)
-        for field in dataclasses.fields(CacheState)
-        if field.name not in own
-    }
+def _cache(caches: Sequence[pb.CacheState], policy: str, counted: Counted) -> CacheState:
     return CacheState(
         policy=caches[0].policy if caches else policy,
         hbm=_tier([cache.hbm for cache in caches]),
         host=_tier([cache.host for cache in caches]),
-        **summed,
+        **{name: sum(getattr(cache, name) for cache in caches) for name in CACHE_NOW},
+        **{name: counted.total(name) for name in CACHE_COUNTERS},
     )
 
 

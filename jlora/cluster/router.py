@@ -66,6 +66,7 @@ class Router(Replica):
         self._terms = terms
         self._dispatcher = Dispatcher(directory, policy, terms, random.Random(seed))
         directory.follow(self._dispatcher.members)
+        self._counted = merged.Counted()
         self._draining = self._closed = False
         self._failure: Future[BaseException] = running()
         self._drains: list[Future[bool]] = []
@@ -204,7 +205,8 @@ class Router(Replica):
         stats = RouterStats(
             moves.moved, self._dispatcher.resumed, self._directory.fetches, moves.solve_s, moves.candidates
         )
-        return merged.state(list(told.values()), members, self.info.config.cache.policy, stats)
+        self._counted.hear(told)
+        return merged.state(list(told.values()), members, self.info.config.cache.policy, stats, self._counted)
 
     def owners(self) -> Future[Owners]:
         return self._run(self._owners())

@@ -130,9 +130,7 @@ def test_files_that_lack_a_weight_are_refused_before_anything_compiles(
     assert not began
 
 
-def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(
-    tiny_model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(tiny_model: Path, monkeypatch: pytest.MonkeyPatch):
     def fails(*_: object) -> NoReturn:
         raise InvalidArgument("planted")
 
