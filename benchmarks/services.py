@@ -93,9 +93,9 @@ def span(study: Study, side: str, cell: str, key: str = "attainment", replicas: 
     """The least and the most of a measure in the cells of one kind of traffic; attainment in percent."""
     rows = [row for kernel in ("padded", "unpadded") for row in _rows(study, side, kernel, replicas)]
     values = [row[key] for row in rows if row["cell"] == cell]
-    if key == "attainment":
-        return f"{100 * min(values):.0f} to {100 * max(values):.0f} %"
-    return f"{min(values):.1f} to {max(values):.1f}"
+    form, scale = ("{:.0f}", 100) if key == "attainment" else ("{:.1f}", 1)
+    ends = dict.fromkeys(form.format(scale * value) for value in (min(values), max(values)))
+    return " to ".join(ends) + " %" * (key == "attainment")
 
 
 def reach(study: Study, side: str, share: float) -> str:

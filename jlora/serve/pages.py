@@ -56,6 +56,29 @@ async def adapters(replica: Replica, after: str = "") -> AsyncIterator[AdapterIn
         after = infos[-1].name
 
 
+class Seen:
+    """All adapters as the last look found them. The engine answers between two steps, and a scrape waits for none."""
+
+    def __init__(self) -> None:
+        self._infos: list[AdapterInfo] = []
+        self._looking: asyncio.Task[list[AdapterInfo]] | None = None
+
+    async def infos(self, replica: Replica, most_s: float) -> list[AdapterInfo]:
+        """Those of a look that takes no longer; otherwise of the last one, while this one goes on."""
+        if self._looking is None:
+            self._looking = asyncio.create_task(_all(replica), name="adapters")
+        looking = self._looking
+        await asyncio.wait((looking,), timeout=most_s)
+        if looking.done():
+            self._looking = None if self._looking is looking else self._looking
+            self._infos = looking.result()
+        return self._infos
+
+
+async def _all(replica: Replica) -> list[AdapterInfo]:
+    return [info async for info in adapters(replica)]
+
+
 def walk(stub: rpc.AdaptersStub, timeout_s: float | None = None) -> Iterator[pb.AdapterInfo]:
     """A client's list: the summary of every adapter, page after page."""
     token = ""

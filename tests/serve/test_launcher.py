@@ -214,6 +214,7 @@ def test_http_answers_and_drains_as_grpc_does(text_model: Path, quick: list[str]
                 assert http.get("/live").status_code == 200  # nobody is to start it again
                 refusal = http.post("/v1/completions", json={**body, "stream": False})
                 assert refusal.status_code == 503 and "draining" in refusal.json()["error"]["message"]
+                assert refusal.headers["connection"] == "close"  # the next request had better go elsewhere
                 assert [line for line in lines if line][-1] == "data: [DONE]"
         output, errors = server.communicate(timeout=20)
         assert server.returncode == 0 and output == "", errors

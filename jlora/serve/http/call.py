@@ -38,6 +38,7 @@ class Call:
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServeConfig):
         self.body = b""
         self.caller = ANYBODY  # the endpoint says who
+        self.leaves: Callable[[], bool] = lambda: False  # whether the client had better connect elsewhere
         self.matched: Mapping[str, str] = scope.get("path_params", {})  # what the route's pattern matched
         self.headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in scope["headers"]}
         self.query = dict(parse_qsl(scope["query_string"].decode("latin-1")))
@@ -127,6 +128,8 @@ class Call:
 
     async def _start(self, status: int, headers: Mapping[str, str]) -> None:
         self._started = True
+        if self.leaves():
+            headers = {**headers, "connection": "close"}
         raw = [(name.encode(), value.encode("latin-1", "replace")) for name, value in headers.items()]
         await self._send({"type": "http.response.start", "status": status, "headers": raw})
 
@@ -151,6 +154,7 @@ class Endpoint:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         call = Call(scope, receive, send, self._config)
+        call.leaves = lambda: self._backend.draining
         try:
             if self._named and self._need is not Need.NOTHING:
                 _check_host(call.headers.get("host", ""))

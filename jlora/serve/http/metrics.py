@@ -25,6 +25,7 @@ CLASSES = ("free", "adapters", "history_kv", "running_kv")
 TIERS = ("HBM", "HOST", "DISK", "LOADING")
 REASONS = ("stop", "length", "abort")
 OPEN = "application/openmetrics-text"
+LOOK_S = 2.0  # for a look at the adapters: an engine that hangs is when its metrics count
 NAMED = 64  # adapters in a label: as many as run and wait at once, within reason
 
 
@@ -226,11 +227,11 @@ def _names(names: Iterable[str]) -> str:
     return ",".join(sorted(names)[:NAMED])
 
 
-async def metrics(backend: Backend, call: Call) -> None:
+async def metrics(backend: Backend, seen: pages.Seen, call: Call) -> None:
     """`GET /metrics`, in the format that the scraper accepts."""
     replica = backend.loaded
     state = await asyncio.wrap_future(replica.state())
-    adapters = [info async for info in pages.adapters(replica)]
+    adapters = await seen.infos(replica, LOOK_S)
     shown = Snapshot(replica.info, state, adapters, backend.observed, backend.gaps.longest())
     # A colon is no character to escape, but prometheus_client's default for OpenMetrics would replace it.
     wanted = f"{OPEN}; version=1.0.0;escaping=allow-utf-8" if OPEN in call.headers.get("accept", "") else ""

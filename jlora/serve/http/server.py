@@ -34,6 +34,7 @@ from jlora.serve.http.inference import Inference
 from jlora.serve.http.metrics import metrics
 from jlora.serve.http.models import Models
 from jlora.serve.http.protocol import IDLE_S, Connection
+from jlora.serve.pages import Seen
 from jlora.serve.server import address
 
 
@@ -122,7 +123,7 @@ def application(backend: Backend, config: ServeConfig) -> Starlette:
             route("/dashboard/page.js", file("page.js"), Need.NOTHING, "GET"),
             route("/dashboard/page.css", file("page.css"), Need.NOTHING, "GET"),
             events,
-            route("/metrics", partial(metrics, backend), Need.SIGHT, "GET"),
+            route("/metrics", partial(metrics, backend, Seen()), Need.SIGHT, "GET"),
             route("/debug/profile", models.profile, Need.ADMIN),
         ],
         exception_handlers={HTTPException: _no_route},  # type: ignore[dict-item]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import threading
 from collections.abc import Mapping
 
 import grpc
@@ -13,9 +14,11 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parse
 
+from jlora.engine.engine import Engine
 from jlora.replica import ReplicaState
 from jlora.serve.backend import Backend
 from jlora.serve.observed import Histogram
+from jlora.types import TokenEvent
 from tests.serve._server import SMALL, Served, request, serving, wait_until
 
 BODY = {"prompt": "Hello", "max_tokens": 6, "temperature": 0, "ignore_eos": True}
@@ -196,3 +199,27 @@ def test_a_histogram_counts_by_upper_bounds_and_weights():
     for amount, weight in ((0.1, 1), (0.5, 3), (7.0, 2)):
         seen.add(amount, weight)
     assert seen.buckets() == [("0.1", 1), ("1.0", 4), ("+Inf", 6)] and seen.sum == pytest.approx(15.6)
+
+
+def test_a_scrape_does_not_wait_for_a_step_that_hangs(
+    served: Served, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+):
+    """A hung engine is when its metrics count; the adapters are those of the last look."""
+    before = value(scrape(http), "jlora_adapters", tier="host")
+    hangs, go_on, step = threading.Event(), threading.Event(), Engine.step
+
+    def hung(engine: Engine) -> list[TokenEvent]:
+        hangs.set()
+        go_on.wait(60)
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", hung)
+        stream = served.inference.GenerateStream(request("Hello", 20))
+        try:
+            assert hangs.wait(20)
+            assert value(scrape(http), "jlora_adapters", tier="host") == before
+        finally:
+            go_on.set()
+    assert [delta for delta in stream]
+    served.check_idle()
