@@ -15,17 +15,17 @@ class Lease:
     origin: Origin
     reuse: bool
     granted: float = 0.0
-    since: float = 0.0  # from when on it has waited for the copies under way
-    blocks: tuple[int, ...] = ()  # its block table: the published path's blocks, then its own; a change makes it anew
+    since: float = 0.0  # when it began to wait for copies: at the grant, or when its sequence stalled
+    blocks: tuple[int, ...] = ()  # its block table: blocks of `path`, then its own. A change makes a new tuple
     path: list[Node] = field(default_factory=list)  # the published nodes it goes through, one per leading block
     cached: int = 0  # prompt tokens whose KV was known, on the device or on the host
     copied: int = 0  # the part of them that was on the host
-    coming: list[Node] = field(default_factory=list)  # of path and adapter, those whose copy was not seen to land
+    coming: list[Node] = field(default_factory=list)  # nodes of path and adapter whose copies were not seen to land
     ahead: bool = False  # its next step may run before the copy of its activated LoRA has landed
     helped: bool = False  # the host computes its adapter's part as long as the adapter's copy is under way
     streamed: bool = False  # a step of it began before its copies had landed
-    adapter_s: float = 0.0  # waited for the adapter, from the grant on or from where nothing else was left to do
-    kv_s: float = 0.0  # waited for the prefix, from the grant on
+    adapter_s: float = 0.0  # how long it waited for its adapter, counted from `since`
+    kv_s: float = 0.0  # how long it waited for its prefix, counted from the grant
     cold_start: ColdStart = ""  # how it met the copy of its adapter
 
     @property

@@ -86,13 +86,16 @@ class CacheManager:
 
     @property
     def host_room(self) -> int:
-        """Host blocks for an adapter once nothing is in use: pinned adapters, and those without files, stay there."""
+        """Host blocks that an adapter could get if nothing were in use.
+
+        Pinned adapters, and those whose files are gone, keep their blocks.
+        """
         stays = (node for node in self.adapters.values() if node.on_host and (node.pinned or not node.backed))
         return self._cells.host.total - sum(node.size for node in stays)
 
     @property
     def host_beside_pins(self) -> int:
-        """The same while every adapter has its files."""
+        """The same if all files were there: only pinned adapters keep their blocks."""
         return self._cells.host.total - sum(node.size for node in self._pinned if node.on_host)
 
     @property

@@ -3,9 +3,9 @@
     every monitor_s:
         use above `upper`        evict the least valuable candidates until below     (FASTLIBRA 5.3)
         use below `lower`        prefetch the most valuable roots while the link idles
-        link idle                copy the coldest KV to the host, over copies of KV that stays on the device
+        link idle                copy the coldest KV to the host, in place of copies of KV that stays here
 
-The backup is why an eviction never writes: a node that is about to leave already has its copy.
+Thanks to the backups, a node usually has a host copy before it is evicted, so an eviction never writes.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jlora.cache.policies import Pulse
 from jlora.cache.residency import Residency
 from jlora.cache.tree import KV, AdapterNode, Node, adapter_of
 
-BACKUPS = 16, 512  # blocks per round: at least, for a slow link, and at most, to bound Python's time in a step
+LEAST_BACKUPS, MOST_BACKUPS = 16, 512  # blocks per round: for a slow link, and to bound Python's time in a step
 BACKUP_SHARE = 0.5  # of a round's time that backups may take of the link
 FETCHES = 64  # nodes per round: each is a copy of its own, which bounds Python's time in a step
 REKEYS = 500  # nodes per round: bounds Python's time in a step, whatever the tree's size
@@ -98,7 +98,6 @@ class Monitor:
 
     def _batch(self) -> int:
         """Blocks that the link carries in its part of a round, by what copies were measured to take."""
-        least, most = BACKUPS
         load_s = self._cells.policy.meter.load_s
-        each = (load_s(KV, most) - load_s(KV, 1)) / (most - 1)
-        return max(least, min(most, int(BACKUP_SHARE * self._every / max(each, 1e-9))))
+        each = (load_s(KV, MOST_BACKUPS) - load_s(KV, 1)) / (MOST_BACKUPS - 1)
+        return max(LEAST_BACKUPS, min(MOST_BACKUPS, int(BACKUP_SHARE * self._every / max(each, 1e-9))))

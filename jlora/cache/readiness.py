@@ -61,8 +61,8 @@ class Gate:
         """Whether the host would compute the adapter's part of so many tokens while the adapter comes."""
         return self.helps is not None and self.helps(adapter, self._forecast.usable_s(adapter, tokens), tokens)
 
-    def hold(self, lease: Lease) -> None:
-        """A lease that has run ahead of its adapter waits for it from now on."""
+    def stall(self, lease: Lease) -> None:
+        """The lease waits for its copies again, from now on."""
         lease.ahead, lease.since = False, self._clock()
 
     def _helped(self, lease: Lease, tokens: int) -> bool:

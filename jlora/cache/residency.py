@@ -6,7 +6,7 @@ and `landed` completes them. Plain Python, no jax.
 
 A lease or a copy under way keeps a node where it is, and a pin keeps it on the device. A node on the
 device keeps what it needs there: KV its prefix and its adapter (unless the policy is an ablation
-without dependencies). Every change of a node goes through `_move`, which counts its blocks.
+without dependencies). Every change of a node's standing goes through `_move`, which counts its blocks.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ NEW_LENGTH = 0.01  # the same for lengths, which vary much; before, all answers 
 FIRST_S = 5.0  # of an answer, before one has ended
 KNOWN = 4096  # versions whose answers' times are remembered
 MOVE_S = 1e-3  # of any move
+ARRIVE_S = 10.0  # that a move waits for its adapter
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,10 @@ class Job:
     movable: bool = True
     blocks: int = 0
     rank: int = 0
+
+    def bound(self, target: str) -> Job:
+        """The same while its move waits for its adapter: it counts at the target, and no plan moves it again."""
+        return replace(self, replica=target, waited_s=0.0, movable=False)
 
 
 @dataclass(frozen=True, slots=True)

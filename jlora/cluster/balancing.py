@@ -11,10 +11,9 @@ import asyncio
 import logging
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 from jlora.cluster import wire
-from jlora.cluster.balance import Balancer, Job, Move, Terms
+from jlora.cluster.balance import ARRIVE_S, Balancer, Job, Move, Terms
 from jlora.cluster.dispatch import Dispatcher
 from jlora.cluster.proto import link_pb2 as link
 from jlora.cluster.routing.ways import Ways
@@ -23,7 +22,6 @@ from jlora.cluster.view import THERE
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.05  # between two looks for adapters that have come
-ARRIVE_S = 10.0  # that a move waits for its adapter
 AGAIN_S = 1.0  # before a replica is asked again: it refuses hints in silence while many adapters are on their way
 
 
@@ -122,9 +120,8 @@ class Balancing:
                 size = 0 if routed.version is None or info is None else -(-routed.version.bytes // info.block_bytes)
                 where = routed.handle, routed.replica, ask.adapter
                 job = Job(*where, tokens, waited, ask.cached, routed.movable, size, ask.rank)
-                if routed.handle in self._waiting:
-                    job = replace(job, replica=self._waiting[routed.handle][0].target, waited_s=0.0, movable=False)
-                found.append(job)
+                move, _ = self._waiting.get(routed.handle, (None, 0.0))
+                found.append(job if move is None else job.bound(move.target))
         return found
 
     def _ask(self, move: Move) -> bool:

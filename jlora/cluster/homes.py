@@ -64,8 +64,8 @@ class Homes:
     """The homes of one service.
 
     Attributes:
-        wanted: what the last plan wants.
-        parts: where requests go, and in which parts.
+        parts: adapter -> replica -> its share of the adapter's requests, now.
+        wanted: the same, as the last plan wants it.
     """
 
     def __init__(self, rule: Rule):
@@ -76,7 +76,7 @@ class Homes:
         self._surplus: Set[Pair] = frozenset()  # copies that the last look found to be too many
 
     def begin(self, room: Room, adapters: Sequence[Wanted]) -> None:
-        """Gives every adapter its first homes, which have it from the start; without any by the rule, one in turn."""
+        """Gives every adapter its first homes, which the owner must fill. Leftovers go to the replicas in turn."""
         found, names = place(self._rule, room, adapters, {}), list(room.blocks)
         self.wanted = {one.key: found.get(one.key) or {names[i % len(names)]: 1.0} for i, one in enumerate(adapters)}
         self.parts = self.wanted

@@ -24,9 +24,9 @@ from jlora.engine.plan import Sequence
 from jlora.engine.shares import Shares, charge_prompt, turn
 from jlora.engine.turns import Turns
 
-FEW = 16  # with fewer than 1/FEW of the slots in use, one more in the batch is worth any eviction
+FEW = 16  # while fewer than 1/FEW of the slots are in use, one more sequence is worth any eviction
 LOOKAHEAD = 64  # sequences that a step looks at, or the free slots: bounds Python's time per step
-HEADROOM = 16  # at most 1/HEADROOM of the pool stays free for growth: more would leave a small one half empty
+HEADROOM = 16  # at most 1/HEADROOM of the pool stays free for growth: more would leave half of a small pool empty
 HELD = 32  # sequences held back; behind them no step asks whether computing were sooner: bounds searches of the tree
 OVERTAKES = 48  # times that a sequence may be overtaken: bounds how long it waits for the others
 AHEAD_S = 0.1  # seconds of demanded copies; with more, and more than one step's, the link is behind. 0.2 is worse
@@ -47,7 +47,7 @@ class Step:
 
     running: Ordered[Sequence]  # have a lease and a slot; they grow meanwhile
     loading: Ordered[Sequence]  # have a lease only
-    behind: bool = False  # the link is behind, or room is still being made
+    behind: bool = False  # the link is behind, or a sequence is held
     second: bool = False  # the second pass, over the deferred sequences
     closed: bool = False  # no sequence may overtake the deferred ones any more
     deferred: list[Sequence] = field(default_factory=list)  # by verdict, in order of service
@@ -186,9 +186,9 @@ class Admission:
                 step.closed = step.closed or facts.refused
 
     def _spare_s(self, step: Step) -> float:
-        """Seconds of copies that the link can take on before the next plan, and some; below 0 it is behind.
+        """Seconds of further copies that the link can take without being behind. Negative: it is behind.
 
-        None are left when as many sequences load as can run.
+        It always is while as many sequences load as can run.
         """
         if len(step.loading) >= self._max_seqs:
             return -math.inf

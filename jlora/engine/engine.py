@@ -42,7 +42,7 @@ class Shape:
 
 @dataclass(slots=True)
 class _Counts:
-    committed: float = 0.0  # when the last step was
+    committed: float = 0.0  # when the last step was committed
     steps: int = 0
     generated: int = 0
     prompt: int = 0
@@ -84,7 +84,11 @@ class Engine:
         return self._scheduler.live > 0 or self._in_flight is not None or bool(self._ended or self._faults.ended)
 
     def step(self) -> list[TokenEvent]:
-        """Plans and dispatches one step, then commits the previous one; returns the previous step's events."""
+        """Plans and dispatches a step, then commits the one before it.
+
+        Without overlap, it commits the new step too. Returns the events of the committed steps, and of requests that
+        ended in between.
+        """
         counts, began = self._counts, self._clock()
         self._manager.landed(self._swapper.landed())
         self._faults.copies()
@@ -97,7 +101,7 @@ class Engine:
         stalled_s = 0.0 if pending is None else pending.stalled_s
         counts.plan_s += planned - began
         counts.dispatch_s += self._clock() - planned - stalled_s
-        # The host has computed its part of a helped step: the next one would only keep its tokens waiting.
+        # The dispatch of a helped step has waited for the host's part: overlapping it would only delay its tokens.
         overlaps = self._shape.overlap and not plan.helps
         done = [step for step in (self._in_flight, None if overlaps else pending) if step is not None]
         self._in_flight = pending if overlaps else None
@@ -137,15 +141,17 @@ class Engine:
         waits = self._clock()
         drawn = done.read()
         self._counts.read_s += self._clock() - waits
-        self._faults.copies()  # a step that has read one of them draws nothing of worth
+        self._faults.copies()  # first: a step that read a copy that failed drew wrong tokens
         now = self._clock()
         events = self._faults.commit(done.plan, drawn, now)
         counts = self._counts
         prompt = sum(work.count for work in done.plan.prefill)
-        if prompt >= ROW and not done.plan.helps:  # what a prompt token costs beside the running sequences
-            self._manager.policy.meter.observe_prefill(prompt, now - max(counts.committed, done.dispatched))
-        if self._switching is not None and not done.plan.helps:
-            self._switching.observe(done.plan, now - max(counts.committed, done.dispatched))
+        if not done.plan.helps:
+            step_s = now - max(counts.committed, done.dispatched)
+            if prompt >= ROW:  # learns what a prompt token costs beside the running sequences
+                self._manager.policy.meter.observe_prefill(prompt, step_s)
+            if self._switching is not None:
+                self._switching.observe(done.plan, step_s)
         counts.committed = now
         counts.steps += 1
         counts.prompt += prompt
@@ -278,7 +284,10 @@ class Engine:
             self._switching.check()
 
     def survive(self, error: Exception) -> None:
-        """A command has failed with it. Raises AssertionError if that has left something half done."""
+        """Handles an error that a command raised.
+
+        A refusal changes nothing. After any other error, it raises AssertionError if something is left half done.
+        """
         if not isinstance(error, JloraError | CancelledError):  # a refusal, and a caller that has gone
             self._faults.survive(error)
 
@@ -288,7 +297,7 @@ class Engine:
         merge = MergeState() if self._switching is None else self._switching.state()
         return EngineStats(
             running=s.active,
-            waiting=s.waiting,
+            waiting=s.pending,
             live_requests=s.live,
             steps=c.steps,
             generated_tokens=c.generated,

@@ -44,10 +44,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDLE_S = 0.1  # pause between two rounds of an idle engine
-COMMANDS_S = 0.01  # of commands between two steps, and the rest of the last one: the others wait for the next step
+COMMANDS_S = 0.01  # how long commands may run between two steps; the one that runs then ends, the others wait
 COMPILE_S = 600.0  # a step that compiles for longer counts as stuck
-DRAIN_S = 1e8  # a longer timeout is none: a thread's wait has an end, too
-COUNTING_S = 1.0  # between two snapshots where one has to look at the whole tree
+DRAIN_S = 1e8  # the longest timeout of a drain: a thread cannot wait for longer
+COUNTING_S = 1.0  # between two snapshots if a snapshot has to walk the whole tree
 
 
 class LocalReplica(Replica):
@@ -265,8 +265,8 @@ class LocalReplica(Replica):
         return self.between_steps(self._engine.check_integrity)
 
     def profile(self, steps: int, replica: str = "") -> Future[ProfileResult]:
-        loaders, done = self._loaders.loads, lambda: self._engine.stats().steps
-        return self._profiler.trace(steps, replica, loaders, done, self._when)
+        loads, steps_done = self._loaders.loads, lambda: self._engine.stats().steps
+        return self._profiler.trace(steps, replica, loads, steps_done, self._when)
 
     def heartbeat_age(self) -> float:
         now, runner = self._system.clock(), self._built.runner
@@ -378,7 +378,7 @@ class LocalReplica(Replica):
                 break
             if (error := settle(*taken)) is not None:
                 self._engine.survive(error)  # the command's future may have no reader
-            taken = error = None  # the frames of the error lead here, and it is the command's future that holds them
+            taken = error = None  # breaks a cycle: the command's future holds the error, and its traceback this frame
             if self._system.clock() >= until:
                 break
         self._answer_waits()

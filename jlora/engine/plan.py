@@ -57,9 +57,9 @@ class Sequence:
     arrived: float
     leader: Sequence | None = None  # the request's completion 0, whose prompt KV the others wait for and share
     activation: int | None = None  # see `Origin.activation`
-    came: float = 0.0  # its place in the line of its tenant; before `arrived` if it waited elsewhere first
-    line: tuple[float, int] = field(init=False)  # its place in the line of its tenant
-    rank: int = field(init=False)  # its order; smaller if it waited elsewhere first, so that ranks follow the line
+    came: float = 0.0  # when it came to the service: before `arrived` if it waited at another replica first
+    line: tuple[float, int] = field(init=False)  # (came, order): sorts the sequences of one tenant
+    rank: int = field(init=False)  # its order, lowered where needed so that ranks follow `line`
     handle: int = field(init=False)  # the engine's name for its request, never used again: its first completion's order
     resumed: int = 0  # of its output tokens, those that came with the request: another replica drew them
     account: Account | None = None  # its tenant's, from when it is first queued

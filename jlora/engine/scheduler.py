@@ -81,6 +81,11 @@ class Scheduler:
         return len(self.queue)
 
     @property
+    def pending(self) -> int:
+        """Sequences that do not run yet: in the queue, or with a lease whose copies are under way."""
+        return len(self.queue) + len(self.loading)
+
+    @property
     def active(self) -> int:
         """Sequences that run."""
         return len(self.running)
@@ -181,8 +186,8 @@ class Scheduler:
     def _plan(self, now: float, decode: list[Work], prefill: list[Work]) -> StepPlan:
         self._at = self.queue.at = None
         self.queue.pace = self.manager.forecast.step_s = 0.0 if self._planned is None else now - self._planned
-        self._hold()
-        self._pause()
+        self._stall_ahead()
+        self._stall_excluded()
         if len({sequence.account for sequence in self.running}) > 1:
             self.running.sort(key=turn)  # tenants' turns change
         self._board(now)  # first: some have one token left to compute, so they decode in this step
@@ -372,28 +377,27 @@ class Scheduler:
             if self.turns.may_run(sequence) and self._run_if_ready(sequence, now):
                 self.loading.remove(sequence)
 
-    def _hold(self) -> None:
-        """Takes the slots of sequences that can run ahead of their activated LoRA no further."""
+    def _stall_ahead(self) -> None:
+        """Stalls sequences that have nothing left to compute before their activated LoRA lands."""
         for sequence in list(self._ahead):
-            assert sequence.lease is not None
             readiness = self._readiness(sequence)
-            if readiness is Readiness.AHEAD:
-                continue
-            del self._ahead[sequence]
+            if readiness is not Readiness.AHEAD:
+                del self._ahead[sequence]
             if readiness is Readiness.WAIT:
-                self._leases.gate.hold(sequence.lease)
-                self._take_slot(sequence)
-                self.loading.append(sequence)
+                self._stall(sequence)
 
-    def _pause(self) -> None:
-        """Takes the slots of sequences whose turn it is not, once the host has read their last token."""
-        only = self.turns.only
-        for sequence in [s for s in self.running if not s.in_flight and only not in (None, s.adapter)]:
-            assert sequence.lease is not None
-            self._ahead.pop(sequence, None)
-            self._leases.gate.hold(sequence.lease)
-            self._take_slot(sequence)
-            self.loading.append(sequence)
+    def _stall_excluded(self) -> None:
+        """Stalls sequences that the merged weights exclude, once the host has read their last token."""
+        for sequence in [s for s in self.running if not s.in_flight and self.turns.only not in (None, s.adapter)]:
+            self._stall(sequence)
+
+    def _stall(self, sequence: Sequence) -> None:
+        """Takes a running sequence out of the batch. It keeps its lease and waits in `loading`."""
+        assert sequence.lease is not None
+        self._ahead.pop(sequence, None)
+        self._leases.gate.stall(sequence.lease)
+        self._free_slot(sequence)
+        self.loading.append(sequence)
 
     def _readiness(self, sequence: Sequence) -> Readiness:
         assert sequence.lease is not None
@@ -404,7 +408,7 @@ class Scheduler:
         """Gives a leased sequence its slot, or puts it among those whose copies are under way."""
         assert sequence.lease is not None
         lease, readiness = sequence.lease, self._readiness(sequence)
-        if readiness is Readiness.WAIT or not (self._slots or self._take_over(sequence)):
+        if readiness is Readiness.WAIT or not (self._slots or self._preempt_for(sequence)):
             if sequence not in self.loading:
                 self.loading.append(sequence)
             return False
@@ -424,11 +428,8 @@ class Scheduler:
         self.running.sort(key=turn)
         return True
 
-    def _take_over(self, sequence: Sequence) -> bool:
-        """Frees a slot if another tenant has more than this one's share, or if a merge has let a later one go first.
-
-        What the one that makes way has computed stays in the prefix cache.
-        """
+    def _preempt_for(self, sequence: Sequence) -> bool:
+        """Preempts a sequence of a tenant above its share, or a later one that a merge let go first, if any."""
         passed = sequence in self.turns.passed
         later = (s for s in self.running if owes(s, sequence) or (passed and turn(s) > turn(sequence)))
         taken = max(later, key=turn, default=None)
@@ -451,7 +452,7 @@ class Scheduler:
 
     def _leave(self, sequence: Sequence) -> None:
         if sequence.slot >= 0:
-            self._take_slot(sequence)
+            self._free_slot(sequence)
         else:
             self.loading.remove(sequence)
             if not sequence.boarded:  # so far it has only waited
@@ -463,7 +464,7 @@ class Scheduler:
         self._ahead.pop(sequence, None)
         sequence.lease, sequence.computed = None, 0
 
-    def _take_slot(self, sequence: Sequence) -> None:
+    def _free_slot(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
         self._slots.append(sequence.slot)
         account_of(sequence).running -= 1
@@ -492,9 +493,8 @@ class Scheduler:
             self.queue.dequeue(sequence)
         self.queue.close(sequence)
         name, handle = sequence.request.id, sequence.handle
-        siblings = self._requests[handle]
-        siblings.remove(sequence)
-        if not siblings:
+        self._requests[handle].remove(sequence)
+        if not self._requests[handle]:
             del self._requests[handle]
         usage, timing = sequence.usage(outputs), sequence.timing(now)
         return TokenEvent(name, sequence.index, None, None, None, reason, usage, timing, handle)

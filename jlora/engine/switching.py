@@ -28,7 +28,7 @@ IDLE_S = 0.01  # of switching between two looks at the queue before any step was
 
 
 class Switching(Turns):
-    """Carries out what the policy decides, and tells the scheduler who may run."""
+    """Carries out what the policy decides, and tells the scheduler which sequences may run."""
 
     def __init__(self, policy: Merging, merger: Merger, registry: AdapterRegistry, swapper: Swapper, name: str = ""):
         self.policy = policy

@@ -23,7 +23,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jlora.cluster.balance import Balancer, Job, Move, Plan, Terms
+from jlora.cluster.balance import ARRIVE_S, Balancer, Job, Move, Plan, Terms
 from jlora.cluster.books import Books
 from jlora.cluster.demand import Told
 from jlora.cluster.prefixes import Prefixes
@@ -41,7 +41,6 @@ from jlora.sim.wires import Balance, Wires
 from jlora.types import Request, TokenEvent
 
 STATE_S = 0.1  # a replica without tokens to send tells its state so often
-ARRIVE_S = 10.0  # that a move waits for its adapter
 PUMP_S = 0.05  # between two looks at requests without a replica
 # In this order, of those at one time.
 MESSAGE, TURN, START, WAKE, PLACE, LOOK, CANCEL, BALANCE, MOVE, KILL, LOST, BACK, PUMP = range(13)
@@ -318,7 +317,6 @@ class Fleet(Pass):
         self._put(at + balance.every_s, BALANCE, balance)
 
     def _job(self, live: Live, now: float) -> Job:
-        """A request whose move waits for its adapter counts where it goes, so that no plan moves it again."""
         waited = now - live.routed.sent if live.outputs is None else 0.0
         tokens = live.asked.prompt + (live.outputs or 0)
         asked, routed, sizes = live.asked, live.routed, self._wires.sizes
@@ -326,7 +324,7 @@ class Fleet(Pass):
         where = routed.handle, routed.replica, asked.adapter
         job = Job(*where, tokens, waited, asked.cached, routed.movable, size, asked.rank)
         target = self._bound.get(routed.handle)
-        return job if target is None else replace(job, replica=target, waited_s=0.0, movable=False)
+        return job if target is None else job.bound(target)
 
     def _move(self, at: float, moves: Moves) -> None:
         """Requests go when the adapter that they need is there; the rest is looked at again."""

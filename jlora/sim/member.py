@@ -173,10 +173,8 @@ class Member(Replica):
             self._looked = self.clock.now
             nodes = self.manager.adapters
             self._tiers = {str(index): _tier(nodes[uid]) for uid, index in self.indices.items() if uid in nodes}
-        waiting = scheduler.waiting + len(scheduler.loading)
-        return ReplicaView(
-            self.name, "up", 0, scheduler.active, waiting, device.free, self.manager.total, tiers=self._tiers
-        )
+        counts = scheduler.active, scheduler.pending
+        return ReplicaView(self.name, "up", 0, *counts, device.free, self.manager.total, tiers=self._tiers)
 
 
 def _tier(node: AdapterNode) -> str:

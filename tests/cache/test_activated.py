@@ -194,7 +194,7 @@ def test_a_lease_that_has_run_ahead_counts_its_waiting_from_where_it_had_to():
     lease = cache.leased([*TALK, 8], activated(cache.adapter(1, 2), 13))
     assert cache.manager.leases.gate.readiness(lease, 13, 13) is Readiness.AHEAD
     cache.now += 5.0
-    cache.manager.leases.gate.hold(lease)
+    cache.manager.leases.gate.stall(lease)
     cache.now += 2.0
     cache.land()
     assert cache.ready(lease, 1) and lease.adapter_s == 2.0

@@ -86,7 +86,7 @@ class Snapshot:
     def _engine(self) -> Iterator[Metric]:
         stats = self.state.stats
         yield _gauge("jlora_running_sequences", "Sequences in the batch.", stats.running)
-        yield _gauge("jlora_waiting_sequences", "Sequences in the queue.", stats.waiting)
+        yield _gauge("jlora_waiting_sequences", "Sequences that wait for room or copies.", stats.waiting)
         yield _gauge("jlora_live_requests", "Requests that have not ended.", stats.live_requests)
         yield _gauge("jlora_programs_left", "Programs that are still being compiled.", stats.programs_left)
         yield _gauge("jlora_host_step_seconds", "Mean Python time of a step.", stats.host_step_s)
@@ -141,7 +141,7 @@ class Snapshot:
         for name, said in (
             ("sent", "This router's live requests there."),
             ("running", "Sequences in the batch of a replica."),
-            ("waiting", "Sequences in the queue of a replica."),
+            ("waiting", "Sequences that wait at a replica."),
             ("free_blocks", "Blocks of a replica's pool that hold nothing."),
         ):
             family = GaugeMetricFamily(f"jlora_replica_{name}", said, labels=("replica",))
@@ -161,7 +161,7 @@ class Snapshot:
     def _vllm(self) -> Iterator[Metric]:
         stats, labels = self.state.stats, self._labels
         yield _gauge("vllm:num_requests_running", "Sequences in the batch.", stats.running, labels)
-        yield _gauge("vllm:num_requests_waiting", "Sequences in the queue.", stats.waiting, labels)
+        yield _gauge("vllm:num_requests_waiting", "Sequences that wait for room or copies.", stats.waiting, labels)
         yield _counter("vllm:num_preemptions", "Sequences that lost their place.", stats.preemptions, labels)
         yield _counter("vllm:prompt_tokens", "Prompt tokens computed.", stats.prompt_tokens, labels)
         yield _counter("vllm:generation_tokens", "Tokens that requests received.", stats.generated_tokens, labels)
