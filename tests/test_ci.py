@@ -8,9 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 def test_a_test_that_begins_too_late_is_left_out_and_counted():
     ran = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "tests/test_machine.py"],

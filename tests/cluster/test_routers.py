@@ -102,6 +102,7 @@ def names(service: Service) -> list[str]:
     return [info.name for info in service.adapters.ListAdapters(pb.ListAdaptersRequest(), timeout=20).adapters]
 
 
+@pytest.mark.slow
 def test_a_load_and_an_unload_at_either_mean_both(world: World, first: Service, second: Service):
     for loads, other, name in ((first, second, "one"), (second, first, "two")):
         loads.adapters.LoadAdapter(pb.LoadAdapterRequest(name=name, path=world.adapter), timeout=STOP_S)
@@ -278,6 +279,7 @@ def test_an_adapter_that_only_a_dead_replica_had_waits_for_its_files(world: Worl
         assert Stream(router.inference, asked).result() == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["up", "down"])
 def test_a_link_that_passes_one_way_alone_is_given_up_and_taken_up_again(world: World, way: Way):
     """Nothing is closed: each side learns of it by the other one's silence."""

@@ -104,6 +104,7 @@ def test_server_is_as_exact_as_training_measured(answered: Answered):
         assert abs(share - stages[model or "base"]["exact"]) <= 0.05
 
 
+@pytest.mark.slow
 def test_demo_answers_loads_an_adapter_shows_the_cache_and_exits_0():
     done = subprocess.run([sys.executable, "-m", "jlora.demo"], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr

@@ -133,6 +133,7 @@ def test_a_file_of_another_link_is_refused_and_one_of_another_jax_is_told(
     assert f"jax = 0.1, here it is {jax.__version__}" in caplog.text
 
 
+@pytest.mark.slow
 def test_a_step_in_the_middle_of_a_prompt_is_timed_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     write_model(tmp_path / "model", TINY, 0)
     keys = {"model.path": str(tmp_path / "model"), "engine.max_seqs": "2", "engine.max_step_tokens": "32"}

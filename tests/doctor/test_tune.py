@@ -24,6 +24,7 @@ def test_tuning_keeps_the_fastest_of_what_compiles():
     assert "units=16, tokens=2" in found.times and not any("tokens=4" in name for name in found.times)
 
 
+@pytest.mark.slow
 def test_tune_writes_a_table_that_the_kernels_can_read(monkeypatch: pytest.MonkeyPatch):
     result = tune.run(tune.Plan(quick=True))
     (tuned,) = result["tiles"]["tuned"].values()

@@ -89,6 +89,7 @@ def answers(replica: Running, name: str) -> list[list[int]]:
     return alone + [tokens(together[r.id]) for r in traffic(name + "t")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", [1, 2], indirect=True, ids=["one device", "two devices"])
 def test_the_largest_programs_serve_everything_until_the_others_are_there(served: Served):
     replica, compiler = served

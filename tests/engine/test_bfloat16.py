@@ -96,6 +96,7 @@ def test_answers_agree_alone_and_mixed_in_bfloat16(
             assert service.cache_state().bytes_swapped_in > service.layout.block_bytes * 30
 
 
+@pytest.mark.slow
 def test_bfloat16_answers_are_the_float32_ones_but_for_rounding(
     tiny_model: Path, tiny_adapters: dict[str, Path], expected: Answers
 ):

@@ -140,6 +140,7 @@ def test_a_switch_is_expected_to_take_as_long_as_the_adapters_rank_and_projectio
     assert seen == {"some": (some, some), "others": (2 * others, 2 * others)}
 
 
+@pytest.mark.slow
 def test_a_measurement_that_is_given_up_holds_nothing(tmp_path: Path):
     world = World(tmp_path, "bfloat16", 1, stacked=True)
     gc.collect()
@@ -177,6 +178,7 @@ def test_no_step_reads_more_than_one_layer_of_an_adapter(tmp_path: Path):
     assert merger.whole() and not world.read and not merger.host_bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp,stacked", [(1, False), (2, True)])
 def test_the_error_is_that_of_the_logits(tmp_path: Path, tp: int, stacked: bool):
     world = World(tmp_path, "bfloat16", tp, stacked)

@@ -140,6 +140,7 @@ def test_an_interrupted_run_continues_after_its_finished_rounds(tmp_path: Path):
     assert Unfinished(path, {"x": 1}).rounds == journal.rounds and not Unfinished(path, {"x": 2}).rounds
 
 
+@pytest.mark.slow
 def test_a_running_server_is_asked_for_its_own_adapters(server: str, tmp_path: Path):
     path = trace(tmp_path, "0,20,4,de,s", "0.1,40,4,de,s", "0.1,10,6,sql,t", "0.2,10,3,,")
     found = run(tmp_path, "--target", f"here={server}", "--trace", path)

@@ -126,6 +126,7 @@ def test_what_was_read_updates_a_donated_argument_in_place(tmp_path: Path):
         assert memory.alias_size_in_bytes == x.nbytes and memory.temp_size_in_bytes < x.nbytes / 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tp", [1, 2])
 def test_a_second_server_traces_nothing_and_answers_alike(
     tp: int, own_programs, tiny_model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -182,6 +182,7 @@ def test_activated_loras_in_every_setting(settings: str):
     check_case(GOLDEN / "alora", SETTINGS[settings])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("blocks", [200, FEW_BLOCKS])
 def test_answers_from_base_kv_that_activated_loras_share_are_equal(blocks: int):
     """Two rounds over the same texts, one request after the other: base, then each adapter, then again."""

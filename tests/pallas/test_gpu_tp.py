@@ -51,6 +51,7 @@ def test_lora_on_several_devices_adds_up_to_the_reference(tp: int, group: tuple[
         assert np.abs(out - plain).max() > 0.1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "chunk"), [pytest.param(4, 1, marks=SLOW, id="decode on 4"), pytest.param(2, 8, id="prompts on 2")]
 )

@@ -111,6 +111,7 @@ def run(ops: Ops, tp: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
 SLOW = pytest.mark.slow
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("tp", "chunk"), [(1, 1), *(pytest.param(*sizes, marks=SLOW) for sizes in ((1, 8), (2, 1), (4, 8)))]
 )

@@ -235,6 +235,7 @@ def test_an_adapter_of_too_high_a_rank_is_refused(crowd: Served, tmp_path: Path)
         crowd.adapters.LoadAdapter(pb.LoadAdapterRequest(name="big", path=str(path)))
 
 
+@pytest.mark.slow
 def test_what_can_never_fit_the_pool_is_refused_by_the_key_to_change(text_model: Path, tmp_path: Path):
     with serve(text_model, {"cache.hbm_blocks": 100, "engine.warmup": False}) as small:
         path = _make.make_adapter(tmp_path / "big", small.spec, r=256, targets=tuple(_make.MODULES))

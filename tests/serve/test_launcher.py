@@ -227,6 +227,7 @@ def test_a_taken_http_port_is_told_before_the_model_is_read(monkeypatch: pytest.
     assert said.startswith("ConfigError: cannot listen on 127.0.0.1:") and "serve.http_port" in said
 
 
+@pytest.mark.slow
 def test_drain_does_not_wait_longer_than_it_was_told(text_model: Path, quick: list[str]):
     with process(["--model", str(text_model), "--port", "0", *quick, "serve.drain_s=0.2"]) as server:
         with grpc.insecure_channel(ready(server)[1]) as channel:
@@ -238,6 +239,7 @@ def test_drain_does_not_wait_longer_than_it_was_told(text_model: Path, quick: li
         assert server.wait(timeout=20) == 0
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_at_once(text_model: Path, quick: list[str]):
     with process(["--model", str(text_model), "--port", "0", *quick]) as server:
         with grpc.insecure_channel(ready(server)[1]) as channel:
@@ -306,6 +308,7 @@ sys.exit(launcher.main(sys.argv[1:-1]))
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_still_compiles_ends_when_it_has_drained(text_model: Path):
     settings = [f"{key}={value}" for key, value in {**SMALL, "serve.compile_cache": "auto"}.items()]
     with process(["--model", str(text_model), "--port", "0", "--set", *settings], ["-c", COMPILING]) as server:
@@ -317,6 +320,7 @@ def test_a_server_that_still_compiles_ends_when_it_has_drained(text_model: Path)
         assert server.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [DYING, LOSING], ids=["thread", "pool"])
 def test_a_dead_engine_ends_the_process_after_its_clients_know(
     text_model: Path, quick: list[str], tmp_path: Path, script: str

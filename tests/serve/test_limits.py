@@ -367,6 +367,7 @@ def test_a_stream_that_nobody_reads_ends_and_frees_everything(text_model: Path, 
             got.extend(stalled)
 
 
+@pytest.mark.slow
 def test_a_stream_that_is_read_too_slowly_ends_and_frees_everything(text_model: Path):
     """Its client takes a token every 5 ms, and the engine makes far more."""
     small = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2**16)]  # a window that does not grow

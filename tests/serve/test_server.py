@@ -232,6 +232,7 @@ class Stuck(PythonGarbage):
         self.free.wait()
 
 
+@pytest.mark.slow
 def test_a_compilation_keeps_health_serving_and_a_stuck_engine_does_not(text_model: Path):
     """Without warm-up the first requests compile, for longer than the heartbeat."""
     machine, seen = Stuck(), set()

@@ -51,6 +51,7 @@ def test_a_few_seeds_hold():
     assert any(one.fired.keys() - {"router.moves"} for one in played)
 
 
+@pytest.mark.slow
 def test_a_seed_goes_the_same_way_whatever_python_hashes_by():
     code = "from jlora.sim.world import report; print(*(report.play('cluster', s, 200)[0].digest for s in (3, 5)))"
     runs = {
