@@ -26,6 +26,7 @@ from jlora.cache.transfer import Meter
 from jlora.cache.tree import AdapterNode
 from jlora.cluster.view import View
 from jlora.doctor import profile
+from jlora.engine import build
 from jlora.engine.admission import Admission
 from jlora.engine.engine import Engine
 from jlora.engine.host_lora import HostLora
@@ -312,6 +313,11 @@ def at_rest(fleet: Fleet) -> bool:
     """Whether the fleet remembers no request, at any replica or in its books."""
     left = fleet._lives or any(side.names or side.handles for side in fleet._sides.values())
     return not left and all(view.sent == 0 and not view.held.context for view in fleet._books.view.values())
+
+
+def adapters_read_at_start() -> Seam:
+    """The last part of a start that may fail."""
+    return build, "_read_in"
 
 
 def timed_waits() -> Seam:

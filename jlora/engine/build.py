@@ -140,14 +140,13 @@ def _built(config: Config, progress: bool, system: System, undo: ExitStack, fail
         open_groups(lambda call: call())
     engine.adapters.begin_with(found)
     _read_in(engine, sources.eager(found, host_blocks, config), reader, sources.required(config, reader))
-    sizes = (layout.blocks - 1, host_blocks, layout.block_tokens)
-    log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes, mesh)
+    sizes = (layout.blocks - 1, host_blocks, layout.block_tokens, mesh)
+    log.info("engine ready: %d blocks on the device and %d on the host, of %d tokens; %s", *sizes)
     phases.end("rest")
     log.info("started in %s", phases)
     if runner.left:
         log.info("%d parts of further programs compile while it serves", len(runner.left))
-    info = replaced(info, start_s=phases.seconds)
-    return Built(engine, parts, runner, info, reader, catalogue, open_groups)
+    return Built(engine, parts, runner, replaced(info, start_s=phases.seconds), reader, catalogue, open_groups)
 
 
 def _begin(prepared: Prepared, directory: Path, system: System, undo: ExitStack) -> First:

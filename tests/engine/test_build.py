@@ -19,7 +19,7 @@ from jlora.engine.ahead import Ahead
 from jlora.engine.compiles import COMPILES
 from jlora.errors import ConfigError, InvalidArgument, ResourceExhausted
 from jlora.layout import BYTES, PoolLayout
-from tests import _make
+from tests import _make, port
 
 SPEC = _make.tiny_spec()
 WEIGHTS = SPEC.parameters * BYTES[SPEC.dtype]
@@ -135,7 +135,7 @@ def test_a_start_that_fails_late_leaves_no_thread_with_the_pool(tiny_model: Path
         raise InvalidArgument("planted")
 
     before = set(threading.enumerate())
-    monkeypatch.setattr(build, "_read_in", fails)
+    monkeypatch.setattr(*port.adapters_read_at_start(), fails)
     keys = {**SMALL, "model.path": str(tiny_model), "engine.warmup": False}
     with pytest.raises(InvalidArgument, match="planted"):
         build.build(config.load(None, keys), progress=False)
