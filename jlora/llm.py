@@ -139,23 +139,25 @@ class LLM:
         Returns a list in both cases. Arguments and errors are those of `generate`, and FailedPrecondition
         for a model without a chat template.
         """
-        if self.tokenizer is None:
-            raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
         several = isinstance(messages, Sequence) and len(messages) > 0 and isinstance(messages[0], list | tuple)
         conversations: Sequence[Any] = messages if several else [messages]
-        prompts = [self.tokenizer.chat(conversation) for conversation in conversations]
-        requests = self._requests(prompts, sampling, adapter, tenant)
-        return self._generate([dataclasses.replace(request, chat=True) for request in requests])
+        return self._generate(self._chats(conversations, sampling, adapter, tenant))
 
     def stream(
-        self, prompt: Prompt, sampling: SamplingParams | None = None, adapter: str | None = None, tenant: str = ""
+        self,
+        prompt: Prompt | Sequence[Message],
+        sampling: SamplingParams | None = None,
+        adapter: str | None = None,
+        tenant: str = "",
     ) -> Generator[Delta, None, None]:
-        """Answers one prompt, delta by delta; closing the iterator aborts the request.
+        """Answers one prompt or conversation, delta by delta; closing the iterator aborts the request.
 
         The call validates the request; the first `next` submits it. With n > 1 the completions'
-        deltas come mixed, told apart by `index`. Arguments and errors are those of `generate`.
+        deltas come mixed, told apart by `index`. Arguments and errors are those of `generate` and `chat`.
         """
-        return self._stream(self._requests([prompt], sampling, adapter, tenant))
+        chat = isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+        make = self._chats if chat else self._requests
+        return self._stream(make([prompt], sampling, adapter, tenant))
 
     def load_adapter(
         self, name: str, path: str | Path, pinned: bool = False, replace: bool = False, lazy: bool = False
@@ -189,6 +191,13 @@ class LLM:
 
     def __repr__(self) -> str:
         return f"LLM({self._replica.info.model!r})"
+
+    def _chats(self, conversations: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
+        if self.tokenizer is None:
+            raise FailedPrecondition("messages: chat needs a tokenizer, and the model has none; send token ids")
+        prompts = [self.tokenizer.chat(conversation) for conversation in conversations]
+        requests = self._requests(prompts, sampling, adapter, tenant)
+        return [dataclasses.replace(request, chat=True) for request in requests]
 
     def _requests(self, prompts: Sequence[Any], sampling: Any, adapter: Any, tenant: str) -> list[Request]:
         count = len(prompts)

@@ -151,6 +151,9 @@ def test_a_chat_goes_through_the_template(llm: LLM):
     expected = llm.generate(llm.tokenizer.chat(messages), GREEDY, "one")[0].token_ids
     assert [c.token_ids for c in llm.chat(messages, GREEDY, adapter="one")] == [expected]
     assert [c.token_ids for c in llm.chat([messages, messages], GREEDY, adapter="one")] == [expected] * 2
+    (whole,), pieces = llm.chat(messages, GREEDY, adapter="one"), list(llm.stream(messages, GREEDY, adapter="one"))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == list(expected)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from jlora.adapters.adapter import Adapter, Scan
 from jlora.adapters.packing import largest_ranks
 from jlora.adapters.peft_config import LoraConfig, Target
 from jlora.adapters.tensor_file import WIDTHS, Entry
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
+from jlora.errors import Busy, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.model.fields import short
 from jlora.model.hf_names import MODULES
 from jlora.model.spec import ModelSpec
@@ -211,7 +211,7 @@ def _read_once(folder: Folder, label: str, parse: Parse, spec: ModelSpec, whole:
 def _unreadable(where: str, error: OSError) -> JloraError:
     """What is not there is not found; what the disk cannot give is lost, unless this process is what is short."""
     if error.errno in SHORT:
-        return ResourceExhausted(f"{where}: {error.strerror}; try again later")
+        return Busy(f"{where}: {error.strerror}; try again later")
     return (DataLoss if error.errno in BROKEN else NotFound)(f"{where}: {error.strerror}")
 
 

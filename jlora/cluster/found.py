@@ -18,7 +18,7 @@ from jlora.adapters.peft import FILES, scan_peft
 from jlora.cluster.directory import Version
 from jlora.cluster.registry import Registry, info_of
 from jlora.config import Config
-from jlora.errors import JloraError, NotFound
+from jlora.errors import Busy, JloraError, NotFound
 from jlora.model.config_json import spec_from_json
 from jlora.model.spec import ModelSpec
 from jlora.ports import Stamp, System
@@ -92,7 +92,8 @@ class Found:
                 if not tolerant:
                     raise type(e)(f"adapter {name}: {e} (from {path})") from e
                 log.warning("adapter %s is left out as it is: %s", name, e)
-                self._refused[path] = stamp
+                if not isinstance(e, Busy):
+                    self._refused[path] = stamp
             else:  # what fails here is the registry, not the adapter: the next look tries again
                 yield self._row(Version(name, registry.number(), path), scan)
 

@@ -23,6 +23,7 @@ COUNTERS = (
     "steps", "generated_tokens", "prompt_tokens", "preemptions", "compiles_after_warmup", "plan_s", "dispatch_s",
     "read_s", "commit_s",
 )  # fmt: skip
+LATE_S = 4.0  # two answers may come in another order within twice their time limit; a process takes longer to start
 CACHE_NOW = ("in_flight", "invalid_kv")  # of `CacheState`
 CACHE_COUNTERS = tuple(
     field.name for field in dataclasses.fields(CacheState) if field.name not in ("policy", "hbm", "host", *CACHE_NOW)
@@ -89,13 +90,16 @@ class Counted:
         for name, (server, cache) in told.items():
             now = {key: getattr(server, key) for key in ("uptime_s", *COUNTERS)}
             now |= {key: getattr(cache, key) for key in CACHE_COUNTERS}
-            last = self._last.get(name, {})
-            if any(now[key] < value for key, value in last.items()):  # another process has the name
+            last = self._last.get(name, now)
+            younger_s = last["uptime_s"] - now["uptime_s"]
+            if younger_s > LATE_S:  # another process has the name
                 self._before.update(last)
+            elif younger_s > 0:  # a later answer has been heard already
+                continue
             self._last[name] = now
 
     def total(self, key: str) -> Any:
-        """The sum over all replicas since this router began."""
+        """The sum over all processes that this router has heard of, each since its start."""
         return self._before[key] + sum(last[key] for last in self._last.values())
 
 

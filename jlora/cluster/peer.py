@@ -33,7 +33,7 @@ from jlora.cluster.routing.ways import LENDS, PATH_BPS, PEER_BPS, insists
 from jlora.cluster.secret import Secret
 from jlora.engine.records import NewAdapter
 from jlora.engine.sources import Reader, check_version, scan_adapter
-from jlora.errors import AlreadyExists, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import AlreadyExists, Busy, DataLoss, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.serve import convert
 from jlora.serve.client import Login
 from jlora.serve.proto import jlora_pb2 as pb
@@ -279,7 +279,7 @@ class Fetcher:
         try:
             new = from_files()
             check_version(record, new.digest, new.header)
-        except (NotFound, DataLoss):
+        except (NotFound, DataLoss, Busy):
             new, _ = self._from_peers(peers, record, unwanted, insist=True)
             if new is None:
                 raise

@@ -4,10 +4,10 @@ What a command means at a router:
 
 requests    go to one replica and on to others (`dispatch`); ids, the queue's bound and seeds are the router's own
 adapters    are those of the service: the directory answers
-state       sums over the replicas that answer within `ASK_S`
+state       sums over the replicas that answer within `ASK_S`; counters also of those that do not, or have ended
 owners      KV by adapter, summed as the state is; cells are a replica's own, and its own page shows them
 flush_cache all replicas; the blocks freed are summed
-profile     all replicas at once; the name says what each has written
+profile     all replicas at once, or the one that is named; the answer says what each has written
 drain       waits for the router's own requests; the replicas go on
 heartbeat   how long no replica has been up
 

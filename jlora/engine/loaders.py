@@ -22,7 +22,7 @@ from jlora.engine.futures import BetweenSteps, error_of, failure_of, follow
 from jlora.engine.records import NewAdapter
 from jlora.engine.shelf import Reading
 from jlora.engine.sources import check_version, read_adapter
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
+from jlora.errors import Busy, DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
 from jlora.ports import File, Files, Folder, Stamp, System
 from jlora.replica import Load
 from jlora.types import AdapterInfo
@@ -102,6 +102,8 @@ class Loaders:
             return read_adapter(record.name, record.path, replaced(self._reader, files=files))
         except NotFound as e:
             raise NotFound(f"adapter {record.name!r}: its files are gone from the disk ({e})") from e
+        except Busy:
+            raise  # of descriptors or memory: it says nothing of the files
         except (InvalidArgument, ResourceExhausted) as e:
             what = "have changed on the disk" if record.digest else "cannot be used"  # so far the headers were read
             raise DataLoss(f"adapter {record.name!r}: its files {what}: {e}") from e

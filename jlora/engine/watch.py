@@ -26,7 +26,7 @@ from jlora.engine.built import Built
 from jlora.engine.futures import BetweenSteps, failure_of
 from jlora.engine.loading import Compared
 from jlora.engine.sources import check_version, pinned_as, read_adapter, scan_adapter
-from jlora.errors import JloraError, NotFound, ResourceExhausted, Unavailable
+from jlora.errors import Busy, JloraError, NotFound, ResourceExhausted, Unavailable
 from jlora.ports import Stamp, System
 from jlora.types import AdapterInfo
 
@@ -172,7 +172,8 @@ class Watch:
             raise
         except JloraError as e:
             log.warning("adapter %s is left out as it is: %s", name, e)
-            self._refused[path] = stamp
+            if not isinstance(e, Busy):
+                self._refused[path] = stamp
         else:
             self._known.add(path)
             log.info("adapter %s is found in adapters.dir", name)

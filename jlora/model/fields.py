@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +19,6 @@ AboveZero = Annotated[float, Meta(gt=0, le=sys.float_info.max, description="a fi
 Flag = Annotated[bool, Meta(description="true or false")]
 Text = Annotated[str, Meta(description="a string or null")]
 Index = Annotated[int, Meta(ge=0)]
-SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # escaped
 Indices = Annotated[list[Index] | Index, Meta(description="whole numbers, at least 0")]
 
 
@@ -28,8 +26,7 @@ def parse(data: bytes, where: str) -> Any:
     """The JSON value. Raises DataLoss if it is none."""
     try:
         value = json.loads(data)
-        if SURROGATE.search(data):
-            json.dumps(value, ensure_ascii=False).encode()  # half of one is no character, and nobody could write it
+        json.dumps(value, ensure_ascii=False).encode()  # half of a surrogate pair is no character: nobody can write it
     except (ValueError, RecursionError) as e:
         raise DataLoss(f"{where}: is not valid JSON ({type(e).__name__})") from e
     return value

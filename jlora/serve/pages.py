@@ -60,18 +60,19 @@ class Seen:
     """All adapters as the last look found them. The engine answers between two steps, and a scrape waits for none."""
 
     def __init__(self) -> None:
-        self._infos: list[AdapterInfo] = []
+        self._infos: list[AdapterInfo] | None = None
         self._looking: asyncio.Task[list[AdapterInfo]] | None = None
 
     async def infos(self, replica: Replica, most_s: float) -> list[AdapterInfo]:
-        """Those of a look that takes no longer; otherwise of the last one, while this one goes on."""
-        if self._looking is None:
-            self._looking = asyncio.create_task(_all(replica), name="adapters")
-        looking = self._looking
-        await asyncio.wait((looking,), timeout=most_s)
+        """Those of a look that takes no longer; else of the last one, while this one goes on. Waits for the first."""
+        if self._looking is not None and self._looking.done():  # since the last call
+            self._infos = self._infos if self._looking.exception() else self._looking.result()
+            self._looking = None
+        looking = self._looking = self._looking or asyncio.create_task(_all(replica), name="adapters")
+        await asyncio.wait((looking,), timeout=None if self._infos is None else most_s)
         if looking.done():
-            self._looking = None if self._looking is looking else self._looking
             self._infos = looking.result()
+        assert self._infos is not None
         return self._infos
 
 

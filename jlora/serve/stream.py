@@ -19,15 +19,16 @@ from jlora.serve.output import Detokenizer, StopFinder
 from jlora.serve.tokenizer import Tokenizer
 from jlora.types import Delta, Request, SamplingParams, Timing, TokenEvent, TokenLogprob, Usage
 
+SPECIALS = 64  # at a prompt's end, behind which its text is looked for
+
 
 class Answer:
     """Turns a validated request's token events into deltas, without text if there is no tokenizer. Not thread-safe."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: Collection[int]) -> None:
-        eos = frozenset(eos_ids)
-        self._completions = [
-            _Completion(i, request.sampling, _detokenizer(request, tokenizer), eos) for i in range(request.sampling.n)
-        ]
+        eos, before = frozenset(eos_ids), None if tokenizer is None else _before(request, tokenizer)
+        made = [None if tokenizer is None else Detokenizer(tokenizer, before) for _ in range(request.sampling.n)]
+        self._completions = [_Completion(i, request.sampling, one, eos) for i, one in enumerate(made)]
         self._ends: list[Delta] = []
 
     @property
@@ -81,11 +82,10 @@ class Answer:
         )
 
 
-def _detokenizer(request: Request, tokenizer: Tokenizer | None) -> Detokenizer | None:
-    if tokenizer is None:
-        return None
-    before = () if request.chat else reversed(request.prompt)
-    return Detokenizer(tokenizer, next((token for token in before if not tokenizer.is_silent(token)), None))
+def _before(request: Request, tokenizer: Tokenizer) -> int | None:
+    """The last token of the prompt's text, which the answer's goes on from; None where a text begins."""
+    last = () if request.chat else reversed(request.prompt[-SPECIALS:])
+    return next((token for token in last if not tokenizer.is_silent(token)), None)
 
 
 def joined(deltas: Iterable[Delta]) -> Iterator[Delta]:

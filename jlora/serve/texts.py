@@ -63,23 +63,25 @@ class Texts:
         if draft.sampling.stop and self._backend.tokenizer is None:
             raise FailedPrecondition("stop: strings need a tokenizer, and the model has none; use stop_token_ids")
         if isinstance(prompt, str | Chat):
-            ids: Sequence[int] = await self._encode(prompt, lambda count: check_prompt_length(count, limits))
+            special = isinstance(prompt, str)
+            ids: Sequence[int] = await self._encode(prompt, lambda n: check_prompt_length(n, limits), special)
         else:
             check_prompt_length(len(prompt), limits)  # before protobuf's become Python's
             ids = prompt
         return validate(replace(draft, prompt=tuple(ids), chat=isinstance(prompt, Chat)), limits)
 
-    async def tokenize(self, prompt: str | Chat, special: bool = True) -> list[int]:
+    async def tokenize(self, prompt: str | Chat, special: bool | None = None) -> list[int]:
         """The token ids of a text or a chat, also if they are more than the context takes.
 
-        Those of a text have the model's special tokens around them only with `special`.
+        `special`: with the model's special tokens around them. None: for a text, but not for a chat, whose template
+        has its own.
         """
 
         def check(count: int) -> None:
             if count > MAX_LISTED:
                 raise OutOfRange(f"input: has {count} tokens, Tokenize lists at most {MAX_LISTED}")
 
-        return await self._encode(prompt, check, special)
+        return await self._encode(prompt, check, isinstance(prompt, str) if special is None else special)
 
     async def detokenize(self, ids: Sequence[int], keep_special: bool) -> str:
         """The text of `ids`. Raises InvalidArgument for an id that is none, or more ids than the context takes."""
@@ -96,16 +98,16 @@ class Texts:
 
         return await self._backend.workers.run(len(ids), work)
 
-    async def _encode(self, prompt: str | Chat, check: Callable[[int], None], special: bool = True) -> list[int]:
+    async def _encode(self, prompt: str | Chat, check: Callable[[int], None], special: bool) -> list[int]:
         if isinstance(prompt, Chat):
-            return await self._chat(prompt, check)
+            return await self._chat(prompt, check, special)
         tokenizer = self._tokenizer("prompt.text")
         if not prompt:
             raise InvalidArgument("prompt.text: is empty, must have at least 1 character")
         self._check_chars("prompt.text", len(prompt))
         return await self._backend.workers.run(len(prompt), lambda: tokenizer.encode(prompt, check, special))
 
-    async def _chat(self, chat: Chat, check: Callable[[int], None]) -> list[int]:
+    async def _chat(self, chat: Chat, check: Callable[[int], None], special: bool) -> list[int]:
         tokenizer = self._tokenizer("prompt.chat")
         check_messages(len(chat.messages))
         messages = [{"role": m.role, "content": m.content} for m in chat.messages]
@@ -115,7 +117,7 @@ class Texts:
         run = self._backend.workers.run
         text = await run(max(size, INLINE_CHARS + 1), lambda: tokenizer.render(messages, chat.ask))
         self._check_chars("prompt.chat", len(text))  # the template may have added some, and they take memory, too
-        return await run(len(text), lambda: tokenizer.encode(text, check, special=False))
+        return await run(len(text), lambda: tokenizer.encode(text, check, special))
 
     def _check_chars(self, field: str, chars: int) -> None:
         max_len = self._backend.loaded.info.limits.max_len

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from jlora.adapters.peft import CONFIG, WEIGHTS, read_peft
-from jlora.errors import DataLoss, InvalidArgument, JloraError, NotFound, ResourceExhausted
+from jlora.errors import Busy, DataLoss, InvalidArgument, JloraError, NotFound
 from jlora.ports import DiskFiles
 from tests import _make
 from tests.adapters._peft import SPEC, edit_tensors, key, read, refused
@@ -243,6 +243,7 @@ def test_a_weight_that_is_not_finite_is_data_loss(tmp_path: Path, value: float, 
 @pytest.mark.parametrize("text", [
     b"", b"{", b"\xff\xfe", b"{'r': 1}", b"[" * 100_000, b'{"r": ' + b"9" * 5000 + b"}",
     rb'{"base_model_name_or_path": "\ud800"}', rb'{"r": "\uDFFF"}', rb'{"\uD834": 1}',
+    b'{"base_model_name_or_path": "\xed\xa0\x80"}',
 ])  # fmt: skip
 def test_a_config_that_is_not_json_is_data_loss(tmp_path: Path, text: bytes):
     path = _make.make_adapter(tmp_path / "a", SPEC)
@@ -264,7 +265,7 @@ def test_pairs_of_surrogates_are_characters(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("number", "kind"), [
-    (errno.EIO, DataLoss), (errno.ESTALE, DataLoss), (errno.EMFILE, ResourceExhausted), (errno.EACCES, NotFound),
+    (errno.EIO, DataLoss), (errno.ESTALE, DataLoss), (errno.EMFILE, Busy), (errno.EACCES, NotFound),
 ])  # fmt: skip
 def test_what_the_system_refuses_is_told_apart(tmp_path: Path, number: int, kind: type[JloraError]):
     class Refusing(DiskFiles):

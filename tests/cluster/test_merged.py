@@ -27,17 +27,18 @@ def test_a_replica_that_restarts_or_is_silent_takes_back_nothing_that_was_counte
 
     counted, sums = merged.Counted(), []
     for heard in (
-        {"r0": told(10, 5, 100), "r1": told(20, 5, 200)},
-        {"r0": told(11, 6, 110)},  # r1 is silent
-        {"r0": told(12, 7, 120), "r1": told(25, 7, 210)},
-        {"r0": told(13, 8, 130), "r1": told(30, 1, 0)},  # another process, which has made more steps
-        {"r0": told(14, 9, 140), "r1": told(31, 2, 5)},
+        {"r0": told(10, 15, 100), "r1": told(20, 15, 200)},
+        {"r0": told(11, 16, 110)},  # r1 is silent
+        {"r0": told(12, 17, 120), "r1": told(25, 17, 210)},
+        {"r0": told(11, 16.9, 110), "r1": told(24, 16.9, 205)},  # heard late
+        {"r0": told(13, 18, 130), "r1": told(30, 1, 0)},  # another process, which has made more steps
+        {"r0": told(14, 19, 140), "r1": told(31, 2, 5)},
     ):
         counted.hear(heard)
         state = merged.state(list(heard.values()), (), "", RouterStats(), counted)
         assert (state.stats.running, state.cache.invalid_kv) == (len(heard), len(heard))
         sums.append((state.stats.steps, state.cache.kv_hit_tokens))
-    assert sums == [(30, 300), (31, 310), (37, 330), (68, 340), (70, 355)]
+    assert sums == [(30, 300), (31, 310), (37, 330), (37, 330), (68, 340), (70, 355)]
 
 
 def test_replicas_of_another_model_or_type_are_told_apart():

@@ -27,7 +27,7 @@ from tests.cluster.test_ray import ray_starts
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 __all__ = ["ray_starts"]  # a fixture that every test here uses
 
-# One replica gets all requests, and runs half of them at a time.
+# One replica gets all requests, and runs two of them at a time.
 MOVING = {"cluster.routing": "first-fit", "cluster.placement": "dlora", "cluster.placement_s": 1,
           "cluster.balance": "dlora", "cluster.balance_s": 0.1, "engine.max_seqs": 2}  # fmt: skip
 

@@ -35,6 +35,7 @@ class Disk(DiskFiles):
     def __init__(self) -> None:
         super().__init__()
         self.broken = ""
+        self.number = errno.EIO  # what reading them meets
         self.asked: list[str] = []  # files of `broken` that were read
         self._open, self.opened = threading.Condition(), list[str]()
         self._shut: tuple[str | None, ...] = ()
@@ -44,7 +45,7 @@ class Disk(DiskFiles):
             self.opened.append(Path(directory).name)
             assert self._open.wait_for(lambda: Path(directory).name not in self._shut, 60)
         opened = super().folder(directory)
-        return _failing(opened, self.asked) if Path(directory).name == self.broken else opened
+        return _failing(opened, self.asked, self.number) if Path(directory).name == self.broken else opened
 
     def shut(self, *names: str | None) -> None:
         with self._open:
@@ -59,21 +60,22 @@ class _Lost:
     size: int
     name: str
     asked: list[str]
+    number: int
 
     def read(self, size: int) -> Any:
         self.asked.append(self.name)
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
+        raise OSError(self.number, os.strerror(self.number))
 
 
 @contextmanager
-def _failing(opened: AbstractContextManager[DiskFolder], asked: list[str]) -> Iterator[DiskFolder]:
+def _failing(opened: AbstractContextManager[DiskFolder], asked: list[str], number: int) -> Iterator[DiskFolder]:
     with opened as folder:
         plain = folder.open
 
         @contextmanager
         def found(name: str) -> Iterator[Any]:
             with plain(name) as file:
-                yield _Lost(file.size, name, asked) if name == WEIGHTS else file
+                yield _Lost(file.size, name, asked, number) if name == WEIGHTS else file
 
         folder.open = found  # type: ignore[method-assign]
         yield folder
@@ -244,15 +246,19 @@ def test_files_that_changed_are_data_loss_and_never_served(
     assert ask(served, "a1") == expected["a1"]
 
 
+@pytest.mark.parametrize(("number", "status"), [
+    (errno.EIO, grpc.StatusCode.DATA_LOSS), (errno.ENFILE, grpc.StatusCode.RESOURCE_EXHAUSTED),
+])  # fmt: skip
 def test_a_disk_that_fails_under_a_reading_costs_the_adapters_own_requests_alone(
-    served: Served, disk: Disk, expected: dict[str, list[int]]
+    served: Served, disk: Disk, expected: dict[str, list[int]], number: int, status: grpc.StatusCode
 ):
-    name = disk.broken = one_on_disk(served)
+    name, disk.number = one_on_disk(served), number
+    disk.broken = name
     calls = {one: served.inference.Generate.future(request(model=one), timeout=60) for one in expected}
-    with refused(grpc.StatusCode.DATA_LOSS, name, os.strerror(errno.EIO)):
+    with refused(status, name, os.strerror(number)):
         calls.pop(name).result()
     assert all(list(call.result().outputs[0].token_ids) == expected[one] for one, call in calls.items())
-    disk.broken = ""
+    disk.broken, disk.number = "", errno.EIO
     assert ask(served, name) == expected[name]
 
 

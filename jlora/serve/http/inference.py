@@ -83,7 +83,7 @@ class Inference:
         """`/tokenize`."""
         body = read(call.body, TokenizeBody)
         limits, prompt = self._backend.loaded.info.limits, body.asked()
-        ids = await self._texts.tokenize(prompt, body.add_special_tokens is not False)
+        ids = await self._texts.tokenize(prompt, body.add_special_tokens)
         tokens = Tokens(self._backend.tokenizer, by_id=False)
 
         def answer() -> dict[str, Any]:
